@@ -1,0 +1,187 @@
+#!/usr/bin/env -S uv run --script
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox>=2025.2.9"]
+# ///
+"""Every check of the project, one session each.
+
+`nox -l` lists them. What follows `--` goes to the program that a session runs:
+`nox -s tests -- -n auto -k kronecker`.
+
+Sessions that install PyTorch use pip and `constraints/torch-cpu.txt`: uv does not read
+pip's configuration, and so may take a CUDA build where pip finds a CPU build.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.sessions = ["tests"]
+
+ROOT = Path(__file__).parent.resolve()
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+# As many processes as there are cores; a later `-n` among the arguments wins.
+PARALLEL = ("-n", "auto", "--dist", "worksteal")
+TORCH_CPU = ("-c", "constraints/torch-cpu.txt")
+
+# Prints the backends that have a GPU here, and what they are, as one line of JSON.
+GPU_PROBE = """
+import json
+found = {}
+try:
+    import cupy
+    if cupy.is_available():
+        name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+        found["cupy"] = f"cupy {cupy.__version__}, {name}"
+except ImportError:
+    pass
+try:
+    import torch
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0)
+        found["torch:cuda"] = f"torch {torch.__version__}, {name}"
+except ImportError:
+    pass
+try:
+    import jax
+    name = jax.devices("gpu")[0].device_kind
+    found["jax:gpu"] = f"jax {jax.__version__}, {name}"
+except (ImportError, RuntimeError):
+    pass
+print(json.dumps(found))
+"""
+
+
+def group(name: str) -> list[str]:
+    """Return the requirements of a dependency group of `pyproject.toml`."""
+    requirements: list[str] = nox.project.dependency_groups(PYPROJECT, name)
+    return requirements
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run the conformance tests on NumPy and array-api-strict."""
+    session.install("-e", ".[scipy]", *group("test"))
+    session.run("pytest", *PARALLEL, *session.posargs)
+
+
+@nox.session(name="tests-torch", venv_backend="virtualenv")
+def tests_torch(session: nox.Session) -> None:
+    """Run the conformance tests on PyTorch, on the CPU."""
+    session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
+    session.run("pytest", "--backend=torch", *PARALLEL, *session.posargs)
+
+
+@nox.session(name="tests-jax")
+def tests_jax(session: nox.Session) -> None:
+    """Run the conformance tests on JAX, on the CPU."""
+    session.install("-e", ".[scipy,jax]", *group("test"))
+    session.run("pytest", "--backend=jax", *PARALLEL, *session.posargs)
+
+
+@nox.session(name="no-backends", venv_backend="virtualenv")
+def no_backends(session: nox.Session) -> None:
+    """Run the conformance tests without any backend file: the generic path alone."""
+    session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
+    session.run(
+        *("pytest", "--backend=numpy,torch", *PARALLEL, *session.posargs),
+        env={"KFAC_CORE_TEST_NO_BACKENDS": "1"},
+    )
+
+
+@nox.session(venv_backend="virtualenv", venv_params=["--system-site-packages"])
+def gpu(session: nox.Session) -> None:
+    """Run the conformance tests on every installed library that finds a GPU.
+
+    The libraries are those of the interpreter; nothing that knows of CUDA is
+    installed. With `nox -s gpu --no-venv` nothing is installed at all, and the tests
+    run in the environment of nox.
+    """
+    if session.virtualenv.venv_backend != "none":
+        session.install("-e", ".[scipy]", *group("test"))
+    output = session.run("python", "-c", GPU_PROBE, silent=True)
+    if not isinstance(output, str):  # under --install-only nothing was run
+        return
+    found: dict[str, str] = json.loads(output.splitlines()[-1])
+    if not found:
+        session.error("neither CuPy, PyTorch nor JAX finds a GPU in this interpreter")
+    for backend, description in found.items():
+        session.log(f"{backend}: {description}")
+    backends = ",".join(found)
+    session.run("python", "-m", "pytest", f"--backend={backends}", *session.posargs)
+
+
+@nox.session(name="cupy-signatures")
+def cupy_signatures(session: nox.Session) -> None:
+    """Bind every call of the CuPy backend to CuPy's signatures; needs no GPU."""
+    session.install("-e", ".[scipy,cupy-cuda12]", *group("test"))
+    session.run("pytest", "conformance_tests/test_cupy_signatures.py", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check the format, the lint rules and the numpydoc form of docstrings."""
+    session.install(*group("lint"))
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", *session.posargs, ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of the packages with mypy."""
+    session.install("-e", ".", *group("types"))
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation; a warning or a broken reference is an error."""
+    session.install("-e", ".", *group("docs"))
+    session.run(
+        *("sphinx-build", "-nTW", "--keep-going", "-b", "html"),
+        *("docs", "docs/_build/html", *session.posargs),
+    )
+
+
+@nox.session
+def wheel(session: nox.Session) -> None:
+    """Build, install the wheel by itself, and test it away from the source."""
+    session.install("build")
+    folder = Path(session.create_tmp()).resolve()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    session.run("python", "-m", "build", "--outdir", str(folder / "dist"))
+    if not (folder / "dist").exists():  # under --install-only nothing was run
+        return
+
+    [built] = (folder / "dist").glob("*.whl")
+    session.run("python", "-m", "venv", str(folder / "env"))
+    scripts = "Scripts" if sys.platform == "win32" else "bin"
+    python = str(folder / "env" / scripts / "python")
+    requirement = f"kfac-core[scipy] @ {built.as_uri()}"
+    session.run(python, "-m", "pip", "install", "-q", requirement, *group("test"))
+
+    # The tests come from the sdist, less the packages: only the wheel can answer.
+    [sdist] = (folder / "dist").glob("*.tar.gz")
+    shutil.unpack_archive(sdist, folder, filter="data")
+    source = folder / sdist.name.removesuffix(".tar.gz")
+    shutil.rmtree(source / "kfac_core")
+    shutil.rmtree(source / "backends")
+    session.chdir(source)
+    session.run(python, "-m", "pytest", *session.posargs)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Run the demonstration; KFAC_CORE_BACKEND chooses an installed backend."""
+    session.install("-e", ".[demo]")
+    session.run("python", "-m", "kfac_core", "demo", *session.posargs)
+
+
+if __name__ == "__main__":
+    nox.main()
