@@ -1,0 +1,143 @@
+"""PyTorch, on whatever device its tensors are.
+
+Conventions.  A running Gram matrix keeps its lower triangle (``addmm`` fuses the moving
+average, but its result is symmetric only up to rounding); inverses have both.  Nothing
+here waits for the device, but for ``eigh``, which PyTorch itself lets wait on CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat.torch as namespace_module
+import numpy as np
+import torch
+
+name = "torch"
+
+
+def versions() -> dict[str, str]:
+    """Return PyTorch's version."""
+    return {"torch": str(torch.__version__)}
+
+
+def namespace() -> Any:
+    """Return the Array API namespace of PyTorch."""
+    return namespace_module
+
+
+def devices() -> tuple[str, ...]:
+    """Return the devices there are."""
+    gpus = tuple(f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    mps = ("mps",) if torch.backends.mps.is_available() else ()
+    return ("cpu", *gpus, *mps)
+
+
+def device(spec: str | None, /) -> Any:
+    """Return a device; None is PyTorch's default device."""
+    found = torch.get_default_device() if spec is None else torch.device(spec)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"torch has no device {spec!r}; it has {', '.join(devices())}")
+    return found
+
+
+def asarray(values: np.ndarray[Any, Any], /, *, device: Any) -> Any:
+    """Return a copy on the device."""
+    return torch.tensor(np.ascontiguousarray(values), device=device).reshape(
+        values.shape
+    )
+
+
+def to_numpy(x: Any, /) -> np.ndarray[Any, Any]:
+    """Return a copy on the host; bfloat16, which NumPy lacks, becomes float32."""
+    host = x.detach().cpu()
+    if host.dtype == torch.bfloat16:
+        host = host.float()
+    return np.array(host.numpy())
+
+
+def detach(x: Any, /) -> Any:
+    """Return the tensor without its gradient graph."""
+    return x.detach()
+
+
+def register_structure(
+    cls: type[Any], fields: tuple[str, ...], static: tuple[str, ...]
+) -> None:
+    """Let PyTorch's function transforms look into a structure."""
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        context = tuple(getattr(value, name) for name in static)
+        return [getattr(value, name) for name in fields], context
+
+    def unflatten(leaves: Any, context: tuple[Any, ...]) -> Any:
+        parts = dict(zip(fields, leaves, strict=True))
+        return cls(**parts, **dict(zip(static, context, strict=True)))
+
+    torch.utils._pytree.register_pytree_node(cls, flatten, unflatten)
+
+
+def gram_update(
+    total: Any, rows: Any, /, *, tail: Any, decay: Any, scale: Any, xp: Any
+) -> Any:
+    """Return ``decay total + scale rows^T rows`` by one ADDMM, lower triangle."""
+    if rows.ndim != 2 or torch.is_tensor(decay) or torch.is_tensor(scale):
+        return NotImplemented
+    if tail is not None:
+        rows = torch.cat([rows, tail[:, None]], dim=1)
+    if total is None:
+        return torch.matmul(rows.mT, rows) * scale, False
+    return torch.addmm(total.array, rows.mT, rows, beta=decay, alpha=scale), False
+
+
+def _last(shift: Any) -> Any:
+    """Return a number, or one a matrix with an axis for its diagonal."""
+    return shift[..., None] if torch.is_tensor(shift) else shift
+
+
+def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
+    """Return the lower factor of ``A + shift I``, NaN where it fails."""
+    diagonal = torch.diagonal(matrix.array, dim1=-2, dim2=-1)
+    damped = torch.diagonal_scatter(
+        matrix.array, diagonal + _last(shift), dim1=-2, dim2=-1
+    )
+    lower, info = torch.linalg.cholesky_ex(damped)
+    # The factor has finite garbage where `info` is not zero.
+    return torch.where((info == 0)[..., None, None], lower, torch.nan)
+
+
+def cholesky_inverse(lower: Any, /, *, xp: Any) -> Any:
+    """Return ``(L L^T)^-1``, both triangles."""
+    return torch.cholesky_inverse(lower), True
+
+
+def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
+    """Solve with L or its transpose."""
+    if transpose:
+        return torch.linalg.solve_triangular(lower.mT, b, upper=True)
+    return torch.linalg.solve_triangular(lower, b, upper=False)
+
+
+def count_indices(indices: Any, weights: Any, /, *, size: int, xp: Any) -> Any:
+    """Sum the weights of equal indices; no wait, unlike ``bincount`` on CUDA."""
+    return torch.zeros(size, dtype=weights.dtype, device=weights.device).index_add(
+        0, indices, weights
+    )
+
+
+def sum_rows_at(rows: Any, indices: Any, /, *, size: int, xp: Any) -> Any:
+    """Sum the rows of equal indices."""
+    zeros = torch.zeros((size, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+    return zeros.index_add(0, indices, rows)
+
+
+def eigh(matrix: Any, /, *, xp: Any) -> Any:
+    """Return eigenvalues and eigenvectors from the lower triangle."""
+    try:
+        w, Q = torch.linalg.eigh(matrix.array)
+    except torch.linalg.LinAlgError:
+        array = matrix.array
+        return torch.full_like(array[..., 0], torch.nan), torch.full_like(
+            array, torch.nan
+        )
+    return w, Q

@@ -1,0 +1,161 @@
+"""How damping is split over Kronecker factors, and how it is adapted.
+
+Conventions.  ``lam >= 0`` is the Tikhonov damping of the whole block: exact damping is
+``F + lam I``.  Factored damping approximates it for ``F = S F_1 (x) ... (x) F_k`` by
+adding ``shift_i I`` to each factor, with ``S prod(shift_i) = lam``; S counts the shared
+positions (time steps, tokens), and its part of the damping is divided out first.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Literal
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import DampingError
+
+__all__ = [
+    "DampingRule",
+    "factored_shifts",
+    "levenberg_marquardt",
+    "require_damping",
+]
+
+DampingRule = Literal["factored", "factored_unit_pi", "exact"]
+
+
+def factored_shifts(
+    mean_eigenvalues: Sequence[Array],
+    damping: Scalar,
+    /,
+    *,
+    scale: Array,
+    unit_pi: bool,
+    xp: Namespace,
+) -> list[Array]:
+    """Split a damping over the factors of a Kronecker product.
+
+    With ``n_i = tr(F_i) / dim_i`` and c the geometric mean of the n_i,
+
+        shift_i = (n_i / c) (lam / S)^(1/k),
+
+    which for two factors is ``pi sqrt(lam/S)`` and ``sqrt(lam/S) / pi`` with
+    ``pi = sqrt(n_1 / n_2)``.
+
+    Parameters
+    ----------
+    mean_eigenvalues : sequence of 0-d array
+        The n_i, nonnegative.
+    damping : float or 0-d array
+        lam.
+    scale : 0-d array
+        S.
+    unit_pi : bool
+        Whether all shifts are equal, whatever the n_i.
+    xp : namespace
+        Of the arrays.
+
+    Returns
+    -------
+    list of 0-d array
+        The shifts.  Where any n_i is zero, all are equal.
+
+    Notes
+    -----
+    For k = 2 it minimizes the trace of the part of the damped product that exact
+    damping does not have.  It is unchanged when one factor is multiplied by a number
+    and another divided by it.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, section 6.3; for k factors, the same
+    rule as kfac-jax.
+    """
+    k = len(mean_eigenvalues)
+    ratio = damping / scale
+    # A negative damping is NaN from here on; it is reported where it was given.
+    share = xp.where(ratio >= 0, ratio, xp.full_like(ratio, xp.nan)) ** (1.0 / k)
+    if unit_pi:
+        return [share + xp.zeros_like(n) for n in mean_eigenvalues]
+    # The geometric mean is taken over logarithms, which neither over- nor underflow.
+    positive = mean_eigenvalues[0] > 0
+    for n in mean_eigenvalues[1:]:
+        positive = positive & (n > 0)
+    logs = [xp.log(xp.where(positive, n, xp.ones_like(n))) for n in mean_eigenvalues]
+    center = sum(logs[1:], start=logs[0]) / k
+    return [share * xp.exp(log - center) for log in logs]
+
+
+def levenberg_marquardt(
+    damping: float,
+    reduction_ratio: float,
+    /,
+    *,
+    decay: float,
+    lower: float = 0.25,
+    upper: float = 0.75,
+    minimum: float = 0.0,
+    maximum: float = math.inf,
+) -> float:
+    """Adapt the damping to how well the quadratic model predicted the loss.
+
+    Parameters
+    ----------
+    damping : float
+        lam as it is.
+    reduction_ratio : float
+        rho: the change of the loss over the change that the model predicted.  NaN
+        counts as a prediction that failed.
+    decay : float
+        What lam is multiplied with (``rho > upper``) or divided by (``rho < lower``),
+        in (0, 1]; the paper's is ``(19/20)**T`` for a rule applied every T steps.
+    lower, upper : float
+        The two thresholds.
+    minimum, maximum : float
+        The bounds of lam.
+
+    Returns
+    -------
+    float
+        The new damping.
+
+    Raises
+    ------
+    DampingError
+        For a damping that is negative or not finite, a decay outside (0, 1], or bounds
+        in the wrong order.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, section 6.5.
+    """
+    require_damping(damping)
+    if not 0.0 < decay <= 1.0:
+        raise DampingError(f"Expected `decay` in (0, 1], got {decay}.")
+    if not 0.0 <= minimum <= maximum:
+        raise DampingError(
+            f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
+        )
+    if reduction_ratio > upper:
+        damping = damping * decay
+    elif not reduction_ratio >= lower:
+        damping = damping / decay
+    return min(max(damping, minimum), maximum)
+
+
+def require_damping(damping: Scalar, /, *, name: str = "damping") -> None:
+    """Raise `DampingError` where a Python number is negative or not finite.
+
+    A 0-d array is not looked at: it may be traced, or far away on a device.  What it
+    holds is checked where factors are damped with it.
+    """
+    if isinstance(damping, numbers.Real) and not (
+        math.isfinite(float(damping)) and float(damping) >= 0
+    ):
+        raise DampingError(
+            f"Expected `{name}` to be a finite number >= 0, got {damping}. Zero is "
+            "allowed where the factors are positive definite."
+        )

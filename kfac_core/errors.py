@@ -1,0 +1,116 @@
+"""Every exception of the library, one class a situation.
+
+Each class also derives from the builtin that somebody would catch who does not
+know this library, so ``except ValueError`` and ``except numpy.linalg.LinAlgError``
+do what they say.  A message names the argument in backticks, shows what came and
+what was expected, and says the next step.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+__all__ = [
+    "BackendUnavailableError",
+    "ConventionError",
+    "DampingError",
+    "DecayError",
+    "DtypeError",
+    "FactorizationError",
+    "IdRangeError",
+    "KFACError",
+    "MixedArraysError",
+    "NotFiniteError",
+    "NotReadyError",
+    "RecordError",
+    "ShapeError",
+    "StateError",
+    "UnknownBackendError",
+    "UnknownBlockError",
+    "UnsupportedError",
+]
+
+
+class KFACError(Exception):
+    """The base of every exception that this library raises on purpose."""
+
+
+class ShapeError(KFACError, ValueError):
+    """An array has another shape than its description says."""
+
+
+class DtypeError(KFACError, TypeError):
+    """An array has a dtype in which the mathematics cannot be done."""
+
+
+class MixedArraysError(KFACError, TypeError):
+    """Arrays of two libraries, or of two devices, were given together."""
+
+
+class NotFiniteError(KFACError, ValueError):
+    """An array holds NaN or infinity."""
+
+
+class DampingError(KFACError, ValueError):
+    """A damping is negative or not finite."""
+
+
+class DecayError(KFACError, ValueError):
+    """A decay lies outside [0, 1], or the weight of an update is negative."""
+
+
+class ConventionError(KFACError, ValueError):
+    """An option has a value that names no known convention."""
+
+
+class IdRangeError(KFACError, IndexError):
+    """An id of an embedding stands for no row of its weight."""
+
+
+class UnknownBlockError(KFACError, KeyError):
+    """A name stands for no block of the estimator."""
+
+    def __str__(self) -> str:
+        """Return the message itself; ``KeyError`` would show its ``repr``."""
+        return str(self.args[0]) if self.args else ""
+
+
+class UnknownBackendError(KFACError, ValueError):
+    """A name stands for no backend that is registered or importable."""
+
+
+class BackendUnavailableError(KFACError, ImportError):
+    """A backend is known, but its library or its device cannot be used here."""
+
+
+class UnsupportedError(KFACError, NotImplementedError):
+    """A layer and an approximation, or an operator and a product, do not go together."""
+
+
+class NotReadyError(KFACError, RuntimeError):
+    """Something is asked for before what it is made from exists."""
+
+
+class StateError(KFACError, ValueError):
+    """A saved state does not fit the estimator that it is loaded into."""
+
+
+class RecordError(KFACError, ValueError):
+    """A verification record is damaged, contradictory or of an unknown kind."""
+
+
+class FactorizationError(KFACError, np.linalg.LinAlgError):
+    """A matrix could not be factorized, on any rung of the ladder.
+
+    Parameters
+    ----------
+    reason : str
+        What failed, and what to do about it.
+    factor : str, optional
+        The name of the factor, such as ``"fc1/input"``.
+    """
+
+    def __init__(self, reason: str, *, factor: str | None = None) -> None:
+        self.reason = reason
+        self.factor = factor
+        super().__init__(f"{factor}: {reason}" if factor else reason)

@@ -1,0 +1,161 @@
+"""The plumbing of a backend, for any library that follows the Array API standard.
+
+Making arrays, finding devices and bringing results to the host, by introspection: so
+that a library needs no adapter to be computed with, and an adapter only holds what is
+particular about its library.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from typing import Any
+
+import numpy as np
+
+__all__ = ["GenericBackend"]
+
+
+class GenericBackend:
+    """A backend made from nothing but the name of a package.
+
+    Parameters
+    ----------
+    name : str
+        The root package of the library.
+    """
+
+    def __init__(self, name: str, /) -> None:
+        self.name = name
+
+    def is_known(self) -> bool:
+        """Whether a package of that name can be imported and follows the standard."""
+        return self._module is not None
+
+    def problem(self) -> str | None:
+        """Say why the backend cannot be used here, and what to install; else None."""
+        if self.is_known():
+            return None
+        return (
+            f"the package {self.name!r} cannot be imported, or does not follow the "
+            f"Array API standard; install it ('pip install {self.name}', or the extra of "
+            "kfac-core that brings the build for your machine)"
+        )
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries behind the backend, by package name."""
+        try:
+            return {self.name: importlib.metadata.version(self.name)}
+        except importlib.metadata.PackageNotFoundError:
+            return {}
+
+    def devices(self) -> tuple[str, ...]:
+        """Return the names of the devices, as they stand after the colon."""
+        return tuple(_device_name(d) for d in self._all_devices())
+
+    def namespace(self) -> Any:
+        """Return the Array API namespace of the library.
+
+        Raises
+        ------
+        ImportError
+            Where the package cannot be imported or does not follow the standard.
+        """
+        if self._module is None:
+            raise ImportError(self.problem())
+        return self._module
+
+    def device(self, spec: str | None, /) -> Any:
+        """Return the library's device of that name.
+
+        Parameters
+        ----------
+        spec : str or None
+            One of `devices`; None is the library's own default.
+
+        Returns
+        -------
+        object
+            What the library takes as ``device=``; None for its default.
+
+        Raises
+        ------
+        ValueError
+            Where the library has no device of that name.
+        """
+        if spec is None:
+            return None
+        for found in self._all_devices():
+            if _device_name(found) == spec:
+                return found
+        raise ValueError(
+            f"{self.name} has no device {spec!r}; it has {', '.join(self.devices())}"
+        )
+
+    def asarray(self, values: np.ndarray[Any, Any], /, *, device: Any) -> Any:
+        """Copy a NumPy array to a device, keeping its dtype.
+
+        Parameters
+        ----------
+        values : numpy.ndarray
+            Any layout; negative strides are made contiguous first, since some
+            libraries abort on them.
+        device : object
+            As returned by `device`.
+
+        Returns
+        -------
+        array
+            Of this library, independent of `values`.
+        """
+        return self.namespace().asarray(
+            np.ascontiguousarray(values).reshape(values.shape), device=device, copy=True
+        )
+
+    def to_numpy(self, x: Any, /) -> np.ndarray[Any, Any]:
+        """Copy an array to the host, which waits for its device.
+
+        Parameters
+        ----------
+        x : array
+            Of this library.
+
+        Returns
+        -------
+        numpy.ndarray
+            Independent of `x`.
+        """
+        try:
+            return np.array(np.from_dlpack(x))
+        except (TypeError, AttributeError, BufferError, ValueError, RuntimeError):
+            return np.array(x)
+
+    def detach(self, x: Any, /) -> Any:
+        """Return the array without its gradient graph; plain arrays have none."""
+        return x
+
+    def enable_float64(self) -> None:
+        """Let the library make 64-bit floats; the standard's libraries do already."""
+
+    @functools.cached_property
+    def _module(self) -> Any:
+        """The namespace: the compatibility layer's, the package, or its ``numpy``."""
+        for name in (f"array_api_compat.{self.name}", self.name, f"{self.name}.numpy"):
+            try:
+                module = importlib.import_module(name)
+            except ImportError:
+                continue
+            if hasattr(module, "__array_namespace_info__"):
+                return module
+        return None
+
+    def _all_devices(self) -> list[Any]:
+        info = self.namespace().__array_namespace_info__()
+        return [d for d in info.devices() if d is not None]
+
+
+def _device_name(device: Any) -> str:
+    """Return the short name of a device: ``Device('device1')`` -> ``device1``."""
+    text = str(device)
+    return text.split("'")[1] if text.count("'") == 2 else text

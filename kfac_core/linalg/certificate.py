@@ -1,0 +1,102 @@
+"""Residual certificates: what a factorization is worth, for the price of O(n^2).
+
+Conventions.  A residual is relative and is measured on one fixed, spread-out probe
+vector z, the same at every call: ``|M X z - z| / |z|`` for an inverse X of M.  For a
+random z it estimates ``|M X - I|_F / sqrt(n)``; rounding errors have no reason to
+avoid a fixed one.  A residual that is not finite counts as infinitely bad.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kfac_core.arrays import device_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+
+__all__ = [
+    "RESIDUAL_LIMIT",
+    "basis_residual",
+    "cholesky_residual",
+    "inverse_residual",
+    "probe",
+]
+
+RESIDUAL_LIMIT = 1e-2
+"""A factorization whose residual is above this is not accepted on its rung."""
+
+
+def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
+    """Return the probe vector, shape (n, 1): fixed, and without visible pattern."""
+    i = xp.arange(1, n + 1, dtype=dtype, device=device)
+    # Two additive sequences of the plastic number, which are badly approximable.
+    u = xp.remainder(i * 0.7548776662466927, 1.0)
+    v = xp.remainder(i * 0.5698402909980532, 1.0)
+    return xp.reshape(xp.cos(41.0 * u * (1.0 + v)) + 0.25, (n, 1))
+
+
+def inverse_residual(
+    matrix: SymmetricMatrix,
+    shift: Array,
+    inverse: SymmetricMatrix,
+    /,
+    *,
+    xp: Namespace,
+) -> Array:
+    """Return ``|(A + shift I) X z - z| / |z|``, shape (...)."""
+    z = _probe_for(matrix.array, xp)
+    y = multiply_symmetric(inverse, z, xp=xp)
+    return _relative(_shifted(matrix, shift, y, xp) - z, z, xp)
+
+
+def cholesky_residual(
+    matrix: SymmetricMatrix, shift: Array, lower: Array, /, *, xp: Namespace
+) -> Array:
+    """Return ``|L L^T z - M z| / |M z|`` with ``M = A + shift I``, shape (...)."""
+    z = _probe_for(matrix.array, xp)
+    expected = _shifted(matrix, shift, z, xp)
+    got = xp.matmul(lower, xp.matmul(xp.matrix_transpose(lower), z))
+    return _relative(got - expected, expected, xp)
+
+
+def basis_residual(
+    matrix: SymmetricMatrix,
+    eigenvalues: Array,
+    eigenvectors: Array,
+    /,
+    *,
+    xp: Namespace,
+) -> Array:
+    """Return the larger of two residuals of an eigendecomposition, shape (...).
+
+    ``|Q diag(w) Q^T z - A z| / (max|w| |z|)`` and ``|Q Q^T z - z| / |z|``.
+    """
+    z = _probe_for(matrix.array, xp)
+    turned = xp.matmul(xp.matrix_transpose(eigenvectors), z)
+    got = xp.matmul(eigenvectors, eigenvalues[..., None] * turned)
+    error = got - multiply_symmetric(matrix, z, xp=xp)
+    largest = xp.max(xp.abs(eigenvalues), axis=-1)[..., None, None]
+    backward = _relative(error, largest * z, xp)
+    orthogonality = _relative(xp.matmul(eigenvectors, turned) - z, z, xp)
+    return xp.where(orthogonality > backward, orthogonality, backward)
+
+
+def _probe_for(array: Array, xp: Namespace) -> Array:
+    n = array.shape[-1]
+    return probe(n, dtype=array.dtype, device=device_of(array), xp=xp)
+
+
+def _shifted(matrix: SymmetricMatrix, shift: Array, v: Array, xp: Namespace) -> Array:
+    return multiply_symmetric(matrix, v, xp=xp) + shift[..., None, None] * v
+
+
+def _relative(error: Array, scale: Array, xp: Namespace) -> Array:
+    """Return ``|error| / |scale|``: 0 for 0/0, infinity where it is no number."""
+    # Dividing by the largest entry first keeps the squares of huge and tiny matrices
+    # inside the range of float32.
+    largest = xp.max(xp.abs(scale), axis=(-2, -1), keepdims=True)
+    unit = xp.where(largest > 0, largest, xp.ones_like(largest))
+    top = xp.linalg.vector_norm(error / unit, axis=(-2, -1))
+    bottom = xp.linalg.vector_norm(scale / unit, axis=(-2, -1))
+    ratio = top / xp.where(bottom > 0, bottom, xp.ones_like(bottom))
+    return xp.where(xp.isfinite(ratio), ratio, xp.full_like(ratio, xp.inf))

@@ -1,0 +1,48 @@
+"""Symmetric eigendecompositions.
+
+Conventions.  ``A = Q diag(w) Q^T`` with w ascending, as LAPACK gives it.  Signs of
+eigenvectors, and bases of repeated eigenvalues, differ between libraries and mean
+nothing; only products of the decomposition do.
+"""
+
+from __future__ import annotations
+
+from kfac_core.backend import Array, Namespace
+from kfac_core.linalg.dispatch import dispatched, is_factorization_failure
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+__all__ = ["eigh"]
+
+
+@dispatched
+def eigh(matrix: SymmetricMatrix, /, *, xp: Namespace) -> tuple[Array, Array]:
+    """Return the eigenvalues and eigenvectors of a symmetric matrix.
+
+    Equal to ``np.linalg.eigh`` up to the choice of eigenvectors.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix
+        A, finite.
+    xp : namespace
+        Of its array.
+
+    Returns
+    -------
+    eigenvalues : array, shape (..., n)
+        Ascending; NaN where the library gave up.
+    eigenvectors : array, shape (..., n, n)
+        In the columns; likewise.
+
+    Notes
+    -----
+    About ``9 n^3`` flops.
+    """
+    array = matrix.full()
+    try:
+        eigenvalues, eigenvectors = xp.linalg.eigh(array)
+    except Exception as error:
+        if not is_factorization_failure(error):
+            raise
+        return xp.full_like(array[..., 0], xp.nan), xp.full_like(array, xp.nan)
+    return eigenvalues, eigenvectors

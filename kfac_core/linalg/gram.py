@@ -1,0 +1,153 @@
+"""Gram matrices of rows, and their running sums.
+
+Conventions.  Rows are examples: ``rows`` has shape ``(n, d)`` and the Gram matrix is
+``rows^T rows``, a sum and not a mean.  The homogeneous coordinate, where there is one,
+is a column appended last; it is given apart (``tail``), so that a backend need not copy
+the rows to append it.  Weights multiply outer products: ``sum_i w_i x_i x_i^T``.
+"""
+
+from __future__ import annotations
+
+from kfac_core.arrays import (
+    Scalar,
+    cast,
+    namespace_of,
+    require_floating,
+    wide_dtype,
+)
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import ShapeError
+from kfac_core.linalg.dispatch import dispatched
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+__all__ = ["gram", "gram_update", "updated_gram"]
+
+
+def gram(
+    rows: Array,
+    /,
+    *,
+    weights: Array | None = None,
+    mask: Array | None = None,
+    homogeneous: bool = False,
+) -> Array:
+    """Return the weighted Gram matrix of rows, ``sum_i w_i x_i x_i^T``.
+
+    Equal to ``x.T @ (w[:, None] * x)`` with ``x`` the kept rows, a 1 appended to each
+    where `homogeneous` is true.
+
+    Parameters
+    ----------
+    rows : array, shape (n, d)
+        The rows x_i.
+    weights : array, shape (n,), optional
+        Nonnegative weights w_i; 1 where left out.
+    mask : array of bool, shape (n,), optional
+        False for rows that count as absent, whatever they hold.
+    homogeneous : bool
+        Whether a 1 is appended to each row.
+
+    Returns
+    -------
+    array, shape (d(+1), d(+1))
+        Symmetric; both triangles; float32 where the rows are narrower.
+
+    Raises
+    ------
+    ShapeError
+        Where `rows` is no matrix, or `weights` or `mask` is not one number a row.
+    DtypeError
+        For integers.
+    MixedArraysError
+        For arrays of several libraries or devices.
+
+    Notes
+    -----
+    ``n d^2`` flops where the backend has a symmetric rank-k update, else twice that.
+    """
+    xp = namespace_of(rows=rows, optional={"weights": weights, "mask": mask})
+    if rows.ndim != 2:
+        raise ShapeError(
+            f"Expected `rows` to have shape (n, d), got {tuple(rows.shape)}."
+        )
+    require_floating(xp, rows, "rows")
+    rows = cast(xp, rows, wide_dtype(xp, rows.dtype))
+    for name, x in (("weights", weights), ("mask", mask)):
+        if x is not None and tuple(x.shape) != (rows.shape[0],):
+            raise ShapeError(
+                f"Expected `{name}` to have shape ({rows.shape[0]},), one number a row, "
+                f"got {tuple(x.shape)}."
+            )
+    tail = xp.ones_like(rows[:, 0]) if homogeneous else None
+    if weights is not None:
+        require_floating(xp, weights, "weights")
+        root = xp.sqrt(cast(xp, weights, rows.dtype))
+        rows = rows * root[:, None]
+        tail = None if tail is None else tail * root
+    if mask is not None:
+        rows = xp.where(mask[:, None], rows, xp.zeros_like(rows))
+        tail = None if tail is None else xp.where(mask, tail, xp.zeros_like(tail))
+    return updated_gram(None, rows, tail=tail, decay=0.0, scale=1.0, xp=xp).full()
+
+
+def updated_gram(
+    total: SymmetricMatrix | None,
+    rows: Array,
+    /,
+    *,
+    tail: Array | None,
+    decay: Scalar,
+    scale: Scalar,
+    xp: Namespace,
+) -> SymmetricMatrix:
+    """Return `gram_update` as a `SymmetricMatrix`."""
+    array, whole = gram_update(total, rows, tail=tail, decay=decay, scale=scale, xp=xp)
+    return SymmetricMatrix(array, whole)
+
+
+@dispatched
+def gram_update(
+    total: SymmetricMatrix | None,
+    rows: Array,
+    /,
+    *,
+    tail: Array | None,
+    decay: Scalar,
+    scale: Scalar,
+    xp: Namespace,
+) -> tuple[Array, bool]:
+    """Return ``decay * total + scale * [rows, tail]^T [rows, tail]``.
+
+    Parameters
+    ----------
+    total : SymmetricMatrix or None
+        The running sum, never modified; None stands for zero.
+    rows : array, shape (..., n, d)
+        Of the dtype of `total`; leading axes are a stack of independent problems.
+    tail : array, shape (..., n), or None
+        A last column of the rows.
+    decay, scale : float or 0-d array
+        The two coefficients.
+    xp : namespace
+        Of the arrays.
+
+    Returns
+    -------
+    array : array, shape (..., d(+1), d(+1))
+        A new array.
+    whole : bool
+        Whether both triangles of it hold the matrix.
+    """
+    product = xp.matmul(xp.matrix_transpose(rows), rows)
+    # A general product of a matrix with its own transpose is symmetric only up to
+    # rounding, and which triangle a factorization reads differs between libraries.
+    product = 0.5 * (product + xp.matrix_transpose(product))
+    if tail is not None:
+        border = xp.matmul(xp.matrix_transpose(rows), tail[..., None])
+        corner = xp.sum(tail * tail, axis=-1)[..., None, None]
+        below = xp.concat([xp.matrix_transpose(border), corner], axis=-1)
+        product = xp.concat([xp.concat([product, border], axis=-1), below], axis=-2)
+    updated = product * scale
+    if total is not None:
+        updated = updated + total.full() * decay
+    return updated, True

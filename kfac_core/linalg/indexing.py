@@ -1,0 +1,91 @@
+"""Counting indices, and summing rows by index, which the standard does not have.
+
+Conventions.  Indices are integers in ``[0, size)``; whether they are is the caller's
+business, since looking would wait for the device.  No one-hot matrix of full size is
+ever made: memory is that of the result, or of a block of it.
+"""
+
+from __future__ import annotations
+
+from kfac_core.arrays import cast, device_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.linalg.dispatch import dispatched
+
+__all__ = ["count_indices", "sum_rows_at"]
+
+_BLOCK_ELEMENTS = 2**22
+"""How many comparisons the definition of `sum_rows_at` holds at a time."""
+
+
+@dispatched
+def count_indices(
+    indices: Array, weights: Array, /, *, size: int, xp: Namespace
+) -> Array:
+    """Sum the weights of equal indices.
+
+    Equal to ``np.bincount(indices, weights, minlength=size)``.
+
+    Parameters
+    ----------
+    indices : array of int, shape (k,)
+        The indices.
+    weights : array, shape (k,)
+        What each counts.
+    size : int
+        The number of different indices.
+    xp : namespace
+        Of both.
+
+    Returns
+    -------
+    array, shape (size,)
+        Of the dtype of the weights.
+
+    Notes
+    -----
+    The definition sorts, adds up, and takes differences: ``k log k + size log k``, with a
+    rounding error relative to the whole sum.
+    """
+    order = xp.argsort(indices)
+    ids = xp.take(indices, order)
+    sums = xp.cumulative_sum(xp.take(weights, order), include_initial=True)
+    every = xp.arange(size + 1, dtype=ids.dtype, device=device_of(ids))
+    edges = xp.take(sums, xp.searchsorted(ids, every))
+    return edges[1:] - edges[:-1]
+
+
+@dispatched
+def sum_rows_at(rows: Array, indices: Array, /, *, size: int, xp: Namespace) -> Array:
+    """Sum the rows of equal indices.
+
+    Equal to ``np.add.at(np.zeros((size, d)), indices, rows)``.
+
+    Parameters
+    ----------
+    rows : array, shape (k, d)
+        The rows.
+    indices : array of int, shape (k,)
+        Where each goes.
+    size : int
+        The number of different indices.
+    xp : namespace
+        Of both.
+
+    Returns
+    -------
+    array, shape (size, d)
+        Of the dtype of the rows.
+
+    Notes
+    -----
+    The definition multiplies with blocks of the one-hot matrix: ``2 k d size`` flops.
+    """
+    k = max(1, rows.shape[0])
+    step = max(1, _BLOCK_ELEMENTS // k)
+    blocks = []
+    for start in range(0, size, step):
+        stop = min(size, start + step)
+        wanted = xp.arange(start, stop, dtype=indices.dtype, device=device_of(indices))
+        hot = cast(xp, wanted[:, None] == indices[None, :], rows.dtype)
+        blocks.append(xp.matmul(hot, rows))
+    return blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=0)

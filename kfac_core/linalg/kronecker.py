@@ -1,0 +1,100 @@
+"""Kronecker products acting on arrays in their own shape.
+
+Conventions.  A product of k matrices ``F_1 (x) ... (x) F_k`` acts on an array V of
+shape ``(n_1, ..., n_k)``, along axis i by F_i.  For k = 2 that is ``F_1 V F_2^T``.
+Flattened row-major it is ``kron(F_1, ..., F_k) @ V.ravel()``, the first factor
+outermost, which is NumPy's and everybody's ``kron``.  Nothing here flattens but
+`kronecker_dense`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kfac_core.arrays import namespace_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import ShapeError
+
+__all__ = ["kronecker_dense", "kronecker_multiply"]
+
+
+def kronecker_multiply(factors: Sequence[Array], v: Array, /) -> Array:
+    """Multiply a Kronecker product of matrices with a vector in its array shape.
+
+    Parameters
+    ----------
+    factors : sequence of array, shapes (m_i, n_i)
+        The k factors, k >= 1.
+    v : array, shape (n_1, ..., n_k)
+        The vector.
+
+    Returns
+    -------
+    array, shape (m_1, ..., m_k)
+        The product.
+
+    Raises
+    ------
+    ShapeError
+        Where the shapes do not match.
+    MixedArraysError
+        For arrays of several libraries or devices.
+
+    Notes
+    -----
+    For square factors ``2 prod(n) sum(n)`` flops; the product matrix is never formed.
+    """
+    xp = _namespace_of_factors(factors, v=v)
+    expected = tuple(factor.shape[1] for factor in factors)
+    if tuple(v.shape) != expected:
+        raise ShapeError(
+            f"Expected `v` to have shape {expected}, got {tuple(v.shape)}."
+        )
+    for axis, factor in enumerate(factors):
+        v = xp.moveaxis(xp.tensordot(factor, v, axes=((1,), (axis,))), 0, axis)
+    return v
+
+
+def kronecker_dense(factors: Sequence[Array], /) -> Array:
+    """Return the Kronecker product as one matrix, for tests.
+
+    Equal to ``functools.reduce(np.kron, factors)``.
+
+    Parameters
+    ----------
+    factors : sequence of array, shapes (m_i, n_i)
+        The factors, the outermost first.
+
+    Returns
+    -------
+    array, shape (prod m_i, prod n_i)
+        The product; memory grows with the product of all sizes.
+
+    Raises
+    ------
+    ShapeError
+        For no factors, or one that is no matrix.
+    MixedArraysError
+        For arrays of several libraries or devices.
+    """
+    xp = _namespace_of_factors(factors)
+    dense = factors[0]
+    for factor in factors[1:]:
+        rows = dense.shape[0] * factor.shape[0]
+        columns = dense.shape[1] * factor.shape[1]
+        product = dense[:, None, :, None] * factor[None, :, None, :]
+        dense = xp.reshape(product, (rows, columns))
+    return dense
+
+
+def _namespace_of_factors(factors: Sequence[Array], **others: Array) -> Namespace:
+    if not factors:
+        raise ShapeError("Expected `factors` to hold at least one matrix, got none.")
+    named = {f"factors[{i}]": factor for i, factor in enumerate(factors)}
+    xp = namespace_of(**others, **named)
+    for name, factor in named.items():
+        if factor.ndim != 2:
+            raise ShapeError(
+                f"Expected `{name}` to be a matrix, got shape {tuple(factor.shape)}."
+            )
+    return xp

@@ -1,0 +1,173 @@
+"""The Cholesky factor of ``S A (x) G + lam I``, without forming that matrix.
+
+Conventions.  A is n x n and stands left, ``G = Q diag(g) Q^T`` is m x m, and vectors are
+matrices V of shape ``(n, m)``, flattened row-major.  Seen as n x n blocks of size m x m,
+the matrix has blocks ``S A_ij G + lam delta_ij I``, all diagonal in the basis Q.  So with
+
+    C_k = chol(S g_k A + lam I)                      (m factors of size n)
+
+the matrix ``B = (I (x) Q) [C_k]_k (I (x) Q^T)``, in which entry (i, j) of all the C_k
+makes one diagonal block, is block lower triangular, and ``B B^T`` is the matrix.  Its
+diagonal blocks ``Q diag(c_i) Q^T``, ``c_i = ((C_k)_ii)_k``, are symmetric and not
+triangular; an orthogonal factor for each makes them so:
+
+    L = B blockdiag_i( Q diag(1 / c_i) Q^T T_i ),    T_i = chol(Q diag(c_i^2) Q^T),
+
+(n factors of size m).  That is the lower Cholesky factor, since it is unique: in
+``m n^3 / 3 + n m^3 / 3`` flops and ``m n^2 + n m^2`` numbers, where the dense one takes
+``(n m)^3 / 3`` and ``(n m)^2``.
+"""
+
+from __future__ import annotations
+
+import array_api_compat
+
+from kfac_core.arrays import device_of, status_unless
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import FactorizationError
+from kfac_core.linalg.cholesky import damped_cholesky, is_positive_factor
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.triangular import solve_triangular
+from kfac_core.status import Check, Status
+from kfac_core.structure import structure
+
+__all__ = ["KroneckerCholesky", "kronecker_cholesky"]
+
+
+@structure()
+class KroneckerCholesky:
+    """The lower Cholesky factor L in the form that the module's text states.
+
+    Attributes
+    ----------
+    columns : array, shape (..., m, n, n)
+        The C_k.
+    corners : array, shape (..., n, m, m)
+        The T_i.
+    basis : array, shape (..., m, m)
+        Q.
+    status : array of int32, 0-d
+        Of `Status` flags.
+    """
+
+    columns: Array
+    corners: Array
+    basis: Array
+    status: Array
+
+    def multiply(self, V: Array, /, *, transpose: bool) -> Array:
+        """Return ``L v`` or ``L^T v``, shape (n, m); ``2 n m (n + 2 m)`` flops."""
+        xp = array_api_compat.array_namespace(V)
+        Q, roots = self.basis, self._roots(xp)
+        if transpose:
+            inner = self._by_column(V @ Q, xp, solve=False, transpose=True)
+            return _by_row(
+                xp.matrix_transpose(self.corners),
+                (inner / roots) @ xp.matrix_transpose(Q),
+            )
+        inner = (_by_row(self.corners, V) @ Q) / roots
+        inner = self._by_column(inner, xp, solve=False, transpose=False)
+        return inner @ xp.matrix_transpose(Q)
+
+    def solve(self, V: Array, /, *, transpose: bool) -> Array:
+        """Return ``L^-1 v`` or ``L^-T v``, shape (n, m); ``2 n m (n + 2 m)`` flops."""
+        xp = array_api_compat.array_namespace(V)
+        Q, roots = self.basis, self._roots(xp)
+        if transpose:
+            outer = solve_triangular(self.corners, V[..., None], transpose=True, xp=xp)
+            inner = (outer[..., 0] @ Q) * roots
+            inner = self._by_column(inner, xp, solve=True, transpose=True)
+            return inner @ xp.matrix_transpose(Q)
+        inner = self._by_column(V @ Q, xp, solve=True, transpose=False)
+        outer = (inner * roots) @ xp.matrix_transpose(Q)
+        solved = solve_triangular(
+            self.corners, outer[..., None], transpose=False, xp=xp
+        )
+        return solved[..., 0]
+
+    def _roots(self, xp: Namespace) -> Array:
+        """Return the c_i as rows, shape (n, m)."""
+        return xp.matrix_transpose(xp.linalg.diagonal(self.columns))
+
+    def _by_column(
+        self, V: Array, xp: Namespace, *, solve: bool, transpose: bool
+    ) -> Array:
+        """Apply C_k (or its transpose, or an inverse) to column k of V."""
+        columns = xp.matrix_transpose(V)[..., None]
+        if solve:
+            done = solve_triangular(self.columns, columns, transpose=transpose, xp=xp)
+        else:
+            C = xp.matrix_transpose(self.columns) if transpose else self.columns
+            done = C @ columns
+        return xp.matrix_transpose(done[..., 0])
+
+
+def kronecker_cholesky(
+    A: Array,
+    eigenvalues: Array,
+    basis: Array,
+    /,
+    *,
+    scale: Array,
+    damping: Array,
+    check: Check,
+    name: str,
+) -> KroneckerCholesky:
+    """Return the Cholesky factor of ``S A (x) G + lam I``.
+
+    Parameters
+    ----------
+    A : array, shape (n, n)
+        The left factor, positive semidefinite, both triangles.
+    eigenvalues, basis : array, shapes (m,) and (m, m)
+        Of the right factor ``G = Q diag(g) Q^T``.
+    scale, damping : array, 0-d or one a matrix of the stack
+        S and lam.
+    check : {"raise", "status"}
+        Whether a matrix that is not positive definite raises, or is reported.
+    name : str
+        What a message should call the block.
+
+    Returns
+    -------
+    KroneckerCholesky
+        The factor.
+
+    Raises
+    ------
+    FactorizationError
+        Where the matrix is not positive definite (``check="raise"``).
+    """
+    xp = array_api_compat.array_namespace(A)
+    finite = xp.all(xp.isfinite(A)) & xp.all(xp.isfinite(basis))
+    # Some libraries hang on NaN; what is put in its place is marked as failed below.
+    A = xp.where(finite, A, xp.zeros_like(A))
+    basis = xp.where(finite, basis, xp.zeros_like(basis))
+    eigenvalues = xp.where(finite, eigenvalues, xp.ones_like(eigenvalues))
+    scaled = (scale[..., None] * eigenvalues)[..., :, None, None] * A[..., None, :, :]
+    columns = damped_cholesky(
+        SymmetricMatrix(scaled, whole=True), damping[..., None], xp=xp
+    )
+    good = is_positive_factor(columns, xp=xp)
+    eye = xp.eye(A.shape[-1], dtype=A.dtype, device=device_of(A))
+    usable = xp.where(good[..., None, None], columns, eye)
+    squares = xp.matrix_transpose(xp.linalg.diagonal(usable)) ** 2
+    Q = basis[..., None, :, :]
+    blocks = (Q * squares[..., :, None, :]) @ xp.matrix_transpose(Q)
+    blocks = 0.5 * (blocks + xp.matrix_transpose(blocks))
+    corners = damped_cholesky(SymmetricMatrix(blocks, whole=True), 0.0, xp=xp)
+    all_good = finite & xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
+    status = status_unless(xp, all_good, Status.NOT_POSITIVE)
+    if check == "raise" and not bool(all_good):
+        raise FactorizationError(
+            "the exactly damped block is not positive definite in this precision. "
+            "Increase `damping`, or compute in float64.",
+            factor=name,
+        )
+    columns = xp.where(all_good, columns, xp.full_like(columns, xp.nan))
+    return KroneckerCholesky(columns, corners, basis, status)
+
+
+def _by_row(matrices: Array, V: Array) -> Array:
+    """Apply matrix i of a stack, shape (n, m, m), to row i of V, shape (n, m)."""
+    return (matrices @ V[..., None])[..., 0]

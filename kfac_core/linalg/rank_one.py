@@ -1,0 +1,206 @@
+"""``M = blockdiag(I_K (x) (Sigma + d I), d) + u u^T``: many equal blocks and one vector.
+
+Conventions.  K equal blocks of size c, then ``tail`` further diagonal entries (0 or 1)
+that hold only the shift d; ``u = [1_K (x) mu, 1]``.  What comes of a convolution whose
+activations are taken as uncorrelated between positions.  Solved by Sherman-Morrison with
+one factorization of size c; triangular factors and powers other than 1 and -1 have no
+such form, and are made from the dense matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import cast, device_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.status import Check
+from kfac_core.structure import replaced, structure
+
+__all__ = ["ShiftedRankOne"]
+
+
+@structure(static=("repeats", "tail"))
+class ShiftedRankOne:
+    """The matrix of the module's text, with the products of `ShiftedMatrix`.
+
+    Attributes
+    ----------
+    block : ShiftedMatrix
+        ``Sigma + d I``, of size c.
+    mean : array, shape (c,)
+        mu.
+    whole : ShiftedMatrix or None
+        The dense matrix, where a product needs it.
+    repeats : int
+        K.
+    tail : int
+        0, or 1 for the homogeneous coordinate.
+    """
+
+    block: ShiftedMatrix
+    mean: Array
+    whole: ShiftedMatrix | None
+    repeats: int
+    tail: int
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Empty: this is no stack."""
+        return ()
+
+    @property
+    def size(self) -> int:
+        """The number ``K c + tail`` of rows."""
+        return self.repeats * self.block.size + self.tail
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the arrays."""
+        return self.block.dtype
+
+    @property
+    def name(self) -> str:
+        """What a message should call it."""
+        return self.block.name
+
+    @property
+    def check(self) -> Check:
+        """As it was made with."""
+        return self.block.check
+
+    @property
+    def shift(self) -> Array:
+        """The shift d, 0-d."""
+        return cast(self._xp(), self.block.shift, self.dtype)
+
+    def prepared(self, *factorizations: Factorization) -> ShiftedRankOne:
+        """Return the same with factorizations made that were not there yet."""
+        made = self
+        if "inverse" in factorizations:
+            made = replaced(made, block=self.block.prepared("inverse"))
+        dense = tuple(f for f in factorizations if f != "inverse")
+        if dense:
+            made = replaced(made, whole=made._dense_matrix().prepared(*dense))
+        return made
+
+    def wide(self) -> ShiftedRankOne:
+        """Return the same in the dtype of computing, with nothing prepared."""
+        return replaced(self, block=self.block.wide(), whole=None)
+
+    def multiply(self, v: Array, /, *, shifted: bool) -> Array:
+        """Return ``M v``, or the same without the shift; ``2 K c^2 k`` flops."""
+        xp = self._xp()
+        product = self._by_block(v, lambda x: self.block.multiply(x, shifted=shifted))
+        if self.tail:
+            last = v[-1:, :]
+            ends = self.shift * last if shifted else xp.zeros_like(last)
+            product = xp.concat([product, ends], axis=0)
+        u = self._vector()
+        return product + xp.matmul(u, xp.matmul(xp.matrix_transpose(u), v))
+
+    def solve(self, v: Array, /) -> Array:
+        """Return ``M^-1 v`` by Sherman-Morrison; ``2 K c^2 k`` flops."""
+        xp = self._xp()
+        u = self._vector()
+        base, w = self._solve_base(v), self._solve_base(u)
+        gain = 1.0 / (1.0 + xp.matmul(xp.matrix_transpose(u), w))
+        return base - w * gain * xp.matmul(xp.matrix_transpose(w), v)
+
+    def power(self, v: Array, exponent: float, /) -> Array:
+        """Return ``M^p v``, from the dense matrix."""
+        return self._dense_matrix().power(v, exponent)
+
+    def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
+        """Return ``L v`` or ``L^T v``, from the dense matrix."""
+        return self._dense_matrix().lower_multiply(v, transpose=transpose)
+
+    def lower_solve(self, v: Array, /, *, transpose: bool) -> Array:
+        """Return ``L^-1 v`` or ``L^-T v``, from the dense matrix."""
+        return self._dense_matrix().lower_solve(v, transpose=transpose)
+
+    def logdet(self) -> Array:
+        """Return ``log det M``, 0-d, by the matrix determinant lemma."""
+        xp = self._xp()
+        u = self._vector()
+        inner = xp.matmul(xp.matrix_transpose(u), self._solve_base(u))
+        rest = self.tail * xp.log(self.shift) if self.tail else 0.0
+        return self.repeats * self.block.logdet() + rest + xp.log(1.0 + inner[0, 0])
+
+    def trace(self, *, shifted: bool) -> Array:
+        """Return the trace, 0-d."""
+        xp = self._xp()
+        trace = self.repeats * self.block.trace(shifted=shifted)
+        if self.tail and shifted:
+            trace = trace + self.shift
+        return trace + self.repeats * xp.sum(self.mean * self.mean) + self.tail
+
+    def eigenvalues(self, *, shifted: bool) -> Array:
+        """Return the eigenvalues, ascending, from the dense matrix."""
+        return self._dense_matrix().eigenvalues(shifted=shifted)
+
+    def eigenvectors(self) -> Array:
+        """Return the eigenvectors, from the dense matrix."""
+        return self._dense_matrix().eigenvectors()
+
+    def to_basis(self, v: Array, /) -> Array:
+        """Return ``Q^T v``, from the dense matrix."""
+        return self._dense_matrix().to_basis(v)
+
+    def from_basis(self, v: Array, /) -> Array:
+        """Return ``Q v``, from the dense matrix."""
+        return self._dense_matrix().from_basis(v)
+
+    def dense(self, *, shifted: bool) -> Array:
+        """Return the matrix, shape (n, n)."""
+        xp = self._xp()
+        eye = xp.eye(self.size, dtype=self.dtype, device=device_of(self.mean))
+        return self.multiply(eye, shifted=shifted)
+
+    def status(self) -> Array:
+        """Return the flags of all factorizations made, 0-d int32."""
+        status = self.block.status()
+        return status if self.whole is None else status | self.whole.status()
+
+    def _by_block(self, v: Array, function: Any) -> Array:
+        """Apply a function of (c, k) matrices to each of the K blocks of rows of v."""
+        xp = self._xp()
+        c, columns = self.block.size, v.shape[-1]
+        body = xp.reshape(v[: self.repeats * c, :], (self.repeats, c, columns))
+        side = xp.reshape(xp.permute_dims(body, (1, 0, 2)), (c, self.repeats * columns))
+        done = xp.reshape(function(side), (c, self.repeats, columns))
+        return xp.reshape(xp.permute_dims(done, (1, 0, 2)), (self.repeats * c, columns))
+
+    def _solve_base(self, v: Array) -> Array:
+        """Solve without the rank-one term."""
+        xp = self._xp()
+        solved = self._by_block(v, self.block.solve)
+        if self.tail:
+            solved = xp.concat([solved, v[-1:, :] / self.shift], axis=0)
+        return solved
+
+    def _vector(self) -> Array:
+        """Return u, shape (n, 1)."""
+        xp = self._xp()
+        body = xp.tile(self.mean, (self.repeats,))
+        if self.tail:
+            body = xp.concat([body, xp.ones_like(body[:1])])
+        return body[:, None]
+
+    def _dense_matrix(self) -> ShiftedMatrix:
+        if self.whole is not None:
+            return self.whole
+        undamped = SymmetricMatrix(self.dense(shifted=False), whole=True)
+        return shifted_matrix(
+            undamped,
+            self.shift,
+            factorizations=(),
+            check=self.block.check,
+            name=self.block.name,
+        )
+
+    def _xp(self) -> Namespace:
+        return array_api_compat.array_namespace(self.mean)

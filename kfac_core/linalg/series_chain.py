@@ -1,0 +1,219 @@
+"""The sum over all lags of a symmetric chain of Kronecker products, and its inverse.
+
+Conventions.  ``A_0 (x) G_0`` (damped) and ``A_1 (x) G_1`` are the covariances of lags 0
+and 1 of a stationary sequence of matrices V, on which ``A (x) G`` acts as ``A V G^T``.
+With any root ``R R^T = A_0`` and its dual ``R^-T``, the correlation of one side is
+``P = R^-1 A_1 R^-T``, and ``Psi = P_A (x) P_G``.  Another root turns P by an orthogonal
+matrix and leaves every sum as it is, so that a Cholesky factor serves.  With P
+symmetrized and ``R = R_A (x) R_G``, the sum over the pairs of T steps is
+
+    F = R [ sum_{|d|<T} (T - |d|) Psi^|d| ] R^T.
+
+References
+----------
+Martens, Ba and Johnson (2018), "Kronecker-factored Curvature Approximations for
+Recurrent Neural Networks", ICLR: option 1.
+"""
+
+from __future__ import annotations
+
+from kfac_core.arrays import device_of, status_unless
+from kfac_core.backend import Array, Namespace
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, basis_residual, probe
+from kfac_core.linalg.eigen import eigh
+from kfac_core.linalg.kronecker import kronecker_dense
+from kfac_core.linalg.series import series_sum
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.status import Status
+from kfac_core.structure import structure
+
+__all__ = [
+    "Root",
+    "SymmetricChain",
+    "excess",
+    "flagged_eigenbasis",
+    "into",
+    "out_of",
+    "positive_flags",
+    "symmetric_chain",
+]
+
+
+@structure()
+class Root:
+    """A root of one side's covariance of lag 0, and the covariance of lag 1.
+
+    Attributes
+    ----------
+    root : array, shape (n, n)
+        R.
+    dual : array, shape (n, n)
+        ``R^-T``, or its pseudo-inverse.
+    lagged : array, shape (n, n)
+        The covariance of lag 1, not symmetrized.
+    """
+
+    root: Array
+    dual: Array
+    lagged: Array
+
+    def correlation(self, xp: Namespace) -> Array:
+        """Return ``P = R^-1 A_1 R^-T``."""
+        return xp.matmul(
+            xp.matrix_transpose(self.dual), xp.matmul(self.lagged, self.dual)
+        )
+
+    def residual(self, xp: Namespace) -> Array:
+        """Return ``|A_0 A_0^-1 z - z| / |z|`` of the fixed probe, 0-d."""
+        n = self.root.shape[0]
+        z = probe(n, dtype=self.root.dtype, device=device_of(self.root), xp=xp)
+        got = z
+        for factor in (self.dual, self.root):
+            got = xp.matmul(factor, xp.matmul(xp.matrix_transpose(factor), got))
+        return xp.linalg.vector_norm(got - z) / xp.linalg.vector_norm(z)
+
+
+@structure()
+class SymmetricChain:
+    """``F = (K_A (x) K_G) diag(W) (K_A (x) K_G)^T``.
+
+    Attributes
+    ----------
+    input_root, output_root : array, shapes (n, n) and (m, m)
+        ``K = R U``, with U the eigenvectors of P.
+    input_dual, output_dual : array, of the same shapes
+        ``K^-T``.
+    weights : array, shape (n, m)
+        ``W(psi_A psi_G)``, the sum over all lags.
+    clipped : array, 0-d
+        By how much the largest ``|psi|`` was above 1.
+    flags : array of int32, 0-d
+        Of `Status`.
+    """
+
+    input_root: Array
+    input_dual: Array
+    output_root: Array
+    output_dual: Array
+    weights: Array
+    clipped: Array
+    flags: Array
+
+    def multiply(self, v: Array, /, *, xp: Namespace) -> Array:
+        """Return ``F v``; ``4 n m (n + m)`` flops."""
+        K_A, K_G = self.input_root, self.output_root
+        return out_of(K_A, self.weights * into(K_A, v, K_G, xp=xp), K_G, xp=xp)
+
+    def solve(self, v: Array, /, *, xp: Namespace) -> Array:
+        """Return ``F^-1 v``; ``4 n m (n + m)`` flops."""
+        D_A, D_G = self.input_dual, self.output_dual
+        return out_of(D_A, into(D_A, v, D_G, xp=xp) / self.weights, D_G, xp=xp)
+
+    def solve_root(self, z: Array, /, *, xp: Namespace) -> Array:
+        """Return ``X z`` with ``X X^T = F^-1``, X square."""
+        return out_of(
+            self.input_dual, z / xp.sqrt(self.weights), self.output_dual, xp=xp
+        )
+
+    def dense(self, *, xp: Namespace) -> Array:
+        """Return F, row-major, symmetric to rounding."""
+        K = kronecker_dense((self.input_root, self.output_root))
+        W = xp.reshape(self.weights, (1, -1))
+        return xp.matmul(K * W, xp.matrix_transpose(K))
+
+    def trace(self, *, xp: Namespace) -> Array:
+        """Return ``sum_ij W_ij |K_A e_i|^2 |K_G e_j|^2``."""
+        a = xp.sum(self.input_root * self.input_root, axis=0)
+        g = xp.sum(self.output_root * self.output_root, axis=0)
+        return xp.sum(self.weights * a[:, None] * g[None, :])
+
+    def logdet(self, *, xp: Namespace) -> Array:
+        """Return ``log det F - log det V0``."""
+        return xp.sum(xp.log(self.weights))
+
+
+def symmetric_chain(
+    input_root: Root, output_root: Root, shares: Array, /, *, xp: Namespace
+) -> SymmetricChain:
+    """Make the sum over all lags of a chain of random length, option 1.
+
+    Parameters
+    ----------
+    input_root, output_root : Root
+        Of the two sides.
+    shares : array, shape (T,)
+        As for `series_sum`.
+    xp : namespace
+        Of the arrays.
+
+    Returns
+    -------
+    SymmetricChain
+        Trouble is in its flags.
+
+    Notes
+    -----
+    About ``15 (n^3 + m^3)`` flops; no value is looked at.
+    """
+    (psi_A, K_A, D_A, clipped_A, flags_A), (psi_G, K_G, D_G, clipped_G, flags_G) = (
+        _symmetric_side(side, xp) for side in (input_root, output_root)
+    )
+    k = xp.arange(1, shares.shape[0] + 1, dtype=shares.dtype, device=device_of(shares))
+    W = series_sum(psi_A[:, None] * psi_G[None, :], shares, xp=xp)
+    flags = flags_A | flags_G | positive_flags(W, xp.sum(k * shares), xp)
+    clipped = xp.where(clipped_A > clipped_G, clipped_A, clipped_G)
+    return SymmetricChain(K_A, D_A, K_G, D_G, W, clipped, flags)
+
+
+def _symmetric_side(side: Root, xp: Namespace) -> tuple[Array, ...]:
+    """Return psi, K, ``K^-T``, how much was clipped, and the flags."""
+    P = side.correlation(xp)
+    P = 0.5 * (P + xp.matrix_transpose(P))
+    psi, U, flags = flagged_eigenbasis(P, side, xp)
+    clipped, too_large = excess(xp.max(xp.abs(psi)), xp)
+    K, D = xp.matmul(side.root, U), xp.matmul(side.dual, U)
+    return xp.clip(psi, -1.0, 1.0), K, D, clipped, flags | too_large
+
+
+def flagged_eigenbasis(
+    matrix: Array, side: Root, xp: Namespace
+) -> tuple[Array, Array, Array]:
+    """Return eigenvalues, eigenvectors and flags; NaN where the matrix is not finite."""
+    finite = xp.all(xp.isfinite(matrix))
+    eye = xp.eye(matrix.shape[0], dtype=matrix.dtype, device=device_of(matrix))
+    # Some libraries hang on NaN.
+    fit = SymmetricMatrix(xp.where(finite, matrix, eye), True)
+    w, Q = eigh(fit, xp=xp)
+    residual = basis_residual(fit, w, Q, xp=xp)
+    accurate = (residual <= RESIDUAL_LIMIT) & (side.residual(xp) <= RESIDUAL_LIMIT)
+    flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | status_unless(
+        xp, accurate | xp.logical_not(finite), Status.INACCURATE
+    )
+    nan = xp.full_like(matrix, xp.nan)
+    return xp.where(finite, w, nan[0, :]), xp.where(finite, Q, nan), flags
+
+
+def excess(largest: Array, xp: Namespace) -> tuple[Array, Array]:
+    """Return by how much a correlation is above 1, and the flags of that."""
+    clipped = xp.where(largest > 1.0, largest - 1.0, xp.zeros_like(largest))
+    return clipped, status_unless(xp, clipped <= RESIDUAL_LIMIT, Status.INACCURATE)
+
+
+def positive_flags(values: Array, unit: Array, xp: Namespace) -> Array:
+    """Return the flags of numbers to be divided by, known up to roundoff of a unit."""
+    smallest = xp.min(values)
+    digits = 10.0 * float(xp.finfo(values.dtype).eps) / RESIDUAL_LIMIT
+    accurate = (smallest > digits * unit) | xp.logical_not(smallest > 0)
+    return status_unless(xp, smallest > 0, Status.NOT_POSITIVE) | status_unless(
+        xp, accurate, Status.INACCURATE
+    )
+
+
+def into(left: Array, v: Array, right: Array, /, *, xp: Namespace) -> Array:
+    """Return ``L^T V R``."""
+    return xp.matmul(xp.matrix_transpose(left), xp.matmul(v, right))
+
+
+def out_of(left: Array, v: Array, right: Array, /, *, xp: Namespace) -> Array:
+    """Return ``L V R^T``."""
+    return xp.matmul(left, xp.matmul(v, xp.matrix_transpose(right)))

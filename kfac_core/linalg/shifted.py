@@ -1,0 +1,298 @@
+"""``M = A + shift I`` with A symmetric, and everything that is done with it.
+
+Conventions.  Leading axes of all arrays are a stack of independent matrices.  Products
+are from the left, on a matrix V of shape ``(..., n, k)``; from the right they are the
+same of the transpose, since M is symmetric.  Each product belongs to one factorization,
+whatever else has been prepared: solves to the inverse, triangular products to the
+Cholesky factor, other powers to the eigenbasis.  A factorization that was not prepared
+is made at the call, by the ladder, where that can raise; in a snapshot made with
+``check="status"`` it must have been prepared.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar, any_status, cast, device_of, full_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import FactorizationError, NotReadyError
+from kfac_core.linalg.cholesky import add_to_diagonal
+from kfac_core.linalg.factorizations import Basis, Inverse, Positive
+from kfac_core.linalg.ladder import cholesky_factor, damped_inverse, symmetric_basis
+from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.triangular import solve_triangular
+from kfac_core.status import Check
+from kfac_core.structure import map_structure, replaced, structure
+
+__all__ = ["Factorization", "ShiftedMatrix", "shifted_matrix"]
+
+T = TypeVar("T")
+
+Factorization = Literal["inverse", "cholesky", "eigenbasis"]
+"""What can be prepared: each serves the products that the module's text says."""
+
+
+@structure(static=("name", "check"))
+class ShiftedMatrix:
+    """A symmetric matrix, a multiple of the identity, and factorizations of their sum.
+
+    Attributes
+    ----------
+    matrix : SymmetricMatrix
+        A, in the dtype of computing.
+    shift : array, shape (...)
+        Of the same dtype.
+    applied : SymmetricMatrix
+        A, in the dtype of applying, as all that follow.
+    positive : Positive or None
+        L.
+    inverse : Inverse or None
+        ``M^-1``.
+    basis : Basis or None
+        The eigendecomposition of A.
+    name : str
+        What a message should call it.
+    check : {"raise", "status"}
+        As it was made with.
+    """
+
+    matrix: SymmetricMatrix
+    shift: Array
+    applied: SymmetricMatrix
+    positive: Positive | None
+    inverse: Inverse | None
+    basis: Basis | None
+    name: str
+    check: Check
+
+    @property
+    def size(self) -> int:
+        """The number n of rows."""
+        return self.matrix.size
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The shape of the stack; empty for a single matrix."""
+        return tuple(self.matrix.array.shape[:-2])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of applying."""
+        return self.applied.array.dtype
+
+    def prepared(self, *factorizations: Factorization) -> ShiftedMatrix:
+        """Return the same with factorizations made that were not there yet.
+
+        Each depends on A and the shift alone, not on which others were made before.
+        """
+        xp = self._xp()
+        made = self
+        problem: tuple[SymmetricMatrix, Array] = (self.matrix, self.shift)
+        options: dict[str, Any] = {"check": self.check, "name": self.name, "xp": xp}
+        inverse = "inverse" in factorizations and made.inverse is None
+        if inverse or ("cholesky" in factorizations and made.positive is None):
+            factor = cholesky_factor(*problem, **options)
+            if inverse:
+                solved = damped_inverse(*problem, factor, **options)
+                made = replaced(made, inverse=self._applied(solved))
+            made = replaced(made, positive=self._applied(factor))
+        if "eigenbasis" in factorizations and made.basis is None:
+            basis = symmetric_basis(self.matrix, **options)
+            made = replaced(made, basis=self._applied(basis))
+        return made
+
+    def wide(self) -> ShiftedMatrix:
+        """Return the same in the dtype of computing, with nothing prepared."""
+        return ShiftedMatrix(
+            self.matrix,
+            self.shift,
+            self.matrix,
+            None,
+            None,
+            None,
+            self.name,
+            self.check,
+        )
+
+    def multiply(self, v: Array, /, *, shifted: bool) -> Array:
+        """Return ``M v``, or ``A v`` where `shifted` is false; ``2 n^2 k`` flops."""
+        product = multiply_symmetric(self.applied, v, xp=self._xp())
+        return product + self._shift()[..., None, None] * v if shifted else product
+
+    def solve(self, v: Array, /) -> Array:
+        """Return ``M^-1 v`` by the inverse; ``2 n^2 k`` flops."""
+        made = self._having("inverse").inverse
+        assert made is not None
+        return multiply_symmetric(made.matrix, v, xp=self._xp())
+
+    def power(self, v: Array, exponent: float, /) -> Array:
+        """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
+
+        For a negative power and ``check="raise"`` this waits for the device.
+        """
+        xp = self._xp()
+        basis = self._eigenbasis()
+        damped = basis.eigenvalues + self._shift()[..., None]
+        if exponent < 0 and self.check == "raise" and not bool(xp.all(damped > 0)):
+            raise FactorizationError(
+                f"a {self.size} x {self.size} matrix with eigenvalues down to zero and no "
+                f"damping has no power {exponent}. Increase `damping`.",
+                factor=self.name,
+            )
+        scaled = damped**exponent
+        Q = basis.eigenvectors
+        return xp.matmul(Q, scaled[..., None] * xp.matmul(xp.matrix_transpose(Q), v))
+
+    def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
+        """Return ``L v`` or ``L^T v``."""
+        xp = self._xp()
+        L = self._lower()
+        return xp.matmul(xp.matrix_transpose(L) if transpose else L, v)
+
+    def lower_solve(self, v: Array, /, *, transpose: bool) -> Array:
+        """Return ``L^-1 v`` or ``L^-T v``."""
+        L = self._lower()
+        return solve_triangular(L, v, transpose=transpose, xp=self._xp())
+
+    def logdet(self) -> Array:
+        """Return ``log det M``, shape (...), from the Cholesky factor."""
+        xp = self._xp()
+        diagonal = xp.linalg.diagonal(self._lower())
+        return 2.0 * xp.sum(xp.log(diagonal), axis=-1)
+
+    def trace(self, *, shifted: bool) -> Array:
+        """Return the trace of M, or of A, shape (...)."""
+        trace = self.applied.trace()
+        return trace + self.size * self._shift() if shifted else trace
+
+    def eigenvalues(self, *, shifted: bool) -> Array:
+        """Return the eigenvalues of M, or of A, ascending, shape (..., n)."""
+        w = self._eigenbasis().eigenvalues
+        return w + self._shift()[..., None] if shifted else w
+
+    def eigenvectors(self) -> Array:
+        """Return Q, whose columns go with the eigenvalues, shape (..., n, n)."""
+        return self._eigenbasis().eigenvectors
+
+    def to_basis(self, v: Array, /) -> Array:
+        """Return ``Q^T v``."""
+        xp = self._xp()
+        return xp.matmul(xp.matrix_transpose(self._eigenbasis().eigenvectors), v)
+
+    def from_basis(self, v: Array, /) -> Array:
+        """Return ``Q v``."""
+        return self._xp().matmul(self._eigenbasis().eigenvectors, v)
+
+    def dense(self, *, shifted: bool) -> Array:
+        """Return M, or A, with both triangles, shape (..., n, n)."""
+        full = self.applied.full()
+        return add_to_diagonal(full, self._shift(), xp=self._xp()) if shifted else full
+
+    def status(self) -> Array:
+        """Return the flags of all factorizations made, 0-d int32."""
+        xp = self._xp()
+        status = xp.zeros((), dtype=xp.int32, device=device_of(self.shift))
+        for made in (self.positive, self.inverse, self.basis):
+            if made is not None:
+                status = status | any_status(made.status, xp=xp)
+        return status
+
+    def _having(self, factorization: Factorization) -> ShiftedMatrix:
+        """Return the same with a factorization, made now where that can raise."""
+        held = {
+            "cholesky": self.positive,
+            "inverse": self.inverse,
+            "eigenbasis": self.basis,
+        }
+        if held[factorization] is not None:
+            return self
+        self._require_raising(factorization)
+        return self.prepared(factorization)
+
+    def _lower(self) -> Array:
+        made = self._having("cholesky").positive
+        assert made is not None
+        return made.lower
+
+    def _eigenbasis(self) -> Basis:
+        made = self._having("eigenbasis").basis
+        assert made is not None
+        return made
+
+    def _shift(self) -> Array:
+        return cast(self._xp(), self.shift, self.dtype)
+
+    def _applied(self, made: T) -> T:
+        """Return a factorization in the dtype of applying."""
+        xp, dtype = self._xp(), self.dtype
+        if dtype == self.matrix.array.dtype:
+            return made
+        floating = ("float32", "float64")
+        return map_structure(
+            lambda x: (
+                cast(xp, x, dtype)
+                if x.dtype in [getattr(xp, name) for name in floating]
+                else x
+            ),
+            made,
+        )
+
+    def _require_raising(self, factorization: Factorization) -> None:
+        if self.check == "status":
+            raise NotReadyError(
+                f"{self.name}: {factorization!r} was not prepared, and a snapshot made "
+                "with check='status' prepares nothing later, since it could not report "
+                f"a failure. Add {factorization!r} to `factorizations`."
+            )
+
+    def _xp(self) -> Namespace:
+        return array_api_compat.array_namespace(self.matrix.array)
+
+
+def shifted_matrix(
+    matrix: SymmetricMatrix,
+    shift: Scalar,
+    /,
+    *,
+    factorizations: tuple[Factorization, ...],
+    check: Check,
+    name: str,
+    apply_dtype: Any = None,
+) -> ShiftedMatrix:
+    """Make ``A + shift I`` with the factorizations asked for.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix
+        A.
+    shift : float or array, shape (...)
+        Finite and >= 0.
+    factorizations : tuple of str
+        Any of ``"inverse"``, ``"cholesky"``, ``"eigenbasis"``.
+    check : {"raise", "status"}
+        As for `kfac_core.linalg.ladder.cholesky_factor`.
+    name : str
+        What a message should call it.
+    apply_dtype : dtype, optional
+        In which the arrays are kept afterwards; that of A where left out.
+
+    Returns
+    -------
+    ShiftedMatrix
+        An immutable snapshot.
+
+    Raises
+    ------
+    NotFiniteError, DampingError, FactorizationError
+        As `kfac_core.linalg.ladder.cholesky_factor`.
+    """
+    xp = array_api_compat.array_namespace(matrix.array)
+    applied = matrix
+    if apply_dtype is not None and apply_dtype != matrix.array.dtype:
+        applied = SymmetricMatrix(cast(xp, matrix.array, apply_dtype), matrix.whole)
+    start = ShiftedMatrix(
+        matrix, full_of(xp, shift, matrix.array), applied, None, None, None, name, check
+    )
+    return start.prepared(*factorizations)

@@ -1,0 +1,222 @@
+"""``M = diag(a) + shift I``: what `kfac_core.linalg.shifted` is, for a diagonal matrix.
+
+Conventions as there.  The basis is the coordinate basis, so the eigenvalues that go
+with `ShiftedDiagonal.to_basis` stand in the order of the diagonal; nothing has to be
+prepared, and every product costs ``n k``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar, cast, device_of, full_of, status_unless
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
+from kfac_core.linalg.shifted import Factorization
+from kfac_core.status import Check, Status
+from kfac_core.structure import replaced, structure
+
+__all__ = ["ShiftedDiagonal", "shifted_diagonal"]
+
+
+@structure(static=("name", "check", "definite"))
+class ShiftedDiagonal:
+    """A diagonal matrix plus a multiple of the identity.
+
+    Attributes
+    ----------
+    entries : array, shape (..., n)
+        The diagonal a, nonnegative.
+    shift : array, shape (...)
+        Of the dtype of the entries.
+    flags : array of int32, 0-d
+        Of `Status` flags.
+    name, check
+        As in `ShiftedMatrix`.
+    definite : bool
+        Whether all of M's diagonal was looked at and found positive, or, with
+        ``check="status"``, reported on in the flags.
+    """
+
+    entries: Array
+    shift: Array
+    flags: Array
+    name: str
+    check: Check
+    definite: bool
+
+    @property
+    def size(self) -> int:
+        """The number n of rows."""
+        return int(self.entries.shape[-1])
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The shape of the stack; empty for a single matrix."""
+        return tuple(self.entries.shape[:-1])
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the arrays."""
+        return self.entries.dtype
+
+    def prepared(self, *factorizations: Factorization) -> ShiftedDiagonal:
+        """Return the same, with M known to be definite where that is needed."""
+        if self.definite or not {"inverse", "cholesky"} & set(factorizations):
+            return self
+        positive = self._xp().all(self._entries(True) > 0)
+        flags = self.flags | status_unless(self._xp(), positive, Status.NOT_POSITIVE)
+        if self.check == "raise":
+            _raise_for(Status(int(flags)), self.name)
+        return replaced(self, flags=flags, definite=True)
+
+    def at(self, indices: Array, /) -> ShiftedDiagonal:
+        """Return the same for some of the coordinates, in the order of the indices."""
+        entries = self._xp().take(self.entries, indices, axis=-1)
+        return replaced(self, entries=entries)
+
+    def wide(self) -> ShiftedDiagonal:
+        """Return itself; nothing is computed in another dtype than it is kept in."""
+        return self
+
+    def multiply(self, v: Array, /, *, shifted: bool) -> Array:
+        """Return ``M v``, or ``diag(a) v``."""
+        return self._entries(shifted)[..., None] * v
+
+    def solve(self, v: Array, /) -> Array:
+        """Return ``M^-1 v``."""
+        return v / self._definite()[..., None]
+
+    def power(self, v: Array, exponent: float, /) -> Array:
+        """Return ``M^p v``."""
+        if exponent < 0:
+            return v * (self._definite() ** exponent)[..., None]
+        return (self._entries(True) ** exponent)[..., None] * v
+
+    def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
+        """Return ``L v``, which is ``L^T v``."""
+        return self._xp().sqrt(self._definite())[..., None] * v
+
+    def lower_solve(self, v: Array, /, *, transpose: bool) -> Array:
+        """Return ``L^-1 v``, which is ``L^-T v``."""
+        return v / self._xp().sqrt(self._definite())[..., None]
+
+    def logdet(self) -> Array:
+        """Return ``log det M``, shape (...)."""
+        xp = self._xp()
+        return xp.sum(xp.log(self._definite()), axis=-1)
+
+    def trace(self, *, shifted: bool) -> Array:
+        """Return the trace of M, or of diag(a), shape (...)."""
+        return self._xp().sum(self._entries(shifted), axis=-1)
+
+    def eigenvalues(self, *, shifted: bool) -> Array:
+        """Return the eigenvalues in the order of the diagonal, shape (..., n)."""
+        return self._entries(shifted)
+
+    def eigenvectors(self) -> Array:
+        """Return the identity, shape (n, n)."""
+        xp = self._xp()
+        return xp.eye(self.size, dtype=self.dtype, device=device_of(self.shift))
+
+    def to_basis(self, v: Array, /) -> Array:
+        """Return v; the eigenbasis is the coordinate basis."""
+        return v
+
+    def from_basis(self, v: Array, /) -> Array:
+        """Return v; the eigenbasis is the coordinate basis."""
+        return v
+
+    def dense(self, *, shifted: bool) -> Array:
+        """Return M, or diag(a), shape (..., n, n)."""
+        return self.eigenvectors() * self._entries(shifted)[..., None]
+
+    def status(self) -> Array:
+        """Return the flags, 0-d int32."""
+        return self.flags
+
+    def _entries(self, shifted: bool) -> Array:
+        return self.entries + self.shift[..., None] if shifted else self.entries
+
+    def _definite(self) -> Array:
+        """Return M's diagonal, after making sure that it is positive."""
+        return self.prepared("inverse")._entries(True)
+
+    def _xp(self) -> Namespace:
+        return array_api_compat.array_namespace(self.entries)
+
+
+def shifted_diagonal(
+    entries: Array,
+    shift: Scalar,
+    /,
+    *,
+    factorizations: tuple[Factorization, ...],
+    check: Check,
+    name: str,
+    apply_dtype: Any = None,
+) -> ShiftedDiagonal:
+    """Make ``diag(a) + shift I``, refusing what cannot be inverted.
+
+    Parameters
+    ----------
+    entries : array, shape (..., n)
+        The diagonal a; negative entries count as zero.
+    shift : float or array, shape (...)
+        Finite and >= 0.
+    factorizations : tuple of str
+        As for `kfac_core.linalg.shifted.shifted_matrix`: with ``"inverse"`` or
+        ``"cholesky"`` among them M must be definite.
+    check : {"raise", "status"}
+        Whether trouble raises, or is reported in the status.
+    name : str
+        What a message should call it.
+    apply_dtype : dtype, optional
+        In which the arrays are kept.
+
+    Returns
+    -------
+    ShiftedDiagonal
+        An immutable snapshot.
+
+    Raises
+    ------
+    NotFiniteError, DampingError
+        Where the entries or the shift are unfit (``check="raise"``).
+    FactorizationError
+        Where an entry of ``a + shift`` is zero and M has to be definite
+        (``check="raise"``).
+    """
+    xp = array_api_compat.array_namespace(entries)
+    shift = full_of(xp, shift, entries)
+    good_shift = xp.all(xp.isfinite(shift) & (shift >= 0))
+    finite = xp.all(xp.isfinite(entries))
+    clipped = xp.where(entries < 0, xp.zeros_like(entries), entries)
+    flags = status_unless(xp, good_shift, Status.BAD_DAMPING) | status_unless(
+        xp, finite, Status.MATRIX_NOT_FINITE
+    )
+    if check == "raise":
+        _raise_for(Status(int(flags)), name)
+    else:
+        clipped = xp.where(flags == 0, clipped, xp.full_like(clipped, xp.nan))
+    if apply_dtype is not None:
+        clipped, shift = cast(xp, clipped, apply_dtype), cast(xp, shift, apply_dtype)
+    made = ShiftedDiagonal(clipped, shift, flags, name, check, definite=False)
+    return made.prepared(*factorizations)
+
+
+def _raise_for(flags: Status, name: str) -> None:
+    if Status.MATRIX_NOT_FINITE in flags:
+        raise NotFiniteError(f"{name}: a diagonal factor holds NaN or infinity.")
+    if Status.BAD_DAMPING in flags:
+        raise DampingError(
+            f"{name}: the damping of this factor is negative or not finite. Expected a "
+            "finite number >= 0."
+        )
+    if Status.NOT_POSITIVE in flags:
+        raise FactorizationError(
+            "a diagonal factor has a zero on its diagonal. Increase `damping`.",
+            factor=name,
+        )

@@ -1,0 +1,89 @@
+"""Lower triangular matrices: solving with them and inverting them.
+
+The standard has neither; both are written as recursions over halves, so that nearly
+all of their work is in matrix products.  The leaves are small general solves.
+"""
+
+from __future__ import annotations
+
+from kfac_core.backend import Array, Namespace
+from kfac_core.linalg.dispatch import dispatched
+
+__all__ = ["solve_triangular", "triangular_inverse"]
+
+_LEAF = 64
+"""Below this size a general solve of the standard is as fast as further halving."""
+
+
+@dispatched
+def solve_triangular(
+    lower: Array, b: Array, /, *, transpose: bool, xp: Namespace
+) -> Array:
+    """Solve ``L x = b``, or ``L^T x = b``.
+
+    Equal to ``scipy.linalg.solve_triangular(lower, b, lower=True, trans=transpose)``.
+
+    Parameters
+    ----------
+    lower : array, shape (..., n, n)
+        Lower triangular, zero above the diagonal, nonzero on it.
+    b : array, shape (..., n, k)
+        The right-hand sides.
+    transpose : bool
+        Whether to solve with the transpose.
+    xp : namespace
+        Of both.
+
+    Returns
+    -------
+    array, shape (..., n, k)
+        The solution, in about ``n^2 k`` flops.
+    """
+    n = lower.shape[-1]
+    if n <= _LEAF:
+        return xp.linalg.solve(xp.matrix_transpose(lower) if transpose else lower, b)
+    h = n // 2
+    first, second = lower[..., :h, :h], lower[..., h:, h:]
+    coupling = lower[..., h:, :h]
+    definition = solve_triangular.__wrapped__  # type: ignore[attr-defined]
+    if transpose:
+        bottom = definition(second, b[..., h:, :], transpose=True, xp=xp)
+        rest = b[..., :h, :] - xp.matmul(xp.matrix_transpose(coupling), bottom)
+        top = definition(first, rest, transpose=True, xp=xp)
+    else:
+        top = definition(first, b[..., :h, :], transpose=False, xp=xp)
+        rest = b[..., h:, :] - xp.matmul(coupling, top)
+        bottom = definition(second, rest, transpose=False, xp=xp)
+    return xp.concat([top, bottom], axis=-2)
+
+
+def triangular_inverse(lower: Array, /, *, xp: Namespace) -> Array:
+    """Return the inverse of a lower triangular matrix.
+
+    Parameters
+    ----------
+    lower : array, shape (..., n, n)
+        Zero above the diagonal, nonzero on it.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    array, shape (..., n, n)
+        Lower triangular.
+
+    Notes
+    -----
+    With halves ``[[P, 0], [C, R]]`` the inverse is
+    ``[[P^-1, 0], [-R^-1 C P^-1, R^-1]]``.
+    """
+    n = lower.shape[-1]
+    if n <= _LEAF:
+        return xp.tril(xp.linalg.inv(lower))
+    h = n // 2
+    first = triangular_inverse(lower[..., :h, :h], xp=xp)
+    second = triangular_inverse(lower[..., h:, h:], xp=xp)
+    coupling = -xp.matmul(xp.matmul(second, lower[..., h:, :h]), first)
+    zeros = xp.zeros_like(xp.matrix_transpose(coupling))
+    top = xp.concat([first, zeros], axis=-1)
+    return xp.concat([top, xp.concat([coupling, second], axis=-1)], axis=-2)

@@ -1,0 +1,40 @@
+"""What went wrong, as a number that an array can hold.
+
+A traced computation (one inside a function compiler or a vectorizing transform)
+cannot raise.  Where a function is told ``check="status"`` it never looks at a value:
+it returns its result together with a 0-d integer array of these flags, zero where all
+is well.  With ``check="raise"`` the same conditions are exceptions, which costs one
+transfer from the device to the host.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import Literal
+
+__all__ = ["Check", "Status"]
+
+Check = Literal["raise", "status"]
+"""Whether trouble is an exception, or a number in the result."""
+
+
+class Status(IntFlag):
+    """Flags of trouble; ``OK`` is zero, and several can stand together."""
+
+    OK = 0
+    INPUTS_NOT_FINITE = 1
+    """The layer's inputs hold NaN or infinity; the statistics were left as they were."""
+    OUTPUT_GRADS_NOT_FINITE = 2
+    """The output gradients hold NaN or infinity; likewise."""
+    MATRIX_NOT_FINITE = 4
+    """A matrix to be factorized holds NaN or infinity."""
+    NOT_POSITIVE = 8
+    """A damped matrix is not positive definite in working precision."""
+    INACCURATE = 16
+    """A factorization was made, but its residual is above the limit."""
+    BAD_DAMPING = 32
+    """A damping is negative or not finite."""
+    BAD_DECAY = 64
+    """A decay lies outside [0, 1], or a weight is negative or not finite."""
+    IDS_OUT_OF_RANGE = 128
+    """An id is negative, or not below the size of the vocabulary."""

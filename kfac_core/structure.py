@@ -1,0 +1,226 @@
+"""Frozen dataclasses whose fields are arrays, and which tracers can look into.
+
+Statistics, symmetric matrices, factorizations and curvature operators are all of
+this kind: an immutable record of arrays (or of further structures), and a few
+static fields (strings, booleans, small integers) which decide what code runs.  A
+function compiler treats the arrays as its inputs and outputs and the static fields
+as part of the program.  How a library is told so is its backend's business
+(`register_structures_with`); nothing here names one.
+
+Conventions: a field that is None holds nothing (a factorization that nobody asked
+for); a field may be a dict of structures; a path is the names joined by dots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+__all__ = [
+    "Registrar",
+    "form",
+    "is_structure",
+    "leaves",
+    "map_structure",
+    "register_structures_with",
+    "replaced",
+    "static_fields",
+    "structure",
+]
+
+T = TypeVar("T")
+
+Registrar = Callable[[type[Any], tuple[str, ...], tuple[str, ...]], None]
+"""Called with a class, the names of its array fields and of its static fields."""
+
+_static: dict[type[Any], tuple[str, ...]] = {}
+_arrays: dict[type[Any], tuple[str, ...]] = {}
+_meet: dict[type[Any], Callable[..., Any] | None] = {}
+_registrars: dict[str, Registrar] = {}
+
+
+@dataclass_transform(frozen_default=True)
+def structure(
+    *, static: tuple[str, ...] = (), meet: Callable[..., Any] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen dataclass of arrays.
+
+    Parameters
+    ----------
+    static : tuple of str
+        The fields that are no arrays: hashable, and part of the program.
+    meet : callable, optional
+        Given the values of the static fields of several instances, as dicts, returns
+        those of what `map_structure` makes of them; without it they must be equal.
+
+    Returns
+    -------
+    callable
+        The class decorator.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        made = dataclasses.dataclass(frozen=True, eq=False)(cls)
+        names = tuple(field.name for field in dataclasses.fields(made))  # type: ignore[arg-type]
+        _static[made] = static
+        _meet[made] = meet
+        _arrays[made] = tuple(name for name in names if name not in static)
+        for registrar in _registrars.values():
+            registrar(made, _arrays[made], static)
+        return made
+
+    return decorate
+
+
+def register_structures_with(registrar: Registrar, /) -> None:
+    """Tell a library of every structure that there is or will be.
+
+    Parameters
+    ----------
+    registrar : callable
+        A named function, called once for each class; see `Registrar`.  One of a name
+        that was told already is passed over.
+    """
+    name = f"{registrar.__module__}.{registrar.__qualname__}"
+    if name in _registrars:
+        return
+    _registrars[name] = registrar
+    for cls, static in _static.items():
+        registrar(cls, _arrays[cls], static)
+
+
+def is_structure(value: object, /) -> bool:
+    """Whether a value is an instance of a class made by `structure`."""
+    return type(value) in _static
+
+
+def static_fields(value: object, /) -> dict[str, Any]:
+    """Return the static fields of a structure, by name (not those of its parts)."""
+    return {name: getattr(value, name) for name in _static[type(value)]}
+
+
+def leaves(value: Any, /, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Walk over the arrays of a structure with their paths, in the fields' order.
+
+    Parameters
+    ----------
+    value : structure, tuple, array or None
+        What to walk over; None has no leaves.
+    prefix : str
+        What each path begins with.
+
+    Yields
+    ------
+    tuple of str and array
+        A path such as ``"input.sum.array"``, and the array there.
+    """
+    if value is None:
+        return
+    if is_structure(value):
+        for name in _arrays[type(value)]:
+            yield from leaves(getattr(value, name), prefix=f"{prefix}{name}.")
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from leaves(part, prefix=f"{prefix}{name}.")
+    else:
+        yield prefix.removesuffix("."), value
+
+
+def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
+    """Apply a function to the corresponding arrays of structures of one form.
+
+    Parameters
+    ----------
+    function : callable
+        Takes one array of each structure and returns an array.
+    first, *others : structure
+        Structures of the same classes, with None in the same places.
+
+    Returns
+    -------
+    structure
+        Of the class of `first`.
+
+    Raises
+    ------
+    ValueError
+        For structures whose static fields cannot go together.
+    """
+    if first is None:
+        return first
+    if isinstance(first, dict):
+        others_at: Any = others
+        parts: Any = {
+            name: map_structure(function, part, *(other[name] for other in others_at))
+            for name, part in first.items()
+        }
+        return parts  # type: ignore[no-any-return]
+    if not is_structure(first):
+        mapped: T = function(first, *others)
+        return mapped
+    changes = {
+        name: map_structure(
+            function, getattr(first, name), *(getattr(other, name) for other in others)
+        )
+        for name in _arrays[type(first)]
+    }
+    return replaced(first, **changes, **_met(first, others))
+
+
+def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the static fields of what is made of several structures."""
+    fields = [static_fields(value) for value in (first, *others)]
+    meet = _meet[type(first)]
+    if meet is not None:
+        met: dict[str, Any] = meet(*fields)
+        return met
+    if any(other != fields[0] for other in fields[1:]):
+        raise ValueError(f"structures of different forms: {fields}")
+    return fields[0]
+
+
+def replaced(value: T, /, **changes: Any) -> T:
+    """Return a structure with some fields changed.
+
+    As ``dataclasses.replace``, which not every tracer can follow.
+
+    Parameters
+    ----------
+    value : structure
+        Not modified.
+    **changes
+        The new fields.
+
+    Returns
+    -------
+    structure
+        Of the same class.
+    """
+    cls = type(value)
+    kept = {name: getattr(value, name) for name in (*_arrays[cls], *_static[cls])}
+    return cls(**(kept | changes))
+
+
+def form(value: Any, /) -> Any:
+    """Return the classes, static fields and absences of a structure, without arrays.
+
+    Two structures of one form can be combined by `map_structure`.
+
+    Parameters
+    ----------
+    value : structure, array or None
+        Anything `map_structure` takes.
+
+    Returns
+    -------
+    object
+        To be compared with ``==``.
+    """
+    if isinstance(value, dict):
+        return {name: form(part) for name, part in value.items()}
+    if not is_structure(value):
+        return None if value is None else "array"
+    cls = type(value)
+    parts = {name: form(getattr(value, name)) for name in _arrays[cls]}
+    return cls.__name__, static_fields(value), parts
