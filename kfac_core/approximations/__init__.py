@@ -1,0 +1,1 @@
+"""Approximations as mathematics: which statistics are kept, which operator they make."""

@@ -1,0 +1,62 @@
+"""What every approximation offers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from kfac_core.approximations.options import OperatorOptions
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Namespace
+from kfac_core.blocks.operator import CurvatureOperator
+from kfac_core.conventions import Conventions
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+
+__all__ = ["Approximation"]
+
+
+class Approximation(Protocol):
+    """Which statistics of the rows are kept, and which operator they make.
+
+    A frozen dataclass without arrays, whose fields are its options.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the approximation."""
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """The products that its operators cannot give, each with the reason."""
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Say why it does not go together with a layer; None where it does."""
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing, of a dtype and on a device."""
+
+    def rows(self, layer: Layer, batch: Any, /) -> Any:
+        """Return what the layer saw in the form that the statistics are made of."""
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics after one update; see `Kronecker.updated`."""
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> CurvatureOperator:
+        """Make the curvature operator from the statistics, at this moment."""

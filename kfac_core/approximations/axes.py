@@ -1,0 +1,151 @@
+"""Tensor-normal statistics of one array by its axes; see `kfac_core.approximations.tnt`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kfac_core.approximations.options import OperatorOptions
+from kfac_core.arrays import Scalar, as_scalar, cast, full_of, status_unless
+from kfac_core.backend import Namespace
+from kfac_core.blocks.many_kronecker import ManyKronecker, definite_flags
+from kfac_core.damping import factored_shifts
+from kfac_core.factors.full import FullFactor
+from kfac_core.factors.shares import UpdateShares
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+from kfac_core.linalg.shifted import shifted_matrix
+from kfac_core.status import Status
+
+__all__ = ["axes_operator", "initial_axes", "updated_axes"]
+
+
+def initial_axes(
+    layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+) -> Statistics:
+    """Return the statistics of nothing: one factor an axis.
+
+    Parameters
+    ----------
+    layer : Layer
+        Of one parameter.
+    dtype, device, xp : dtype, device, namespace
+        Where and in which precision they are kept.
+
+    Returns
+    -------
+    Statistics
+        With the averages ``"axis0"``, ``"axis1"``, ...
+    """
+    averages = {
+        f"axis{i}": FullFactor().initial((n,), dtype=dtype, device=device, xp=xp)
+        for i, n in enumerate(_shape(layer))
+    }
+    return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+
+
+def updated_axes(
+    statistics: Statistics,
+    rows: Any,
+    layer: Layer,
+    shares: UpdateShares,
+    /,
+    *,
+    decay: Scalar,
+    xp: Namespace,
+) -> Statistics:
+    """Return the statistics after one update with the gradients of a batch.
+
+    Parameters
+    ----------
+    statistics : Statistics
+        Never modified.
+    rows : ExampleGradients
+        One vector a source.
+    layer : Layer
+        Of one parameter.
+    shares : UpdateShares
+        Of the update.
+    decay : float or 0-d array
+        What the old sums are multiplied with.
+    xp : namespace
+        Of all arrays.
+
+    Returns
+    -------
+    Statistics
+        New.
+    """
+    V = xp.reshape(rows.vectors(statistics.dtype, xp=xp), (-1, *_shape(layer)))
+    averages = {}
+    for i, n in enumerate(_shape(layer)):
+        unfolded = xp.reshape(xp.moveaxis(V, i + 1, -1), (-1, n))
+        averages[f"axis{i}"] = FullFactor().updated(
+            statistics.averages[f"axis{i}"],
+            unfolded,
+            tail=None,
+            decay=decay,
+            scale=shares.examples * shares.outer_products,
+            weight=shares.example_weight,
+            xp=xp,
+        )
+    return Statistics(averages, statistics.status)
+
+
+def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKronecker:
+    """Return ``F_1 (x) ... (x) F_k / (tr F_1)^(k-1)``, damped as the rule says.
+
+    Parameters
+    ----------
+    statistics : Statistics
+        Never modified.
+    options : OperatorOptions
+        Damping and its rule, and how to compute.
+
+    Returns
+    -------
+    ManyKronecker
+        An immutable snapshot.
+    """
+    xp = options.namespace(statistics)
+    compute, apply = options.dtypes(statistics.dtype, xp=xp)
+    values = {
+        name: FullFactor().cast(average.value(debias=options.debias), compute, xp=xp)
+        for name, average in statistics.averages.items()
+    }
+    trace = next(iter(values.values())).trace()
+    unit = xp.where(trace > 0, trace, xp.ones_like(trace))
+    S = unit ** (1.0 - len(values))
+    damping = as_scalar(xp, options.damping, compute, "damping")
+    lam = full_of(xp, damping, S)
+    exact = options.rule == "exact"
+    means = [value.trace() / value.size for value in values.values()]
+    shifts = [xp.zeros_like(mean) for mean in means]
+    if not exact:
+        unit_pi = options.rule == "factored_unit_pi"
+        shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
+    factors = {
+        name: shifted_matrix(
+            value,
+            shift,
+            factorizations=() if exact else options.factorizations,
+            check=options.check,
+            name=f"{options.name}/{name}",
+            apply_dtype=apply,
+        )
+        for (name, value), shift in zip(values.items(), shifts, strict=True)
+    }
+    good = xp.isfinite(lam) & (lam >= 0)
+    flags = status_unless(xp, good, Status.BAD_DAMPING)
+    lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
+    made = ManyKronecker(
+        factors, cast(xp, S, apply), cast(xp, lam, apply), flags, exact
+    )
+    if not exact or not options.factorizations:
+        return made
+    return definite_flags(made.prepared("eigenbasis"))
+
+
+def _shape(layer: Layer) -> tuple[int, ...]:
+    (shape,) = layer.parameter_shapes.values()
+    return shape if math.prod(shape) and shape else (1,)

@@ -1,0 +1,67 @@
+"""What an operator is made with, besides the statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Namespace
+from kfac_core.damping import DampingRule
+from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.shifted import Factorization
+from kfac_core.precision import Precision
+from kfac_core.status import Check
+
+__all__ = ["NOTHING", "OperatorOptions"]
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+"""The `lacks` of an approximation whose operators give every product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorOptions:
+    """The options of `kfac_core.Block.operator`, which documents them.
+
+    Attributes
+    ----------
+    damping : float or 0-d array
+        lam.
+    rule : {"factored", "factored_unit_pi", "exact"}
+        How it is applied, where a block leaves a choice.
+    debias : bool
+        Whether sums are divided by their weights.
+    factorizations : tuple of str
+        What is prepared now.
+    check : {"raise", "status"}
+        Whether trouble raises, or is in the operator's status.
+    precision : Precision
+        Of computing and applying.
+    name : str
+        The block's name, for messages.
+    memo : dict
+        What operators that share factors have made already, by the identity of the
+        average that it was made from.
+    """
+
+    damping: Scalar
+    rule: DampingRule
+    debias: bool
+    factorizations: tuple[Factorization, ...]
+    check: Check
+    precision: Precision
+    name: str
+    memo: dict[Any, Any]
+
+    def namespace(self, statistics: Statistics, /) -> Namespace:
+        """Return the namespace of the statistics' arrays."""
+        return array_api_compat.array_namespace(statistics.any_weight)
+
+    def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
+        """Return the dtypes of computing and of applying."""
+        compute = self.precision.dtype(self.precision.compute, storage, xp=xp)
+        return compute, self.precision.dtype(self.precision.apply, storage, xp=xp)

@@ -1,0 +1,104 @@
+"""``F = c I``, for parameters that nobody described."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_core.approximations.options import NOTHING, OperatorOptions
+from kfac_core.arrays import Scalar, as_scalar, full_of
+from kfac_core.backend import Namespace
+from kfac_core.blocks.flat import FlatOperator
+from kfac_core.conventions import Conventions
+from kfac_core.errors import ConventionError
+from kfac_core.factors.average import Average
+from kfac_core.factors.shares import update_shares
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+from kfac_core.linalg.shifted_diagonal import shifted_diagonal
+
+__all__ = ["ScaledIdentity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledIdentity:
+    """A multiple of the identity, whatever the rows hold.
+
+    Parameters
+    ----------
+    scale : float
+        c, finite and >= 0.
+
+    Raises
+    ------
+    ConventionError
+        For another number.
+    """
+
+    scale: float
+
+    name = "scaled_identity"
+    lacks = NOTHING
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.scale) and self.scale >= 0):
+            raise ConventionError(
+                f"Expected `scale` to be a finite number >= 0, got {self.scale}."
+            )
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Return None: every layer has an identity."""
+        return None
+
+    def rows(self, layer: Layer, batch: Any, /) -> Any:
+        """Return what the layer saw as rows."""
+        return layer.rows(batch)
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing: a count of examples."""
+        zero = xp.zeros((), dtype=dtype, device=device)
+        status = xp.zeros((), dtype=xp.int32, device=device)
+        return Statistics({"count": Average(zero, zero)}, status)
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics with the update counted; the rows are not read."""
+        shares = update_shares(
+            statistics, rows, conventions=conventions, weight=weight, xp=xp
+        )
+        old = statistics.averages["count"]
+        new = old.decayed(decay, shares.example_weight)
+        return Statistics({"count": Average(new, new)}, statistics.status)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> FlatOperator:
+        """Return ``(c + lam) I``."""
+        xp = options.namespace(statistics)
+        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        n, m = layer.matrix_shape
+        one = full_of(xp, self.scale, statistics.any_weight)
+        entries = xp.astype(xp.broadcast_to(one, (n * m,)), compute)
+        block = shifted_diagonal(
+            entries,
+            as_scalar(xp, options.damping, compute, "damping"),
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+            apply_dtype=apply,
+        )
+        return FlatOperator(block, layer.matrix_shape)

@@ -1,0 +1,181 @@
+"""``F = E[v v^T]`` of each example's gradient v: whole (`Full`), or its diagonal.
+
+Conventions.  v is the row-major flattening of ``D = sum_s x g^T``, the gradient of the
+block's matrix for one example; N examples, M sources.  One update's statistic is
+
+    Full:      1/N sum_mn v v^T,        Diagonal:  1/N sum_mn D * D,
+
+the exact block and its exact diagonal.  Damping is always exact, ``F + lam I``.
+
+References
+----------
+For the elementwise form of the diagonal see the notes on `DenseDiagonal` in kfac-jax and
+`FullyConnectedDiagonalFactor` in TensorFlow's K-FAC, which agree with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_core.approximations.options import NOTHING, OperatorOptions
+from kfac_core.arrays import Scalar, as_scalar
+from kfac_core.backend import Namespace
+from kfac_core.blocks.flat import FlatOperator
+from kfac_core.conventions import Conventions
+from kfac_core.factors.diagonal import DiagonalFactor
+from kfac_core.factors.full import FullFactor
+from kfac_core.factors.shares import update_shares
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+
+__all__ = ["Diagonal", "Full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagonal:
+    """The diagonal of the block: ``in(+1) x out`` numbers."""
+
+    name = "diagonal"
+    lacks = NOTHING
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Return None: every layer has a diagonal."""
+        return None
+
+    def rows(self, layer: Layer, batch: Any, /) -> Any:
+        """Return what the layer saw as rows."""
+        return layer.rows(batch)
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing."""
+        n, m = layer.matrix_shape
+        average = DiagonalFactor().initial((n * m,), dtype=dtype, device=device, xp=xp)
+        status = xp.zeros((), dtype=xp.int32, device=device)
+        return Statistics({"block": average}, status)
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics after one update; see `Kronecker.updated`.
+
+        Notes
+        -----
+        ``2 N n m`` flops where nothing is shared, else the examples' gradients are
+        formed.
+        """
+        shares = update_shares(
+            statistics, rows, conventions=conventions, weight=weight, xp=xp
+        )
+        squares = xp.reshape(rows.squares(statistics.dtype, xp=xp), (-1,))
+        average = DiagonalFactor().absorbed(
+            statistics.averages["block"],
+            squares,
+            decay=decay,
+            scale=shares.examples * shares.outer_products,
+            weight=shares.example_weight,
+        )
+        return Statistics({"block": average}, statistics.status)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> FlatOperator:
+        """Return ``diag(D * D) + lam I`` as it is now."""
+        return _operator(DiagonalFactor(), statistics, layer, options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Full:
+    """The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests."""
+
+    name = "full"
+    lacks = NOTHING
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Return None: every layer has a block."""
+        return None
+
+    def rows(self, layer: Layer, batch: Any, /) -> Any:
+        """Return what the layer saw as rows."""
+        return layer.rows(batch)
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing."""
+        n, m = layer.matrix_shape
+        average = FullFactor().initial((n * m,), dtype=dtype, device=device, xp=xp)
+        status = xp.zeros((), dtype=xp.int32, device=device)
+        return Statistics({"block": average}, status)
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics after one update; see `Kronecker.updated`.
+
+        Notes
+        -----
+        ``M N (n m)^2`` flops; the examples' gradients are formed.
+        """
+        shares = update_shares(
+            statistics, rows, conventions=conventions, weight=weight, xp=xp
+        )
+        average = FullFactor().updated(
+            statistics.averages["block"],
+            rows.vectors(statistics.dtype, xp=xp),
+            tail=None,
+            decay=decay,
+            scale=shares.examples * shares.outer_products,
+            weight=shares.example_weight,
+            xp=xp,
+        )
+        return Statistics({"block": average}, statistics.status)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> FlatOperator:
+        """Return ``F + lam I`` as it is now."""
+        return _operator(FullFactor(), statistics, layer, options)
+
+
+def _operator(
+    factor: DiagonalFactor | FullFactor,
+    statistics: Statistics,
+    layer: Layer,
+    options: OperatorOptions,
+) -> FlatOperator:
+    xp = options.namespace(statistics)
+    compute, apply = options.dtypes(statistics.dtype, xp=xp)
+    average = statistics.averages["block"]
+    value = factor.cast(average.value(debias=options.debias), compute, xp=xp)
+    block = factor.snapshot(
+        value,
+        as_scalar(xp, options.damping, compute, "damping"),
+        factorizations=options.factorizations,
+        check=options.check,
+        name=options.name,
+        apply_dtype=apply,
+    )
+    return FlatOperator(block, layer.matrix_shape)

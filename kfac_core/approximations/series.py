@@ -1,0 +1,242 @@
+"""A recurrent layer as a chain of time steps: ``series``, in three variants.
+
+Conventions.  The shared positions of a row group are consecutive time steps, in order:
+``(N, T, features)``, and never time first.  With the rows x (a 1 appended where there is
+a bias) and g, one update's statistics are those of `kfac_core.approximations.kronecker`
+for lag 0, and for lag 1, with the same normalizer,
+
+    A_1 = 1/(NS) sum_ns x_(s+1) x_s^T,    G_1 = 1/(NS) sum_mns g_(s+1) g_s^T.
+
+Both lags are updated together, with one decay and one weight.  The block is
+
+===============  ====================================================================
+``independent``  ``S A_0 (x) G_0``: steps are uncorrelated; lag 1 is not kept
+``symmetric``    option 1: the covariance of T steps with symmetrized lag 1
+``infinite``     option 2: that of infinitely many, times S over their number
+===============  ====================================================================
+
+as `kfac_core.blocks.series` has it.  With one step, or with lag 1 zero, each of them is
+``S A_0 (x) G_0``.  With a mask NS becomes the number of rows kept, S the mean number kept
+a sequence, and pairs count where both rows do; the symmetric variant keeps the shares of
+the lengths, over which it averages.  Only A_0 and G_0 are damped, by a factored rule.
+
+References
+----------
+Martens, Ba and Johnson (2018), "Kronecker-factored Curvature Approximations for
+Recurrent Neural Networks", ICLR.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from kfac_core.approximations.kronecker import Kronecker
+from kfac_core.approximations.options import NOTHING, OperatorOptions
+from kfac_core.approximations.series_operator import series_operator
+from kfac_core.arrays import Scalar, cast
+from kfac_core.backend import Array, Namespace
+from kfac_core.blocks.exact_kronecker import ExactKronecker
+from kfac_core.blocks.kronecker import FactoredKronecker
+from kfac_core.blocks.series import SeriesOperator
+from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.lagged import LaggedFactor, length_shares
+from kfac_core.factors.shares import update_shares
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import Rows
+
+__all__ = ["Series", "SeriesVariant"]
+
+SeriesVariant = Literal["independent", "symmetric", "infinite"]
+
+_LAG_0 = Kronecker()
+_LAG_1 = LaggedFactor()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """The approximation of a recurrent layer's block by a chain of time steps.
+
+    Parameters
+    ----------
+    variant : {"independent", "symmetric", "infinite"}
+        See the module's conventions.
+    steps : int or None
+        The number of time steps of the longest sequence that there will be.  The
+        symmetric variant needs it; the others take None only.
+
+    Raises
+    ------
+    ConventionError
+        For an unknown variant, or a `steps` that does not go with it.
+    """
+
+    variant: SeriesVariant
+    steps: int | None = None
+
+    name = "series"
+    lacks = NOTHING
+
+    def __post_init__(self) -> None:
+        require_one_of("variant", self.variant, get_args(SeriesVariant))
+        if self.variant == "symmetric" and (self.steps is None or self.steps < 1):
+            raise ConventionError(
+                "The symmetric variant sums over the lags of sequences of known lengths: "
+                "expected `steps`, the length of the longest, of at least 1, got "
+                f"{self.steps}."
+            )
+        if self.variant != "symmetric" and self.steps is not None:
+            raise ConventionError(
+                f"The variant {self.variant!r} knows no `steps`; leave it out."
+            )
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Say why it does not go together with a layer; None where it does."""
+        if layer.kind == "dense":
+            return None
+        return "needs time steps in order, so a dense layer with one shared axis"
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing; see `Kronecker.initial`.
+
+        Returns
+        -------
+        Statistics
+            ``input``, ``output`` and ``repeats`` as there; ``lagged_input`` and
+            ``lagged_output`` (symmetric and infinite); ``lengths`` (symmetric).
+        """
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        base = _LAG_0.initial(layer, **place, xp=xp)
+        averages = dict(base.averages)
+        if self.variant != "independent":
+            n, m = layer.matrix_shape
+            averages["lagged_input"] = _LAG_1.initial((n,), **place, xp=xp)
+            averages["lagged_output"] = _LAG_1.initial((m,), **place, xp=xp)
+        if self.steps is not None:
+            lengths = xp.zeros((self.steps,), **place)
+            averages["lengths"] = Average(lengths, zero_weight(xp, **place))
+        return Statistics(averages, base.status)
+
+    def rows(self, layer: Layer, batch: Any, /) -> Rows:
+        """Return what the layer saw as rows, in the order of time.
+
+        Raises
+        ------
+        ShapeError
+            For several shared axes: which of them is time, nobody knows (but for the
+            independent variant, where none is).
+        """
+        rows: Rows = layer.rows(batch)
+        if self.variant != "independent" and batch.inputs.ndim > 3:
+            raise ShapeError(
+                "Expected `inputs` to have shape (N, T, features) for a series, got "
+                f"{tuple(batch.inputs.shape)}: the time steps are one shared axis. Move "
+                "further axes into that of the sequences."
+            )
+        return rows
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Rows,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics after one update; see `Kronecker.updated`.
+
+        Nothing is skipped: a moment of lag 0 without its own of lag 1 means nothing.
+
+        Raises
+        ------
+        ShapeError
+            For more positions than `steps`.
+
+        Notes
+        -----
+        ``3 R (n^2 + M m^2)`` flops for R rows, or ``R (n^2 + M m^2)`` (independent).
+        """
+        common: dict[str, Any] = {
+            "conventions": conventions,
+            "weight": weight,
+            "xp": xp,
+        }
+        new = _LAG_0.updated(statistics, rows, layer, decay=decay, **common)
+        if self.variant == "independent":
+            return new
+        shares = update_shares(statistics, rows, **common)
+        old, averages = statistics.averages, dict(new.averages)
+        x, g, tail = _columns(rows, statistics.dtype, xp)
+        averages["lagged_input"] = _LAG_1.updated(
+            old["lagged_input"],
+            x,
+            tail=tail,
+            decay=decay,
+            scale=shares.rows,
+            weight=averages["input"].weight,
+            xp=xp,
+        )
+        averages["lagged_output"] = _LAG_1.updated(
+            old["lagged_output"],
+            g,
+            tail=None,
+            decay=decay,
+            scale=shares.rows * shares.outer_products,
+            weight=averages["output"].weight,
+            xp=xp,
+        )
+        if self.steps is not None:
+            found = length_shares(rows, steps=self.steps, dtype=x.dtype, xp=xp)
+            total = old["lengths"].sum * decay + found * shares.example_weight
+            averages["lengths"] = Average(total, averages["repeats"].weight)
+        return Statistics(averages, new.status)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> SeriesOperator | FactoredKronecker | ExactKronecker:
+        """Make the curvature operator from the statistics; see `Kronecker.operator`.
+
+        Raises
+        ------
+        UnsupportedError
+            For exact damping of the symmetric and infinite variants.
+        NotFiniteError, DampingError, FactorizationError
+            As `kfac_core.linalg.ladder.factorize`, and for moments of lag 1 that do not
+            belong to those of lag 0, with ``check="raise"``.
+
+        Notes
+        -----
+        About ``20 (n^3 + m^3)`` flops; with ``check="raise"`` in float32 once more in
+        float64 where a certificate is above its limit.
+        """
+        if self.variant == "independent":
+            return _LAG_0.operator(statistics, layer, options)
+        if options.rule == "exact":
+            raise UnsupportedError(
+                f"Block {options.name!r}: the {self.variant} series is damped in its "
+                "moments of lag 0 only, and has no exact damping. Use the rule "
+                "'factored' or 'factored_unit_pi'."
+            )
+        return series_operator(statistics, options)
+
+
+def _columns(
+    rows: Rows, dtype: Any, xp: Namespace
+) -> tuple[Array, Array, Array | None]:
+    """Return x, g and the homogeneous column, zero where masked."""
+    x, g = cast(xp, rows.inputs, dtype), cast(xp, rows.output_grads, dtype)
+    if not rows.homogeneous:
+        return x, g, None
+    if rows.mask is None:
+        return x, g, xp.ones_like(x[:, :, 0])
+    return x, g, xp.astype(rows.mask, dtype)

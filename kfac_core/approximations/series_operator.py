@@ -1,0 +1,158 @@
+"""How the operator of a chain of time steps is made from its statistics.
+
+Conventions as in `kfac_core.blocks.series`.  The ladder of `kfac_core.linalg.ladder`
+makes the Cholesky factors of the damped moments of lag 0.  What is made from these and
+lag 1 has a ladder of its own, of two rungs: working precision, then float64, each
+accepted only where no certificate is above its limit, no correlation is above 1 by more
+than that limit, and everything to be divided by is positive.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from kfac_core.approximations.options import OperatorOptions
+from kfac_core.arrays import as_scalar, cast, device_of, full_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.blocks.series import SeriesOperator
+from kfac_core.damping import factored_shifts
+from kfac_core.errors import FactorizationError, NotFiniteError
+from kfac_core.factors.full import FullFactor
+from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
+from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
+from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.triangular import solve_triangular
+from kfac_core.status import Status
+from kfac_core.structure import map_structure, replaced
+
+__all__ = ["series_operator"]
+
+_FULL = FullFactor()
+
+
+def series_operator(
+    statistics: Statistics, options: OperatorOptions, /
+) -> SeriesOperator:
+    """Make the operator of the symmetric or infinite variant.
+
+    Parameters
+    ----------
+    statistics : Statistics
+        With ``lengths`` (symmetric) or without (infinite); see `Series.initial`.
+    options : OperatorOptions
+        The rule is a factored one.
+
+    Returns
+    -------
+    SeriesOperator
+        An immutable snapshot.
+
+    Raises
+    ------
+    NotFiniteError, DampingError, FactorizationError
+        With ``check="raise"``; see `Series.operator`.
+    """
+    xp = options.namespace(statistics)
+    compute, apply = options.dtypes(statistics.dtype, xp=xp)
+    make = _made if options.check == "status" else _climbed
+    made = map_structure(
+        lambda x: cast(xp, x, apply) if xp.isdtype(x.dtype, "real floating") else x,
+        make(statistics, options, dtype=compute, xp=xp),
+    )
+    return made.prepared(*options.factorizations)
+
+
+def _climbed(
+    statistics: Statistics, options: OperatorOptions, /, *, dtype: Any, xp: Namespace
+) -> SeriesOperator:
+    """Return the operator made in working precision, or in float64, or raise."""
+    dtypes = [dtype]
+    device = device_of(statistics.any_weight)
+    known = xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
+    if dtype != xp.float64 and "float64" in known:
+        dtypes.append(xp.float64)
+    for rung in dtypes:
+        try:
+            made = _made(statistics, options, dtype=rung, xp=xp)
+        except FactorizationError:
+            if rung == dtypes[-1]:
+                raise
+            continue
+        flags = Status(int(made.status()))
+        if not flags:
+            return made if rung == dtype else replaced(made, rung="float64")
+    _raise_for(flags, made, options.name)
+
+
+def _made(
+    statistics: Statistics, options: OperatorOptions, /, *, dtype: Any, xp: Namespace
+) -> SeriesOperator:
+    """Return the operator, computed in one dtype."""
+    averages, debias = statistics.averages, options.debias
+    sides = ("input", "output")
+    A, G = (
+        _FULL.cast(averages[side].value(debias=debias), dtype, xp=xp) for side in sides
+    )
+    lagged = [
+        cast(xp, averages[f"lagged_{side}"].value(debias=debias), dtype)
+        for side in sides
+    ]
+    # Always debiased, as the lengths are: they count rows.
+    S = cast(xp, averages["repeats"].value(debias=True), dtype)
+    nothing = xp.logical_not(S > 0)
+    S = xp.where(nothing, xp.ones_like(S), S)
+    shifts = factored_shifts(
+        [_FULL.mean_eigenvalue(A), _FULL.mean_eigenvalue(G)],
+        full_of(xp, as_scalar(xp, options.damping, dtype, "damping"), S),
+        scale=S,
+        unit_pi=options.rule == "factored_unit_pi",
+        xp=xp,
+    )
+    parts = [
+        shifted_matrix(
+            value,
+            shift,
+            factorizations=("cholesky",),
+            check=options.check,
+            name=f"{options.name}/{side}",
+        )
+        for value, shift, side in zip((A, G), shifts, sides, strict=True)
+    ]
+    lengths: Array | None = None
+    if "lengths" in averages:
+        lengths = cast(xp, averages["lengths"].value(debias=True), dtype)
+        first = xp.arange(lengths.shape[0], device=device_of(lengths)) == 0
+        lengths = xp.where(nothing, xp.astype(first, dtype), lengths)
+    (A_0, G_0), (A_1, G_1) = parts, lagged
+    root_A, root_G = _triangular_root(A_0, A_1, xp), _triangular_root(G_0, G_1, xp)
+    chain: SymmetricChain | InfiniteChain
+    if lengths is None:
+        chain = infinite_chain(root_A, root_G, S, check=options.check, xp=xp)
+    else:
+        chain = symmetric_chain(root_A, root_G, lengths, xp=xp)
+    return SeriesOperator(A_0, G_0, A_1, G_1, S, lengths, chain, None, "working")
+
+
+def _raise_for(flags: Status, made: SeriesOperator, name: str) -> NoReturn:
+    if Status.MATRIX_NOT_FINITE in flags:
+        raise NotFiniteError(
+            f"{name}: the moments of lag 1 hold NaN or infinity. Reset the statistics, or "
+            "keep them in float64."
+        )
+    raise FactorizationError(
+        "the moments of lag 0 and lag 1 make no covariance of a chain (flags "
+        f"{flags!s}; the largest correlation is {float(made.chain.clipped):.1e} above 1). "
+        "Increase `damping`; if that is no remedy, the two lags are not of the same rows.",
+        factor=name,
+    )
+
+
+def _triangular_root(factor: ShiftedMatrix, lagged: Array, xp: Namespace) -> Root:
+    assert factor.positive is not None
+    L = factor.positive.lower
+    eye = xp.eye(factor.size, dtype=L.dtype, device=device_of(L))
+    finite = xp.all(xp.isfinite(L))
+    usable = xp.where(finite, L, eye)
+    dual = solve_triangular(usable, eye, transpose=True, xp=xp)
+    return Root(L, xp.where(finite, dual, xp.full_like(dual, xp.nan)), lagged)

@@ -1,0 +1,167 @@
+"""``F = A (x) G / tr A`` with second moments of the gradient matrix: TNT.
+
+Conventions.  With ``D = sum_s x g^T`` an example's gradient, N examples and M sources,
+one update's statistics are
+
+    A = 1/N sum_mn D D^T,        G = 1/N sum_mn D^T D,
+
+whose traces are both that of the exact block; ``1 / tr A`` therefore stands where the
+number S of shared positions stands for `Kronecker`, in the damping rules too.  With
+``positions="independent"`` each position is an example of its own, ``D = x g^T``, N is
+the number of rows, and the block is S times that.
+
+For one bare array of k axes, of which only the gradient V of a whole batch is at hand,
+there are k factors ``F_i = 1/N sum_m V_(i) V_(i)^T`` of its unfoldings, and the block is
+``F_1 (x) ... (x) F_k / (tr F_1)^(k-1)``.
+
+References
+----------
+Ren and Goldfarb (2021), "Tensor Normal Training for Deep Learning Models",
+arXiv:2106.02925, section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
+from kfac_core.approximations.kronecker import kronecker_operator
+from kfac_core.approximations.options import NOTHING, OperatorOptions
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Namespace
+from kfac_core.blocks.exact_kronecker import ExactKronecker
+from kfac_core.blocks.kronecker import FactoredKronecker
+from kfac_core.blocks.many_kronecker import ManyKronecker
+from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.full import FullFactor
+from kfac_core.factors.shares import update_shares
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+
+__all__ = ["TNT", "Positions"]
+
+Positions = Literal["summed", "independent"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TNT:
+    """The tensor-normal approximation of a block.
+
+    Parameters
+    ----------
+    positions : {"summed", "independent"}
+        Whether an example's gradient is summed over shared positions first, or each
+        position counts as an example.
+
+    Raises
+    ------
+    ConventionError
+        For another value.
+    """
+
+    positions: Positions = "summed"
+
+    name = "tnt"
+    lacks = NOTHING
+
+    def __post_init__(self) -> None:
+        require_one_of("positions", self.positions, get_args(Positions))
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Say why the layer has no TNT block; None where it has."""
+        if layer.kind in ("dense", "conv"):
+            return None
+        if layer.kind == "parameters" and len(layer.parameter_shapes) == 1:
+            return None
+        return (
+            "needs a gradient with axes, so a dense or conv layer, or `Parameters` of one "
+            "array"
+        )
+
+    def rows(self, layer: Layer, batch: Any, /) -> Any:
+        """Return what the layer saw as rows."""
+        return layer.rows(batch)
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing."""
+        if layer.kind == "parameters":
+            return initial_axes(layer, dtype=dtype, device=device, xp=xp)
+        n, m = layer.matrix_shape
+        lead = (layer.groups,) if layer.groups > 1 else ()
+        place: dict[str, Any] = {"dtype": dtype, "device": device, "xp": xp}
+        averages = {
+            "input": FullFactor().initial((*lead, n), **place),
+            "output": FullFactor().initial((*lead, m // layer.groups), **place),
+            "repeats": Average(
+                zero_weight(xp, dtype=dtype, device=device),
+                zero_weight(xp, dtype=dtype, device=device),
+            ),
+        }
+        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics after one update; see `Kronecker.updated`.
+
+        Notes
+        -----
+        The examples' gradients are formed: ``M N n m`` numbers.
+        """
+        shares = update_shares(
+            statistics, rows, conventions=conventions, weight=weight, xp=xp
+        )
+        if layer.kind == "parameters":
+            return updated_axes(statistics, rows, layer, shares, decay=decay, xp=xp)
+        alone = self.positions == "independent"
+        D = rows.per_position() if alone else rows
+        D = D.per_example(statistics.dtype, xp=xp)
+        lead, (n, m) = D.shape[:-4], D.shape[-2:]
+        share = shares.rows if alone else shares.examples
+        common: dict[str, Any] = {
+            "tail": None,
+            "decay": decay,
+            "scale": share * shares.outer_products,
+            "weight": shares.row_weight if alone else shares.example_weight,
+            "xp": xp,
+        }
+        columns = xp.reshape(xp.matrix_transpose(D), (*lead, -1, n))
+        A = FullFactor().updated(statistics.averages["input"], columns, **common)
+        across = xp.reshape(D, (*lead, -1, m))
+        G = FullFactor().updated(statistics.averages["output"], across, **common)
+        old = statistics.averages["repeats"]
+        repeats = shares.repeats if alone else 1.0
+        S = Average(
+            old.sum * decay + repeats * shares.example_weight,
+            old.decayed(decay, shares.example_weight),
+        )
+        averages = {"input": A, "output": G, "repeats": S}
+        return Statistics(averages, statistics.status)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> FactoredKronecker | ExactKronecker | ManyKronecker:
+        """Return ``S A (x) G / tr A`` damped as the rule says, as it is now."""
+        if layer.kind == "parameters":
+            return axes_operator(statistics, options)
+        xp = options.namespace(statistics)
+        A = statistics.averages["input"].value(debias=options.debias)
+        trace = A.trace()
+        S = statistics.averages["repeats"].value(debias=True)
+        S = S / xp.where(trace > 0, trace, xp.ones_like(trace))
+        kinds = FullFactor(), FullFactor()
+        return kronecker_operator(statistics, kinds, S, options)

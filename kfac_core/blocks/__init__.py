@@ -1,0 +1,1 @@
+"""Curvature operators: immutable snapshots that multiply vectors."""

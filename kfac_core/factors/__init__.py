@@ -1,0 +1,1 @@
+"""Running statistics of rows: sums, each with the weight that belongs to it."""

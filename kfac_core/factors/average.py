@@ -1,0 +1,126 @@
+"""A running sum with its weight: every statistic is one.
+
+Conventions.  One update with a new mean C is
+
+    sum <- decay * sum + weight * C,        weight_sum <- decay * weight_sum + weight,
+
+and the value is ``sum / weight_sum`` (debiased), or the bare sum.  So the first update
+gives C itself, whatever the decay; with decay 1 it is a plain mean; and two averages of
+disjoint data are merged by adding both parts, whatever the sizes.  Weighted by its
+number of rows, an average of micro-batches is exactly that of the whole batch.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import DecayError
+from kfac_core.structure import map_structure, structure
+
+__all__ = ["Average", "paper_decay", "require_decay", "require_weight", "zero_weight"]
+
+
+@structure()
+class Average:
+    """A running sum of statistics, and the sum of their weights.
+
+    Attributes
+    ----------
+    sum : array or SymmetricMatrix
+        The weighted sum.
+    weight : 0-d array
+        The sum of weights, of the same dtype.
+    """
+
+    sum: Any
+    weight: Array
+
+    def value(self, *, debias: bool) -> Any:
+        """Return the average, or the bare sum where `debias` is false.
+
+        An average of nothing is zero, never 0/0.
+        """
+        if not debias:
+            return self.sum
+        xp = array_api_compat.array_namespace(self.weight)
+        inverse = 1.0 / xp.where(
+            self.weight > 0, self.weight, xp.ones_like(self.weight)
+        )
+        return map_structure(lambda x: x * inverse, self.sum)
+
+    def merged(self, other: Average, /) -> Average:
+        """Return the average of both data sets together."""
+        return map_structure(lambda a, b: a + b, self, other)
+
+    def decayed(self, decay: Scalar, weight: Array, /) -> Array:
+        """Return the weight after an update."""
+        return self.weight * decay + weight
+
+    def absorbed(self, other: Average, /, *, decay: Scalar, weight: Scalar) -> Average:
+        """Return the average after one update with the (debiased) value of another."""
+        xp = array_api_compat.array_namespace(self.weight)
+        counts = xp.astype(other.weight > 0, self.weight.dtype) * weight
+        value = other.value(debias=True)
+        new = map_structure(lambda s, c: s * decay + c * counts, self.sum, value)
+        return Average(new, self.decayed(decay, counts))
+
+
+def paper_decay(k: int, /, *, limit: float) -> float:
+    """Return the decay of the k-th update as the paper has it, ``min(1 - 1/k, limit)``.
+
+    To be used with the weight ``1 - decay`` and without debiasing: the average is then
+    a plain mean until ``1 - 1/k`` reaches the limit.
+
+    Parameters
+    ----------
+    k : int
+        The number of the update, from 1.
+    limit : float
+        In [0, 1]; the paper's is 0.95.
+
+    Returns
+    -------
+    float
+        The decay.
+
+    Raises
+    ------
+    DecayError
+        For ``k < 1`` or a limit outside [0, 1].
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, section 5.
+    """
+    require_decay(limit, name="limit")
+    if k < 1:
+        raise DecayError(f"Expected `k` >= 1, the number of the update, got {k}.")
+    return min(1.0 - 1.0 / k, limit)
+
+
+def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
+    """Raise `DecayError` where a Python number lies outside [0, 1]."""
+    if isinstance(decay, numbers.Real) and not 0.0 <= float(decay) <= 1.0:
+        raise DecayError(f"Expected `{name}` in [0, 1], got {decay}.")
+
+
+def require_weight(weight: Scalar, /) -> None:
+    """Raise `DecayError` where a Python number is no weight of an update."""
+    if isinstance(weight, numbers.Real) and not (
+        math.isfinite(float(weight)) and float(weight) > 0
+    ):
+        raise DecayError(
+            f"Expected `weight` to be a finite number > 0, got {weight}. To leave an "
+            "update out, do not feed it."
+        )
+
+
+def zero_weight(xp: Namespace, *, dtype: Any, device: Any) -> Array:
+    """Return the weight of an average of nothing."""
+    return xp.zeros((), dtype=dtype, device=device)

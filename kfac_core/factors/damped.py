@@ -1,0 +1,199 @@
+"""A factor on its own: a damped second moment, without a block.
+
+Conventions.  ``M = A + lam I`` with A a second moment, whole or diagonal (an
+embedding's is diagonal).  Products are with any real power of M, from the left
+on vectors ``(n,)`` and matrices ``(n, k)``, and from the right on ``(n,)`` and
+``(k, n)``; M is symmetric, so that for a vector both are the same.
+
+Examples
+--------
+>>> import numpy as np
+>>> factor = damped_factor(np.asarray([[5.0, 7.0], [7.0, 10.0]]), damping=0.5)
+>>> bool(np.allclose(factor.covariance(damped=True), [[5.5, 7.0], [7.0, 10.5]]))
+True
+"""
+
+from __future__ import annotations
+
+import array_api_compat
+
+from kfac_core.arrays import (
+    Scalar,
+    as_scalar,
+    cast,
+    namespace_of,
+    require_floating,
+    wide_dtype,
+)
+from kfac_core.backend import Array, Namespace
+from kfac_core.damping import require_damping
+from kfac_core.errors import ShapeError
+from kfac_core.factors.factor import Shifted
+from kfac_core.linalg.shifted import Factorization, shifted_matrix
+from kfac_core.linalg.shifted_diagonal import shifted_diagonal
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.status import Check
+from kfac_core.structure import replaced, structure
+
+__all__ = ["DampedFactor", "damped_factor"]
+
+
+@structure()
+class DampedFactor:
+    """The damped second moment of the module's text, as a snapshot.
+
+    Attributes
+    ----------
+    shifted : ShiftedMatrix or ShiftedDiagonal
+        M, with the factorizations made so far.
+    """
+
+    shifted: Shifted
+
+    @property
+    def size(self) -> int:
+        """The number n of rows of M."""
+        return self.shifted.size
+
+    def prepared(self, *factorizations: Factorization) -> DampedFactor:
+        """Return the same with factorizations made that were missing."""
+        return replaced(self, shifted=self.shifted.prepared(*factorizations))
+
+    def covariance(self, *, damped: bool = False) -> Array:
+        """Return the moment, or M, as a dense matrix of shape (n, n)."""
+        return self.shifted.dense(shifted=damped)
+
+    def multiply_left(self, v: Array, /, *, exponent: float) -> Array:
+        """Return ``M^p v``.
+
+        Parameters
+        ----------
+        v : array, shape (n,) or (n, k)
+            Of the factor's library and device.
+        exponent : float
+            p; 1 and -1 need no eigendecomposition.
+
+        Returns
+        -------
+        array
+            Of the shape and dtype of `v`.
+
+        Raises
+        ------
+        ShapeError, DtypeError, MixedArraysError
+            For a vector that does not fit.
+        FactorizationError
+            Where M has no such power.
+        """
+        xp = self._entering(v)
+        if v.ndim not in (1, 2) or v.shape[0] != self.size:
+            raise ShapeError(
+                f"Expected `v` to have shape ({self.size},) or ({self.size}, k), got "
+                f"{tuple(v.shape)}."
+            )
+        columns = xp.reshape(v, (self.size, -1))
+        result = self._power(cast(xp, columns, self.shifted.dtype), exponent)
+        return cast(xp, xp.reshape(result, v.shape), v.dtype)
+
+    def multiply_right(self, v: Array, /, *, exponent: float) -> Array:
+        """Return ``v M^p``; as `multiply_left`, for shapes (n,) and (k, n)."""
+        xp = self._entering(v)
+        if v.ndim not in (1, 2) or v.shape[-1] != self.size:
+            raise ShapeError(
+                f"Expected `v` to have shape ({self.size},) or (k, {self.size}), got "
+                f"{tuple(v.shape)}."
+            )
+        if v.ndim == 1:
+            return self.multiply_left(v, exponent=exponent)
+        flipped = self.multiply_left(xp.matrix_transpose(v), exponent=exponent)
+        return xp.matrix_transpose(flipped)
+
+    def trace(self, *, damped: bool = False) -> Array:
+        """Return the trace of the moment, or of M, 0-d."""
+        return self.shifted.trace(shifted=damped)
+
+    def logdet(self) -> Array:
+        """Return ``log det M``, 0-d."""
+        return self.shifted.logdet()
+
+    def eigenvalues(self, *, damped: bool = False) -> Array:
+        """Return the eigenvalues of the moment, or of M, ascending."""
+        xp = array_api_compat.array_namespace(self.shifted.shift)
+        return xp.sort(self.shifted.eigenvalues(shifted=damped))
+
+    def _power(self, v: Array, exponent: float) -> Array:
+        if exponent == 1:
+            return self.shifted.multiply(v, shifted=True)
+        if exponent == -1:
+            return self.shifted.solve(v)
+        return self.shifted.power(v, exponent)
+
+    def _entering(self, v: Array) -> Namespace:
+        xp = namespace_of(v=v, factor=self.shifted.shift)
+        require_floating(xp, v, "v")
+        return xp
+
+
+def damped_factor(
+    moment: SymmetricMatrix | Array,
+    /,
+    *,
+    damping: Scalar,
+    factorizations: tuple[Factorization, ...] = (),
+    check: Check = "raise",
+    name: str = "factor",
+) -> DampedFactor:
+    """Damp a second moment, ``M = A + lam I``.
+
+    Parameters
+    ----------
+    moment : SymmetricMatrix, or array of shape (n, n) or (n,)
+        A: whole, or its diagonal (as of an embedding's ids).  What an `Average` of a
+        block's statistics has for a value, or `kfac_core.gram` over a number of rows.
+    damping : float or 0-d array
+        lam, finite and >= 0.
+    factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
+        What is prepared now; the rest is made when asked for.
+    check : {"raise", "status"}
+        Whether trouble raises, or is in ``shifted.status()``.
+    name : str
+        What a message should call it.
+
+    Returns
+    -------
+    DampedFactor
+        In the dtype of the moment, or float32 where that is narrower.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DampingError
+        For arguments that do not fit.
+    NotFiniteError, FactorizationError
+        Where M cannot be factorized (``check="raise"``).
+    """
+    require_damping(damping)
+    array = moment.array if isinstance(moment, SymmetricMatrix) else moment
+    xp = namespace_of(moment=array)
+    require_floating(xp, array, "moment")
+    square = array.ndim == 2 and array.shape[0] == array.shape[1]
+    if not square and array.ndim != 1:
+        raise ShapeError(
+            f"Expected `moment` to have shape (n, n) or (n,), got {tuple(array.shape)}."
+        )
+    value = cast(xp, array, wide_dtype(xp, array.dtype))
+    shift = as_scalar(xp, damping, value.dtype, "damping")
+    made: Shifted
+    if square:
+        whole = not isinstance(moment, SymmetricMatrix) or moment.whole
+        made = shifted_matrix(
+            SymmetricMatrix(value, whole),
+            shift,
+            factorizations=factorizations,
+            check=check,
+            name=name,
+        )
+    else:
+        made = shifted_diagonal(
+            value, shift, factorizations=factorizations, check=check, name=name
+        )
+    return DampedFactor(made)

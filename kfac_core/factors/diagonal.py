@@ -1,0 +1,94 @@
+"""The diagonal of the second moment of rows, ``E[x * x]``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar, cast
+from kfac_core.backend import Array, Namespace
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.linalg.shifted import Factorization
+from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal, shifted_diagonal
+from kfac_core.status import Check
+
+__all__ = ["DiagonalFactor"]
+
+
+@dataclass(frozen=True)
+class DiagonalFactor:
+    """A factor of n numbers; see `kfac_core.factors.factor.Factor`."""
+
+    kind = "diagonal"
+
+    def initial(
+        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Average:
+        """Return the average of nothing."""
+        zeros = xp.zeros(shape, dtype=dtype, device=device)
+        return Average(zeros, zero_weight(xp, dtype=dtype, device=device))
+
+    def updated(
+        self,
+        average: Average,
+        rows: Array,
+        /,
+        *,
+        tail: Array | None,
+        decay: Scalar,
+        scale: Scalar,
+        weight: Array,
+        xp: Namespace,
+    ) -> Average:
+        """Return the average after ``sum <- decay sum + scale sum_i x_i * x_i``."""
+        squares = xp.sum(rows * rows, axis=-2)
+        if tail is not None:
+            last = xp.sum(tail * tail, axis=-1)[..., None]
+            squares = xp.concat([squares, last], axis=-1)
+        return self.absorbed(average, squares, decay=decay, scale=scale, weight=weight)
+
+    def absorbed(
+        self,
+        average: Average,
+        squares: Array,
+        /,
+        *,
+        decay: Scalar,
+        scale: Scalar,
+        weight: Array,
+    ) -> Average:
+        """Return the average after ``sum <- decay sum + scale squares``."""
+        total = average.sum * decay + squares * scale
+        return Average(total, average.decayed(decay, weight))
+
+    def mean_eigenvalue(self, value: Array, /) -> Array:
+        """Return ``tr / n``, shape (...)."""
+        xp = array_api_compat.array_namespace(value)
+        return xp.sum(value, axis=-1) / value.shape[-1]
+
+    def snapshot(
+        self,
+        value: Array,
+        shift: Scalar,
+        /,
+        *,
+        factorizations: tuple[Factorization, ...],
+        check: Check,
+        name: str,
+        apply_dtype: Any,
+    ) -> ShiftedDiagonal:
+        """Return ``diag(a) + shift I``."""
+        return shifted_diagonal(
+            value,
+            shift,
+            factorizations=factorizations,
+            check=check,
+            name=name,
+            apply_dtype=apply_dtype,
+        )
+
+    def cast(self, value: Array, dtype: Any, /, *, xp: Namespace) -> Array:
+        """Return the value in another dtype."""
+        return cast(xp, value, dtype)

@@ -1,0 +1,103 @@
+"""What every kind of factor offers, and the kinds by name.
+
+A factor is one side of a Kronecker product, kept as a running average of a second
+moment of rows.  Factors hold no state: they are descriptions, and their functions take
+and return an `Average`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol, TypeAlias
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Array, Namespace
+from kfac_core.factors.average import Average
+from kfac_core.factors.diagonal import DiagonalFactor
+from kfac_core.factors.full import FullFactor
+from kfac_core.factors.uncorrelated import UncorrelatedFactor
+from kfac_core.layers.layer import Layer
+from kfac_core.linalg.rank_one import ShiftedRankOne
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
+from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.status import Check
+
+__all__ = ["Factor", "FactorKind", "Shifted", "factor_of"]
+
+FactorKind = Literal["full", "diagonal", "uncorrelated"]
+
+Shifted: TypeAlias = ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne
+"""A damped factor, whichever kind it is of: all have the same products."""
+
+
+class Factor(Protocol):
+    """The functions of one kind of factor.
+
+    ``rows`` has shape ``(..., n, d)``; ``tail``, of shape ``(..., n)`` or None, is a last
+    column of the rows (the homogeneous coordinate, 0 where a row is masked).
+    """
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind."""
+
+    def initial(
+        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Average:
+        """Return the average of nothing, for rows of n numbers; shape is (..., n)."""
+
+    def updated(
+        self,
+        average: Average,
+        rows: Array,
+        /,
+        *,
+        tail: Array | None,
+        decay: Scalar,
+        scale: Scalar,
+        weight: Array,
+        xp: Namespace,
+    ) -> Average:
+        """Return the average after ``sum <- decay sum + scale (moment of rows)``."""
+
+    def mean_eigenvalue(self, value: Any, /) -> Array:
+        """Return the trace over the dimension, shape (...)."""
+
+    def snapshot(
+        self,
+        value: Any,
+        shift: Scalar,
+        /,
+        *,
+        factorizations: tuple[Factorization, ...],
+        check: Check,
+        name: str,
+        apply_dtype: Any,
+    ) -> Shifted:
+        """Return the value plus a multiple of the identity, factorized."""
+
+    def cast(self, value: Any, dtype: Any, /, *, xp: Namespace) -> Any:
+        """Return a value in another dtype."""
+
+
+def factor_of(kind: FactorKind, layer: Layer, /) -> Factor:
+    """Return a kind of factor, for the inputs or outputs of a layer.
+
+    Parameters
+    ----------
+    kind : {"full", "diagonal", "uncorrelated"}
+        The kind.
+    layer : Layer
+        Of which ``"uncorrelated"`` reads the kernel's size and the bias.
+
+    Returns
+    -------
+    Factor
+        Without state.
+    """
+    if kind == "full":
+        return FullFactor()
+    if kind == "diagonal":
+        return DiagonalFactor()
+    geometry: Any = layer
+    return UncorrelatedFactor(math.prod(geometry.kernel_size), int(geometry.bias))

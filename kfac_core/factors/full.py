@@ -1,0 +1,79 @@
+"""The full second moment of rows, ``E[x x^T]``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_core.arrays import Scalar, cast
+from kfac_core.backend import Array, Namespace
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.linalg.gram import updated_gram
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.status import Check
+from kfac_core.structure import replaced
+
+__all__ = ["FullFactor"]
+
+
+@dataclass(frozen=True)
+class FullFactor:
+    """A factor of n x n numbers; see `kfac_core.factors.factor.Factor`."""
+
+    kind = "full"
+
+    def initial(
+        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Average:
+        """Return the average of nothing."""
+        zeros = xp.zeros((*shape, shape[-1]), dtype=dtype, device=device)
+        weight = zero_weight(xp, dtype=dtype, device=device)
+        return Average(SymmetricMatrix(zeros, whole=True), weight)
+
+    def updated(
+        self,
+        average: Average,
+        rows: Array,
+        /,
+        *,
+        tail: Array | None,
+        decay: Scalar,
+        scale: Scalar,
+        weight: Array,
+        xp: Namespace,
+    ) -> Average:
+        """Return the average after ``sum <- decay sum + scale rows^T rows``."""
+        total = updated_gram(
+            average.sum, rows, tail=tail, decay=decay, scale=scale, xp=xp
+        )
+        return Average(total, average.decayed(decay, weight))
+
+    def mean_eigenvalue(self, value: SymmetricMatrix, /) -> Array:
+        """Return ``tr / n``, shape (...)."""
+        return value.trace() / value.size
+
+    def snapshot(
+        self,
+        value: SymmetricMatrix,
+        shift: Scalar,
+        /,
+        *,
+        factorizations: tuple[Factorization, ...],
+        check: Check,
+        name: str,
+        apply_dtype: Any,
+    ) -> ShiftedMatrix:
+        """Return ``A + shift I`` with its factorizations."""
+        return shifted_matrix(
+            value,
+            shift,
+            factorizations=factorizations,
+            check=check,
+            name=name,
+            apply_dtype=apply_dtype,
+        )
+
+    def cast(self, value: SymmetricMatrix, dtype: Any, /, *, xp: Namespace) -> Any:
+        """Return the value in another dtype."""
+        return replaced(value, array=cast(xp, value.array, dtype))

@@ -1,0 +1,145 @@
+"""Second moments of consecutive rows, ``E[x_(s+1) x_s^T]``, and how long sequences are.
+
+Conventions.  Rows come grouped by sequence, shape ``(..., S, n)``, in the order of time,
+and those that a mask leaves out are zero.  A pair counts where both of its rows do.  The
+sum over pairs is divided by the number of *rows*, as that of lag 0 is: this pads each
+sequence with zeros, keeps the joint covariance of consecutive rows positive
+semidefinite, and so keeps every correlation in ``[-1, 1]``.
+
+References
+----------
+Martens, Ba and Johnson (2018), "Kronecker-factored Curvature Approximations for
+Recurrent Neural Networks", ICLR.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_core.arrays import Scalar, cast, device_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import ShapeError
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.layers.rows import Rows
+
+__all__ = ["LaggedFactor", "length_shares"]
+
+
+@dataclass(frozen=True)
+class LaggedFactor:
+    """The moment of lag 1, a matrix of n x n numbers without symmetry.
+
+    As `kfac_core.factors.factor.Factor`, as far as such a matrix goes: it is neither
+    damped nor factorized, and its weight is that of the moment of lag 0.
+    """
+
+    kind = "lagged"
+
+    def initial(
+        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Average:
+        """Return the average of nothing, for rows of n numbers: ``shape=(n,)``."""
+        zeros = xp.zeros((*shape, shape[-1]), dtype=dtype, device=device)
+        return Average(zeros, zero_weight(xp, dtype=dtype, device=device))
+
+    def updated(
+        self,
+        average: Average,
+        rows: Array,
+        /,
+        *,
+        tail: Array | None,
+        decay: Scalar,
+        scale: Scalar,
+        weight: Array,
+        xp: Namespace,
+    ) -> Average:
+        """Return the average after ``sum <- decay sum + scale sum x_(s+1) x_s^T``.
+
+        Parameters
+        ----------
+        average : Average
+            Never modified.
+        rows : array, shape (..., S, n)
+            Zero where masked; of the dtype of the average.
+        tail : array, shape (..., S), or None
+            A last column of the rows, zero where masked.
+        decay, scale : float or 0-d array
+            The two coefficients.
+        weight : 0-d array
+            The new sum of weights: that of the moment of lag 0 after its own update, so
+            that the two can never be of different data.
+        xp : namespace
+            Of all arrays.
+
+        Returns
+        -------
+        Average
+            New; ``2 R n^2`` flops for R rows.
+        """
+        if tail is not None:
+            rows = xp.concat([rows, tail[..., None]], axis=-1)
+        axes = tuple(range(rows.ndim - 1))
+        product = xp.tensordot(rows[..., 1:, :], rows[..., :-1, :], axes=(axes, axes))
+        return Average(average.sum * decay + product * scale, weight)
+
+
+def length_shares(rows: Rows, /, *, steps: int, dtype: Any, xp: Namespace) -> Array:
+    """Return which share of the sequences has 1, 2, ..., T steps, shape (T,).
+
+    Parameters
+    ----------
+    rows : Rows
+        N sequences of S <= T positions.
+    steps : int
+        T.
+    dtype : dtype
+        Of the result.
+    xp : namespace
+        Of the rows.
+
+    Returns
+    -------
+    array, shape (T,)
+        The shares ``p_k``.  They are what makes ``sum_k p_k max(k - d, 0)`` the mean
+        number of pairs of lag d, for every d: where a mask keeps a first part of each
+        sequence they are a histogram, and where it leaves gaps they still count pairs
+        right, but some are negative.
+
+    Raises
+    ------
+    ShapeError
+        For more positions than T.
+
+    Notes
+    -----
+    ``N S^2`` flops with a mask, none without.
+    """
+    S, device = rows.positions, device_of(rows.inputs)
+    if steps < S:
+        raise ShapeError(
+            f"Expected sequences of at most {steps} steps (`steps` of this approximation),"
+            f" got {S}. Make `steps` the length of the longest."
+        )
+    if rows.mask is None:
+        k = xp.arange(1, steps + 1, device=device)
+        return xp.astype(k == S, dtype)
+    kept = cast(xp, xp.astype(rows.mask, dtype), dtype)
+    together = xp.matmul(xp.matrix_transpose(kept), kept) / rows.examples
+    pairs = _sums_of_diagonals(together, xp)
+    # The second difference undoes the double sum over max(k - d, 0).
+    zeros = xp.zeros((steps + 2 - S,), dtype=dtype, device=device)
+    padded = xp.concat([pairs, zeros])
+    return padded[:-2] - 2.0 * padded[1:-1] + padded[2:]
+
+
+def _sums_of_diagonals(square: Array, xp: Namespace) -> Array:
+    """Return the sums of the main diagonal and of all those below it, shape (S,)."""
+    S = square.shape[0]
+    # Rows of S entries followed by S zeros, read as rows of 2S - 1: each is shifted by
+    # one more to the right, and diagonals become columns.
+    flipped = xp.flip(square, axis=1)
+    flat = xp.reshape(xp.concat([flipped, xp.zeros_like(square)], axis=1), (-1,))
+    skewed = xp.reshape(flat[: S * (2 * S - 1)], (S, 2 * S - 1))
+    return xp.sum(skewed, axis=0)[S - 1 :]

@@ -1,0 +1,98 @@
+"""By what one update's sums are multiplied, and what they weigh.
+
+Conventions.  One update adds ``weight * C`` to a running sum and ``weight`` to its
+weight, with C the mean of outer products: over the rows that count, or over examples.
+With ``weight=None`` the weight is the number of rows (of examples), so that the sum is
+added as it is, and averages of micro-batches merge exactly.  A batch of which the mask
+keeps nothing adds nothing, to the sum and to the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kfac_core.arrays import Scalar, cast, full_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.conventions import Conventions
+from kfac_core.factors.statistics import Statistics
+
+__all__ = ["UpdateShares", "update_shares"]
+
+
+class UpdateShares(NamedTuple):
+    """What sums are multiplied by, and what they weigh.
+
+    Attributes
+    ----------
+    rows, examples : float or 0-d array
+        ``weight / rows`` and ``weight / N``.
+    row_weight, example_weight : 0-d array
+        The weights that go with the two.
+    outer_products : float or 0-d array
+        What each ``g g^T`` is multiplied by; see `Conventions`.
+    repeats : float or 0-d array
+        The mean number of rows that count in an example.
+    """
+
+    rows: Scalar
+    examples: Scalar
+    row_weight: Array
+    example_weight: Array
+    outer_products: Scalar
+    repeats: Scalar
+
+
+def update_shares(
+    statistics: Statistics,
+    rows: Any,
+    /,
+    *,
+    conventions: Conventions,
+    weight: Scalar | None,
+    xp: Namespace,
+) -> UpdateShares:
+    """Return the shares of one update.
+
+    Parameters
+    ----------
+    statistics : Statistics
+        For the dtype and the device.
+    rows : Rows, IdRows or ExampleGradients
+        Of the update.
+    conventions : Conventions
+        How the output gradients are scaled.
+    weight : float, 0-d array or None
+        Of the update.
+    xp : namespace
+        Of all arrays.
+
+    Returns
+    -------
+    UpdateShares
+        As the module's conventions say.
+    """
+    like = statistics.any_weight
+    kept, N = rows.kept(statistics.dtype, xp=xp), rows.examples
+    # The conventions, and the number of repeats, are those of the whole batch that a
+    # part (a chunk, or chosen rows) is of.
+    part_of = getattr(rows, "batch_examples", None)
+    whole, all_rows = (N, kept) if part_of is None else (part_of, rows.batch_rows)
+    if not isinstance(all_rows, int):
+        all_rows = cast(xp, all_rows, statistics.dtype)
+    scale = conventions.outer_product_scale(
+        examples=whole, rows=all_rows, sources=rows.sources
+    )
+    repeats = all_rows / whole
+    if isinstance(kept, int):
+        some: Scalar = 1.0
+        nonzero: Scalar = kept
+    else:
+        some = xp.astype(kept > 0, kept.dtype)
+        nonzero = xp.where(kept > 0, kept, xp.ones_like(kept))
+    if weight is None:
+        # The examples of a part of which nothing counts are examples all the same.
+        weights = full_of(xp, kept, like), full_of(xp, N, like)
+        return UpdateShares(some, 1.0, *weights, scale, repeats)
+    own = some * weight
+    full = full_of(xp, own, like)
+    return UpdateShares(own / nonzero, own / N, full, full, scale, repeats)

@@ -1,0 +1,73 @@
+"""The running statistics of one block: named averages, and how the last update went."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Array, Namespace
+from kfac_core.factors.average import Average
+from kfac_core.structure import map_structure, replaced, structure
+
+__all__ = ["Statistics"]
+
+
+@structure()
+class Statistics:
+    """What an approximation keeps of a block's rows.
+
+    Attributes
+    ----------
+    averages : dict of str to Average
+        By the names that the approximation gives them, such as ``"input"``.
+    status : array of int32, 0-d
+        The flags of the last update; nonzero where it was left out.
+    bases : dict of str to array
+        The bases in which an average is kept, for an approximation that has any.
+    """
+
+    averages: dict[str, Average]
+    status: Array
+    bases: dict[str, Array] = dataclasses.field(default_factory=dict)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which the sums are kept."""
+        return self.any_weight.dtype
+
+    @property
+    def any_weight(self) -> Array:
+        """One of the weights: a 0-d array of the statistics' library and device."""
+        return next(iter(self.averages.values())).weight
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of the arrays."""
+        return array_api_compat.array_namespace(self.any_weight)
+
+    def merged(self, other: Statistics, /) -> Statistics:
+        """Return the statistics of both data sets together, in the first's bases."""
+        averages = {
+            name: average.merged(other.averages[name])
+            for name, average in self.averages.items()
+        }
+        return Statistics(averages, self.status | other.status, self.bases)
+
+    def absorbed(
+        self, other: Statistics, /, *, decay: Scalar, weight: Scalar
+    ) -> Statistics:
+        """Return the statistics after one update with the averages of others.
+
+        Where the others' status is not zero, nothing is added and nothing decays.
+        """
+        averages = {
+            name: average.absorbed(other.averages[name], decay=decay, weight=weight)
+            for name, average in self.averages.items()
+        }
+        new = Statistics(averages, other.status, self.bases)
+        xp, good = self.namespace, other.status == 0
+        kept = map_structure(lambda a, b: xp.where(good, a, b), new, self)
+        return replaced(kept, status=other.status)

@@ -1,0 +1,141 @@
+"""Activations that are uncorrelated between positions: channel moments alone.
+
+Conventions.  For a convolution with K kernel positions and c channels,
+
+    A = blockdiag(I_K (x) Sigma, 0) + u u^T,        u = [1_K (x) mu, 1],
+
+with mu the mean and Sigma the centered covariance of the channels over all pixels of the
+inputs (so that padding, strides and cropping are ignored); kernel positions before
+channels, as in the weight, and the last entry for a bias.  mu and Sigma are what is
+averaged over updates.
+
+References
+----------
+Grosse and Martens (2016), arXiv:1602.01407, section 4.1.2 and theorem 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar, cast
+from kfac_core.backend import Array, Namespace
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.linalg.gram import gram
+from kfac_core.linalg.rank_one import ShiftedRankOne
+from kfac_core.linalg.shifted import Factorization, shifted_matrix
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.status import Check
+from kfac_core.structure import map_structure, structure
+
+__all__ = ["ChannelMoments", "UncorrelatedFactor"]
+
+
+@structure()
+class ChannelMoments:
+    """The mean and the centered covariance of the channels.
+
+    Attributes
+    ----------
+    mean : array, shape (c,)
+        mu.
+    covariance : SymmetricMatrix
+        Sigma, c x c.
+    """
+
+    mean: Array
+    covariance: SymmetricMatrix
+
+
+@dataclass(frozen=True)
+class UncorrelatedFactor:
+    """The input factor of a convolution; see `kfac_core.factors.factor.Factor`.
+
+    Parameters
+    ----------
+    repeats : int
+        K.
+    tail : int
+        1 where the layer has a bias, else 0.
+    """
+
+    repeats: int
+    tail: int
+
+    kind = "uncorrelated"
+
+    def initial(
+        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Average:
+        """Return the average of nothing, for a factor of n rows; shape is (n,)."""
+        c = (shape[-1] - self.tail) // self.repeats
+        zeros = xp.zeros((c, c), dtype=dtype, device=device)
+        moments = ChannelMoments(zeros[0, :], SymmetricMatrix(zeros, whole=True))
+        return Average(moments, zero_weight(xp, dtype=dtype, device=device))
+
+    def updated(
+        self,
+        average: Average,
+        rows: Array,
+        /,
+        *,
+        tail: Array | None,
+        decay: Scalar,
+        scale: Scalar,
+        weight: Array,
+        xp: Namespace,
+    ) -> Average:
+        """Return the average after an update with the pixels, shape (P, c).
+
+        `tail` and `scale` are not read: the moments are means over all pixels.
+        """
+        mean = xp.mean(rows, axis=0)
+        covariance = gram(rows - mean) / rows.shape[0]
+        new = ChannelMoments(mean, SymmetricMatrix(covariance, whole=True))
+        total = map_structure(lambda s, c: s * decay + c * weight, average.sum, new)
+        return Average(total, average.decayed(decay, weight))
+
+    def mean_eigenvalue(self, value: ChannelMoments, /) -> Array:
+        """Return ``tr / n``, 0-d."""
+        xp = array_api_compat.array_namespace(value.mean)
+        squared = xp.sum(value.mean * value.mean)
+        trace = self.repeats * (value.covariance.trace() + squared) + self.tail
+        return trace / (self.repeats * value.covariance.size + self.tail)
+
+    def snapshot(
+        self,
+        value: ChannelMoments,
+        shift: Scalar,
+        /,
+        *,
+        factorizations: tuple[Factorization, ...],
+        check: Check,
+        name: str,
+        apply_dtype: Any,
+    ) -> ShiftedRankOne:
+        """Return ``A + shift I``, by its channel covariance and mean."""
+        xp = array_api_compat.array_namespace(value.mean)
+        block = shifted_matrix(
+            value.covariance,
+            shift,
+            factorizations=(),
+            check=check,
+            name=name,
+            apply_dtype=apply_dtype,
+        )
+        mean = cast(xp, value.mean, block.dtype)
+        made = ShiftedRankOne(block, mean, None, self.repeats, self.tail)
+        return made.prepared(*factorizations)
+
+    def cast(self, value: ChannelMoments, dtype: Any, /, *, xp: Namespace) -> Any:
+        """Return the value in another dtype."""
+        return map_structure(lambda x: cast(xp, x, dtype), value)
+
+    def dense(self, value: ChannelMoments, /) -> Array:
+        """Return A, shape (n, n)."""
+        return self.snapshot(
+            value, 0.0, factorizations=(), check="status", name="", apply_dtype=None
+        ).dense(shifted=False)

@@ -1,0 +1,1 @@
+"""Layers as geometry: shapes, layouts, and what a framework has at hand as rows."""

@@ -1,0 +1,75 @@
+"""What layers check in common: parameters and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kfac_core.arrays import namespace_of, require_floating, require_matrix
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import DtypeError, ShapeError
+
+__all__ = ["require_mask", "require_parameters"]
+
+
+def require_parameters(
+    parameters: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]], /
+) -> Namespace:
+    """Raise unless parameters have exactly these names and shapes.
+
+    Parameters
+    ----------
+    parameters : mapping of str to array
+        What somebody gave.
+    shapes : mapping of str to tuple of int
+        What is expected.
+
+    Returns
+    -------
+    namespace
+        Of the arrays.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For parameters that do not fit.
+    """
+    if set(parameters) != set(shapes):
+        raise ShapeError(
+            f"Expected the parameters {sorted(shapes)}, got {sorted(parameters)}."
+        )
+    xp = namespace_of(**parameters)
+    for name, shape in shapes.items():
+        require_floating(xp, parameters[name], name)
+        require_matrix(parameters[name], tuple(shape), name)
+    return xp
+
+
+def require_mask(mask: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Array:
+    """Raise unless a mask is boolean, one number a row; return it by example.
+
+    Parameters
+    ----------
+    mask : array of bool, shape (N, ...)
+        True for rows that count.
+    lead : tuple of int
+        The shape that is expected, ``(N, *shared)``.
+    xp : namespace
+        Of the mask.
+
+    Returns
+    -------
+    array of bool, shape (N, S)
+        The mask.
+
+    Raises
+    ------
+    DtypeError, ShapeError
+        For another dtype or shape.
+    """
+    if mask.dtype != xp.bool:
+        raise DtypeError(
+            f"Expected `mask` to be boolean, True for rows that count, got {mask.dtype}. "
+            "Write `mask != 0`."
+        )
+    require_matrix(mask, lead, "mask")
+    return xp.reshape(mask, (lead[0], -1))

@@ -1,0 +1,419 @@
+"""The convolution, in any number of spatial axes: a dense layer on patches.
+
+Conventions.  The block's matrix has shape ``(K c (+1), out)`` with ``K =
+prod(kernel_size)`` and ``c = in_channels / groups``: kernel positions before channels,
+the bias as its last row.  ``weight_layout`` says how a framework keeps the weight:
+``"spatial_io"`` as ``(*kernel_size, c, out)`` (JAX, Keras), ``"oi_spatial"`` as
+``(out, c, *kernel_size)`` (PyTorch); ``data_layout`` where inputs and output gradients
+have their channels.  A row for each output position: x the patch that it sees, in the
+order and with the padding of `kfac_core.linalg.patches`, g the output gradient there.
+
+With Q > 1 groups, group q owns the input channels ``q c`` to ``(q + 1) c`` and the output
+channels ``q m`` to ``(q + 1) m``, ``m = out_channels / Q``; its rows are its own, and the
+arrays of `Rows` have a leading axis of groups.  Depthwise is ``Q = in_channels``.
+
+A part of a batch (`Conv.row_chunks`, or chosen rows) drops x and g of the other rows
+alike.  Means over rows need no rescaling: A and G of chosen rows estimate those of the
+batch.  What is no mean over rows does not: the S of ``S A (x) G``, and the N of a mean
+loss, are those of the whole batch.  A statistic of an example's summed ``x g^T`` stays
+right only where all positions of its examples are there.
+
+References
+----------
+Grosse and Martens (2016), arXiv:1602.01407, section 3, for convolutions.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from kfac_core.arrays import (
+    full_of,
+    namespace_of,
+    require_floating,
+    require_matrix,
+    wide_dtype,
+)
+from kfac_core.backend import Array, Namespace
+from kfac_core.conventions import require_one_of
+from kfac_core.errors import ShapeError, UnsupportedError
+from kfac_core.layers.checks import require_mask, require_parameters
+from kfac_core.layers.rows import Batch, PixelRows, Rows
+from kfac_core.linalg.patches import (
+    Index,
+    Padding,
+    Sizes,
+    extract_patches,
+    extract_patches_at,
+    output_size,
+    resolve_padding,
+    take_rows,
+)
+from kfac_core.structure import replaced
+
+__all__ = ["Conv", "ConvWeightLayout", "DataLayout"]
+
+ConvWeightLayout = Literal["spatial_io", "oi_spatial"]
+DataLayout = Literal["channels_last", "channels_first"]
+
+
+_Seen: TypeAlias = tuple[Array, Array, Array | None, Namespace]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conv:
+    """A convolution's geometry; sequences are kept as tuples.
+
+    Parameters
+    ----------
+    in_channels, out_channels : int
+        At least 1.
+    kernel_size : sequence of int
+        One size for each of the d spatial axes.
+    strides, dilation : sequence of int, optional
+        One for each spatial axis; all 1 where left out.
+    padding : {"same", "valid"} or sequence of pairs
+        A rule, or the zeros ``(lo, hi)`` of each spatial axis.
+    groups : int
+        Q, which divides both numbers of channels.
+    bias : bool
+        Whether there is one.
+    weight_layout : {"spatial_io", "oi_spatial"}
+        The order of the weight's axes; see the module's conventions.
+    data_layout : {"channels_last", "channels_first"}
+        Where inputs and output gradients have their channels.
+
+    Raises
+    ------
+    ShapeError
+        For numbers below 1, of the wrong count, or that do not divide.
+    ConventionError
+        For an unknown layout or rule of padding.
+    """
+
+    in_channels: int
+    out_channels: int
+    kernel_size: Sizes
+    strides: Sizes | None = None
+    padding: Padding
+    dilation: Sizes | None = None
+    groups: int = 1
+    bias: bool
+    weight_layout: ConvWeightLayout
+    data_layout: DataLayout
+
+    kind = "conv"
+
+    def __post_init__(self) -> None:
+        kernel = _numbers("kernel_size", self.kernel_size)
+        ones = (1,) * len(kernel)
+        sizes = {"kernel_size": kernel}
+        for name in ("strides", "dilation"):
+            given = getattr(self, name)
+            sizes[name] = _numbers(name, ones if given is None else given)
+        for name, size in sizes.items():
+            if not kernel or len(size) != len(kernel) or min(size) < 1:
+                raise ShapeError(
+                    f"Expected `{name}` to be numbers >= 1, one for each spatial axis of "
+                    f"`kernel_size` {kernel}, got {size}."
+                )
+            object.__setattr__(self, name, size)
+        if not isinstance(self.padding, str):
+            object.__setattr__(self, "padding", _pairs(self.padding))
+        resolve_padding(kernel, padding=self.padding, **sizes)
+        for name in ("in_channels", "out_channels"):
+            number = getattr(self, name)
+            if min(number, self.groups) < 1 or number % self.groups:
+                raise ShapeError(
+                    f"Expected `{name}` to be a multiple of `groups`, both at least 1, got "
+                    f"{number} and {self.groups}."
+                )
+        require_one_of("weight_layout", self.weight_layout, get_args(ConvWeightLayout))
+        require_one_of("data_layout", self.data_layout, get_args(DataLayout))
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape ``(K c (+1), out)`` of the block's matrix."""
+        return self._patch_size + int(self.bias), self.out_channels
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by name, in a framework's layout."""
+        c, out = self.in_channels // self.groups, self.out_channels
+        shapes: dict[str, tuple[int, ...]] = {"weight": (*self.kernel_size, c, out)}
+        if self.weight_layout == "oi_spatial":
+            shapes["weight"] = (out, c, *self.kernel_size)
+        if self.bias:
+            shapes["bias"] = (out,)
+        return shapes
+
+    def output_size(self, spatial: Sizes, /) -> Sizes:
+        """Return the sizes of the output's spatial axes for those of the inputs."""
+        return output_size(tuple(spatial), **self._window)
+
+    def rows(self, batch: Batch, /) -> Rows:
+        """Turn what the layer saw into rows, S patches for each example.
+
+        Parameters
+        ----------
+        batch : Batch
+            Inputs ``(N, *spatial, C)`` or ``(N, C, *spatial)``, output gradients
+            likewise after an axis of sources, a mask ``(N, *out_spatial)``, and the
+            chosen rows, if only some are to be made; see the module's conventions for
+            what their statistics are.
+
+        Returns
+        -------
+        Rows
+            Of N examples with S positions, or R with P; with a leading axis of groups
+            where there are several.
+
+        Raises
+        ------
+        ShapeError
+            For a wrong number of channels, axes, positions or examples, or no examples.
+        DtypeError
+            For integers, and for a mask that is not boolean.
+        MixedArraysError
+            For arrays of several libraries or devices.
+
+        Notes
+        -----
+        No flops; ``N S K C`` numbers, a second time where rows are masked.
+        """
+        seen = self._seen(batch)
+        if batch.chosen is None:
+            return self._all_rows(seen, slice(None))
+        return self._chosen_rows(seen, batch.chosen)
+
+    def row_chunks(self, batch: Batch, /, *, max_patch_elements: int) -> Iterator[Rows]:
+        """Yield the rows of successive examples, few enough to fit a budget.
+
+        Parameters
+        ----------
+        batch : Batch
+            As for `rows`.
+        max_patch_elements : int
+            How many numbers the patches of one chunk, all channels together, may hold.
+
+        Yields
+        ------
+        Rows
+            Together those of `rows`; made one after the other.
+
+        Raises
+        ------
+        ShapeError
+            Where one example exceeds the budget; otherwise as `rows`, at once.
+
+        Notes
+        -----
+        A loop's variable keeps its chunk while the next is made: delete it at the end of
+        the loop's body, or two are held.  Masking makes a chunk twice for a moment.
+        """
+        seen, chosen = self._seen(batch), batch.chosen
+        examples, positions = seen[1].shape[-3:-1] if chosen is None else chosen.shape
+        one = positions * self._patch_size * self.groups
+        if one > max_patch_elements:
+            raise ShapeError(
+                f"Expected `max_patch_elements` to hold one example, which has {positions} "
+                f"patches and {one} elements, got {max_patch_elements}. Give more, or "
+                "choose fewer patches with `choose_patches`."
+            )
+        step = max_patch_elements // one
+        starts = range(0, examples, step)
+        parts = (slice(i, min(i + step, examples)) for i in starts)
+        if chosen is None:
+            return (self._all_rows(seen, part) for part in parts)
+        return (self._chosen_rows(seen, chosen[part]) for part in parts)
+
+    def pixel_rows(self, batch: Batch, /) -> PixelRows:
+        """Turn what the layer saw into its pixels and output gradients.
+
+        Parameters
+        ----------
+        batch : Batch
+            As for `rows`; never modified.
+
+        Returns
+        -------
+        PixelRows
+            All pixels of the inputs, whether or not a patch covers them, and the g of
+            all output positions, zero where masked.
+
+        Raises
+        ------
+        ShapeError, DtypeError, MixedArraysError
+            For arrays that do not fit.
+        UnsupportedError
+            For a convolution with groups.
+        """
+        if self.groups > 1:
+            raise UnsupportedError("Expected a convolution without groups.")
+        x, g, mask, xp = self._seen(batch)
+        if mask is not None:
+            g = xp.where(mask[..., None], g, full_of(xp, 0.0, g))
+        pixels = xp.reshape(x, (x.shape[0], -1, x.shape[-1]))
+        return PixelRows(pixels, g, mask)
+
+    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
+        """Turn parameter-shaped arrays into the block's matrix.
+
+        The weight, and the bias as the last row; raises as `Dense.parameters_to_matrix`.
+        """
+        xp = require_parameters(parameters, self.parameter_shapes)
+        weight = parameters["weight"]
+        if self.weight_layout == "oi_spatial":
+            weight = xp.permute_dims(weight, (*range(2, weight.ndim), 1, 0))
+        weight = xp.reshape(weight, (self._patch_size, self.out_channels))
+        if not self.bias:
+            return weight
+        bias = xp.reshape(parameters["bias"], (1, self.out_channels))
+        return xp.concat([weight, bias], axis=0)
+
+    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
+        """Turn a block's matrix back into parameter-shaped arrays, possibly views.
+
+        Raises `ShapeError` for another shape than `matrix_shape`.
+        """
+        xp = namespace_of(matrix=matrix)
+        require_matrix(matrix, self.matrix_shape, "matrix")
+        c, d = self.in_channels // self.groups, len(self.kernel_size)
+        weight = matrix[: self._patch_size, :]
+        weight = xp.reshape(weight, (*self.kernel_size, c, self.out_channels))
+        if self.weight_layout == "oi_spatial":
+            weight = xp.permute_dims(weight, (d + 1, d, *range(d)))
+        parameters = {"weight": weight}
+        if self.bias:
+            parameters["bias"] = matrix[self._patch_size, :]
+        return parameters
+
+    @property
+    def _patch_size(self) -> int:
+        return math.prod(self.kernel_size) * self.in_channels // self.groups
+
+    @property
+    def _window(self) -> dict[str, Any]:
+        names = ("kernel_size", "strides", "padding", "dilation")
+        return {name: getattr(self, name) for name in names}
+
+    def _seen(self, batch: Batch) -> _Seen:
+        """Return x (.., N, *spatial, c), g (.., M, N, S, m) and mask (N, S), checked."""
+        x, g, mask = batch.inputs, batch.output_grads, batch.mask
+        xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
+        require_floating(xp, x, "inputs")
+        require_floating(xp, g, "output_grads")
+        lead = self._leading_axes(batch)
+        Q, d, (N, *out) = self.groups, len(self.kernel_size), lead
+        if self.data_layout == "channels_first":
+            x = xp.moveaxis(x, 1, -1)
+            g = xp.moveaxis(g, -d - 1, -1)
+        g = xp.reshape(g, (batch.sources or 1, N, math.prod(out), Q, -1))
+        if Q > 1:
+            x = xp.moveaxis(xp.reshape(x, (*x.shape[:-1], Q, -1)), -2, 0)
+            g = xp.moveaxis(g, -2, 0)
+        else:
+            g = g[..., 0, :]
+        if mask is not None:
+            mask = require_mask(mask, lead, xp=xp)
+        return x, g, mask, xp
+
+    def _leading_axes(self, batch: Batch) -> tuple[int, ...]:
+        """Return ``(N, *out_spatial)``, after checking both arrays against it."""
+        x, g, d = batch.inputs, batch.output_grads, len(self.kernel_size)
+        last = self.data_layout == "channels_last"
+        axes = (
+            f"*spatial, {self.in_channels}" if last else f"{self.in_channels}, *spatial"
+        )
+        if x.ndim != d + 2 or x.shape[-1 if last else 1] != self.in_channels:
+            raise ShapeError(
+                f"Expected `inputs` to have shape (N, {axes}) with {d} spatial axes, got "
+                f"{tuple(x.shape)}."
+            )
+        spatial = tuple(x.shape[1:-1] if last else x.shape[2:])
+        N, out = x.shape[0], self.output_size(spatial)
+        one = (*out, self.out_channels) if last else (self.out_channels, *out)
+        sources = () if batch.sources is None else (batch.sources,)
+        expected = (*sources, N, *one)
+        if tuple(g.shape) != expected:
+            hint = (
+                " If its first axis holds several sources, say so with `sources`."
+                if not sources and tuple(g.shape[1:]) == expected
+                else " It must fit the layer's strides, padding and dilation."
+            )
+            raise ShapeError(
+                f"Expected `output_grads` to have shape {expected} for `inputs` of shape "
+                f"{tuple(x.shape)}, got {tuple(g.shape)}.{hint}"
+            )
+        if 0 in expected:
+            raise ShapeError(
+                f"Expected `inputs` and `output_grads` to hold at least one row, got "
+                f"shapes {tuple(x.shape)} and {tuple(g.shape)}. Leave an empty batch out."
+            )
+        return (N, *out)
+
+    def _all_rows(self, seen: _Seen, part: slice) -> Rows:
+        """Return all rows of some successive examples."""
+        x, g, mask, xp = seen
+        every = (slice(None),) * (len(self.kernel_size) + 1)
+        x = extract_patches(x[(..., part, *every)], **self._window, xp=xp)
+        g = g[..., part, :, :]
+        x = xp.reshape(x, (*x.shape[: -len(every) - 1], *g.shape[-3:-1], -1))
+        rows = self._masked(x, g, None if mask is None else mask[part, :], xp)
+        return rows if part == slice(None) else self._of_batch(rows, seen)
+
+    def _chosen_rows(self, seen: _Seen, chosen: Index) -> Rows:
+        """Return the chosen rows."""
+        x, g, mask, xp = seen
+        number = math.prod(g.shape[-3:-1])
+        if chosen.ndim != 2 or chosen.min() < 0 or chosen.max() >= number:
+            raise ShapeError(
+                f"Expected `chosen` to be numbers of rows below {number}, of shape (R, P), "
+                f"got shape {chosen.shape} with entries up to {chosen.max()}."
+            )
+        x = extract_patches_at(x, chosen, **self._window, xp=xp)
+        flat = xp.reshape(g, (*g.shape[:-3], -1, g.shape[-1]))
+        g = take_rows(flat, chosen, xp=xp)
+        g = xp.reshape(g, (*flat.shape[:-2], *chosen.shape, -1))
+        if mask is not None:
+            mask = take_rows(xp.reshape(mask, (-1, 1)), chosen, xp=xp)
+            mask = xp.reshape(mask, chosen.shape)
+        rows = self._masked(x, g, mask, xp)
+        partial = chosen.shape[1] < seen[1].shape[-2]
+        return replaced(self._of_batch(rows, seen), partial=partial)
+
+    def _of_batch(self, rows: Rows, seen: _Seen) -> Rows:
+        """Return a part of a batch, with the counts of the whole."""
+        _, g, mask, xp = seen
+        N, S = g.shape[-3:-1]
+        kept = N * S
+        if mask is not None:
+            kept = xp.sum(xp.astype(mask, wide_dtype(xp, g.dtype)))
+        return replaced(rows, batch_examples=int(N), batch_rows=kept)
+
+    def _masked(self, x: Array, g: Array, mask: Array | None, xp: Namespace) -> Rows:
+        """Return rows of which the masked ones are zero, whatever they held."""
+        if mask is not None:
+            x = xp.where(mask[..., None], x, full_of(xp, 0.0, x))
+            g = xp.where(mask[..., None], g, full_of(xp, 0.0, g))
+        return Rows(x, g, mask, self.bias)
+
+
+def _numbers(name: str, values: Any) -> Sizes:
+    """Return a sequence of integers as a tuple of `int`."""
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        raise ShapeError(
+            f"Expected `{name}` to have integers for each spatial axis, got {values!r}."
+        ) from None
+
+
+def _pairs(padding: Any) -> tuple[Sizes, ...]:
+    """Return explicit padding as tuples."""
+    pairs = padding if hasattr(padding, "__iter__") else (padding,)
+    return tuple(_numbers("padding", pair) for pair in pairs)

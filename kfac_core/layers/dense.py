@@ -1,0 +1,206 @@
+"""The dense layer, ``y = x W + b``, with any number of shared axes.
+
+Conventions.  The block's matrix has shape ``(in(+1), out)``: the weight as it multiplies
+rows from the right, and the bias as its last row.  ``weight_layout`` says how a
+framework keeps the weight: ``"io"`` as ``(in, out)`` (JAX, Keras), ``"oi"`` as
+``(out, in)`` (PyTorch).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kfac_core.arrays import namespace_of, require_floating, require_matrix
+from kfac_core.backend import Array
+from kfac_core.conventions import require_one_of
+from kfac_core.errors import ShapeError
+from kfac_core.layers.checks import require_mask, require_parameters
+from kfac_core.layers.rows import Batch, Rows, require_no_choice
+
+__all__ = ["Dense", "WeightLayout"]
+
+WeightLayout = Literal["io", "oi"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """A dense layer's geometry.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        The widths, at least 1.
+    bias : bool
+        Whether there is one.
+    weight_layout : {"io", "oi"}
+        The order of the weight's axes; see the module's conventions.
+
+    Raises
+    ------
+    ShapeError
+        For a width below 1.
+    ConventionError
+        For an unknown layout.
+    """
+
+    in_features: int
+    out_features: int
+    bias: bool
+    weight_layout: WeightLayout
+
+    kind = "dense"
+    groups = 1
+
+    def __post_init__(self) -> None:
+        for name in ("in_features", "out_features"):
+            if getattr(self, name) < 1:
+                raise ShapeError(
+                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
+                )
+        require_one_of("weight_layout", self.weight_layout, get_args(WeightLayout))
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape ``(in(+1), out)`` of the block's matrix."""
+        return self.in_features + int(self.bias), self.out_features
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by name, in a framework's layout."""
+        weight = (self.in_features, self.out_features)
+        shapes: dict[str, tuple[int, ...]] = {
+            "weight": weight if self.weight_layout == "io" else weight[::-1]
+        }
+        if self.bias:
+            shapes["bias"] = (self.out_features,)
+        return shapes
+
+    def rows(self, batch: Batch, /) -> Rows:
+        """Turn what the layer saw into rows.
+
+        Parameters
+        ----------
+        batch : Batch
+            Arrays of one library on one device, in any layout; never modified.
+
+        Returns
+        -------
+        Rows
+            Views where the library allows it, copies where rows are masked.
+
+        Raises
+        ------
+        ShapeError
+            For a wrong number of features, shared axes or examples, or no examples.
+        DtypeError
+            For integers, and for a mask that is not boolean.
+        MixedArraysError
+            For arrays of several libraries or devices.
+        """
+        require_no_choice(batch)
+        x, g, mask = batch.inputs, batch.output_grads, batch.mask
+        xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
+        require_floating(xp, x, "inputs")
+        require_floating(xp, g, "output_grads")
+        lead = self._leading_axes(batch)
+        examples, positions = lead[0], math.prod(lead[1:])
+        x = xp.reshape(x, (examples, positions, self.in_features))
+        g = xp.reshape(g, (batch.sources or 1, examples, positions, self.out_features))
+        if mask is not None:
+            mask = require_mask(mask, lead, xp=xp)
+            # Padding may hold anything, NaN included, so it is replaced and not
+            # multiplied by zero.
+            x = xp.where(mask[:, :, None], x, xp.zeros_like(x))
+            g = xp.where(mask[None, :, :, None], g, xp.zeros_like(g))
+        return Rows(x, g, mask, self.bias)
+
+    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
+        """Turn parameter-shaped arrays into the block's matrix.
+
+        Parameters
+        ----------
+        parameters : mapping of str to array
+            ``"weight"`` and, where the layer has one, ``"bias"``, as
+            `parameter_shapes` says.
+
+        Returns
+        -------
+        array, shape (in(+1), out)
+            The weight, and the bias as the last row.
+
+        Raises
+        ------
+        ShapeError
+            For missing, unknown or misshapen parameters.
+        DtypeError
+            For integers.
+        MixedArraysError
+            For arrays of several libraries or devices.
+        """
+        xp = require_parameters(parameters, self.parameter_shapes)
+        weight = parameters["weight"]
+        if self.weight_layout == "oi":
+            weight = xp.matrix_transpose(weight)
+        if not self.bias:
+            return weight
+        bias = xp.reshape(parameters["bias"], (1, self.out_features))
+        return xp.concat([weight, bias], axis=0)
+
+    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
+        """Turn a block's matrix back into parameter-shaped arrays.
+
+        Parameters
+        ----------
+        matrix : array, shape (in(+1), out)
+            As `parameters_to_matrix` gives it.
+
+        Returns
+        -------
+        dict of str to array
+            The parameters by name; possibly views.
+
+        Raises
+        ------
+        ShapeError
+            For another shape.
+        """
+        xp = namespace_of(matrix=matrix)
+        require_matrix(matrix, self.matrix_shape, "matrix")
+        weight = matrix[: self.in_features, :]
+        if self.weight_layout == "oi":
+            weight = xp.matrix_transpose(weight)
+        parameters = {"weight": weight}
+        if self.bias:
+            parameters["bias"] = matrix[self.in_features, :]
+        return parameters
+
+    def _leading_axes(self, batch: Batch) -> tuple[int, ...]:
+        """Return ``(N, *shared)``, after checking both arrays against it."""
+        x, g = batch.inputs, batch.output_grads
+        if x.ndim < 2 or x.shape[-1] != self.in_features:
+            raise ShapeError(
+                f"Expected `inputs` to have shape (N, ..., {self.in_features}), got "
+                f"{tuple(x.shape)}."
+            )
+        lead = tuple(x.shape[:-1])
+        sources = () if batch.sources is None else (batch.sources,)
+        expected = (*sources, *lead, self.out_features)
+        if tuple(g.shape) != expected:
+            hint = (
+                " If its first axis holds several sources, say so with `sources`."
+                if not sources and tuple(g.shape[1:]) == expected
+                else " The examples and shared axes must be those of `inputs`."
+            )
+            raise ShapeError(
+                f"Expected `output_grads` to have shape {expected} for `inputs` of shape "
+                f"{tuple(x.shape)}, got {tuple(g.shape)}.{hint}"
+            )
+        if 0 in expected:
+            raise ShapeError(
+                f"Expected `inputs` and `output_grads` to hold at least one row, got "
+                f"shapes {tuple(x.shape)} and {tuple(g.shape)}. Leave an empty batch out."
+            )
+        return lead

@@ -1,0 +1,144 @@
+"""The embedding, a dense layer without bias whose inputs are ids.
+
+Conventions.  Ids of shape ``(N, *shared)`` are one id a row, and `Batch.output_grads` has
+shape ``((M,) N, *shared, features)``.  A *bag* is a row of k ids whose embeddings are
+summed: ids ``(N, k)`` and output gradients ``((M,) N, features)``.  Which of the two is
+meant is said when the layer is described.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kfac_core.arrays import namespace_of, require_floating
+from kfac_core.backend import Array
+from kfac_core.conventions import require_one_of
+from kfac_core.errors import DtypeError, ShapeError
+from kfac_core.layers.checks import require_mask
+from kfac_core.layers.dense import Dense, WeightLayout
+from kfac_core.layers.id_rows import IdRows
+from kfac_core.layers.rows import Batch, require_no_choice
+
+__all__ = ["Duplicates", "Embedding"]
+
+Duplicates = Literal["binary", "count"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """An embedding's geometry.
+
+    Parameters
+    ----------
+    num_embeddings, features : int
+        The size V of the vocabulary, and the width.
+    weight_layout : {"io", "oi"}
+        Whether the weight is kept as ``(V, features)`` or transposed.
+    bag : bool
+        Whether the last axis of the ids is a bag.
+    duplicates : {"binary", "count"}
+        Whether an id that stands twice in a bag counts once or twice.
+
+    Raises
+    ------
+    ShapeError, ConventionError
+        For a size below 1, or an unknown option.
+    """
+
+    num_embeddings: int
+    features: int
+    weight_layout: WeightLayout
+    bag: bool = False
+    duplicates: Duplicates = "binary"
+
+    kind = "embedding"
+    groups = 1
+
+    def __post_init__(self) -> None:
+        require_one_of("duplicates", self.duplicates, get_args(Duplicates))
+        self._as_dense()
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape ``(V, features)`` of the block's matrix."""
+        return self.num_embeddings, self.features
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of the weight, by name."""
+        return self._as_dense().parameter_shapes
+
+    def rows(self, batch: Batch, /) -> IdRows:
+        """Turn ids and output gradients into rows.
+
+        Parameters
+        ----------
+        batch : Batch
+            Never modified.
+
+        Returns
+        -------
+        IdRows
+            With the ids as they are: no one-hot vector is made.
+
+        Raises
+        ------
+        DtypeError
+            For ids that are not integers, or gradients that are not floats.
+        ShapeError, MixedArraysError
+            For arrays that do not fit together.
+        """
+        require_no_choice(batch)
+        ids, g, mask = batch.inputs, batch.output_grads, batch.mask
+        xp = namespace_of(inputs=ids, output_grads=g, optional={"mask": mask})
+        if not xp.isdtype(ids.dtype, "integral"):
+            raise DtypeError(
+                f"Expected `inputs` of an embedding to be integer ids, got {ids.dtype}."
+            )
+        require_floating(xp, g, "output_grads")
+        lead = tuple(ids.shape[:-1]) if self.bag else tuple(ids.shape)
+        sources = () if batch.sources is None else (batch.sources,)
+        expected = (*sources, *lead, self.features)
+        if ids.ndim < (2 if self.bag else 1) or tuple(g.shape) != expected:
+            kind = "bags (N, k)" if self.bag else "ids (N, ...)"
+            raise ShapeError(
+                f"Expected `output_grads` to have shape {expected} for `inputs` that are "
+                f"{kind} of shape {tuple(ids.shape)}, got {tuple(g.shape)}."
+            )
+        if 0 in expected or 0 in tuple(ids.shape):
+            raise ShapeError(
+                f"Expected `inputs` to hold at least one id, got shape {tuple(ids.shape)}. "
+                "Leave an empty batch out."
+            )
+        if self.bag and ids.ndim != 2:
+            raise ShapeError(f"Expected bags of shape (N, k), got {tuple(ids.shape)}.")
+        examples, positions = lead[0], math.prod(lead[1:])
+        g = xp.reshape(g, (batch.sources or 1, examples, positions, self.features))
+        if mask is not None:
+            mask = require_mask(mask, lead, xp=xp)
+            g = xp.where(mask[None, :, :, None], g, xp.zeros_like(g))
+            # The ids of rows that do not count may be anything.
+            inside = xp.reshape(mask, (*lead, 1) if self.bag else lead)
+            ids = xp.where(inside, ids, xp.zeros_like(ids))
+        ids = xp.reshape(ids, (examples, -1))
+        binary = self.duplicates == "binary"
+        return IdRows(ids, g, mask, self.num_embeddings, self.bag, binary)
+
+    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
+        """Turn the weight into the block's matrix; as `Dense.parameters_to_matrix`."""
+        return self._as_dense().parameters_to_matrix(parameters)
+
+    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
+        """Turn a block's matrix into the weight; as `Dense.matrix_to_parameters`."""
+        return self._as_dense().matrix_to_parameters(matrix)
+
+    def _as_dense(self) -> Dense:
+        return Dense(
+            in_features=self.num_embeddings,
+            out_features=self.features,
+            bias=False,
+            weight_layout=self.weight_layout,
+        )

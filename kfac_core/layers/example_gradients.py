@@ -1,0 +1,90 @@
+"""Gradients themselves as rows, for layers that have no pairs of x and g.
+
+Conventions.  K vectors v of p numbers, whose outer products are summed; N is the number
+of examples that they belong to.  For a layer that knows each example's gradient K is
+``M N``; where only the gradient of the whole batch is at hand, K is M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kfac_core.arrays import Scalar, cast, status_unless
+from kfac_core.backend import Array, Namespace
+from kfac_core.status import Status
+from kfac_core.structure import structure
+
+__all__ = ["ExampleGradients", "GradientBatch"]
+
+
+@structure(static=("batch_size", "sources"))
+class GradientBatch:
+    """The gradients of some parameters for one batch, and its size.
+
+    Parameters
+    ----------
+    gradients : dict of str to array
+        The gradients of the loss, added up (or averaged, as `Conventions.loss` says)
+        over the batch; with a leading axis of length M where there are sources.
+    batch_size : int
+        N.
+    sources : int, optional
+        M; None where the gradients have no such axis.
+    """
+
+    gradients: Mapping[str, Array]
+    batch_size: int
+    sources: int | None = None
+
+    @property
+    def like(self) -> Array:
+        """An array whose library, device and dtype the statistics take."""
+        return next(iter(self.gradients.values()))
+
+
+@structure(static=("examples", "sources"))
+class ExampleGradients:
+    """Vectors whose second moment is the block.
+
+    Attributes
+    ----------
+    gradients : array, shape (K, p)
+        The v.
+    examples : int
+        N.
+    sources : int
+        M.
+    """
+
+    gradients: Array
+    examples: int
+    sources: int
+
+    positions = 1
+
+    @property
+    def like(self) -> Array:
+        """An array of the rows' library and device."""
+        return self.gradients
+
+    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
+        """Return N."""
+        return self.examples
+
+    def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return ``sum v``, shape (p, 1)."""
+        return xp.sum(cast(xp, self.gradients, dtype), axis=0)[:, None]
+
+    def squares(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return ``sum v * v``, shape (p, 1)."""
+        v = cast(xp, self.gradients, dtype)
+        return xp.sum(v * v, axis=0)[:, None]
+
+    def vectors(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return the v, shape (K, p)."""
+        return cast(xp, self.gradients, dtype)
+
+    def status(self, *, xp: Namespace) -> Array:
+        """Return whether the gradients are not finite, 0-d int32 of `Status` flags."""
+        finite = xp.all(xp.isfinite(self.gradients))
+        return status_unless(xp, finite, Status.OUTPUT_GRADS_NOT_FINITE)

@@ -1,0 +1,71 @@
+"""Parameters as one column, for layers whose block has no Kronecker structure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from kfac_core.arrays import namespace_of, require_matrix
+from kfac_core.backend import Array
+from kfac_core.layers.checks import require_parameters
+
+__all__ = ["flatten_parameters", "unflatten_parameters"]
+
+
+def flatten_parameters(
+    parameters: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]], /
+) -> Array:
+    """Flatten arrays row-major into one column, in the order of the shapes.
+
+    Parameters
+    ----------
+    parameters : mapping of str to array
+        Of exactly these names and shapes.
+    shapes : mapping of str to tuple of int
+        What is expected.
+
+    Returns
+    -------
+    array, shape (p, 1)
+        The column.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For parameters that do not fit.
+    """
+    xp = require_parameters(parameters, shapes)
+    return xp.concat([xp.reshape(parameters[name], (-1, 1)) for name in shapes], axis=0)
+
+
+def unflatten_parameters(
+    matrix: Array, shapes: Mapping[str, tuple[int, ...]], /
+) -> dict[str, Array]:
+    """Turn a column back into arrays; the inverse of `flatten_parameters`.
+
+    Parameters
+    ----------
+    matrix : array, shape (p, 1)
+        The column.
+    shapes : mapping of str to tuple of int
+        What it is made of.
+
+    Returns
+    -------
+    dict of str to array
+        By name.
+
+    Raises
+    ------
+    ShapeError
+        For another shape.
+    """
+    xp = namespace_of(matrix=matrix)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    require_matrix(matrix, (sum(sizes), 1), "matrix")
+    parameters, start = {}, 0
+    for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+        part = matrix[start : start + size, 0]
+        parameters[name] = xp.reshape(part, tuple(shape))
+        start += size
+    return parameters

@@ -1,0 +1,157 @@
+"""Rows whose inputs are one-hot (or n-hot) vectors, kept as ids.
+
+Conventions.  ``x`` is the vector of V zeros with a 1 at its id.  For a bag, an example's
+x has a 1 at each of its k ids, or counts an id as often as it stands there.  No such
+vector is ever formed.
+"""
+
+from __future__ import annotations
+
+from kfac_core.arrays import Scalar, cast, device_of, status_unless
+from kfac_core.backend import Array, Namespace
+from kfac_core.linalg.indexing import count_indices, sum_rows_at
+from kfac_core.status import Status
+from kfac_core.structure import structure
+
+__all__ = ["IdRows"]
+
+
+@structure(static=("size", "bag", "binary"))
+class IdRows:
+    """The rows of one batch of an embedding.
+
+    Attributes
+    ----------
+    ids : array of int, shape (N, S), or (N, k) for bags
+        The ids.
+    output_grads : array, shape (M, N, S, m); S is 1 for bags
+        The g, zero where masked.
+    mask : array of bool, shape (N, S), or None
+        The rows that count; of one column for bags.
+    size : int
+        V.
+    bag : bool
+        Whether the k ids of an example make one row.
+    binary : bool
+        Whether an id that stands twice in a bag counts once.
+    """
+
+    ids: Array
+    output_grads: Array
+    mask: Array | None
+    size: int
+    bag: bool
+    binary: bool
+
+    homogeneous = False
+
+    @property
+    def examples(self) -> int:
+        """N."""
+        return int(self.output_grads.shape[1])
+
+    @property
+    def positions(self) -> int:
+        """S."""
+        return int(self.output_grads.shape[2])
+
+    @property
+    def sources(self) -> int:
+        """M."""
+        return int(self.output_grads.shape[0])
+
+    @property
+    def like(self) -> Array:
+        """An array of the rows' library and device."""
+        return self.output_grads
+
+    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
+        """Return the number of rows that count: an int, or 0-d where masked."""
+        if self.mask is None:
+            return self.examples * self.positions
+        return xp.sum(xp.astype(self.mask, dtype))
+
+    def input_squares(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return ``sum x * x``, shape (V,): counts of ids."""
+        values = self._values(dtype, xp)
+        if self.bag:
+            # The counted square of an id that stands c times in a bag is c^2, which the
+            # c entries share.
+            values = values if self.binary else values * self._standing(dtype, xp)
+        flat = xp.reshape(self.ids, (-1,))
+        return count_indices(flat, xp.reshape(values, (-1,)), size=self.size, xp=xp)
+
+    def squares(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return ``sum_mn D * D`` with ``D = sum_s x g^T``, shape (V, m)."""
+        g = cast(xp, self.output_grads, dtype)
+        if self.bag:
+            weights = self._values(dtype, xp)
+            if not self.binary:
+                weights = weights * self._standing(dtype, xp)
+            squares = xp.sum(g * g, axis=0) * weights[..., None]
+        else:
+            # Positions with one id add up before they are squared; each of the c
+            # positions then stands for a c-th of the square.
+            same = cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
+            if self.mask is not None:
+                same = same * cast(xp, self.mask[:, None, :], dtype)
+            sums = xp.matmul(same, g)
+            share = self._once(dtype, xp)
+            squares = xp.sum(sums * sums, axis=0) * share[..., None]
+        rows = xp.reshape(squares, (-1, squares.shape[-1]))
+        return sum_rows_at(rows, xp.reshape(self.ids, (-1,)), size=self.size, xp=xp)
+
+    def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return ``sum_mns x g^T``, shape (V, m)."""
+        g = xp.sum(cast(xp, self.output_grads, dtype), axis=0)
+        rows = g * self._values(dtype, xp)[..., None]
+        flat = xp.reshape(self.ids, (-1,))
+        return sum_rows_at(
+            xp.reshape(rows, (flat.shape[0], -1)), flat, size=self.size, xp=xp
+        )
+
+    def vectors(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return each example's gradient flattened row-major, shape (M N, V m).
+
+        Only for the full matrix of the block, which is V m times larger still.
+        """
+        g = cast(xp, self.output_grads, dtype)
+        M, N, _, m = g.shape
+        every = xp.arange(self.size, dtype=self.ids.dtype, device=device_of(self.ids))
+        hot = cast(xp, self.ids[:, :, None] == every, dtype)
+        hot = hot * self._values(dtype, xp)[:, :, None]
+        if self.bag:
+            hot = xp.sum(hot, axis=1, keepdims=True)
+        D = xp.matmul(xp.matrix_transpose(hot), g)
+        return xp.reshape(D, (M * N, self.size * m))
+
+    def status(self, *, xp: Namespace) -> Array:
+        """Return what is wrong with the rows, 0-d int32 of `Status` flags."""
+        inside = xp.all((self.ids >= 0) & (self.ids < self.size))
+        finite = xp.all(xp.isfinite(self.output_grads))
+        return status_unless(xp, inside, Status.IDS_OUT_OF_RANGE) | status_unless(
+            xp, finite, Status.OUTPUT_GRADS_NOT_FINITE
+        )
+
+    def _values(self, dtype: object, xp: Namespace) -> Array:
+        """Return what each id adds to its x, shape of the ids."""
+        if self.bag and self.binary:
+            return self._once(dtype, xp)
+        ones = self._ones(dtype, xp)
+        return ones if self.mask is None else ones * cast(xp, self.mask, dtype)
+
+    def _ones(self, dtype: object, xp: Namespace) -> Array:
+        return xp.ones_like(self.ids, dtype=dtype)
+
+    def _standing(self, dtype: object, xp: Namespace) -> Array:
+        """Return how often each id stands in its example, shape of the ids."""
+        same = cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
+        if self.mask is not None:
+            same = same * cast(xp, self.mask[:, None, :], dtype)
+        return xp.sum(same, axis=-1)
+
+    def _once(self, dtype: object, xp: Namespace) -> Array:
+        """Return shares that make the places of one id in an example add up to 1."""
+        standing = self._standing(dtype, xp)
+        share = 1.0 / xp.where(standing > 0, standing, xp.ones_like(standing))
+        return share if self.mask is None else share * cast(xp, self.mask, dtype)

@@ -1,0 +1,39 @@
+"""What every layer offers: shapes, rows, and parameters as one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from kfac_core.backend import Array
+
+__all__ = ["Layer"]
+
+
+class Layer(Protocol):
+    """The geometry of one layer; a frozen dataclass without arrays."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind of layer."""
+
+    @property
+    def groups(self) -> int:
+        """The number of groups whose rows are independent; nearly always 1."""
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape ``(in(+1), out)`` of the block's matrix."""
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by name, in a framework's layout."""
+
+    def rows(self, batch: Any, /) -> Any:
+        """Turn what the layer saw (a `Batch` or a `GradientBatch`) into rows."""
+
+    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
+        """Turn parameter-shaped arrays into the block's matrix."""
+
+    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
+        """Turn a block's matrix back into parameter-shaped arrays."""

@@ -1,0 +1,119 @@
+"""Any arrays, known by their gradients alone.
+
+Conventions.  The block's matrix is one column: the parameters flattened row-major, in
+the order of ``shapes``, of shape ``(p, 1)``.  Only the gradient of a whole batch is at
+hand, so that the second moment is ``v v^T / N`` with v the gradient summed over the N
+examples: unbiased for the sampled modes, where examples are independent, but not for
+one-hot vectors shared by all examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kfac_core.arrays import namespace_of, require_floating, require_matrix
+from kfac_core.backend import Array
+from kfac_core.errors import ShapeError, UnsupportedError
+from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
+from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
+
+__all__ = ["Parameters"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """The geometry of arrays that nobody described as a layer.
+
+    Parameters
+    ----------
+    shapes : mapping of str to tuple of int
+        The parameters by name, in the order in which they are flattened.
+
+    Raises
+    ------
+    ShapeError
+        For no parameters, or a length below 1.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    kind = "parameters"
+    groups = 1
+
+    def __post_init__(self) -> None:
+        shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
+        object.__setattr__(self, "shapes", shapes)
+        if not shapes or any(length < 1 for s in shapes.values() for length in s):
+            raise ShapeError(
+                f"Expected `shapes` of at least one parameter, all lengths positive, got "
+                f"{shapes}."
+            )
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.shapes.items()))
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """The shape ``(p, 1)`` of the block's matrix."""
+        return sum(math.prod(shape) for shape in self.shapes.values()), 1
+
+    @property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by name."""
+        return dict(self.shapes)
+
+    def rows(self, batch: GradientBatch, /) -> ExampleGradients:
+        """Turn the gradients of a batch into one vector for each source.
+
+        Parameters
+        ----------
+        batch : GradientBatch
+            Never modified.
+
+        Returns
+        -------
+        ExampleGradients
+            M vectors.
+
+        Raises
+        ------
+        ShapeError, DtypeError, MixedArraysError
+            For gradients that do not fit.
+        UnsupportedError
+            For a `Batch` of inputs and output gradients.
+        """
+        if not isinstance(batch, GradientBatch):
+            raise UnsupportedError(
+                f"Expected a `GradientBatch` for a `Parameters` layer, got "
+                f"{type(batch).__name__}; it has no inputs."
+            )
+        if batch.batch_size < 1:
+            raise ShapeError(
+                f"Expected `batch_size` to be at least 1, got {batch.batch_size}."
+            )
+        if set(batch.gradients) != set(self.shapes):
+            raise ShapeError(
+                f"Expected gradients of {sorted(self.shapes)}, got "
+                f"{sorted(batch.gradients)}."
+            )
+        xp = namespace_of(**batch.gradients)
+        sources = () if batch.sources is None else (batch.sources,)
+        parts = []
+        for name, shape in self.shapes.items():
+            gradient = batch.gradients[name]
+            require_floating(xp, gradient, name)
+            require_matrix(gradient, (*sources, *shape), name)
+            parts.append(xp.reshape(gradient, (batch.sources or 1, -1)))
+        return ExampleGradients(
+            xp.concat(parts, axis=1), batch.batch_size, batch.sources or 1
+        )
+
+    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
+        """Flatten parameter-shaped arrays into one column."""
+        return flatten_parameters(parameters, self.parameter_shapes)
+
+    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
+        """Turn a column back into parameter-shaped arrays."""
+        return unflatten_parameters(matrix, self.parameter_shapes)

@@ -1,0 +1,330 @@
+"""What a framework feeds (`Batch`), and the form that statistics read (`Rows`).
+
+Conventions.  N examples; S shared positions in each (time steps, tokens, pixels) at
+which the layer's weights are used again, 1 where nothing is shared; M sources, the
+vectors back-propagated for one and the same batch.  A mask is True for rows that count.
+Rows that do not count are zero, the homogeneous coordinate included, whatever a
+framework's padding held.  A layer made of Q independent groups (a grouped convolution)
+has a leading axis of length Q in the rows; other layers have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar, cast, namespace_of, status_unless
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import IdRangeError, NotFiniteError, ShapeError, UnsupportedError
+from kfac_core.linalg.groups import join_groups
+from kfac_core.status import Status
+from kfac_core.structure import structure
+
+__all__ = [
+    "Batch",
+    "PixelRows",
+    "Rows",
+    "join_uses",
+    "require_finite",
+    "require_no_choice",
+]
+
+
+@structure(static=("sources",))
+class Batch:
+    """What one layer saw in one batch.
+
+    Parameters
+    ----------
+    inputs : array, shape (N, ..., features in)
+        The layer's inputs; the axes between are the shared ones.
+    output_grads : array, shape (N, ..., features out) or (M, N, ..., features out)
+        The vectors back-propagated to the layer's outputs, one for each example.
+    mask : array of bool, shape (N, ...), optional
+        False for rows (padding) that count as absent.
+    sources : int, optional
+        M, where `output_grads` has a leading axis of sources; None where it has none.
+    chosen : numpy.ndarray of int, shape (R, P), optional
+        For a convolution: the rows that alone are made of the batch, as
+        `kfac_core.choose_patches` draws them.
+    """
+
+    inputs: Array
+    output_grads: Array
+    mask: Array | None = None
+    sources: int | None = None
+    chosen: Any = None
+
+    @property
+    def like(self) -> Array:
+        """An array whose library, device and dtype the statistics take."""
+        return self.output_grads
+
+
+@structure(static=("homogeneous", "partial", "batch_examples"))
+class Rows:
+    """The rows ``(x, g)`` of one batch, grouped by example.
+
+    Attributes
+    ----------
+    inputs : array, shape ((Q,) N, S, n)
+        The x, without their homogeneous coordinate; zero where masked.
+    output_grads : array, shape ((Q,) M, N, S, m)
+        The g; likewise.
+    mask : array of bool, shape (N, S), or None
+        The rows that count.
+    homogeneous : bool
+        Whether each x has a 1 appended.
+    partial : bool
+        Whether some positions of these examples are missing.
+    batch_examples : int or None
+        N of the batch that these rows are a part of; None where they are all of it.
+    batch_rows : int, 0-d array or None
+        The number of rows that count in that batch.
+    """
+
+    inputs: Array
+    output_grads: Array
+    mask: Array | None
+    homogeneous: bool
+    partial: bool = False
+    batch_examples: int | None = None
+    batch_rows: Scalar | None = None
+
+    @property
+    def examples(self) -> int:
+        """N."""
+        return int(self.inputs.shape[-3])
+
+    @property
+    def positions(self) -> int:
+        """S."""
+        return int(self.inputs.shape[-2])
+
+    @property
+    def sources(self) -> int:
+        """M."""
+        return int(self.output_grads.shape[-4])
+
+    @property
+    def like(self) -> Array:
+        """An array of the rows' library and device."""
+        return self.inputs
+
+    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
+        """Return the number of rows that count: an int, or 0-d where masked."""
+        if self.mask is None:
+            return self.examples * self.positions
+        return xp.sum(xp.astype(self.mask, dtype))
+
+    def require_all_positions(self) -> None:
+        """Raise `UnsupportedError` where an example's sum over positions is not at hand."""
+        if self.partial:
+            raise UnsupportedError(
+                "Only some positions of each example were chosen, but this statistic sums "
+                "over all of them. Choose whole examples, or take Kronecker() with "
+                "sharing='expand'."
+            )
+
+    def per_example(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return each example's gradient ``D = sum_s x g^T``, shape ((Q,) M, N, n, m)."""
+        self.require_all_positions()
+        x = cast(xp, self.inputs, dtype)
+        if self.homogeneous:
+            ones = xp.ones_like(x[..., :1])
+            if self.mask is not None:
+                ones = xp.broadcast_to(
+                    cast(xp, self.mask[..., None], dtype), ones.shape
+                )
+            x = xp.concat([x, ones], axis=-1)
+        across = xp.matrix_transpose(x)[..., None, :, :, :]
+        return xp.matmul(across, cast(xp, self.output_grads, dtype))
+
+    def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return ``sum_mns x g^T``, shape (n, Q m)."""
+        g = xp.sum(cast(xp, self.output_grads, dtype), axis=-4, keepdims=True)
+        summed = Rows(self.inputs, g, self.mask, self.homogeneous)
+        return join_groups(
+            xp.sum(summed.per_example(dtype, xp=xp), axis=(-4, -3)), xp=xp
+        )
+
+    def per_position(self) -> Rows:
+        """Return the same rows with every position as an example of its own."""
+        xp = array_api_compat.array_namespace(self.inputs)
+        x, g, mask = self.inputs, self.output_grads, self.mask
+        x = xp.reshape(x, (*x.shape[:-3], -1, 1, x.shape[-1]))
+        g = xp.reshape(g, (*g.shape[:-3], -1, 1, g.shape[-1]))
+        if mask is not None:
+            mask = xp.reshape(mask, (-1, 1))
+        return Rows(x, g, mask, self.homogeneous)
+
+    def squares(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return ``sum_mn D * D``, shape (n, m); no D is formed where S is 1."""
+        if self.positions > 1:
+            D = self.per_example(dtype, xp=xp)
+            return join_groups(xp.sum(D * D, axis=(-4, -3)), xp=xp)
+        x, g = cast(xp, self.inputs, dtype), cast(xp, self.output_grads, dtype)
+        x2 = (x * x)[..., 0, :]
+        if self.homogeneous:
+            ones = xp.ones_like(x2[..., :1])
+            if self.mask is not None:
+                ones = xp.broadcast_to(cast(xp, self.mask, dtype), ones.shape)
+            x2 = xp.concat([x2, ones], axis=-1)
+        g2 = xp.sum((g * g)[..., 0, :], axis=-3)
+        return join_groups(xp.matmul(xp.matrix_transpose(x2), g2), xp=xp)
+
+    def vectors(self, dtype: object, /, *, xp: Namespace) -> Array:
+        """Return each example's gradient flattened row-major, shape (M N, n Q m)."""
+        D = self.per_example(dtype, xp=xp)
+        if D.ndim == 5:
+            D = xp.permute_dims(D, (1, 2, 3, 0, 4))
+        return xp.reshape(D, (self.sources * self.examples, -1))
+
+    def status(self, *, xp: Namespace) -> Array:
+        """Return which of the two arrays is not finite, 0-d int32 of `Status` flags."""
+        return _finite_status(self.inputs, self.output_grads, xp)
+
+
+def require_no_choice(batch: Batch, /) -> None:
+    """Raise `UnsupportedError` for chosen rows, which only a convolution has."""
+    if batch.chosen is not None:
+        raise UnsupportedError(
+            "Expected no `chosen` rows: only a convolution makes rows that can be chosen. "
+            "Slice the arrays instead."
+        )
+
+
+def join_uses(uses: Sequence[Rows], /) -> Rows:
+    """Return several uses of one layer in the same examples as shared positions.
+
+    Parameters
+    ----------
+    uses : sequence of Rows
+        Of the same examples and sources.
+
+    Returns
+    -------
+    Rows
+        With the positions of all uses.
+
+    Raises
+    ------
+    ShapeError
+        Where examples or sources differ.
+    """
+    first = uses[0]
+    for use in uses:
+        if (use.examples, use.sources) != (first.examples, first.sources):
+            raise ShapeError(
+                "Expected all uses of a layer to have the same examples and sources, got "
+                f"{first.examples} and {first.sources}, and {use.examples} and "
+                f"{use.sources}."
+            )
+    xp = namespace_of(**{f"uses[{i}]": use.inputs for i, use in enumerate(uses)})
+    mask = None
+    if any(use.mask is not None for use in uses):
+        masks = [
+            xp.ones_like(use.inputs[..., 0], dtype=xp.bool)
+            if use.mask is None
+            else use.mask
+            for use in uses
+        ]
+        mask = xp.concat(masks, axis=-1)
+    inputs = xp.concat([use.inputs for use in uses], axis=-2)
+    output_grads = xp.concat([use.output_grads for use in uses], axis=-2)
+    return Rows(inputs, output_grads, mask, first.homogeneous)
+
+
+@structure()
+class PixelRows:
+    """The rows of a convolution with its pixels in place of its patches.
+
+    Attributes
+    ----------
+    pixels : array, shape (N, P, c)
+        The inputs, channels last, without any padding.
+    output_grads : array, shape (M, N, S, m)
+        The g; zero where masked.
+    mask : array of bool, shape (N, S), or None
+        The rows that count, for g alone.
+    """
+
+    pixels: Array
+    output_grads: Array
+    mask: Array | None
+
+    @property
+    def examples(self) -> int:
+        """N."""
+        return int(self.pixels.shape[0])
+
+    @property
+    def positions(self) -> int:
+        """S."""
+        return int(self.output_grads.shape[-2])
+
+    @property
+    def sources(self) -> int:
+        """M."""
+        return int(self.output_grads.shape[0])
+
+    @property
+    def like(self) -> Array:
+        """An array of the rows' library and device."""
+        return self.pixels
+
+    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
+        """Return the number of rows that count: an int, or 0-d where masked."""
+        if self.mask is None:
+            return self.examples * self.positions
+        return xp.sum(xp.astype(self.mask, dtype))
+
+    def status(self, *, xp: Namespace) -> Array:
+        """Return which of the two arrays is not finite, 0-d int32 of `Status` flags."""
+        return _finite_status(self.pixels, self.output_grads, xp)
+
+
+def _finite_status(x: Array, g: Array, xp: Namespace) -> Array:
+    good_inputs, good_grads = xp.all(xp.isfinite(x)), xp.all(xp.isfinite(g))
+    return status_unless(xp, good_inputs, Status.INPUTS_NOT_FINITE) | status_unless(
+        xp, good_grads, Status.OUTPUT_GRADS_NOT_FINITE
+    )
+
+
+def require_finite(status: int, /, *, name: str) -> None:
+    """Raise `NotFiniteError` for the flags that `Rows.status` set.
+
+    Parameters
+    ----------
+    status : int
+        The flags.
+    name : str
+        The block that the rows were for.
+
+    Raises
+    ------
+    NotFiniteError, IdRangeError
+        Naming the argument.
+    """
+    flags = Status(status)
+    if Status.IDS_OUT_OF_RANGE in flags:
+        raise IdRangeError(
+            f"Block {name!r}: `inputs` of this batch hold an id that is negative, or not "
+            "below the number of embeddings. Nothing was changed."
+        )
+    bad = [
+        argument
+        for flag, argument in (
+            (Status.INPUTS_NOT_FINITE, "inputs"),
+            (Status.OUTPUT_GRADS_NOT_FINITE, "output_grads"),
+        )
+        if flag in flags
+    ]
+    if bad:
+        arguments = " and ".join(f"`{argument}`" for argument in bad)
+        raise NotFiniteError(
+            f"Block {name!r}: {arguments} of this batch hold NaN or infinity in rows that "
+            "count. Nothing was changed; skip the batch, or find where it diverged."
+        )

@@ -1,0 +1,106 @@
+"""Recurrent use of a layer: one weight, T time steps.
+
+Conventions.  Time is a shared axis.  A dense layer takes arrays of shape
+``(N, T, features)`` as they are, with a mask of shape ``(N, T)`` for sequences of unequal
+lengths.  A convolution takes one `Batch` a step, in a sequence, which `steps_of` makes of
+arrays with a time axis.  Where a framework has folded time into the batch, `unfold_time`
+brings the axis back: in which order it was folded has to be said.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from kfac_core.arrays import namespace_of
+from kfac_core.backend import Array
+from kfac_core.conventions import require_one_of
+from kfac_core.errors import ShapeError
+from kfac_core.layers.rows import Batch
+
+__all__ = ["Folding", "steps_of", "unfold_time"]
+
+Folding = Literal["time_major", "batch_major"]
+"""Whether row ``t N + n`` or row ``n T + t`` of a folded array is step t of example n."""
+
+
+def unfold_time(x: Array, /, *, steps: int, folding: Folding) -> Array:
+    """Bring back a time axis that was folded into the batch.
+
+    Parameters
+    ----------
+    x : array, shape (T N, ...)
+        The folded array.
+    steps : int
+        T.
+    folding : {"time_major", "batch_major"}
+        In which order it was folded.
+
+    Returns
+    -------
+    array, shape (N, T, ...)
+        A view where the library allows it.
+
+    Raises
+    ------
+    ShapeError
+        Where T does not divide the first axis.
+    ConventionError
+        For an unknown order.
+    """
+    require_one_of("folding", folding, get_args(Folding))
+    xp = namespace_of(x=x)
+    if steps < 1 or x.shape[0] % steps:
+        raise ShapeError(
+            f"Expected `steps` to divide the first axis of `x`, got {steps} steps and "
+            f"shape {tuple(x.shape)}."
+        )
+    rest = tuple(x.shape[1:])
+    if folding == "batch_major":
+        return xp.reshape(x, (x.shape[0] // steps, steps, *rest))
+    return xp.moveaxis(xp.reshape(x, (steps, x.shape[0] // steps, *rest)), 0, 1)
+
+
+def steps_of(batch: Batch, /, *, mask_axes: int) -> tuple[Batch, ...]:
+    """Split a batch with a time axis into one batch a step.
+
+    Parameters
+    ----------
+    batch : Batch
+        ``inputs`` of shape ``(N, T, ...)``, ``output_grads`` of shape
+        ``((M,) N, T, ...)``, and a ``mask`` of shape ``(N, T)``, or with the output
+        positions after that, or None.
+    mask_axes : int
+        The number of shared axes of one step, over which a mask of shape ``(N, T)`` is
+        spread: 0 for a dense layer, d for a convolution of d spatial axes whose
+        data layout is channels last.
+
+    Returns
+    -------
+    tuple of Batch
+        To be fed to one block as several uses of its layer.
+
+    Raises
+    ------
+    ShapeError
+        Where the axes of time differ.
+    """
+    x, g, mask = batch.inputs, batch.output_grads, batch.mask
+    xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
+    lead = 0 if batch.sources is None else 1
+    T = x.shape[1]
+    if g.shape[lead + 1] != T or (mask is not None and mask.shape[1] != T):
+        raise ShapeError(
+            f"Expected one time axis of {T} steps, after that of examples, in all arrays; "
+            f"got `inputs` of shape {tuple(x.shape)} and `output_grads` of shape "
+            f"{tuple(g.shape)}."
+        )
+    steps = []
+    for t in range(T):
+        now = None if mask is None else mask[:, t, ...]
+        if now is not None and now.ndim == 1 and mask_axes:
+            positions = tuple(g.shape[lead + 2 : lead + 2 + mask_axes])
+            shape = (now.shape[0], *(1,) * mask_axes)
+            now = xp.broadcast_to(xp.reshape(now, shape), (now.shape[0], *positions))
+        part = g[:, :, t, ...] if lead else g[:, t, ...]
+        steps.append(Batch(x[:, t, ...], part, now, batch.sources))
+    return tuple(steps)

@@ -1,0 +1,110 @@
+"""Independent Bernoulli distributions, from logits (sigmoid cross-entropy).
+
+Conventions.  ``natural`` holds logits z, shape ``(N, ..., D)``; ``p = sigmoid(z)`` for each
+of D independent targets, which are 0 or 1 (any real dtype or booleans; numbers between
+are taken as probabilities), of the same shape.  The log-probability of a row is the sum
+over its D targets.  The inner space is as wide as the outputs, and
+
+    F = H = diag(p (1 - p)),        B = diag(sqrt(p (1 - p))).
+
+Nothing here overflows: everything is written with ``exp(-|z|)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kfac_core.backend import Array, Namespace
+from kfac_core.losses.noise import NoiseDistribution
+from kfac_core.losses.outputs import wide_companion, wide_natural
+
+__all__ = ["Bernoulli"]
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    """Sigmoid cross-entropy, ``-log p = sum_d softplus(z_d) - y_d z_d``.
+
+    See `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671: its autoencoders have this loss.
+    """
+
+    noise_distribution: ClassVar[NoiseDistribution] = "uniform"
+
+    def output_size(self, target_size: int, /) -> int:
+        """Return the number of targets itself."""
+        return target_size
+
+    def inner_shape(self, natural: Array, /) -> tuple[int, ...]:
+        """Return ``(N, ..., D)``."""
+        return tuple(natural.shape)
+
+    def noise_shape(self, natural: Array, /) -> tuple[int, ...]:
+        """Return ``(N, ..., D)``: one uniform number a target."""
+        return tuple(natural.shape)
+
+    def log_probability(self, natural: Array, targets: Array, /) -> Array:
+        """Return ``-sum_d [ y softplus(-z) + (1 - y) softplus(z) ]``."""
+        z, y, xp = _opened(natural, targets)
+        return -xp.sum(y * _softplus(-z, xp) + (1.0 - y) * _softplus(z, xp), axis=-1)
+
+    def gradient(self, natural: Array, targets: Array, /) -> Array:
+        """Return ``p - y``, as ``(1 - y) sigmoid(z) - y sigmoid(-z)``."""
+        z, y, xp = _opened(natural, targets)
+        return (1.0 - y) * _sigmoid(z, xp) - y * _sigmoid(-z, xp)
+
+    def sample(self, natural: Array, noise: Array, /) -> Array:
+        """Return 1 where u < p, else 0, in the dtype of the outputs."""
+        z, xp = wide_natural(natural, noise=noise)
+        u = wide_companion(noise, z.shape, "noise", dtype=z.dtype, xp=xp)
+        return xp.astype(u < _sigmoid(z, xp), z.dtype)
+
+    def sampled_gradient(self, natural: Array, noise: Array, /) -> Array:
+        """Return ``p - y`` at sampled targets y."""
+        return self.gradient(natural, self.sample(natural, noise))
+
+    def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
+        """Return ``F v = p (1 - p) v``."""
+        root, v = _root_variance(natural, v)
+        return root * (root * v)
+
+    def fisher_factor_multiply(self, natural: Array, v: Array, /) -> Array:
+        """Return ``B v = sqrt(p (1 - p)) v``."""
+        root, v = _root_variance(natural, v)
+        return root * v
+
+    # Logits are natural parameters: the Hessian of the loss is the Fisher matrix, and
+    # the factor is diagonal.
+    fisher_factor_transpose_multiply = fisher_factor_multiply
+    ggn_multiply = fisher_multiply
+    ggn_factor_multiply = fisher_factor_multiply
+    ggn_factor_transpose_multiply = fisher_factor_multiply
+
+
+def _opened(natural: Array, targets: Array) -> tuple[Array, Array, Namespace]:
+    """Return z, y and the namespace, checked and wide."""
+    z, xp = wide_natural(natural, targets=targets)
+    y = wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp, any_real=True)
+    return z, y, xp
+
+
+def _root_variance(natural: Array, v: Array) -> tuple[Array, Array]:
+    """Return ``sqrt(p (1 - p)) = h / (1 + h^2)`` with ``h = exp(-|z| / 2)``, and v."""
+    z, xp = wide_natural(natural, v=v)
+    v = wide_companion(v, z.shape, "v", dtype=z.dtype, xp=xp)
+    half = xp.exp(-0.5 * xp.abs(z))
+    return half / (1.0 + half * half), v
+
+
+def _sigmoid(z: Array, xp: Namespace) -> Array:
+    small = xp.exp(-xp.abs(z))
+    return xp.where(z >= 0, xp.ones_like(z), small) / (1.0 + small)
+
+
+def _softplus(z: Array, xp: Namespace) -> Array:
+    above = xp.where(z > 0, z, xp.zeros_like(z))
+    return above + xp.log1p(xp.exp(-xp.abs(z)))

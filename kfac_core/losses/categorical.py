@@ -1,0 +1,174 @@
+"""The categorical distribution of C classes, from logits (softmax cross-entropy).
+
+Conventions.  ``natural`` holds logits z, shape ``(N, ..., C)``; ``p = softmax(z)`` along
+the last axis.  A logit of minus infinity excludes a class.  Targets are integer labels
+in [0, C), shape ``(N, ...)``, or floating rows of probabilities, shape ``(N, ..., C)``
+(one-hot rows, smoothed labels).  A label outside of [0, C) gives NaN, which the
+statistics refuse by name unless their mask leaves that row out.
+
+With ``q = sqrt(p)``, and the inner space as wide as the outputs,
+
+    F = H = diag(p) - p p^T,        B = diag(q) - p q^T.
+
+For rows that the network is sure about, the entries of the likeliest class are
+differences of nearly equal numbers; they are computed from the probabilities of the
+other classes, so that they keep their relative accuracy in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kfac_core.arrays import cast, device_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.losses.noise import NoiseDistribution
+from kfac_core.losses.outputs import (
+    is_integral,
+    require_last_axes,
+    wide_companion,
+    wide_natural,
+)
+
+__all__ = ["Categorical"]
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """Softmax cross-entropy, ``-log p = logsumexp(z) - z_y``.
+
+    See `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671: the Fisher matrix of a network whose
+    outputs parametrize a distribution.
+    """
+
+    noise_distribution: ClassVar[NoiseDistribution] = "uniform"
+
+    def output_size(self, target_size: int, /) -> int:
+        """Return the number of classes itself."""
+        return target_size
+
+    def inner_shape(self, natural: Array, /) -> tuple[int, ...]:
+        """Return ``(N, ..., C)``."""
+        return tuple(natural.shape)
+
+    def noise_shape(self, natural: Array, /) -> tuple[int, ...]:
+        """Return ``(N, ...)``: one uniform number a row."""
+        return tuple(natural.shape[:-1])
+
+    def log_probability(self, natural: Array, targets: Array, /) -> Array:
+        """Return ``z_y - logsumexp(z)``, or ``sum_c t_c log p_c`` for rows t."""
+        z, xp = wide_natural(natural, targets=targets)
+        log_p = _log_softmax(z, xp)
+        if not is_integral(xp, targets):
+            t = wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp)
+            # An excluded class has log p = -inf, and 0 times that would be NaN.
+            log_p = xp.where(t == 0, xp.zeros_like(log_p), log_p)
+            return xp.sum(t * log_p, axis=-1)
+        hit, valid = _one_hot(targets, z, xp)
+        picked = xp.sum(xp.where(hit, log_p, xp.zeros_like(log_p)), axis=-1)
+        return xp.where(valid[..., 0], picked, xp.nan)
+
+    def gradient(self, natural: Array, targets: Array, /) -> Array:
+        """Return ``p - e_y``, or ``p sum(t) - t`` for rows t."""
+        z, xp = wide_natural(natural, targets=targets)
+        p = xp.exp(_log_softmax(z, xp))
+        if not is_integral(xp, targets):
+            t = wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp)
+            return p * xp.sum(t, axis=-1, keepdims=True) - t
+        hit, valid = _one_hot(targets, z, xp)
+        # p_y - 1, without subtracting.
+        others = xp.sum(xp.where(hit, xp.zeros_like(p), p), axis=-1, keepdims=True)
+        return xp.where(valid, xp.where(hit, -others, p), xp.nan)
+
+    def sample(self, natural: Array, noise: Array, /) -> Array:
+        """Return labels by inversion: the first class whose cumulated p exceeds u.
+
+        Notes
+        -----
+        A class of probability zero is never drawn, however the sums are rounded.
+        Probabilities are met to about ``C eps`` of the dtype.
+        """
+        z, xp = wide_natural(natural, noise=noise)
+        u = wide_companion(noise, z.shape[:-1], "noise", dtype=z.dtype, xp=xp)
+        p = xp.exp(_log_softmax(z, xp))
+        # Parallel sums need not be monotone, so that impossible classes are taken out.
+        cumulated = xp.where(p > 0, xp.cumulative_sum(p, axis=-1), xp.zeros_like(p))
+        total = xp.max(cumulated, axis=-1, keepdims=True)
+        below_one = 1.0 - float(xp.finfo(z.dtype).eps)
+        threshold = xp.minimum(u[..., None] * total, total * below_one)
+        return xp.argmax(xp.astype(cumulated > threshold, xp.int32), axis=-1)
+
+    def sampled_gradient(self, natural: Array, noise: Array, /) -> Array:
+        """Return ``p - e_y`` at sampled labels y."""
+        return self.gradient(natural, self.sample(natural, noise))
+
+    def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
+        """Return ``F v = p * (v - p.v)``."""
+        z, v, p, xp = _opened(natural, v)
+        return p * _less_rank_one(v, xp.ones_like(p), p, z, p, xp)
+
+    def fisher_factor_multiply(self, natural: Array, v: Array, /) -> Array:
+        """Return ``B v = q * v - p (q.v)``."""
+        z, v, p, xp = _opened(natural, v)
+        q = xp.exp(0.5 * _log_softmax(z, xp))
+        return q * _less_rank_one(v, q, q, z, p, xp)
+
+    def fisher_factor_transpose_multiply(self, natural: Array, v: Array, /) -> Array:
+        """Return ``B^T v = q * (v - p.v)``."""
+        z, v, p, xp = _opened(natural, v)
+        q = xp.exp(0.5 * _log_softmax(z, xp))
+        return q * _less_rank_one(v, xp.ones_like(p), p, z, p, xp)
+
+    # Logits are natural parameters: the Hessian of the loss is the Fisher matrix.
+    ggn_multiply = fisher_multiply
+    ggn_factor_multiply = fisher_factor_multiply
+    ggn_factor_transpose_multiply = fisher_factor_transpose_multiply
+
+
+def _opened(natural: Array, v: Array) -> tuple[Array, Array, Array, Namespace]:
+    """Return z, v, p and the namespace, checked and wide."""
+    z, xp = wide_natural(natural, v=v)
+    v = wide_companion(v, z.shape, "v", dtype=z.dtype, xp=xp)
+    return z, v, xp.exp(_log_softmax(z, xp)), xp
+
+
+def _log_softmax(z: Array, xp: Namespace) -> Array:
+    shifted = z - xp.max(z, axis=-1, keepdims=True)
+    return shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))
+
+
+def _less_rank_one(
+    v: Array, a: Array, b: Array, z: Array, p: Array, xp: Namespace
+) -> Array:
+    """Return ``v - a (b.v)`` where ``a * b = p``, accurate also where p_c is nearly 1.
+
+    For the likeliest class t this is ``v_t (1 - p_t) - a_t sum_{c != t} b_c v_c``, with
+    ``1 - p_t`` as the sum of the other probabilities.
+    """
+    top = _classes(xp.argmax(z, axis=-1, keepdims=True), z, xp)
+    rest = xp.sum(xp.where(top, xp.zeros_like(p), p), axis=-1, keepdims=True)
+    products = b * v
+    others = xp.sum(
+        xp.where(top, xp.zeros_like(products), products), axis=-1, keepdims=True
+    )
+    full = xp.sum(products, axis=-1, keepdims=True)
+    return xp.where(top, v * rest - a * others, v - a * full)
+
+
+def _one_hot(labels: Array, z: Array, xp: Namespace) -> tuple[Array, Array]:
+    """Return where the label's class is, and which labels are in range."""
+    require_last_axes(labels, tuple(z.shape[:-1]), "targets")
+    if xp.iinfo(labels.dtype).bits < 32:
+        # Eight bits cannot count a thousand classes.
+        labels = cast(xp, labels, xp.int32)
+    labels = labels[..., None]
+    return _classes(labels, z, xp), (labels >= 0) & (labels < z.shape[-1])
+
+
+def _classes(index: Array, z: Array, xp: Namespace) -> Array:
+    """Return where along the last axis the class of an index ``(..., 1)`` is."""
+    return index == xp.arange(z.shape[-1], dtype=index.dtype, device=device_of(z))

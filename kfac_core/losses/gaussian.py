@@ -1,0 +1,107 @@
+"""The Gaussian distribution of a mean, with one fixed variance.
+
+Conventions.  ``natural`` holds the mean m, shape ``(N, ..., D)``; targets are floating and
+of the same shape.  The variance is a number, the same for all D.  The inner space is as
+wide as the outputs, and
+
+    F = H = I / variance,        B = I / sqrt(variance).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kfac_core.backend import Array
+from kfac_core.losses.noise import NoiseDistribution
+from kfac_core.losses.outputs import require_positive, wide_companion, wide_natural
+
+__all__ = ["Gaussian"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaussian:
+    """Least squares, ``-log p = |y - m|^2 / (2 variance) + D/2 log(2 pi variance)``.
+
+    See `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
+
+    Parameters
+    ----------
+    variance : float
+        Finite and positive.  1 is half the sum of squares, 1/2 the sum of squares; see
+        also `SquaredError`.
+
+    Raises
+    ------
+    ConventionError
+        For any other variance.
+
+    References
+    ----------
+    Martens (2020), arXiv:1412.1193: squared error as a likelihood.
+    """
+
+    variance: float
+
+    noise_distribution: ClassVar[NoiseDistribution] = "normal"
+
+    def __post_init__(self) -> None:
+        require_positive(self.variance, "variance")
+
+    def output_size(self, target_size: int, /) -> int:
+        """Return the number of targets itself."""
+        return target_size
+
+    def inner_shape(self, natural: Array, /) -> tuple[int, ...]:
+        """Return ``(N, ..., D)``."""
+        return tuple(natural.shape)
+
+    def noise_shape(self, natural: Array, /) -> tuple[int, ...]:
+        """Return ``(N, ..., D)``: one standard normal number a target."""
+        return tuple(natural.shape)
+
+    def log_probability(self, natural: Array, targets: Array, /) -> Array:
+        """Return ``-|y - m|^2 / (2 variance) - D/2 log(2 pi variance)``."""
+        m, xp = wide_natural(natural, targets=targets)
+        y = wide_companion(targets, m.shape, "targets", dtype=m.dtype, xp=xp)
+        squares = xp.sum((y - m) * (y - m), axis=-1)
+        constant = 0.5 * m.shape[-1] * math.log(2.0 * math.pi * self.variance)
+        return squares * (-0.5 / self.variance) - constant
+
+    def gradient(self, natural: Array, targets: Array, /) -> Array:
+        """Return ``(m - y) / variance``."""
+        m, xp = wide_natural(natural, targets=targets)
+        y = wide_companion(targets, m.shape, "targets", dtype=m.dtype, xp=xp)
+        return (m - y) * (1.0 / self.variance)
+
+    def sample(self, natural: Array, noise: Array, /) -> Array:
+        """Return ``m + sqrt(variance) e`` for standard normal e."""
+        m, xp = wide_natural(natural, noise=noise)
+        e = wide_companion(noise, m.shape, "noise", dtype=m.dtype, xp=xp)
+        return m + e * math.sqrt(self.variance)
+
+    def sampled_gradient(self, natural: Array, noise: Array, /) -> Array:
+        """Return ``-e / sqrt(variance)``, which adding e to a large mean would round."""
+        m, xp = wide_natural(natural, noise=noise)
+        e = wide_companion(noise, m.shape, "noise", dtype=m.dtype, xp=xp)
+        return e * (-1.0 / math.sqrt(self.variance))
+
+    def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
+        """Return ``F v = v / variance``."""
+        return self._scaled(natural, v, 1.0 / self.variance)
+
+    def fisher_factor_multiply(self, natural: Array, v: Array, /) -> Array:
+        """Return ``B v = v / sqrt(variance)``."""
+        return self._scaled(natural, v, 1.0 / math.sqrt(self.variance))
+
+    # The mean is a natural parameter up to scale: the Hessian of the loss is the Fisher
+    # matrix, and the factor is symmetric.
+    fisher_factor_transpose_multiply = fisher_factor_multiply
+    ggn_multiply = fisher_multiply
+    ggn_factor_multiply = fisher_factor_multiply
+    ggn_factor_transpose_multiply = fisher_factor_multiply
+
+    def _scaled(self, natural: Array, v: Array, factor: float) -> Array:
+        m, xp = wide_natural(natural, v=v)
+        return wide_companion(v, m.shape, "v", dtype=m.dtype, xp=xp) * factor

@@ -1,0 +1,90 @@
+"""Where randomness comes from: always from the caller.
+
+Conventions.  The Array API standard has no random numbers, and a library that drew its
+own would be neither reproducible nor traceable.  So sampling functions take *noise*:
+an array of independent numbers, uniform in [0, 1) or standard normal, of a stated
+shape.  Draw it with your library's own functions, from a key or a generator, or let
+`draw_noise` draw it on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kfac_core.arrays import device_of, namespace_of, require_floating, wide_dtype
+from kfac_core.backend import Array, backend_of
+from kfac_core.errors import DtypeError
+
+__all__ = ["NoiseDistribution", "NoiseSpec", "draw_noise"]
+
+NoiseDistribution = Literal["uniform", "normal"]
+
+
+@dataclass(frozen=True)
+class NoiseSpec:
+    """Which random numbers are wanted.
+
+    Attributes
+    ----------
+    distribution : {"uniform", "normal"}
+        Uniform in [0, 1), or standard normal.
+    shape : tuple of int
+        Of the array; all its numbers are independent.
+    """
+
+    distribution: NoiseDistribution
+    shape: tuple[int, ...]
+
+
+def draw_noise(
+    spec: NoiseSpec, /, *, like: Array, rng: np.random.Generator | int
+) -> Array:
+    """Draw noise on the host, and put it where another array is.
+
+    Parameters
+    ----------
+    spec : NoiseSpec
+        What is wanted.
+    like : array
+        Real floating.  Gives the library, the device, and the dtype (float32 where it
+        is narrower).
+    rng : numpy.random.Generator or int
+        A generator, which is advanced, or the seed of a new one.
+
+    Returns
+    -------
+    array
+        Of ``spec.shape``.  The same seed gives the same numbers, up to rounding, in
+        every library and dtype.
+
+    Raises
+    ------
+    DtypeError
+        For anything else than a generator or an integer, and for a `like` of integers.
+
+    Notes
+    -----
+    Copies to the device.  Under a function compiler the numbers become constants of the
+    program, the same in every call: draw outside, and give the noise as an argument.
+    """
+    if not isinstance(rng, np.random.Generator | int | np.integer):
+        raise DtypeError(
+            f"Expected `rng` to be a numpy.random.Generator or an integer seed, got "
+            f"{type(rng).__name__}. Randomness is never taken from a global state."
+        )
+    xp = namespace_of(like=like)
+    require_floating(xp, like, "like")
+    generator = np.random.default_rng(rng)
+    is_double = wide_dtype(xp, like.dtype) == xp.float64
+    dtype = np.dtype(np.float64 if is_double else np.float32)
+    if spec.distribution == "normal":
+        values = np.asarray(generator.standard_normal(spec.shape)).astype(dtype)
+    else:
+        # A float64 just below 1 becomes 1 in float32, which lies outside [0, 1).
+        below_one = np.nextafter(dtype.type(1.0), dtype.type(0.0))
+        values = np.asarray(generator.random(spec.shape)).astype(dtype)
+        values = np.minimum(values, below_one)
+    return backend_of(xp).asarray(values, device=device_of(like))

@@ -1,0 +1,138 @@
+"""A network's outputs and what goes together with them: the checks every loss makes.
+
+Conventions.  ``natural`` has shape ``(..., P)``; targets, noise and vectors have the
+axes that a loss says, and any number in front of them.  Half precision is widened to
+float32, and everything is brought to the dtype of ``natural``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from kfac_core.arrays import (
+    cast,
+    is_finite_number,
+    namespace_of,
+    require_floating,
+    wide_dtype,
+)
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import ConventionError, ShapeError
+
+__all__ = [
+    "is_integral",
+    "require_last_axes",
+    "require_positive",
+    "wide_companion",
+    "wide_natural",
+]
+
+
+def wide_natural(
+    natural: Array, /, *, multiple_of: int = 1, **others: Array
+) -> tuple[Array, Namespace]:
+    """Check a network's outputs, and return them in at least 32 bits.
+
+    Parameters
+    ----------
+    natural : array, shape (..., P)
+        Real floating.
+    multiple_of : int
+        What P must be a multiple of.
+    **others : array
+        Arrays that must be of the same library and device.
+
+    Returns
+    -------
+    natural : array, shape (..., P)
+        Cast where it is narrower.
+    xp : namespace
+        Of all of them.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        Naming the argument.
+    """
+    xp = namespace_of(natural=natural, **others)
+    require_floating(xp, natural, "natural")
+    if natural.ndim < 1 or natural.shape[-1] < 1 or natural.shape[-1] % multiple_of:
+        what = (
+            "P >= 1" if multiple_of == 1 else f"P a positive multiple of {multiple_of}"
+        )
+        raise ShapeError(
+            f"Expected `natural` to have shape (N, ..., P) with {what}, got "
+            f"{tuple(natural.shape)}."
+        )
+    return cast(xp, natural, wide_dtype(xp, natural.dtype)), xp
+
+
+def wide_companion(
+    x: Array,
+    shape: tuple[int, ...],
+    name: str,
+    /,
+    *,
+    dtype: object,
+    xp: Namespace,
+    any_real: bool = False,
+) -> Array:
+    """Check an array that goes together with outputs, and return it in their dtype.
+
+    Parameters
+    ----------
+    x : array, shape (..., *shape)
+        Real floating.
+    shape : tuple of int
+        The last axes.
+    name : str
+        What a message should call it.
+    dtype : dtype
+        What it is cast to.
+    xp : namespace
+        Of the arrays.
+    any_real : bool
+        Whether integers and booleans will do.
+
+    Returns
+    -------
+    array
+        Of that dtype.
+
+    Raises
+    ------
+    ShapeError, DtypeError
+        Naming the argument.
+    """
+    if not (any_real and (x.dtype == xp.bool or is_integral(xp, x))):
+        require_floating(xp, x, name)
+    require_last_axes(x, shape, name)
+    return cast(xp, x, dtype)
+
+
+def require_last_axes(x: Array, shape: tuple[int, ...], name: str, /) -> None:
+    """Raise `ShapeError` unless an array's last axes have these lengths."""
+    extra = x.ndim - len(shape)
+    if extra < 0 or tuple(x.shape[extra:]) != tuple(shape):
+        lengths = "".join(f", {length}" for length in shape)
+        raise ShapeError(
+            f"Expected `{name}` to have shape (...{lengths}), got {tuple(x.shape)}."
+        )
+
+
+def require_positive(value: float, name: str, /) -> float:
+    """Return a number as a float; raise unless it is finite and positive."""
+    if not is_finite_number(value) or value <= 0 or not math.isfinite(1.0 / value):
+        raise ConventionError(
+            f"Expected `{name}` to be a finite number > 0, got {value!r}."
+        )
+    return float(value)
+
+
+def is_integral(xp: Namespace, x: Array, /) -> bool:
+    """Whether an array holds integers; booleans are none."""
+    try:
+        return bool(xp.isdtype(x.dtype, "integral"))
+    except TypeError:
+        # NumPy knows extension dtypes (bfloat16) not at all.
+        return False

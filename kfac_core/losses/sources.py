@@ -1,0 +1,265 @@
+"""The vectors to back-propagate, of every estimation mode (`kfac_core.losses.modes`).
+
+Conventions.  ``vectors`` has shape ``(M, N, ..., P)``: M sources, each a vector for every
+row of the network's outputs.  The sum or mean over sources of their outer products
+estimates the curvature of a loss that is a *sum* over the batch (``loss="sum"``), times
+the weight of the row.  Vectors are constants: nothing is differentiated through them.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, get_args
+
+from kfac_core.arrays import (
+    Scalar,
+    cast,
+    device_of,
+    is_finite_number,
+    namespace_of,
+    require_matrix,
+)
+from kfac_core.backend import Array, Namespace, backend_of
+from kfac_core.conventions import SourceReduction, require_one_of
+from kfac_core.errors import ConventionError, ShapeError
+from kfac_core.losses.loss import Loss
+from kfac_core.losses.modes import (
+    CurvatureMatrix,
+    EstimationMode,
+    curvature_matrix,
+    noise_spec,
+    source_reduction_of,
+)
+from kfac_core.losses.outputs import wide_companion, wide_natural
+from kfac_core.structure import replaced, structure
+
+__all__ = ["SourceVectors", "vectors", "with_random_signs"]
+
+
+@structure(static=("mode", "sources", "source_reduction"))
+class SourceVectors:
+    """Vectors to back-propagate, and how their outer products are to be combined.
+
+    Attributes
+    ----------
+    vectors : array, shape (M, N, ..., P)
+        What is pulled back to the layers, one source after the other; for the last
+        layer itself, ``Batch(output_grads=vectors, sources=M)``.
+    mode : EstimationMode
+        Which mode they are of; `curvature_matrix` says what it estimates.
+    sources : int
+        M.
+    source_reduction : {"sum", "mean"}
+        The ``sources`` of the `Conventions` under which they are on scale.
+    """
+
+    vectors: Array
+    mode: EstimationMode
+    sources: int
+    source_reduction: SourceReduction
+
+
+def vectors(
+    loss: Loss,
+    natural: Array,
+    /,
+    *,
+    mode: EstimationMode,
+    targets: Array | None = None,
+    noise: Array | None = None,
+    weight: Scalar | Array = 1.0,
+    source_reduction: SourceReduction | None = None,
+) -> SourceVectors:
+    """Return the vectors that an estimation mode back-propagates.
+
+    Parameters
+    ----------
+    loss : Loss
+        Of the network.
+    natural : array, shape (N, ..., P)
+        The network's outputs; never differentiated through.
+    mode : EstimationMode
+        See the table of `kfac_core.losses.modes`.
+    targets : array, optional
+        The data's targets, as the loss says; read by ``"empirical"`` alone.
+    noise : array, shape (M, ...), optional
+        As `kfac_core.losses.modes.noise_spec` says: its first axis is that of the
+        samples.  Read by the sampled modes alone.
+    weight : float or array
+        The weight of the loss, >= 0: a number, a 0-d array, one number for each
+        example, shape (N,), or for each row, shape (N, ...).  Rows of weight zero have
+        vectors of zero, whatever else they hold.
+    source_reduction : {"sum", "mean"}, optional
+        To have the vectors scaled for an estimator with that convention; by default
+        the mode's own, `source_reduction_of`.
+
+    Returns
+    -------
+    SourceVectors
+        Of the dtype of `natural`, or float32 where that is narrower.
+
+    Raises
+    ------
+    ConventionError
+        For an unknown mode or reduction, missing targets or noise, or a weight that is
+        negative or not finite.  (In arrays such a weight gives NaN, which the
+        statistics refuse.)
+    UnsupportedError
+        For a Gauss-Newton mode of a loss that has no such matrix.
+    ShapeError, DtypeError, MixedArraysError
+        Naming the argument.
+
+    Notes
+    -----
+    The exact modes make ``I N P`` numbers and need I backward passes.  Several losses of
+    one network are independent, and their curvatures add up: with sampled modes
+    back-propagate one vector of each together, with exact modes one loss at a time.
+
+    References
+    ----------
+    Martens, Sutskever and Swersky (2012), arXiv:1206.6464: curvature propagation.
+    Kunstner, Balles and Hennig (2019), arXiv:1905.12558: what ``empirical`` is not.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.losses import Categorical, draw_noise, noise_spec, vectors
+    >>> loss, logits = Categorical(), np.zeros((5, 3))
+    >>> made = vectors(loss, logits, mode="exact")
+    >>> made.vectors.shape, made.sources, made.source_reduction
+    ((3, 5, 3), 3, 'sum')
+    >>> spec = noise_spec(loss, logits, mode="gradients", samples=2)
+    >>> noise = draw_noise(spec, like=logits, rng=0)
+    >>> vectors(loss, logits, mode="gradients", noise=noise).source_reduction
+    'mean'
+    """
+    own = source_reduction_of(mode)
+    reduction = source_reduction or own
+    require_one_of("source_reduction", reduction, get_args(SourceReduction))
+    xp = namespace_of(natural=natural)
+    detach = backend_of(xp).detach
+    natural, _ = wide_natural(detach(natural))
+    if natural.ndim < 2:
+        raise ShapeError(
+            f"Expected `natural` to have shape (N, ..., P), got {tuple(natural.shape)}."
+        )
+    if mode == "empirical":
+        made = _empirical(loss, natural, targets)
+    elif mode in ("exact", "exact_GGN"):
+        made = _exact(loss, natural, curvature_matrix(mode), xp)
+    else:
+        made = _sampled(loss, natural, noise, mode)
+    made = _weighted(made, weight, xp)
+    sources = int(made.shape[0])
+    if reduction != own:
+        made = made * math.sqrt(sources if reduction == "mean" else 1.0 / sources)
+    return SourceVectors(detach(made), mode, sources, reduction)
+
+
+def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
+    """Multiply each row of each source by a random sign.
+
+    Outer products of single rows stay as they are; products of two different rows have
+    expectation zero.  So the square of a gradient that was summed over rows is an
+    unbiased estimate of the sum of squares, in the exact modes too, at the price of
+    noise.
+
+    Parameters
+    ----------
+    made : SourceVectors
+        Of any mode.
+    noise : array, shape (M, N, ...)
+        Uniform in [0, 1), of the shape of ``made.vectors`` without its last axis.
+
+    Returns
+    -------
+    SourceVectors
+        New.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        Naming the argument.
+    """
+    v = made.vectors
+    xp = namespace_of(vectors=v, noise=noise)
+    require_matrix(noise, tuple(v.shape[:-1]), "noise")
+    u = wide_companion(noise, v.shape[:-1], "noise", dtype=v.dtype, xp=xp)
+    return replaced(made, vectors=xp.where(u[..., None] < 0.5, v, -v))
+
+
+def _empirical(loss: Loss, natural: Array, targets: Array | None) -> Array:
+    if targets is None:
+        raise ConventionError("The mode 'empirical' needs `targets`, got None.")
+    made = loss.gradient(natural, targets)
+    if made.ndim != natural.ndim:
+        raise ShapeError(
+            "Expected `targets` to be of the rows of `natural`, whose shape is "
+            f"{tuple(natural.shape)}; got {tuple(targets.shape)}."
+        )
+    return made[None, ...]
+
+
+def _exact(loss: Loss, natural: Array, matrix: CurvatureMatrix, xp: Namespace) -> Array:
+    """Return ``B e_i`` of every row, for each i."""
+    *rows, inner = loss.inner_shape(natural)
+    unit = xp.eye(inner, dtype=natural.dtype, device=device_of(natural))
+    unit = xp.reshape(unit, (inner, *(1 for _ in rows), inner))
+    unit = xp.broadcast_to(unit, (inner, *rows, inner))
+    return _factor(loss, matrix)(natural, unit)
+
+
+def _sampled(
+    loss: Loss, natural: Array, noise: Array | None, mode: EstimationMode
+) -> Array:
+    if noise is None:
+        raise ConventionError(
+            f"The mode {mode!r} needs `noise`, got None. `noise_spec` says of which "
+            "distribution and shape, and `draw_noise` draws it."
+        )
+    xp = namespace_of(natural=natural, noise=noise)
+    spec = noise_spec(loss, natural, mode=mode)
+    shape = spec.shape[1:] if spec else ()
+    if noise.ndim != len(shape) + 1 or noise.shape[0] < 1:
+        raise ShapeError(
+            f"Expected `noise` to have shape (M, {str(shape)[1:-1].rstrip(',')}), M >= 1 "
+            f"samples, got {tuple(noise.shape)}."
+        )
+    if mode == "gradients":
+        return loss.sampled_gradient(natural, noise)
+    u = wide_companion(noise, shape, "noise", dtype=natural.dtype, xp=xp)
+    signs = xp.where(u < 0.5, xp.ones_like(u), -xp.ones_like(u))
+    return _factor(loss, curvature_matrix(mode))(natural, signs)
+
+
+def _factor(loss: Loss, matrix: CurvatureMatrix) -> Any:
+    return loss.ggn_factor_multiply if matrix == "ggn" else loss.fisher_factor_multiply
+
+
+def _weighted(made: Array, weight: Scalar | Array, xp: Namespace) -> Array:
+    """Return the vectors times the root of the weight; zero where that is zero."""
+    if isinstance(weight, numbers.Real):
+        if not is_finite_number(weight) or weight < 0:
+            raise ConventionError(
+                f"Expected `weight` to be a finite number >= 0, got {weight}."
+            )
+        if weight == 0:
+            return xp.zeros_like(made)
+        return made if weight == 1 else made * math.sqrt(weight)
+    namespace_of(natural=made, weight=weight)
+    rows = tuple(made.shape[1:-1])
+    shape = tuple(weight.shape)
+    if shape not in ((), rows[:1], rows):
+        raise ShapeError(
+            f"Expected `weight` to be a number or of shape {rows[:1]}"
+            f"{'' if len(rows) == 1 else f' or {rows}'}, got {shape}."
+        )
+    if shape:
+        weight = xp.reshape(weight, (*shape, *(1 for _ in rows[len(shape) :]), 1))
+    weight = cast(xp, weight, made.dtype)
+    # A bad weight in an array cannot raise under a tracer; the statistics refuse NaN.
+    good = weight >= 0
+    root = xp.where(good, xp.sqrt(xp.where(good, weight, 0.0)), xp.nan)
+    # Replaced and not multiplied: the rows of padding may hold anything, NaN included.
+    return xp.where(weight == 0, xp.zeros_like(made), made) * root
