@@ -1,0 +1,44 @@
+"""What the estimator holds for one block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Array
+from kfac_core.blocks.operator import CurvatureOperator
+from kfac_core.factors.statistics import Statistics
+
+__all__ = ["BlockState"]
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """Statistics, the operator last made from them, and counts.
+
+    Attributes
+    ----------
+    statistics : Statistics or None
+        None before the first update.
+    operator : CurvatureOperator or None
+        None before the first refresh.
+    updates : int
+        How many updates the statistics have seen.
+    age : int
+        How many of them came after the operator was made.
+    failures : int
+        How many refreshes in a row have failed.
+    damping : float, 0-d array or None
+        The damping that the operator was made with.
+    mean_gradient : array or None
+        The mean gradient of the last batch, as the block's matrix, where the estimator
+        was asked to keep it.
+    """
+
+    statistics: Statistics | None = None
+    operator: CurvatureOperator | None = None
+    updates: int = 0
+    age: int = 0
+    failures: int = 0
+    damping: Scalar | None = None
+    mean_gradient: Array | None = None

@@ -1,0 +1,567 @@
+"""The estimator: the blocks of one network, and when a snapshot of them is taken.
+
+The one object with state, over functions that have none.  Three nouns in time: the
+*statistics* move with every `Estimator.update`; an *operator* is made from them at
+`Estimator.refresh`, with the damping of that moment, and does not change afterwards; a
+product such as `Estimator.precondition` uses the operators as they are.  So nothing is
+half fresh and half stale, and a new damping takes effect at the next refresh.
+
+A call that raises leaves every block as it was.  Results belong to nobody's gradient
+graph: what is fed is detached first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Array
+from kfac_core.block import Block, Fed
+from kfac_core.block_state import BlockState
+from kfac_core.blocks.operator import CurvatureOperator
+from kfac_core.conventions import (
+    Conventions,
+    LossReduction,
+    SourceReduction,
+    require_one_of,
+)
+from kfac_core.damping import DampingRule, require_damping
+from kfac_core.errors import (
+    DampingError,
+    FactorizationError,
+    KFACError,
+    NotFiniteError,
+    NotReadyError,
+    UnknownBlockError,
+)
+from kfac_core.estimator_state import dump_state, parse_state
+from kfac_core.factors.average import require_decay, require_weight
+from kfac_core.feeding import detached, require_finite_rows
+from kfac_core.linalg.shifted import Factorization
+from kfac_core.losses.modes import EstimationMode
+from kfac_core.precision import Precision
+from kfac_core.products import VECTOR_PRODUCTS, apply_product, require_products
+from kfac_core.report import BlockReport, report_of
+from kfac_core.shared_factors import SharedFactors
+from kfac_core.status import Check
+from kfac_core.structure import form, map_structure
+
+__all__ = ["DampingScaling", "Estimator"]
+
+DampingScaling = Literal["none", "mean_eigenvalue"]
+
+
+class Estimator:
+    """Keeps the curvature of a network, block by block.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        The blocks by name.
+    decay : float
+        What old statistics are multiplied with at each update, in [0, 1].
+    damping : float, 0-d array, or mapping of str to these
+        Tikhonov damping, >= 0, of the whole network or of each block by name; a 0-d
+        array is never looked at on the host.
+    damping_rule : {"factored", "factored_unit_pi", "exact"}
+        How the damping is applied; see `kfac_core.damping`.
+    loss : {"sum", "mean", "mean_rows"}
+        Over what the loss that was differentiated is summed or averaged; see
+        `kfac_core.conventions`.
+    sources : {"sum", "mean"}
+        Whether outer products of several sources are summed or averaged.
+    weight : float
+        The weight of each update.
+    debias : bool
+        Whether running sums are divided by their weights.
+    burn_in : int
+        The number of first updates of a block that are averaged plainly (decay 1,
+        weight 1).
+    factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
+        What a refresh prepares; other products prepare what they need when first
+        asked for.  Which are listed changes when work is done, never a result.
+    failure_budget : int
+        How many refreshes in a row may fail for a block, which then keeps its previous
+        operator, before the failure is raised.
+    precision : Precision, optional
+        The dtypes of storage, computing and applying.
+    damping_scaling : {"none", "mean_eigenvalue"}
+        Whether a block's damping is multiplied by the mean eigenvalue of its undamped
+        matrix, ``tr F / dim F``, so that it is relative to the block's size.
+    shared_factors : mapping of str to str, optional
+        Factors that a block takes from another; see `kfac_core.shared_factors`.
+    products : tuple of str
+        Products that will be asked for; each block must support each of them.
+    mode : str, optional
+        The estimation mode that the output gradients come from, such as
+        ``"gradients"``; written into the state and checked when one is loaded.
+    parameter_statistics : bool
+        Whether the mean gradient of each block's last batch is kept.
+    max_patch_elements : int, optional
+        How many numbers the patches of a convolution may hold at a time; a batch is
+        read in chunks of examples then, with the same result.
+
+    Raises
+    ------
+    ConventionError, DampingError, DecayError, UnknownBlockError
+        For options out of range.
+    UnsupportedError
+        For a block that cannot give one of `products`, with the reason.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, Block],
+        *,
+        decay: float,
+        damping: Scalar | Mapping[str, Scalar],
+        damping_rule: DampingRule,
+        loss: LossReduction,
+        sources: SourceReduction = "sum",
+        weight: float = 1.0,
+        debias: bool = True,
+        burn_in: int = 0,
+        factorizations: tuple[Factorization, ...] = ("inverse",),
+        failure_budget: int = 0,
+        precision: Precision | None = None,
+        damping_scaling: DampingScaling = "none",
+        shared_factors: Mapping[str, str] | None = None,
+        products: tuple[str, ...] = (),
+        mode: EstimationMode | None = None,
+        parameter_statistics: bool = False,
+        max_patch_elements: int | None = None,
+    ) -> None:
+        require_decay(decay)
+        require_weight(weight)
+        require_one_of("damping_scaling", damping_scaling, get_args(DampingScaling))
+        if mode is not None:
+            require_one_of("mode", mode, get_args(EstimationMode))
+        require_one_of("damping_rule", damping_rule, get_args(DampingRule))
+        for factorization in factorizations:
+            require_one_of("factorizations", factorization, get_args(Factorization))
+        self.blocks = dict(blocks)
+        require_products(self.blocks, products)
+        self.shared_factors = SharedFactors(shared_factors or {}, self.blocks)
+        self.damping_scaling = damping_scaling
+        self.mode = mode
+        self.parameter_statistics = parameter_statistics
+        self.max_patch_elements = max_patch_elements
+        self.conventions = Conventions(loss=loss, sources=sources)
+        self.precision = precision or Precision()
+        self.debias = debias
+        self.burn_in = burn_in
+        self.factorizations = factorizations
+        self.failure_budget = failure_budget
+        self.damping_rule: DampingRule = damping_rule
+        self._decay = decay
+        self._weight = weight
+        self._damping = self._checked_damping(damping)
+        self._states = {name: BlockState() for name in self.blocks}
+
+    @property
+    def damping(self) -> Scalar | dict[str, Scalar]:
+        """The damping of the next refresh; assigning a bad one changes nothing."""
+        return self._damping
+
+    @damping.setter
+    def damping(self, damping: Scalar | Mapping[str, Scalar]) -> None:
+        self._damping = self._checked_damping(damping)
+
+    @property
+    def decay(self) -> float:
+        """The decay of the next update; assigning a bad one changes nothing."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, decay: float) -> None:
+        require_decay(decay)
+        self._decay = decay
+
+    def state(self, name: str, /) -> BlockState:
+        """Return what is held for a block: statistics, operator and counts."""
+        return self._states[self._known(name)]
+
+    def report(self) -> dict[str, BlockReport]:
+        """Return each block's condition, damping split, certificate and age.
+
+        Returns
+        -------
+        dict of str to BlockReport
+            Plain numbers; this waits for the device.
+        """
+        return {
+            name: report_of(self.blocks[name], state)
+            for name, state in self._states.items()
+        }
+
+    def mean_gradient(self, name: str, /) -> dict[str, Array]:
+        """Return the mean gradient of a block's last batch, by parameter.
+
+        The sum over examples and sources of the gradients of the summed loss, over N:
+        first-order statistics that cost next to nothing beside the curvature.
+
+        Parameters
+        ----------
+        name : str
+            The block.
+
+        Returns
+        -------
+        dict of str to array
+            In the parameters' layout.
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        NotReadyError
+            Before the first update, or without ``parameter_statistics``.
+        """
+        matrix = self.state(name).mean_gradient
+        if matrix is None:
+            raise NotReadyError(
+                f"Block {name!r} has no mean gradient: make the estimator with "
+                "parameter_statistics=True, and call `update`."
+            )
+        return self.blocks[name].matrix_to_parameters(matrix)
+
+    def update(self, batches: Mapping[str, Fed], /, *, check: Check = "raise") -> None:
+        """Feed the statistics of some or all blocks.
+
+        Parameters
+        ----------
+        batches : mapping of str to Batch, GradientBatch or sequence of Batch
+            What each block's layer saw; blocks that are left out stay as they are.  A
+            sequence is several uses of one layer in each example (tied weights), whose
+            rows are shared positions of one and the same weight.
+        check : {"raise", "status"}
+            Whether rows that are not finite raise, for which the device is waited for
+            once, or leave that block's statistics as they were and set
+            ``state(name).statistics.status``.
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        ShapeError, DtypeError, MixedArraysError
+            For arrays that do not fit, in either mode.
+        NotFiniteError
+            Naming the argument (``check="raise"``).
+
+        Notes
+        -----
+        ``R (n^2 + M m^2)`` flops a block for R rows; twice that where the backend has
+        no symmetric update.
+        """
+        fed = {self._known(name): detached(batch) for name, batch in batches.items()}
+        if check == "raise":
+            require_finite_rows(self.blocks, fed, self.max_patch_elements)
+        updated = {name: self._updated(name, batch) for name, batch in fed.items()}
+        self._states.update(updated)
+
+    def refresh(
+        self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
+    ) -> None:
+        """Make new operators, for some or all blocks, with the damping as it is now.
+
+        Parameters
+        ----------
+        names : iterable of str, optional
+            The blocks; all that have statistics where left out.
+        check : {"raise", "status"}
+            Whether a failed factorization climbs the ladder and then raises, for which
+            the device is waited for a few times a block; or is left in the operator's
+            ``status()``, where a block keeps its previous operator if it has one.
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        NotReadyError
+            For a block without statistics.
+        DampingError
+            For a damping that is negative or not finite.
+        NotFiniteError, FactorizationError
+            Where a block has no earlier operator, or its failures in a row exceed the
+            budget; every block then keeps the operator it had.
+        """
+        if names is None:
+            chosen = [n for n, state in self._states.items() if state.statistics]
+            if not chosen:
+                raise NotReadyError("No block has statistics yet; call `update` first.")
+        else:
+            chosen = [self._known(name) for name in names]
+        memo: dict[Any, Any] = {}
+        refreshed: dict[str, BlockState] = {}
+        failed: KFACError | None = None
+        for name in chosen:
+            try:
+                refreshed[name] = self._refreshed(name, check, memo)
+            except (FactorizationError, NotFiniteError) as error:
+                state = self._states[name]
+                kept = dataclasses.replace(state, failures=state.failures + 1)
+                self._states[name] = kept
+                if state.operator is None or kept.failures > self.failure_budget:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
+        self._states.update(refreshed)
+
+    def operator(self, name: str, /) -> CurvatureOperator:
+        """Return a block's operator as of its last refresh.
+
+        Parameters
+        ----------
+        name : str
+            The block.
+
+        Returns
+        -------
+        CurvatureOperator
+            Immutable.
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        NotReadyError
+            Before the block's first refresh.
+        """
+        operator = self._states[self._known(name)].operator
+        if operator is None:
+            raise NotReadyError(
+                f"Block {name!r} has no operator yet; call `update` and `refresh` first."
+            )
+        return operator
+
+    def precondition(
+        self, gradients: Mapping[str, Mapping[str, Any]], /
+    ) -> dict[str, dict[str, Any]]:
+        """Multiply gradients by the inverse of each block's damped curvature.
+
+        Parameters
+        ----------
+        gradients : mapping of str to mapping of str to array
+            For some or all blocks, the parameters' gradients in the layer's layout.
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            Of the same form, dtypes and devices; new arrays.
+
+        Raises
+        ------
+        UnknownBlockError, NotReadyError
+            As `operator`.
+        ShapeError, DtypeError, MixedArraysError
+            For gradients that do not fit.
+
+        Notes
+        -----
+        Two matrix products a block, ``2 n m (n + m)`` flops; never waits for a device.
+        """
+        return self.apply("multiply_inverse", gradients)
+
+    def apply(
+        self,
+        product: str,
+        vectors: Mapping[str, Mapping[str, Any]],
+        /,
+        *arguments: Any,
+        **options: Any,
+    ) -> dict[str, dict[str, Any]]:
+        """Apply any product of `CurvatureOperator` to parameter-shaped vectors.
+
+        Parameters
+        ----------
+        product : str
+            The name of a function of `CurvatureOperator` that takes and returns a
+            vector, such as ``"multiply_matpower"``.
+        vectors : mapping of str to mapping of str to array
+            For some or all blocks.  An embedding's weight may be `SparseRows`, and is
+            that in the result then.
+        *arguments, **options
+            What the product takes besides the vector, such as an exponent.
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            Of the same form.
+
+        Raises
+        ------
+        ConventionError
+            For an unknown product.
+        KFACError
+            As `precondition` and the product itself.
+        """
+        require_one_of("product", product, VECTOR_PRODUCTS)
+        results: dict[str, dict[str, Any]] = {}
+        prepared: dict[str, BlockState] = {}
+        for name, parameters in vectors.items():
+            results[name], operator = apply_product(
+                self.blocks[self._known(name)],
+                self.operator(name),
+                parameters,
+                product=product,
+                arguments=arguments,
+                options=options,
+                name=name,
+            )
+            # What was prepared for this call is kept for the next one.
+            prepared[name] = dataclasses.replace(self._states[name], operator=operator)
+        self._states.update(prepared)
+        return results
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the estimator holds, as plain dicts and arrays.
+
+        Returns
+        -------
+        dict
+            Copies: statistics and operators of every block, counts, conventions and
+            settings; arrays stay of their library and device.
+        """
+        settings = {
+            "damping": self._damping,
+            "damping_rule": self.damping_rule,
+            "decay": self._decay,
+            "weight": self._weight,
+            "burn_in": self.burn_in,
+        }
+        return dump_state(self.blocks, self._states, self._promises(), settings)
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Take over a state that `state_dict` made.
+
+        Parameters
+        ----------
+        state : mapping
+            Of an estimator with the same blocks and conventions.
+
+        Raises
+        ------
+        StateError
+            Where anything does not fit; nothing was changed then.
+        """
+        states, settings = parse_state(state, self.blocks, self._promises())
+        self._states = {name: BlockState(**fields) for name, fields in states.items()}
+        self._damping = settings["damping"]
+        self.damping_rule = settings["damping_rule"]
+        self._decay = settings["decay"]
+        self._weight = settings["weight"]
+        self.burn_in = settings["burn_in"]
+
+    def _promises(self) -> dict[str, Any]:
+        """Return what a state must share with the estimator that it is loaded into."""
+        return {
+            "loss": self.conventions.loss,
+            "sources": self.conventions.sources,
+            "debias": self.debias,
+            "mode": self.mode,
+        }
+
+    def _known(self, name: str) -> str:
+        if name not in self.blocks:
+            raise UnknownBlockError(
+                f"Unknown block {name!r}; the blocks are "
+                f"{', '.join(map(repr, self.blocks))}."
+            )
+        return name
+
+    def _updated(self, name: str, batch: Fed) -> BlockState:
+        state, block = self._states[name], self.blocks[name]
+        burning = state.updates < self.burn_in
+        statistics = state.statistics
+        if statistics is None:
+            (first, *_) = batch if isinstance(batch, list | tuple) else (batch,)
+            like = first.like
+            statistics = block.initial(like, precision=self.precision)
+        try:
+            # Finite rows were asked for already, or are not to be asked for.
+            new = block.update(
+                statistics,
+                batch,
+                conventions=self.conventions,
+                decay=1.0 if burning else self._decay,
+                weight=1.0 if burning else self._weight,
+                check="status",
+                name=name,
+                skip=self.shared_factors.taken_by(name),
+                max_patch_elements=self.max_patch_elements,
+            )
+            gradient = None
+            if self.parameter_statistics:
+                gradient = block.mean_gradient(batch, conventions=self.conventions)
+        except KFACError as error:
+            raise type(error)(f"Block {name!r}: {error}") from None
+        return dataclasses.replace(
+            state,
+            statistics=new,
+            updates=state.updates + 1,
+            age=state.age + 1,
+            mean_gradient=gradient,
+        )
+
+    def _refreshed(self, name: str, check: Check, memo: dict[Any, Any]) -> BlockState:
+        state, block = self._states[name], self.blocks[name]
+        if state.statistics is None:
+            raise NotReadyError(
+                f"Block {name!r} has no statistics yet; call `update` first."
+            )
+        everything = {other: held.statistics for other, held in self._states.items()}
+        statistics = self.shared_factors.completed(name, state.statistics, everything)
+        common: dict[str, Any] = {
+            "rule": self.damping_rule,
+            "debias": self.debias,
+            "check": check,
+            "precision": self.precision,
+            "name": name,
+            "memo": memo,
+        }
+        damping = self._damping_of(name)
+        if self.damping_scaling == "mean_eigenvalue":
+            bare = block.operator(statistics, damping=0.0, factorizations=(), **common)
+            n, m = bare.shape
+            damping = damping * bare.trace(damped=False) / (n * m)
+        operator = block.operator(
+            statistics, damping=damping, factorizations=self.factorizations, **common
+        )
+        if check == "status":
+            operator = _unless_failed(operator, state.operator)
+        return dataclasses.replace(
+            state, operator=operator, age=0, failures=0, damping=damping
+        )
+
+    def _damping_of(self, name: str) -> Scalar:
+        return self._damping[name] if isinstance(self._damping, dict) else self._damping
+
+    def _checked_damping(
+        self, damping: Scalar | Mapping[str, Scalar]
+    ) -> Scalar | dict[str, Scalar]:
+        if not isinstance(damping, Mapping):
+            require_damping(damping)
+            return damping
+        for name, value in damping.items():
+            require_damping(value, name=f"damping[{self._known(name)!r}]")
+        missing = sorted(set(self.blocks) - set(damping))
+        if missing:
+            raise DampingError(
+                f"Expected `damping` for every block, but {missing} have none."
+            )
+        return dict(damping)
+
+
+def _unless_failed(
+    new: CurvatureOperator, old: CurvatureOperator | None
+) -> CurvatureOperator:
+    """Return the new operator, or the old one where the new one's status is not zero."""
+    if old is None or form(old) != form(new):
+        return new
+    status = new.status()
+    xp = array_api_compat.array_namespace(status)
+    return map_structure(lambda a, b: xp.where(status == 0, a, b), new, old)

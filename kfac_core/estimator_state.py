@@ -1,0 +1,397 @@
+"""The estimator's state as plain dicts and arrays, written and checked here.
+
+Conventions.  A state is a nested dict of strings, numbers, booleans, None and arrays.
+A structure is the dict ``{"structure": class name, field: ..., ...}``; only the classes
+listed in `_KNOWN` are ever made from one.  Everything is checked before anything is
+returned: format and version, the blocks with their layers and approximations, the
+conventions, shapes, dtypes, and that no number is NaN or infinite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+import array_api_compat
+import numpy as np
+
+from kfac_core.arrays import device_of, is_finite_number
+from kfac_core.block import Block
+from kfac_core.blocks.eigen import EigenOperator
+from kfac_core.blocks.exact_kronecker import ExactKronecker
+from kfac_core.blocks.flat import FlatOperator
+from kfac_core.blocks.kronecker import FactoredKronecker
+from kfac_core.blocks.many_kronecker import ManyKronecker
+from kfac_core.blocks.series import SeriesOperator
+from kfac_core.damping import DampingRule, require_damping
+from kfac_core.errors import KFACError, StateError
+from kfac_core.factors.average import Average, require_decay, require_weight
+from kfac_core.factors.statistics import Statistics
+from kfac_core.factors.uncorrelated import ChannelMoments
+from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
+from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky
+from kfac_core.linalg.rank_one import ShiftedRankOne
+from kfac_core.linalg.series_chain import SymmetricChain
+from kfac_core.linalg.series_infinite import InfiniteChain
+from kfac_core.linalg.shifted import ShiftedMatrix
+from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.status import Check
+from kfac_core.structure import is_structure, leaves
+
+__all__ = ["FORMAT", "VERSION", "dump_state", "parse_state"]
+
+FORMAT = "kfac_core.estimator"
+VERSION = 1
+
+_KNOWN: dict[str, type[Any]] = {
+    cls.__name__: cls
+    for cls in (
+        Average,
+        Basis,
+        ChannelMoments,
+        EigenOperator,
+        ExactKronecker,
+        FactoredKronecker,
+        FlatOperator,
+        Inverse,
+        KroneckerCholesky,
+        ManyKronecker,
+        Statistics,
+        Positive,
+        SeriesOperator,
+        InfiniteChain,
+        SymmetricChain,
+        ShiftedDiagonal,
+        ShiftedMatrix,
+        ShiftedRankOne,
+        SymmetricMatrix,
+    )
+}
+
+_STATIC: dict[str, Callable[[Any], bool]] = {
+    "whole": lambda value: isinstance(value, bool),
+    "definite": lambda value: isinstance(value, bool),
+    "check": lambda value: value in get_args(Check),
+    "rung": lambda value: value in get_args(Rung),
+    "name": lambda value: isinstance(value, str),
+}
+"""What static fields of structures may be, by name."""
+
+_COUNTS = ("updates", "age", "failures")
+
+
+def dump_state(
+    blocks: Mapping[str, Block],
+    states: Mapping[str, Any],
+    promises: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the state of an estimator as plain dicts and copies of its arrays.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        The descriptions.
+    states : mapping of str to BlockState
+        What is held for each.
+    promises : mapping of str to object
+        What must be the same where the state is loaded.
+    settings : mapping of str to object
+        What is taken over where the state is loaded.
+
+    Returns
+    -------
+    dict
+        As the module's conventions say.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "conventions": dict(promises),
+        "settings": {name: _dump(value) for name, value in settings.items()},
+        "blocks": {
+            name: {
+                **_description(blocks[name]),
+                "statistics": _dump(state.statistics),
+                "operator": _dump(state.operator),
+                "damping": _dump(state.damping),
+                **{count: getattr(state, count) for count in _COUNTS},
+            }
+            for name, state in states.items()
+        },
+    }
+
+
+def parse_state(
+    state: Any, blocks: Mapping[str, Block], promises: Mapping[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Check a state against an estimator and turn it back into structures.
+
+    Parameters
+    ----------
+    state : mapping
+        As `dump_state` made it.
+    blocks : mapping of str to Block
+        Of the estimator that wants it.
+    promises : mapping of str to object
+        The conventions of that estimator.
+
+    Returns
+    -------
+    states : dict of str to dict of str to object
+        The fields of each block's state.
+    settings : dict of str to object
+        The settings.
+
+    Raises
+    ------
+    StateError
+        Saying what came, what was expected and where.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise StateError(f"Expected a state of format {FORMAT!r}.")
+    if state.get("version") != VERSION:
+        raise StateError(
+            f"Expected version {VERSION} of {FORMAT!r}, got {state.get('version')!r}. "
+            "It was written by another release of kfac_core."
+        )
+    _require_equal(state, "conventions", dict(promises))
+    settings = _settings(_part(state, "settings", "the state"))
+    parts = _part(state, "blocks", "the state")
+    if set(parts) != set(blocks):
+        raise StateError(
+            f"Expected the blocks {sorted(blocks)}, got {sorted(parts)}. Load it into an "
+            "estimator with the same blocks."
+        )
+    return {name: _block(parts[name], blocks[name], name) for name in blocks}, settings
+
+
+def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
+    where = f"block {name!r}"
+    if not isinstance(part, Mapping):
+        raise StateError(f"Expected {where} of the state to be a mapping.")
+    for field, expected in _description(block).items():
+        if part.get(field) != expected:
+            raise StateError(
+                f"{where}: expected {field} {expected}, got {part.get(field)}."
+            )
+    for field in ("statistics", "operator", "damping"):
+        if field not in part:
+            raise StateError(f"{where}: expected a field {field!r}, which is missing.")
+    fields: dict[str, Any] = {}
+    for count in _COUNTS:
+        value = part.get(count)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise StateError(f"{where}: expected a count {count!r}, got {value!r}.")
+        fields[count] = value
+    statistics = _parse(part.get("statistics"), f"{where}, statistics")
+    operator = _parse(part.get("operator"), f"{where}, operator")
+    if statistics is not None:
+        _check_statistics(statistics, block, where)
+    if operator is not None:
+        _check_operator(operator, block, where)
+    damping = _parse(part.get("damping"), f"{where}, damping")
+    return {
+        "statistics": statistics,
+        "operator": operator,
+        "damping": damping,
+        **fields,
+    }
+
+
+def _check_statistics(statistics: Any, block: Block, where: str) -> None:
+    names = set(block.initial(np.zeros(())).averages)
+    if not isinstance(statistics, Statistics) or set(statistics.averages) != names:
+        raise StateError(f"{where}: the statistics are of another kind of block.")
+    try:
+        expected = block.initial(statistics.any_weight)
+    except KFACError as error:
+        raise StateError(
+            f"{where}: a weight of the statistics is damaged: {error}"
+        ) from None
+    _check_leaves(
+        statistics, {path: tuple(x.shape) for path, x in leaves(expected)}, where
+    )
+    dtypes = {path: x.dtype for path, x in leaves(expected)}
+    for path, x in leaves(statistics):
+        if x.dtype != dtypes[path]:
+            raise StateError(
+                f"{where}: expected {path} to have dtype {dtypes[path]}, got {x.dtype}."
+            )
+        if path.endswith(".weight") and not bool(x >= 0):
+            raise StateError(f"{where}: {path} is negative.")
+
+
+def _check_operator(operator: Any, block: Block, where: str) -> None:
+    """Check sizes, finiteness, and that every product prepared gives a vector."""
+    shape = block.layer.matrix_shape
+    try:
+        if tuple(operator.shape) != shape:
+            raise StateError(
+                f"{where}: expected an operator of shape {shape}, got {operator.shape}."
+            )
+        found = dict(leaves(operator))
+        for path, x in found.items():
+            _require_finite(x, f"{where}, operator.{path}")
+        status = operator.status()
+        xp = array_api_compat.array_namespace(status)
+        vector = xp.zeros(shape, dtype=xp.float32, device=device_of(status))
+        chained = isinstance(operator, SeriesOperator | ManyKronecker)
+        prepared = () if chained else _prepared_products(found)
+        for product in ("multiply", *prepared):
+            result = getattr(operator, product)(vector)
+            if tuple(result.shape) != shape or bool(xp.any(result != 0)):
+                raise StateError(f"{where}: the operator's {product} is damaged.")
+    except StateError:
+        raise
+    except Exception as error:
+        # Whatever a damaged operator runs into, the state is what is wrong.
+        raise StateError(f"{where}: the operator is damaged: {error}") from error
+    if not isinstance(operator, _OPERATORS) or bool(status != 0):
+        raise StateError(f"{where}: the operator is of another kind, or had failed.")
+
+
+_OPERATORS = (
+    FactoredKronecker,
+    ExactKronecker,
+    FlatOperator,
+    EigenOperator,
+    ManyKronecker,
+    SeriesOperator,
+)
+
+
+def _prepared_products(found: Mapping[str, Any]) -> list[str]:
+    """Return the products whose factorization is among the arrays of an operator."""
+    signs = {
+        "multiply_inverse": ".inverse.matrix.",
+        "multiply_cholesky": ".positive.lower",
+        "multiply_cholesky_inverse": "triangular.columns",
+    }
+    return [
+        product
+        for product, sign in signs.items()
+        if any(sign in f".{p}" for p in found)
+    ]
+
+
+def _check_leaves(
+    value: Any, shapes: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Compare paths, shapes and finiteness; this waits for the arrays' device."""
+    found = dict(leaves(value))
+    if set(found) != set(shapes):
+        raise StateError(
+            f"{where}: expected arrays {sorted(shapes)}, got {sorted(found)}."
+        )
+    for path, x in found.items():
+        if tuple(x.shape) != shapes[path]:
+            raise StateError(
+                f"{where}: expected {path} to have shape {shapes[path]}, got "
+                f"{tuple(x.shape)}."
+            )
+        _require_finite(x, f"{where}, {path}")
+
+
+def _require_finite(x: Any, where: str) -> None:
+    xp = array_api_compat.array_namespace(x)
+    if xp.isdtype(x.dtype, "real floating") and not bool(xp.all(xp.isfinite(x))):
+        raise StateError(f"{where} holds NaN or infinity.")
+
+
+def _settings(part: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("damping", "damping_rule", "decay", "weight", "burn_in")
+    if set(part) != set(names):
+        raise StateError(f"Expected the settings {sorted(names)}, got {sorted(part)}.")
+    settings = {name: _parse(part[name], f"setting {name!r}") for name in names}
+    if settings["damping_rule"] not in get_args(DampingRule):
+        raise StateError(f"Unknown damping rule {settings['damping_rule']!r}.")
+    for name in ("decay", "weight", "burn_in"):
+        if not is_finite_number(settings[name]):
+            raise StateError(f"Expected setting {name!r} to be a number.")
+    try:
+        require_decay(settings["decay"])
+        require_weight(settings["weight"])
+        damping = settings["damping"]
+        for value in damping.values() if isinstance(damping, dict) else (damping,):
+            require_damping(value)
+    except KFACError as error:
+        raise StateError(str(error)) from None
+    return settings
+
+
+def _description(block: Block) -> dict[str, Any]:
+    layer: Any = block.layer
+    approximation: Any = block.approximation
+    return {
+        "layer": {"kind": layer.kind, **dataclasses.asdict(layer)},
+        "approximation": {
+            "name": approximation.name,
+            **dataclasses.asdict(approximation),
+        },
+    }
+
+
+def _dump(value: Any) -> Any:
+    """Turn structures into dicts, and copy arrays."""
+    if is_structure(value):
+        fields = {
+            f.name: _dump(getattr(value, f.name)) for f in dataclasses.fields(value)
+        }
+        return {"structure": type(value).__name__, **fields}
+    if isinstance(value, dict):
+        return {name: _dump(part) for name, part in value.items()}
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return _copied(value)
+
+
+def _parse(value: Any, where: str) -> Any:
+    """Turn dicts back into structures of known classes, and copy arrays."""
+    if isinstance(value, Mapping) and "structure" not in value:
+        parts = value.items()
+        return {str(name): _parse(part, f"{where}.{name}") for name, part in parts}
+    if isinstance(value, Mapping):
+        cls = _KNOWN.get(str(value.get("structure")))
+        if cls is None:
+            raise StateError(f"{where}: unknown structure {value.get('structure')!r}.")
+        names = {f.name for f in dataclasses.fields(cls)}
+        if set(value) - {"structure"} != names:
+            raise StateError(
+                f"{where}: expected the fields {sorted(names)} of {cls.__name__}, got "
+                f"{sorted(set(value) - {'structure'})}."
+            )
+        made = {name: _parse(value[name], f"{where}.{name}") for name in names}
+        for name, good in _STATIC.items():
+            if name in names and not good(made[name]):
+                raise StateError(f"{where}: {name} cannot be {made[name]!r}.")
+        return cls(**made)
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if not array_api_compat.is_array_api_obj(value):
+        raise StateError(f"{where}: expected an array, got {type(value).__name__}.")
+    return _copied(value)
+
+
+def _copied(x: Any) -> Any:
+    return array_api_compat.array_namespace(x).asarray(x, copy=True)
+
+
+def _part(state: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    part = state.get(name)
+    if not isinstance(part, Mapping):
+        raise StateError(f"Expected {where} to hold a mapping {name!r}.")
+    return part
+
+
+def _require_equal(
+    state: Mapping[str, Any], name: str, expected: dict[str, Any]
+) -> None:
+    found = state.get(name)
+    if found != expected:
+        raise StateError(
+            f"Expected {name} {expected}, got {found}. A state means something only under "
+            "the conventions that it was made with."
+        )

@@ -1,0 +1,99 @@
+"""What is done with batches at the estimator's door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import device_of
+from kfac_core.backend import Array, backend_of
+from kfac_core.block import Block
+from kfac_core.errors import KFACError
+from kfac_core.layers.rows import require_finite
+from kfac_core.structure import map_structure
+
+__all__ = ["detached", "detached_array", "require_finite_rows"]
+
+
+def detached(batch: Any, /) -> Any:
+    """Return a batch, or several uses of one, without gradient graphs.
+
+    Parameters
+    ----------
+    batch : Batch, GradientBatch or sequence of Batch
+        What was fed.
+
+    Returns
+    -------
+    object
+        Of the same form.
+    """
+    if isinstance(batch, list | tuple):
+        return tuple(detached(use) for use in batch)
+
+    return map_structure(detached_array, batch)
+
+
+def detached_array(x: Array, /) -> Array:
+    """Return an array without its gradient graph; anything else as it is."""
+    try:
+        xp = array_api_compat.array_namespace(x)
+    except TypeError:
+        return x  # Not an array; whoever takes it says so, with its name.
+    return backend_of(xp).detach(x)
+
+
+def require_finite_rows(
+    blocks: Mapping[str, Block],
+    fed: Mapping[str, Any],
+    max_patch_elements: int | None,
+    /,
+) -> None:
+    """Raise for rows that do not fit or are not finite, before anything is changed.
+
+    One transfer to the host for each device.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        The descriptions.
+    fed : mapping of str to batch
+        As `detached` returned them.
+    max_patch_elements : int or None
+        As for `kfac_core.Block.update`.
+
+    Raises
+    ------
+    KFACError
+        Naming the block and the argument.
+    """
+    statuses: dict[str, Array] = {}
+    for name, batch in fed.items():
+        try:
+            parts = blocks[name].row_parts(batch, max_patch_elements=max_patch_elements)
+            for rows in parts:
+                xp = array_api_compat.array_namespace(rows.like)
+                status = rows.status(xp=xp)
+                statuses[name] = statuses[name] | status if name in statuses else status
+                del rows
+        except KFACError as error:
+            raise type(error)(f"Block {name!r}: {error}") from None
+    for name, flags in _read(statuses).items():
+        require_finite(flags, name=name)
+
+
+def _read(statuses: Mapping[str, Array]) -> dict[str, int]:
+    """Bring 0-d integers to the host, in one transfer for each device."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, status in statuses.items():
+        library = array_api_compat.array_namespace(status).__name__
+        groups.setdefault((library, str(device_of(status))), []).append(name)
+    values: dict[str, int] = {}
+    for names in groups.values():
+        stacked = [statuses[name] for name in names]
+        xp = array_api_compat.array_namespace(*stacked)
+        host = backend_of(xp).to_numpy(xp.stack(stacked))
+        values.update(zip(names, host.tolist(), strict=True))
+    return values

@@ -1,0 +1,119 @@
+"""Factors that one block takes from another: tied inputs, computed once.
+
+Conventions.  ``{"attention.k/input": "attention.q/input"}`` says that the input factor
+of block ``attention.k`` is that of ``attention.q``.  The taker's own statistic is not
+computed; its operator is made from the giver's, whose value and eigenbasis are made
+once a refresh.  Damped inverses are the taker's own, since its damping split is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kfac_core.approximations.kronecker import Kronecker
+from kfac_core.block import Block
+from kfac_core.errors import ConventionError, UnknownBlockError
+from kfac_core.factors.statistics import Statistics
+
+__all__ = ["SharedFactors"]
+
+
+class SharedFactors:
+    """Which factors are taken from which block.
+
+    Parameters
+    ----------
+    shared : mapping of str to str
+        Takers to givers, each ``"block/side"`` with side ``input`` or ``output``.
+    blocks : mapping of str to Block
+        The blocks of the estimator.
+
+    Raises
+    ------
+    UnknownBlockError
+        For a name that is no block.
+    ConventionError
+        For a side that is none, factors of different kinds or sizes, a giver that is
+        itself a taker, or a block that is not Kronecker-factored.
+    """
+
+    def __init__(self, shared: Mapping[str, str], blocks: Mapping[str, Block]) -> None:
+        self.pairs: dict[tuple[str, str], tuple[str, str]] = {}
+        for taker, giver in shared.items():
+            one, other = _parse(taker, blocks), _parse(giver, blocks)
+            if _kind_and_size(one, blocks) != _kind_and_size(other, blocks):
+                raise ConventionError(
+                    f"`shared_factors`: {taker!r} and {giver!r} are factors of different "
+                    f"kinds or sizes: {_kind_and_size(one, blocks)} and "
+                    f"{_kind_and_size(other, blocks)}."
+                )
+            self.pairs[one] = other
+        chained = set(self.pairs) & set(self.pairs.values())
+        if chained:
+            raise ConventionError(
+                f"`shared_factors`: {sorted(chained)} both take and give a factor. Let all "
+                "takers name the one block that computes it."
+            )
+
+    def taken_by(self, name: str, /) -> frozenset[str]:
+        """Return the sides that a block takes from others."""
+        return frozenset(side for block, side in self.pairs if block == name)
+
+    def completed(
+        self,
+        name: str,
+        statistics: Statistics,
+        all_of: Mapping[str, Statistics | None],
+        /,
+    ) -> Statistics:
+        """Return a block's statistics with the factors of others in their places.
+
+        Parameters
+        ----------
+        name : str
+            The taker.
+        statistics : Statistics
+            Its own.
+        all_of : mapping of str to Statistics or None
+            Of all blocks.
+
+        Returns
+        -------
+        Statistics
+            The same, where nothing is taken or the giver has none yet.
+        """
+        averages = dict(statistics.averages)
+        for side in self.taken_by(name):
+            giver, other_side = self.pairs[name, side]
+            given = all_of[giver]
+            if given is not None:
+                averages[side] = given.averages[other_side]
+        return Statistics(averages, statistics.status, statistics.bases)
+
+
+def _parse(text: str, blocks: Mapping[str, Block]) -> tuple[str, str]:
+    name, _, side = text.rpartition("/")
+    if side not in ("input", "output"):
+        raise ConventionError(
+            f"`shared_factors`: expected 'block/input' or 'block/output', got {text!r}."
+        )
+    if name not in blocks:
+        raise UnknownBlockError(
+            f"`shared_factors`: unknown block {name!r}; the blocks are "
+            f"{', '.join(map(repr, blocks))}."
+        )
+    if not isinstance(blocks[name].approximation, Kronecker):
+        raise ConventionError(
+            f"`shared_factors`: block {name!r} is not Kronecker-factored."
+        )
+    return name, side
+
+
+def _kind_and_size(
+    factor: tuple[str, str], blocks: Mapping[str, Block]
+) -> tuple[str, int, int]:
+    name, side = factor
+    layer, approximation = blocks[name].layer, blocks[name].approximation
+    n, m = layer.matrix_shape
+    size = n if side == "input" else m // layer.groups
+    return getattr(approximation, side), size, layer.groups
