@@ -1,0 +1,1 @@
+"""Every test there is; they run against any backend (``pytest --backend=NAME,...``)."""

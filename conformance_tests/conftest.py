@@ -1,0 +1,212 @@
+"""Backends and dtypes as fixtures.
+
+``pytest --backend=numpy,torch,strict`` chooses the backends; ``KFAC_CORE_TEST_BACKENDS``
+does the same.  A name may carry a device (``torch:cuda:0``, ``strict:device1``), and the
+name of any registered third-party backend is accepted.  By default every light one runs:
+NumPy, and array-api-strict on two of its devices.
+
+NumPy inputs are read-only in every test, so that whatever writes to an input fails.
+
+``KFAC_CORE_TEST_NO_BACKENDS=1`` hides ``kfac_core_backends`` from the import system: the
+definitions in the pure standard then do everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.abc
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# NumPy and SciPy each bring an OpenBLAS with threads of its own, which wait for work by
+# spinning: on a few cores the two pools take the processors from each other.  Small
+# problems want one thread anyway.  Said before either is imported.
+for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+DEFAULT_BACKENDS = "numpy,strict,strict:device1"
+ALIASES = {"strict": "array_api_strict"}
+WITHOUT_ADAPTERS = os.environ.get("KFAC_CORE_TEST_NO_BACKENDS") == "1"
+
+
+class _HiddenAdapters(importlib.abc.MetaPathFinder):
+    """Make ``kfac_core_backends`` impossible to import."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name.partition(".")[0] == "kfac_core_backends":
+            raise ModuleNotFoundError(f"{name} is hidden by KFAC_CORE_TEST_NO_BACKENDS")
+
+
+if WITHOUT_ADAPTERS:
+    sys.meta_path.insert(0, _HiddenAdapters())
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendUnderTest:
+    """One backend and device, and the way to and from NumPy."""
+
+    spec: str
+    name: str
+    device: Any
+    xp: Any
+    adapter: Any
+
+    def asarray(self, values: Any, dtype: str | None = None) -> Any:
+        """Copy values to the backend; read-only where that can be said."""
+        host = np.array(values, dtype=dtype)
+        if self.name == "numpy":
+            host.flags.writeable = False
+            return host
+        return self.adapter.asarray(host, device=self.device)
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        """Bring an array to the host, in float64 where it is a float."""
+        host = self.adapter.to_numpy(x)
+        return host.astype(np.float64) if host.dtype.kind == "f" else host
+
+    def dtype(self, name: str) -> Any:
+        """Return the library's dtype of a name."""
+        return getattr(self.xp, name)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend",
+        default=os.environ.get("KFAC_CORE_TEST_BACKENDS", DEFAULT_BACKENDS),
+        help=f"comma-separated backends, each name[:device] (default {DEFAULT_BACKENDS})",
+    )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="on JAX, run float32 everywhere and three-dimensional convolutions too",
+    )
+
+
+# Where JAX is tested in float32 too without `--thorough`: the way from rows to products.
+JAX_FLOAT32 = {
+    "test_smoke",
+    "test_gram",
+    "test_ladder",
+    "test_operators",
+    "test_records",
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend" in metafunc.fixturenames:
+        specs = metafunc.config.getoption("--backend").split(",")
+        metafunc.parametrize("backend", specs, indirect=True)
+    if "dtype" in metafunc.fixturenames:
+        metafunc.parametrize("dtype", ["float64", "float32"])
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out what JAX compiles longest, unless ``--thorough`` asks for it.
+
+    Eager JAX compiles every operation anew for each shape and dtype, which is nearly all
+    of the time that its tests take.
+    """
+    if config.getoption("--thorough"):
+        return
+    left_out = [item for item in items if _compiles_long(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not _compiles_long(item)]
+
+
+def _compiles_long(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    params = {} if callspec is None else callspec.params
+    if not str(params.get("backend", "")).startswith("jax"):
+        return False
+    narrow = params.get("dtype") == "float32" and item.path.stem not in JAX_FLOAT32
+    solid = item.path.stem == "test_conv_layer" and 3 in params.values()
+    return narrow or solid
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest) -> BackendUnderTest:
+    """The backend under test; an unknown or unusable name is an error, not a skip."""
+    return make_backend(request.param)
+
+
+def make_backend(spec: str) -> BackendUnderTest:
+    """Return a backend by its specification, set to its strictest."""
+    from kfac_core.backend import get_backend
+
+    short, _, device = spec.strip().partition(":")
+    name = ALIASES.get(short, short)
+    adapter = get_backend(name)
+    problem = adapter.problem()
+    if problem is not None:
+        raise RuntimeError(f"--backend={spec}: {problem}")
+    _strictest(name)
+    found = adapter.device(device or None)
+    return BackendUnderTest(spec, name, found, adapter.namespace(), adapter)
+
+
+def _strictest(name: str) -> None:
+    """Let a library be as exact and as strict as it can."""
+    if name == "array_api_strict":
+        import array_api_strict
+
+        array_api_strict.set_array_api_strict_flags(
+            boolean_indexing=False, data_dependent_shapes=False
+        )
+    if name == "jax":
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+        jax.config.update("jax_default_matmul_precision", "float32")
+    if name == "torch":
+        import torch
+
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture
+def requires_backend(request: pytest.FixtureRequest) -> Callable[..., BackendUnderTest]:
+    """For tests of one library: give its backend, or skip where it was not asked for.
+
+    ``requires_backend("jax", adapter=True)`` also skips where adapters are hidden.
+    """
+
+    def require(name: str, *, adapter: bool = False) -> BackendUnderTest:
+        asked = request.config.getoption("--backend").split(",")
+        specs = [s for s in asked if s.strip().partition(":")[0] == name]
+        if not specs:
+            pytest.skip(f"a test of {name} alone, which --backend does not list")
+        if adapter and WITHOUT_ADAPTERS:
+            pytest.skip(
+                "a test of an adapter, and KFAC_CORE_TEST_NO_BACKENDS hides all"
+            )
+        return make_backend(specs[0])
+
+    return require
+
+
+@pytest.fixture
+def requires_adapters() -> None:
+    """For tests of what adapters do: skip where they are hidden."""
+    if WITHOUT_ADAPTERS:
+        pytest.skip("a test of adapters, and KFAC_CORE_TEST_NO_BACKENDS hides all")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """A generator with a fixed seed."""
+    return np.random.default_rng(20150319)
+
+
+def pytest_report_header(config: pytest.Config) -> Sequence[str]:
+    adapters = (
+        "hidden: the definitions do everything" if WITHOUT_ADAPTERS else "as found"
+    )
+    return [f"kfac_core backends: {config.getoption('--backend')}; adapters {adapters}"]

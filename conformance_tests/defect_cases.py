@@ -1,0 +1,44 @@
+"""What the tests of earlier systems' defects have in common: small blocks and batches."""
+
+import kfac_core as kc
+
+SUM = kc.Conventions(loss="sum", sources="sum")
+
+
+def dense_data(rng, N=12, n=4, m=3):
+    """Return rows of a dense layer."""
+    return rng.normal(size=(N, n)), rng.normal(size=(N, m))
+
+
+def dense_block(**options):
+    """Return a block with bias, 4 inputs and 3 outputs."""
+    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    return kc.Block(layer, kc.Kronecker(**options))
+
+
+def fed(block, batch):
+    """Return statistics after one update."""
+    return block.update(
+        block.initial(batch.like), batch, conventions=SUM, decay=0.9, weight=1.0
+    )
+
+
+def small_conv(**options):
+    """Return a 2 x 2 convolution, 2 channels to 2."""
+    settings = {
+        "in_channels": 2,
+        "out_channels": 2,
+        "kernel_size": (2, 2),
+        "padding": "valid",
+        "bias": False,
+        "weight_layout": "spatial_io",
+        "data_layout": "channels_last",
+    }
+    return kc.Conv(**(settings | options))
+
+
+def conv_batch(backend, rng, out=2, channels=2, **options):
+    """Return a batch of 3 images of 4 x 4."""
+    x = rng.normal(size=(3, 4, 4, channels))
+    g = rng.normal(size=(3, 3, 3, out))
+    return x, g, kc.Batch(backend.asarray(x), backend.asarray(g), **options)

@@ -1,0 +1,270 @@
+"""Which backend serves where no array decides, and how arrays go there and back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+VARIABLE = "KFAC_CORE_BACKEND"
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch):
+    """Start and end without any choice."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    kc.set_default_backend(None)
+    yield
+    kc.set_default_backend(None)
+
+
+# What was given: the argument, the context, the process-wide choice and the variable;
+# and which of them is taken, for what reason.
+ORDER = {
+    "nothing": ((None, None, None, None), "numpy", "the default"),
+    "variable": ((None, None, None, 3), 3, f"from {VARIABLE}=array_api_strict:device2"),
+    "process": ((None, None, 2, 3), 2, "chosen by set_default_backend"),
+    "context": ((None, 1, 2, 3), 1, "chosen by use_backend"),
+    "argument": ((0, 1, 2, 3), 0, "given as an argument"),
+    "argument_alone": ((0, None, None, 3), 0, "given as an argument"),
+}
+SPECS = ["numpy", "array_api_strict", *(f"array_api_strict:device{i}" for i in (1, 2))]
+
+
+@pytest.mark.parametrize("case", ORDER)
+def test_the_order_of_choices(monkeypatch, case):
+    """An argument goes before a context, a process-wide choice, a variable, NumPy."""
+    given, taken, reason = ORDER[case]
+    argument, context, process, variable = (
+        None if i is None else SPECS[i] for i in given
+    )
+    if variable:
+        monkeypatch.setenv(VARIABLE, variable)
+    kc.set_default_backend(process)
+
+    with kc.use_backend(context) if context else contextlib.nullcontext():
+        chosen = kc.selected_backend(argument)
+
+    assert chosen.spec == (taken if isinstance(taken, str) else SPECS[taken])
+    assert chosen.reason == reason
+
+
+def test_the_variable_is_read_at_first_use(monkeypatch):
+    """Setting the variable after the import works, and so does changing it."""
+    first = kc.selected_backend().name
+    monkeypatch.setenv(VARIABLE, "array_api_strict")
+    second = kc.selected_backend().name
+
+    assert (first, second) == ("numpy", "array_api_strict")
+
+
+def test_an_empty_variable_is_no_choice(monkeypatch):
+    """An empty variable is as good as none."""
+    monkeypatch.setenv(VARIABLE, "")
+
+    assert kc.selected_backend().name == "numpy"
+
+
+def test_the_import_does_not_read_the_variable():
+    """A wrong variable is no error before the backend is needed."""
+    program = (
+        "import kfac_core as kc\n"
+        "print('imported')\n"
+        "try: kc.asarray(__import__('numpy').ones(2))\n"
+        "except kc.UnknownBackendError as error: print(error)\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {VARIABLE: "nonsense"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    first, second = done.stdout.splitlines()
+    assert first == "imported"
+    assert "'nonsense'" in second
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda: kc.selected_backend("nonsense"),
+        lambda: kc.set_default_backend("nonsense"),
+        lambda: kc.use_backend("nonsense").__enter__(),
+        lambda: kc.asarray(np.ones(2), backend="nonsense"),
+        lambda: kc.enable_float64(backend="nonsense"),
+    ],
+    ids=["selected", "process", "context", "asarray", "float64"],
+)
+def test_an_unknown_name_is_refused(choose, requires_adapters):
+    """An unknown name raises, lists what is registered and says what to do."""
+    with pytest.raises(
+        kc.UnknownBackendError,
+        match=rf"'nonsense'.*cupy, jax, numpy, torch.*{VARIABLE}.*install",
+    ):
+        choose()
+
+    assert kc.selected_backend().name == "numpy"
+
+
+def test_an_unknown_name_in_the_variable_is_refused(monkeypatch):
+    """A variable with an unknown name raises and never falls back."""
+    monkeypatch.setenv(VARIABLE, "nonsense")
+
+    with pytest.raises(kc.UnknownBackendError, match="'nonsense'"):
+        kc.asarray(np.ones(2))
+
+
+def test_a_module_that_is_no_array_library_is_refused():
+    """A package that can be imported but has no arrays is no backend."""
+    with pytest.raises(kc.UnknownBackendError, match="'json'"):
+        kc.selected_backend("json")
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "cupy"])
+def test_a_backend_that_is_not_installed_is_refused(name, requires_adapters):
+    """A known backend without its library says what to install and what is usable."""
+    program = (
+        "import sys\n"
+        f"sys.modules[{name!r}] = None\n"
+        "import kfac_core as kc\n"
+        f"try: kc.selected_backend({name!r})\n"
+        "except kc.KFACError as error: print(type(error).__name__, error)\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.startswith(f"BackendUnavailableError Backend '{name}'")
+    assert "pip install" in done.stdout
+    assert "Usable here: " in done.stdout
+    assert "numpy" in done.stdout
+
+
+def test_an_unknown_device_is_refused():
+    """An unknown device raises and lists those that there are."""
+    with pytest.raises(
+        kc.BackendUnavailableError, match=r"'device9'.*CPU_DEVICE.*device1"
+    ):
+        kc.selected_backend("array_api_strict:device9")
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [("torch", "cuda:99"), ("torch", "nonsense"), ("jax", "gpu:99"), ("jax", "cpu:99")],
+)
+def test_an_unknown_device_of_a_library_is_refused(requires_backend, name, device):
+    """The native backends refuse a device that is not there, and say which are."""
+    requires_backend(name)
+
+    with pytest.raises(kc.BackendUnavailableError, match=rf"{name}:{device}.*cpu"):
+        kc.selected_backend(f"{name}:{device}")
+
+
+def test_a_failed_choice_keeps_the_earlier_one():
+    """A process-wide choice that is refused leaves the one before."""
+    kc.set_default_backend("array_api_strict")
+
+    with pytest.raises(kc.UnknownBackendError):
+        kc.set_default_backend("nonsense")
+
+    assert kc.selected_backend().name == "array_api_strict"
+
+
+def test_the_context_restores():
+    """A context gives back what was chosen before, also after an exception."""
+    kc.set_default_backend("array_api_strict:device1")
+    seen = []
+
+    with kc.use_backend("numpy") as outer:
+        with (
+            contextlib.suppress(RuntimeError),
+            kc.use_backend("array_api_strict:device2"),
+        ):
+            seen.append(kc.selected_backend().spec)
+            raise RuntimeError
+        seen.append(kc.selected_backend().spec)
+
+    assert outer.name == "numpy"
+    assert seen == ["array_api_strict:device2", "numpy"]
+    assert kc.selected_backend().spec == "array_api_strict:device1"
+
+
+def test_the_context_is_of_one_thread():
+    """A thread started inside a context sees the process-wide choice."""
+    kc.set_default_backend("array_api_strict:device1")
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(kc.selected_backend().spec))
+
+    with kc.use_backend("array_api_strict:device2"):
+        thread.start()
+        thread.join()
+        inside = kc.selected_backend().spec
+
+    assert inside == "array_api_strict:device2"
+    assert seen == ["array_api_strict:device1"]
+
+
+VALUES = {
+    "negative_strides": np.arange(12.0).reshape(3, 4)[::-1, ::-2],
+    "transposed": np.arange(12.0, dtype=np.float32).reshape(3, 4).T,
+    "scalar": np.array(2.5),
+    "empty": np.zeros((0, 3)),
+    "float32": np.array([1.5, -0.0, np.inf], np.float32),
+    "int64": np.array([1, -(2**40)]),
+    "bool": np.array([True, False]),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_arrays_go_there_and_back(backend, case):
+    """Values, shape and dtype survive, on the chosen device, and nothing is shared."""
+    values = VALUES[case].copy(order="A") if case == "scalar" else VALUES[case]
+    before = values.copy()
+    spec = ":".join([backend.name, *backend.spec.split(":")[1:]])
+
+    there = kc.asarray(values, backend=spec)
+    back = kc.to_numpy(there)
+    back[...] = 0
+
+    again = kc.to_numpy(there)
+    np.testing.assert_array_equal(again, before)
+    assert (again.dtype, again.shape) == (before.dtype, before.shape)
+    np.testing.assert_array_equal(values, before)
+
+
+def test_jax_does_not_narrow_in_silence(requires_backend):
+    """Without 64-bit floats JAX refuses float64 values, until they are switched on."""
+    requires_backend("jax", adapter=True)
+    program = (
+        "import numpy as np, kfac_core as kc\n"
+        "try: kc.asarray(np.ones(2), backend='jax')\n"
+        "except kc.DtypeError as error: print(error)\n"
+        "print(kc.asarray(np.ones(2, np.float32), backend='jax').dtype)\n"
+        "kc.enable_float64(backend='jax')\n"
+        "print(kc.asarray(np.ones(2), backend='jax').dtype)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_X64"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    refused, narrow, wide = done.stdout.splitlines()
+    assert "float64 in silence" in refused
+    assert "enable_float64" in refused
+    assert (narrow, wide) == ("float32", "float64")

@@ -1,0 +1,255 @@
+"""The command ``kfac-core verify``: its table, its exit codes, and bad files in between."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.cli import verify
+
+from .test_record_files import DAMAGED, Good, elsewhere, write
+from .test_records import path_of, spec_of
+
+__all__ = ["elsewhere"]
+
+AGREEING = "numpy_dense_kron_mask"
+UNREADABLE = "kfac-core verify: "
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch):
+    """Start without any choice of a backend."""
+    monkeypatch.delenv("KFAC_CORE_BACKEND", raising=False)
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the subcommand; return its exit code, its lines and its error lines."""
+
+    def call(*arguments):
+        parser = argparse.ArgumentParser()
+        verify.add_arguments(parser)
+        code = verify.run(parser.parse_args([str(a) for a in arguments]))
+        out, err = capsys.readouterr()
+        return code, out.splitlines(), err.splitlines()
+
+    return call
+
+
+@pytest.fixture
+def differing(tmp_path):
+    """A good file whose answers are random numbers."""
+    return write(tmp_path, "differing", Good().bytes())
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """A file that cannot be read."""
+    return write(tmp_path, "damaged", b"x" * 100)
+
+
+def test_all_agree(run, backend):
+    """Exit code 0, and a table with a row for every check."""
+    code, lines, errors = run(path_of(AGREEING), "--backend", spec_of(backend))
+
+    assert code == 0
+    assert errors == []
+    assert lines[0].endswith(f"{len(lines) - 2} of {len(lines) - 2} agree")
+    head = ["block", "operation", "damping", "error", "tolerance", "verdict"]
+    assert lines[1].split() == head
+    assert all(line.startswith("  b ") for line in lines[2:])
+    assert all(line.endswith("  agrees") for line in lines[2:])
+
+
+def test_one_differs(run, differing):
+    """Exit code 1, and the row says so."""
+    code, lines, errors = run(path_of(AGREEING), differing)
+
+    assert code == 1
+    assert errors == []
+    assert f"{differing}: 0 of 2 agree" in lines
+    assert lines[-1].split()[:2] == ["fc", "trace"]
+    assert lines[-1].endswith("  differs")
+
+
+def test_a_bad_file_does_not_stop_the_others(run, differing, damaged):
+    """Exit code 2 outweighs 1, and what can be checked is checked."""
+    code, lines, errors = run(damaged, path_of(AGREEING), differing)
+
+    assert code == 2
+    assert len(errors) == 1
+    assert errors[0].startswith(f"{UNREADABLE}{damaged}: ")
+    assert sum(" agree" in line and ".safetensors" in line for line in lines) == 2
+
+
+def test_damaged_files_give_one_line_each_and_nothing_else(run, tmp_path):
+    """Each of many damaged files costs one line on standard error; exit code 2."""
+    paths = [write(tmp_path, name, make()) for name, (make, _) in DAMAGED.items()]
+    assert len(paths) >= 15
+
+    code, lines, errors = run(*paths)
+
+    assert code == 2
+    assert lines == []
+    assert len(errors) == len(paths)
+    for path, error in zip(paths, errors, strict=True):
+        assert error.startswith(f"{UNREADABLE}{path}: ")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_defect_found_by_one_file_does_not_stop_the_others(
+    run, differing, monkeypatch
+):
+    """An exception that nobody foresaw is one line like any other."""
+
+    def broken(path, **options):
+        if "differing" in str(path):
+            raise ZeroDivisionError("a defect\nof two lines")
+        return original(path, **options)
+
+    original = verify.read_record
+    monkeypatch.setattr(verify, "read_record", broken)
+
+    code, lines, errors = run(differing, path_of(AGREEING))
+
+    assert code == 2
+    assert len(errors) == 1
+    assert "ZeroDivisionError: a defect\\nof two lines" in errors[0]
+    assert " agree" in lines[0]
+
+
+def test_file_names_are_shown_on_one_line(run, tmp_path):
+    """A name with a newline or an escape sequence cannot write to the terminal."""
+    path = tmp_path / "a\n\x1b[31mb.safetensors"
+    try:
+        path.write_bytes(b"")
+    except OSError:
+        pytest.skip("this file system has no such names")
+
+    _, _, errors = run(path)
+
+    assert len(errors) == 1
+    assert errors[0].isprintable()
+
+
+def test_json_for_programs(run, differing, damaged):
+    """One JSON document on standard output holds everything, errors included."""
+    code, lines, errors = run("--json", path_of(AGREEING), differing, damaged)
+
+    found = json.loads("\n".join(lines))
+    assert errors == []
+    assert code == found["exit_code"] == 2
+    assert found["backend"] == "numpy"
+    assert found["dtype"] == "float64"
+    good, bad, broken = found["records"]
+    assert [r["agrees"] for r in found["records"]] == [True, False, False]
+    assert good["error"] is None
+    assert str(damaged) in broken["error"]
+    assert broken["checks"] == []
+    check = bad["checks"][0]
+    assert check["op"] == "multiply_inverse"
+    assert check["damping_rule"] == "factored"
+    assert check["agrees"] is False
+    assert check["error"] > check["tolerance"] == 1e-10
+
+
+def test_json_has_no_infinities(run, tmp_path):
+    """An answer that overflows has no error, and the JSON is still JSON."""
+    good = Good()
+    for name in ("update.0.fc.inputs", "update.1.fc.inputs"):
+        good.tensors[name] *= 1e300
+    path = write(tmp_path, "overflow", good.bytes())
+
+    code, lines, errors = run("--json", path)
+
+    assert (code, errors) == (1, [])
+    (record,) = json.loads("\n".join(lines))["records"]
+    assert [check["error"] for check in record["checks"]] == [None, None]
+    assert not record["agrees"]
+
+
+def test_the_precision_can_be_chosen(run):
+    """In float32 the tolerances are those of float32."""
+    code, lines, _ = run("--json", "--dtype", "float32", path_of(AGREEING))
+
+    (record,) = json.loads("\n".join(lines))["records"]
+    assert code == 0
+    assert min(check["tolerance"] for check in record["checks"]) >= 1e-4
+    assert max(check["error"] for check in record["checks"]) > 1e-9
+
+
+def test_the_memory_limit_can_be_chosen(run, tmp_path):
+    """A smaller limit refuses what the default lets through."""
+    code, _, errors = run("--memory-limit", 1, path_of(AGREEING))
+    assert (code, errors) == (0, [])
+
+    good = Good()
+    good.layer.update(in_features=1000)
+    for u in range(2):
+        good.tensors[f"update.{u}.fc.inputs"] = np.ones((5, 1000))
+    code, _, errors = run("--memory-limit", 1, write(tmp_path, "wide", good.bytes()))
+
+    assert code == 2
+    assert "8 MiB" in errors[0]
+
+
+def test_a_record_without_checks_says_so(run, tmp_path):
+    """Nothing to check is no difference, and not shown as agreement either."""
+    good = Good()
+    good.document["checks"] = []
+    path = write(tmp_path, "mute", good.bytes())
+
+    code, lines, errors = run(path)
+
+    assert (code, errors) == (0, [])
+    assert lines == [f"{path}: nothing to check"]
+
+
+@pytest.mark.parametrize("pretty", [True, False], ids=["rich", "plain"])
+def test_a_terminal_gets_a_pretty_table_where_there_is_one(
+    run, differing, monkeypatch, pretty
+):
+    """On a terminal rich draws the table; without rich the plain one is printed."""
+    if pretty:
+        pytest.importorskip("rich")
+    else:
+        monkeypatch.setitem(sys.modules, "rich", None)
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    code, lines, _ = run(differing)
+
+    assert code == 1
+    text = "\n".join(lines)
+    assert ("│" in text) == pretty
+    assert "differs" in text
+
+
+def test_an_unusable_backend_is_an_error_of_the_call(run, differing):
+    """Nothing is checked with another backend than was asked for."""
+    with pytest.raises(kc.UnknownBackendError, match="nowhere"):
+        run("--backend", "nowhere", differing)
+
+
+def test_without_the_package_the_call_says_what_to_install(run, differing, monkeypatch):
+    """The missing extra is said once, and not once a file."""
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+
+    with pytest.raises(kc.RecordError, match=r"pip install 'kfac-core\[records\]'"):
+        run(differing, differing)
+
+
+def test_nothing_is_left_behind(run, differing, tmp_path):
+    """Verifying writes no file."""
+    before = sorted(os.listdir(tmp_path))
+
+    run(differing)
+
+    assert sorted(os.listdir(tmp_path)) == before
