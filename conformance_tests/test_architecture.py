@@ -205,31 +205,10 @@ def test_the_import_is_light():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
 
-    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    modules = set(done.stdout.split())
+    loaded = {name.split(".")[0] for name in modules}
     assert {"numpy", "array_api_compat", "kfac_core"} <= loaded
     assert loaded & set(HEAVY) == set()
-
-
-def test_the_import_is_quick(capsys):
-    """``import kfac_core`` takes less than 0.3 s, NumPy included; the best run counts.
-
-    Of the process's own time: that on the wall says how busy a shared machine is, and
-    beside other work even the former is up to twice as long, so that up to 25 runs are
-    tried until one is under the limit.
-    """
-    program = (
-        "import time; wall, own = time.perf_counter(), time.process_time(); "
-        "import kfac_core; "
-        "print(time.process_time() - own, time.perf_counter() - wall)"
-    )
-    command = [sys.executable, "-c", program]
-
-    runs = []
-    while len(runs) < 25 and (len(runs) < 3 or min(runs)[0] >= 0.3):
-        done = subprocess.run(command, capture_output=True, check=True, text=True)
-        runs.append(tuple(map(float, done.stdout.split())))
-
-    own, wall = min(runs)
-    with capsys.disabled():
-        print(f"\nimport kfac_core: {own:.3f} s of its own, {wall:.3f} s on the wall")
-    assert own < 0.3
+    # Of the standard library, what would be a large share of the import's time.
+    slow = {"importlib.metadata", "email", "asyncio", "multiprocessing", "http"}
+    assert modules & slow == set()

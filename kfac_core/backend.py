@@ -20,18 +20,20 @@ only when it is complete, so that threads never see half of one.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
 from kfac_core.errors import UnknownBackendError
 from kfac_core.generic_backend import GenericBackend
 from kfac_core.structure import Registrar, register_structures_with
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -252,8 +254,11 @@ def _load(name: str) -> None:
 
 
 @functools.cache
-def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    return {e.name: e for e in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+def _entry_points() -> dict[str, EntryPoint]:
+    # A fifth of the time of `import kfac_core`, if it stood at the top.
+    from importlib.metadata import entry_points
+
+    return {e.name: e for e in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def _operations_with_adapters() -> list[str]:

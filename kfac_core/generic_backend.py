@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 from typing import Any
 
 import numpy as np
@@ -45,9 +44,11 @@ class GenericBackend:
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries behind the backend, by package name."""
+        from importlib.metadata import PackageNotFoundError, version
+
         try:
-            return {self.name: importlib.metadata.version(self.name)}
-        except importlib.metadata.PackageNotFoundError:
+            return {self.name: version(self.name)}
+        except PackageNotFoundError:
             return {}
 
     def devices(self) -> tuple[str, ...]:
