@@ -109,7 +109,7 @@ def test_eigen_is_the_best_diagonal_in_its_basis(backend, rng):
     statistics = block.update(
         block.initial(batch.like), batch, conventions=SUM, decay=0.0
     )
-    statistics = eigen.rebased(statistics, check="raise")
+    statistics = eigen.rebased(statistics, moments="zero", check="raise")
     statistics = eigen.corrected(
         statistics, layer.rows(batch), conventions=SUM, decay=0.0, weight=1.0
     )
@@ -345,7 +345,7 @@ def test_scale_and_shift_are_summed_to_their_shapes(
     [
         (embedding(), kc.Kronecker(), "input='diagonal'"),
         (embedding(), kc.TNT(), "dense or conv"),
-        (embedding(), kc.Eigen(), "full factors"),
+        (embedding(), kc.Eigen(), "Eigen.input='diagonal'"),
         (kc.Parameters(shapes={"w": (2,)}), kc.Kronecker(), "Full or Diagonal"),
         (kc.ScaleShift(scale_shape=(2,), shift_shape=None), kc.TNT(), "dense or conv"),
     ],

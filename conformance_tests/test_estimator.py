@@ -1,4 +1,4 @@
-"""The estimator: schedules, dampings, shared factors, failures and reports."""
+"""The estimator: schedules, dampings, shared factors and failures."""
 
 import numpy as np
 import pytest
@@ -209,29 +209,6 @@ def test_the_mean_gradient_is_kept(backend, rng, loss):
     assert_close(backend.to_numpy(got), x.T @ g / len(g), "gram", "float64")
 
 
-def test_the_report_says_what_was_done(backend, rng):
-    """Ages, dampings, splits, conditions and certificates are the dense ones."""
-    estimator = make({"a": dense()}, factorizations=("inverse", "eigenbasis"))
-    x, g = draw(rng)
-    assert estimator.report()["a"].factors == {}
-    estimator.update({"a": batch_of(backend, x, g)})
-    estimator.refresh()
-    estimator.update({"a": batch_of(backend, x, g)})
-
-    report = estimator.report()["a"]
-
-    A, G, _ = reference.kronecker_factors(x, g[None], bias=False)
-    pi = np.sqrt((np.trace(A) / 4) / (np.trace(G) / 3))
-    shift = pi * np.sqrt(DAMPING)
-    assert (report.updates, report.age, report.failures) == (2, 1, 0)
-    assert report.damping == DAMPING
-    assert_close(report.factors["input"].shift, shift, "product", "float64")
-    condition = np.linalg.cond(A + shift * np.eye(4))
-    assert_close(report.factors["input"].condition, condition, "inverse", "float64")
-    assert 0.0 <= report.factors["input"].residual < 1e-10
-    assert report.factors["output"].rung == "working"
-
-
 def test_the_mode_is_written_into_the_state(backend, rng):
     """Statistics of one estimation mode are not loaded as those of another."""
     x, g = draw(rng)
@@ -272,9 +249,3 @@ def test_every_product_is_reached_by_name(backend, rng):
     assert_close(backend.to_numpy(got), expected, "power", "float64")
     with pytest.raises(kc.ConventionError, match="multiply_it"):
         estimator.apply("multiply_it", gradients)
-
-
-def test_eigen_is_refused_where_nothing_schedules_its_bases():
-    """An estimator would keep its moments in the coordinate basis, so it says no."""
-    with pytest.raises(kc.UnsupportedError, match=r"'a'.*Eigen.rebased"):
-        make({"a": kc.Block(dense().layer, kc.Eigen())})

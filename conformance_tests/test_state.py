@@ -9,6 +9,7 @@ import pytest
 
 import kfac_core as kc
 
+from .block_kinds import PAIRS, fed
 from .states import arrays_of, differences, frozen
 
 N, n, m = 6, 4, 3
@@ -283,6 +284,25 @@ DAMAGE = {
         "unknown structure 'Exec'",
     ),
 }
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_kind_of_block_comes_back_bit_by_bit(backend, rng, pair):
+    """Statistics and operator, with whatever the operator has prepared."""
+    layer, approximation = PAIRS[pair]
+    rule = "exact" if approximation.name == "eigen" else "factored"
+    settings = {"decay": 0.8, "damping": 0.3, "damping_rule": rule, "loss": "sum"}
+    first, second = (
+        kc.Estimator({"a": kc.Block(layer, approximation)}, **settings)
+        for _ in range(2)
+    )
+    first.update({"a": fed(backend, rng, layer)})
+    first.rebase(moments="kronecker")
+    first.refresh()
+
+    second.load_state_dict(first.state_dict())
+
+    assert differences(frozen(first.state_dict()), frozen(second.state_dict())) == []
 
 
 @pytest.mark.parametrize("case", DAMAGE)

@@ -193,7 +193,9 @@ class Block:
             # The loop's variable would hold this chunk while the next one is made.
             del rows
         if total is not None:
-            new = statistics.absorbed(total, decay=decay, weight=weight)
+            new = statistics.absorbed(
+                total, decay=decay, weight=weight, decays=self._decays
+            )
         if check == "raise":
             return new
         return _accepted(new, statistics, status, xp)
@@ -289,7 +291,9 @@ class Block:
         xp, dtype = statistics.namespace, statistics.dtype
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
-        return statistics.absorbed(moments, decay=decay, weight=weight)
+        return statistics.absorbed(
+            moments, decay=decay, weight=weight, decays=self._decays
+        )
 
     def operator(
         self,
@@ -460,6 +464,12 @@ class Block:
                 "in chunks. Give a smaller batch, or no `max_patch_elements`."
             )
         yield from layer.row_chunks(batch, max_patch_elements=max_patch_elements)
+
+    @property
+    def _decays(self) -> Mapping[str, float]:
+        """The averages with a decay of their own."""
+        own: Mapping[str, float] = getattr(self.approximation, "decays", {})
+        return own
 
     def _require_place(self, statistics: Statistics, rows: Any) -> None:
         """Raise where a batch is not of one place with the statistics."""

@@ -30,6 +30,11 @@ class BlockState:
         How many refreshes in a row have failed.
     damping : float, 0-d array or None
         The damping that the operator was made with.
+    basis_age : int or None
+        How many updates came after the bases were taken; None before that, and where
+        the approximation has no bases.
+    moments_missing : bool
+        Whether the bases were taken with no moments, and no update came since.
     mean_gradient : array or None
         The mean gradient of the last batch, as the block's matrix, where the estimator
         was asked to keep it.
@@ -41,4 +46,6 @@ class BlockState:
     age: int = 0
     failures: int = 0
     damping: Scalar | None = None
+    basis_age: int | None = None
+    moments_missing: bool = False
     mean_gradient: Array | None = None

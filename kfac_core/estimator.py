@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 
 import array_api_compat
 
+from kfac_core.approximations.eigen import Eigen, MomentStart
 from kfac_core.arrays import Scalar
 from kfac_core.backend import Array
 from kfac_core.block import Block, Fed
@@ -37,6 +38,7 @@ from kfac_core.errors import (
     NotFiniteError,
     NotReadyError,
     UnknownBlockError,
+    UnsupportedError,
 )
 from kfac_core.estimator_state import dump_state, parse_state
 from kfac_core.factors.average import require_decay, require_weight
@@ -49,6 +51,7 @@ from kfac_core.report import BlockReport, report_of
 from kfac_core.shared_factors import SharedFactors
 from kfac_core.status import Check
 from kfac_core.structure import form, map_structure
+from kfac_core.tied_weights import TiedWeights
 
 __all__ = ["DampingScaling", "Estimator"]
 
@@ -94,6 +97,8 @@ class Estimator:
         matrix, ``tr F / dim F``, so that it is relative to the block's size.
     shared_factors : mapping of str to str, optional
         Factors that a block takes from another; see `kfac_core.shared_factors`.
+    tied_weights : mapping of str to str, optional
+        Names of further uses of a block's weight; see `kfac_core.tied_weights`.
     products : tuple of str
         Products that will be asked for; each block must support each of them.
     mode : str, optional
@@ -130,6 +135,7 @@ class Estimator:
         precision: Precision | None = None,
         damping_scaling: DampingScaling = "none",
         shared_factors: Mapping[str, str] | None = None,
+        tied_weights: Mapping[str, str] | None = None,
         products: tuple[str, ...] = (),
         mode: EstimationMode | None = None,
         parameter_statistics: bool = False,
@@ -146,6 +152,7 @@ class Estimator:
         self.blocks = dict(blocks)
         require_products(self.blocks, products)
         self.shared_factors = SharedFactors(shared_factors or {}, self.blocks)
+        self.tied_weights = TiedWeights(tied_weights or {}, self.blocks)
         self.damping_scaling = damping_scaling
         self.mode = mode
         self.parameter_statistics = parameter_statistics
@@ -237,7 +244,8 @@ class Estimator:
         batches : mapping of str to Batch, GradientBatch or sequence of Batch
             What each block's layer saw; blocks that are left out stay as they are.  A
             sequence is several uses of one layer in each example (tied weights), whose
-            rows are shared positions of one and the same weight.
+            rows are shared positions of one and the same weight; so are the batches of
+            the names in `tied_weights`.
         check : {"raise", "status"}
             Whether rows that are not finite raise, for which the device is waited for
             once, or leave that block's statistics as they were and set
@@ -247,6 +255,8 @@ class Estimator:
         ------
         UnknownBlockError
             For a name that is no block.
+        ConventionError
+            Where some uses of a tied weight are fed, and others not.
         ShapeError, DtypeError, MixedArraysError
             For arrays that do not fit, in either mode.
         NotFiniteError
@@ -257,11 +267,79 @@ class Estimator:
         ``R (n^2 + M m^2)`` flops a block for R rows; twice that where the backend has
         no symmetric update.
         """
-        fed = {self._known(name): detached(batch) for name, batch in batches.items()}
+        grouped = self.tied_weights.grouped(batches)
+        fed = {self._known(name): detached(batch) for name, batch in grouped.items()}
         if check == "raise":
             require_finite_rows(self.blocks, fed, self.max_patch_elements)
         updated = {name: self._updated(name, batch) for name, batch in fed.items()}
         self._states.update(updated)
+
+    def rebase(
+        self,
+        names: Iterable[str] | None = None,
+        /,
+        *,
+        moments: MomentStart,
+        check: Check = "raise",
+    ) -> None:
+        """Take the bases of `Eigen` blocks anew, from their factors as they are now.
+
+        To be called before the first `refresh` of such a block, and again on a schedule
+        of its own: an eigendecomposition costs ten times what `refresh` does for them.
+        An operator stays as it was until the next refresh.
+
+        Parameters
+        ----------
+        names : iterable of str, optional
+            The blocks; all with `Eigen` that have statistics where left out.
+        moments : {"kronecker", "carried", "zero"}
+            What the second moments are in the new bases; see
+            `kfac_core.Eigen.rebased`.  After ``"zero"`` an update has to come before
+            the next refresh.
+        check : {"raise", "status"}
+            Whether a failed eigendecomposition raises, for which the device is waited
+            for, or leaves the block's bases as they were, with
+            ``state(name).statistics.status`` set.
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        UnsupportedError
+            For a block that has no bases.
+        NotReadyError
+            For a block without statistics.
+        NotFiniteError, FactorizationError
+            Where a factor has no certified basis; every block then keeps its bases.
+        """
+        everywhere = [
+            n for n, b in self.blocks.items() if isinstance(b.approximation, Eigen)
+        ]
+        if names is None:
+            chosen = [n for n in everywhere if self._states[n].statistics is not None]
+        else:
+            chosen = [self._known(name) for name in names]
+        rebased: dict[str, BlockState] = {}
+        for name in chosen:
+            state, approximation = self._states[name], self.blocks[name].approximation
+            if not isinstance(approximation, Eigen):
+                raise UnsupportedError(
+                    f"Block {name!r} ({approximation.name}) has no bases; only Eigen has."
+                )
+            if state.statistics is None:
+                raise NotReadyError(
+                    f"Block {name!r} has no statistics yet; call `update` first."
+                )
+            try:
+                new = approximation.rebased(
+                    state.statistics, moments=moments, check=check
+                )
+            except KFACError as error:
+                raise type(error)(f"Block {name!r}: {error}") from None
+            rebased[name] = dataclasses.replace(
+                state, statistics=new, basis_age=0, moments_missing=moments == "zero"
+            )
+        self._states.update(rebased)
 
     def refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
@@ -282,7 +360,7 @@ class Estimator:
         UnknownBlockError
             For a name that is no block.
         NotReadyError
-            For a block without statistics.
+            For a block without statistics, or with `Eigen` and no bases yet.
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
@@ -466,6 +544,12 @@ class Estimator:
         }
 
     def _known(self, name: str) -> str:
+        if name in self.tied_weights.uses:
+            block = self.tied_weights.uses[name]
+            raise UnknownBlockError(
+                f"{name!r} is a further use of the weight of block {block!r}, whose "
+                "gradient, summed over the uses, is to be given."
+            )
         if name not in self.blocks:
             raise UnknownBlockError(
                 f"Unknown block {name!r}; the blocks are "
@@ -504,6 +588,8 @@ class Estimator:
             statistics=new,
             updates=state.updates + 1,
             age=state.age + 1,
+            basis_age=None if state.basis_age is None else state.basis_age + 1,
+            moments_missing=False,
             mean_gradient=gradient,
         )
 
@@ -512,6 +598,13 @@ class Estimator:
         if state.statistics is None:
             raise NotReadyError(
                 f"Block {name!r} has no statistics yet; call `update` first."
+            )
+        if isinstance(block.approximation, Eigen) and (
+            state.basis_age is None or state.moments_missing
+        ):
+            raise NotReadyError(
+                f"Block {name!r} has no moments in the bases of its factors yet; call "
+                f"{'`rebase`' if state.basis_age is None else '`update`'} first."
             )
         everything = {other: held.statistics for other, held in self._states.items()}
         statistics = self.shared_factors.completed(name, state.statistics, everything)

@@ -38,7 +38,7 @@ from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.status import Check
-from kfac_core.structure import is_structure, leaves
+from kfac_core.structure import is_structure, leaves, static_fields
 
 __all__ = ["FORMAT", "VERSION", "dump_state", "parse_state"]
 
@@ -76,10 +76,15 @@ _STATIC: dict[str, Callable[[Any], bool]] = {
     "check": lambda value: value in get_args(Check),
     "rung": lambda value: value in get_args(Rung),
     "name": lambda value: isinstance(value, str),
+    "shape": lambda value: isinstance(value, tuple) and len(value) == 2,
+    "repeats": lambda value: isinstance(value, int) and value > 0,
+    "tail": lambda value: value in (0, 1),
+    "doublings": lambda value: isinstance(value, int) and value > 0,
 }
 """What static fields of structures may be, by name."""
 
 _COUNTS = ("updates", "age", "failures")
+_BASES = ("basis_age", "moments_missing")
 
 
 def dump_state(
@@ -117,7 +122,7 @@ def dump_state(
                 "statistics": _dump(state.statistics),
                 "operator": _dump(state.operator),
                 "damping": _dump(state.damping),
-                **{count: getattr(state, count) for count in _COUNTS},
+                **{field: getattr(state, field) for field in _COUNTS + _BASES},
             }
             for name, state in states.items()
         },
@@ -186,6 +191,7 @@ def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise StateError(f"{where}: expected a count {count!r}, got {value!r}.")
         fields[count] = value
+    fields |= _bases(part, where)
     statistics = _parse(part.get("statistics"), f"{where}, statistics")
     operator = _parse(part.get("operator"), f"{where}, operator")
     if statistics is not None:
@@ -199,6 +205,20 @@ def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
         "damping": damping,
         **fields,
     }
+
+
+def _bases(part: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what is said of a block's bases."""
+    age, missing = (part.get(field) for field in _BASES)
+    if age is not None and (
+        not isinstance(age, int) or isinstance(age, bool) or age < 0
+    ):
+        raise StateError(f"{where}: expected a count 'basis_age' or None, got {age!r}.")
+    if not isinstance(missing, bool):
+        raise StateError(
+            f"{where}: expected True or False for 'moments_missing', got {missing!r}."
+        )
+    return {"basis_age": age, "moments_missing": missing}
 
 
 def _check_statistics(statistics: Any, block: Block, where: str) -> None:
@@ -343,7 +363,7 @@ def _dump(value: Any) -> Any:
         return {"structure": type(value).__name__, **fields}
     if isinstance(value, dict):
         return {name: _dump(part) for name, part in value.items()}
-    if value is None or isinstance(value, str | int | float | bool):
+    if value is None or isinstance(value, str | int | float | bool | tuple):
         return value
     return _copied(value)
 
@@ -364,12 +384,15 @@ def _parse(value: Any, where: str) -> Any:
                 f"{sorted(set(value) - {'structure'})}."
             )
         made = {name: _parse(value[name], f"{where}.{name}") for name in names}
-        for name, good in _STATIC.items():
-            if name in names and not good(made[name]):
-                raise StateError(f"{where}: {name} cannot be {made[name]!r}.")
-        return cls(**made)
+        structure = cls(**made)
+        for name, static in static_fields(structure).items():
+            if name in _STATIC and not _STATIC[name](static):
+                raise StateError(f"{where}: {name} cannot be {static!r}.")
+        return structure
     if value is None or isinstance(value, str | int | float | bool):
         return value
+    if isinstance(value, list | tuple) and all(isinstance(v, int) for v in value):
+        return tuple(value)  # A list where the state went through a file.
     if not array_api_compat.is_array_api_obj(value):
         raise StateError(f"{where}: expected an array, got {type(value).__name__}.")
     return _copied(value)

@@ -52,14 +52,6 @@ def require_products(blocks: Mapping[str, Block], products: tuple[str, ...], /) 
     UnsupportedError
         For a block that lacks one.
     """
-    for name, block in blocks.items():
-        if block.approximation.name == "eigen":
-            # Nothing here decides when its bases are taken anew; without that its
-            # moments would silently be those of the coordinate basis.
-            raise UnsupportedError(
-                f"Block {name!r}: an estimator does not yet schedule the bases of Eigen. "
-                "Use `Block` with `Eigen.rebased` and `Eigen.corrected`."
-            )
     for product in products:
         require_one_of("products", product, _ALL_PRODUCTS)
         for name, block in blocks.items():

@@ -1,4 +1,10 @@
-"""What there is to say of each block: condition, damping, certificate and age."""
+"""What there is to say of each block: condition, damping, certificate and age.
+
+Conventions.  A condition number is that of a damped matrix: exact from an eigenbasis or a
+diagonal, in the 1-norm from an inverse, and otherwise the estimate of
+`kfac_core.linalg.condition`, which is a lower bound, seldom by more than a factor of
+three.  A residual is relative; see `kfac_core.linalg.certificate`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +13,15 @@ from typing import Any
 
 import array_api_compat
 
+from kfac_core.arrays import device_of
 from kfac_core.backend import Array, Namespace
 from kfac_core.block import Block
 from kfac_core.block_state import BlockState
+from kfac_core.errors import FactorizationError
+from kfac_core.linalg.certificate import probe
+from kfac_core.linalg.condition import estimated_norm, measured_residual
+from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 
@@ -18,17 +30,17 @@ __all__ = ["BlockReport", "FactorReport", "report_of"]
 
 @dataclass(frozen=True)
 class FactorReport:
-    """One damped factor of an operator.
+    """One damped factor of an operator, or one basis of it.
 
     Attributes
     ----------
     size : int
         Its number of rows.
     shift : float
-        What the damping added to its diagonal; the largest, of a stack.
+        What the damping added to its diagonal; the largest, of a stack.  Zero where the
+        damping is added to the block instead.
     condition : float or None
-        Of the damped factor: exact from an eigenbasis or a diagonal, in the 1-norm
-        from an inverse; None where nothing was prepared.
+        Of the damped factor; None where nothing was prepared, and of a basis.
     residual : float or None
         The certificate of its factorization.
     rung : str or None
@@ -55,10 +67,17 @@ class BlockReport:
         What it is.
     updates, age, failures : int
         As in `BlockState`.
+    basis_age : int or None
+        As in `BlockState`.
     damping : float or None
         The damping of its operator.
+    condition : float or None
+        Of the damped block, estimated; None before the first refresh.
+    residual : float or None
+        ``|F F^-1 z - z| / |z|`` of the damped block, for a fixed probe z; None where
+        there is no inverse.
     factors : dict of str to FactorReport
-        By side; empty before the first refresh.
+        By side; empty before the first refresh, and where a block has no factors.
     """
 
     layer: str
@@ -66,7 +85,10 @@ class BlockReport:
     updates: int
     age: int
     failures: int
+    basis_age: int | None
     damping: float | None
+    condition: float | None
+    residual: float | None
     factors: dict[str, FactorReport]
 
 
@@ -84,27 +106,76 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     -------
     BlockReport
         Plain numbers.
+
+    Notes
+    -----
+    About a dozen products with the block and as many with its inverse, which is made
+    for it where it was not prepared.
     """
     operator: Any = state.operator
     factors: dict[str, FactorReport] = {}
     parts = {s: getattr(operator, s, None) for s in ("input", "output", "block")}
     for side, part in (parts | getattr(operator, "factors", {})).items():
-        if isinstance(part, ShiftedMatrix | ShiftedDiagonal):
+        if isinstance(part, ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne):
             factors[side] = _factor(part)
+    if operator is not None and state.statistics is not None:
+        bases = state.statistics.bases.items()
+        factors |= {side: _basis(basis) for side, basis in bases}
+    condition, residual = _of_block(operator)
     return BlockReport(
         block.layer.kind,
         block.approximation.name,
         state.updates,
         state.age,
         state.failures,
+        state.basis_age,
         None if state.damping is None else float(state.damping),
+        condition,
+        residual,
         factors,
     )
 
 
-def _factor(part: ShiftedMatrix | ShiftedDiagonal) -> FactorReport:
+def _of_block(operator: Any) -> tuple[float | None, float | None]:
+    """Return the condition and the residual of a damped block, by its products."""
+    if operator is None:
+        return None, None
+    try:
+        made = operator.prepared("inverse")
+    except FactorizationError:
+        # Only where nothing was prepared at the refresh; then the inverse does not exist.
+        return float("inf"), None
+    like = made.trace()
+    xp = array_api_compat.array_namespace(like)
+    if bool(made.status() != 0):
+        return float("nan"), float("inf")
+    n, m = made.shape
+    z = probe(n * m, dtype=like.dtype, device=device_of(like), xp=xp)
+    z = xp.reshape(z, (n, m))
+    return (
+        _estimated_condition(made.multiply, made.multiply_inverse, z, xp),
+        measured_residual(made.multiply, made.multiply_inverse, z, xp=xp),
+    )
+
+
+def _estimated_condition(product: Any, inverse: Any, z: Array, xp: Namespace) -> float:
+    shape = tuple(z.shape)
+    norms = [estimated_norm(f, z, shape=shape, xp=xp) for f in (product, inverse)]
+    return norms[0] * norms[1]
+
+
+def _basis(basis: Basis) -> FactorReport:
+    xp = array_api_compat.array_namespace(basis.eigenvalues)
+    size = int(basis.eigenvalues.shape[-1])
+    residual, clipped = float(xp.max(basis.residual)), float(xp.max(basis.clipped))
+    return FactorReport(size, 0.0, None, residual, basis.rung, clipped)
+
+
+def _factor(part: ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne) -> FactorReport:
     xp = array_api_compat.array_namespace(part.shift)
     shift = float(xp.max(part.shift))
+    if isinstance(part, ShiftedRankOne):
+        return _rank_one(part, shift, xp)
     if isinstance(part, ShiftedDiagonal):
         condition = _spread(part.eigenvalues(shifted=True), xp)
         return FactorReport(part.size, shift, condition, 0.0, "working", 0.0)
@@ -121,14 +192,34 @@ def _factor(part: ShiftedMatrix | ShiftedDiagonal) -> FactorReport:
     )
 
 
-def _condition(part: ShiftedMatrix, xp: Namespace) -> float | None:
+def _rank_one(part: ShiftedRankOne, shift: float, xp: Namespace) -> FactorReport:
+    """Return the report of equal blocks and one vector, whose products are cheap."""
+    block = _factor(part.block)
+    if block.residual is None:
+        return FactorReport(part.size, shift, None, None, None, 0.0)
+    z = probe(part.size, dtype=part.dtype, device=device_of(part.shift), xp=xp)
+
+    def product(v: Array) -> Array:
+        return part.multiply(v, shifted=True)
+
+    return FactorReport(
+        part.size,
+        shift,
+        _estimated_condition(product, part.solve, z, xp),
+        measured_residual(product, part.solve, z, xp=xp),
+        block.rung,
+        block.clipped,
+    )
+
+
+def _condition(part: ShiftedMatrix, xp: Namespace) -> float:
     if part.basis is not None:
         return _spread(part.eigenvalues(shifted=True), xp)
-    if part.inverse is None:
-        return None
+    inverse = part.prepared("inverse").inverse
+    assert inverse is not None
     norms = [
         xp.max(xp.sum(xp.abs(matrix), axis=-2), axis=-1)
-        for matrix in (part.dense(shifted=True), part.inverse.matrix.full())
+        for matrix in (part.dense(shifted=True), inverse.matrix.full())
     ]
     return float(xp.max(norms[0] * norms[1]))
 

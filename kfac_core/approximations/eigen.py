@@ -5,9 +5,17 @@ Conventions.  With ``A = Q_A diag(a) Q_A^T`` and ``G = Q_G diag(g) Q_G^T`` the f
 
     F = (Q_A (x) Q_G) diag(E) (Q_A (x) Q_G)^T,    E = 1/N sum_mn (Q_A^T D Q_G)^2,
 
-the best diagonal in that basis, in the Frobenius norm.  Damping is exact.  The bases
-are part of the statistics: the identity at first; `Eigen.rebased` takes those of the
-factors as they are then and starts E anew, and updates in between add to both.
+the best diagonal in that basis, in the Frobenius norm.  Shared positions are summed
+before they are squared.  Damping is exact.
+
+The bases are part of the statistics, with eigenvalues that descend and a certificate;
+they are the coordinates at first.  An update adds to the factors and to E in the bases
+as they are; `Eigen.rebased` takes those of the factors at that moment.  A diagonal
+factor has the coordinates for its basis always, and so an embedding has a block too.
+
+A basis is determined only where eigenvalues are distinct.  E is not the same in another
+basis of an eigenspace, so neither is F: unlike K-FAC's, EKFAC's products depend on which
+basis a library returned for repeated eigenvalues.
 
 References
 ----------
@@ -17,24 +25,33 @@ Eigenbasis", arXiv:1806.03884, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from kfac_core.approximations.kronecker import Kronecker, Sharing
 from kfac_core.approximations.options import NOTHING, OperatorOptions
-from kfac_core.arrays import Scalar, as_scalar, cast, full_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.arrays import Scalar, any_status, as_scalar, cast, full_of
+from kfac_core.backend import Namespace
 from kfac_core.blocks.eigen import EigenOperator
 from kfac_core.conventions import Conventions, require_one_of
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average, require_decay, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
+from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.groups import split_groups
 from kfac_core.linalg.ladder import symmetric_basis
 from kfac_core.status import Check
+from kfac_core.structure import map_structure, replaced
 
-__all__ = ["Eigen"]
+__all__ = ["Eigen", "MomentStart"]
+
+MomentStart = Literal["kronecker", "carried", "zero"]
+"""What E is right after a change of basis; see `Eigen.rebased`."""
+
+_SIDES = ("input", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,28 +60,48 @@ class Eigen:
 
     Parameters
     ----------
+    input, output : {"full", "diagonal"}
+        Which kinds the factors are, which give the basis.
     sharing : {"expand", "reduce"}
-        How the factors, which give the basis, treat shared positions.
+        How the factors treat shared positions.
+    moment_decay : float, optional
+        What E's sum is multiplied with at each update, in [0, 1]; the decay of the
+        factors where left out.
 
     Raises
     ------
     ConventionError
-        For another value.
+        For a kind or sharing that there is not.
+    DecayError
+        For a decay outside [0, 1].
     """
 
+    input: Literal["full", "diagonal"] = "full"
+    output: Literal["full", "diagonal"] = "full"
     sharing: Sharing = "expand"
+    moment_decay: float | None = None
 
     name = "eigen"
     lacks = NOTHING
 
     def __post_init__(self) -> None:
+        for side in _SIDES:
+            require_one_of(side, getattr(self, side), ("full", "diagonal"))
         require_one_of("sharing", self.sharing, get_args(Sharing))
+        if self.moment_decay is not None:
+            require_decay(self.moment_decay, name="moment_decay")
+
+    @property
+    def decays(self) -> Mapping[str, float]:
+        """The averages that decay in a way of their own."""
+        return {} if self.moment_decay is None else {"block": self.moment_decay}
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why the layer has no such block; None where it has."""
-        if layer.kind in ("dense", "conv") and layer.groups == 1:
-            return None
-        return "needs full factors, so a dense layer, or a conv layer without groups"
+        problem = self._factors.problem_with(layer)
+        if problem is not None and layer.kind == "embedding":
+            return problem.replace("Kronecker", "Eigen")
+        return problem
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
         """Return what the layer saw as rows."""
@@ -77,9 +114,16 @@ class Eigen:
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         factors = self._factors.initial(layer, **place, xp=xp)
         n, m = layer.matrix_shape
-        weight = zero_weight(xp, **place)
-        moments = Average(xp.zeros((n, m), **place), weight)
-        bases = {"input": xp.eye(n, **place), "output": xp.eye(m, **place)}
+        lead = (layer.groups,) if layer.groups > 1 else ()
+        sizes = {"input": n, "output": m // layer.groups}
+        moments = Average(
+            xp.zeros((*lead, *sizes.values()), **place), zero_weight(xp, **place)
+        )
+        bases = {
+            side: _coordinates(lead, size, **place, xp=xp)
+            for side, size in sizes.items()
+            if getattr(self, side) == "full"
+        }
         averages = {**factors.averages, "block": moments}
         return Statistics(averages, factors.status, bases)
 
@@ -100,50 +144,81 @@ class Eigen:
 
         Notes
         -----
-        Beside the factors, ``2 N S n m + 2 N n m (n + m)`` flops: the examples'
-        gradients are formed in the bases.
+        Beside the factors, ``2 R (n^2 + M m^2)`` flops to turn R rows into the bases, and
+        ``2 M R n m`` to square the examples' gradients.  Of these no more are formed at a
+        time than take the memory of the rows, and none where an example is one row.
         """
         common: dict[str, Any] = {
             "conventions": conventions,
-            "decay": decay,
             "weight": weight,
             "xp": xp,
         }
-        factors = self._factors.updated(statistics, rows, layer, **common)
-        moments = self._moments(statistics, rows, **common)
+        factors = self._factors.updated(
+            statistics, rows, layer, decay=decay, **common, skip=skip
+        )
+        moments = self._moments(
+            statistics, rows, decay=self.decays.get("block", decay), **common
+        )
         averages = {**factors.averages, "block": moments}
         return Statistics(averages, statistics.status, statistics.bases)
 
-    def rebased(self, statistics: Statistics, /, *, check: Check) -> Statistics:
-        """Return statistics in the eigenbases of the factors, with no moments yet.
+    def rebased(
+        self, statistics: Statistics, /, *, moments: MomentStart, check: Check
+    ) -> Statistics:
+        """Return the statistics in the eigenbases of the factors as they are now.
 
         Parameters
         ----------
         statistics : Statistics
             Of which the factors are kept.
+        moments : {"kronecker", "carried", "zero"}
+            What E is in the new bases, until updates add to it: ``S a g^T`` from the
+            factors' eigenvalues, with the weight of the input factor, so that the
+            block is K-FAC's at first; the diagonal that the old F has in the new bases,
+            ``(R_A^2)^T E R_G^2`` with ``R = Q_old^T Q_new`` squared entry by entry, with
+            the weight it had; or nothing, so that updates must come before an operator.
         check : {"raise", "status"}
-            As for `kfac_core.linalg.ladder.symmetric_basis`.
+            As for `kfac_core.linalg.ladder.symmetric_basis`; with ``"status"`` the
+            statistics stay as they are, but for their status, where no certified bases
+            were found.
 
         Returns
         -------
         Statistics
-            To be updated before an operator is made.
+            With bases whose eigenvalues descend.
 
         Raises
         ------
+        ConventionError
+            For an unknown `moments`.
         NotFiniteError, FactorizationError
             Where a factor has no certified basis (``check="raise"``).
+
+        Notes
+        -----
+        About ``9 (n^3 + m^3)`` flops.
         """
+        require_one_of("moments", moments, get_args(MomentStart))
         xp = statistics.namespace
-        bases: dict[str, Array] = {}
-        for side in ("input", "output"):
+        bases: dict[str, Basis] = {}
+        status = xp.zeros_like(statistics.status)
+        for side in statistics.bases:
             value = statistics.averages[side].value(debias=True)
-            basis = symmetric_basis(value, check=check, name=side, xp=xp)
-            bases[side] = basis.eigenvectors
-        old = statistics.averages["block"]
-        fresh = Average(xp.zeros_like(old.sum), xp.zeros_like(old.weight))
-        averages = {**statistics.averages, "block": fresh}
-        return Statistics(averages, statistics.status, bases)
+            found = symmetric_basis(value, check=check, name=side, xp=xp)
+            bases[side] = _descending(found, xp)
+            status = status | any_status(found.status, xp=xp)
+        start = {
+            "kronecker": self._kronecker_moments,
+            "carried": _carried_moments,
+            "zero": _no_moments,
+        }[moments]
+        averages = {**statistics.averages, "block": start(statistics, bases, xp)}
+        made = Statistics(averages, statistics.status, bases)
+        if check == "raise":
+            return made
+        good = status == 0
+        kept = map_structure(lambda a, b: xp.where(good, a, b), made, statistics)
+        return replaced(kept, status=statistics.status | status)
 
     def corrected(
         self,
@@ -174,11 +249,16 @@ class Eigen:
         xp = options.namespace(statistics)
         _, apply = options.dtypes(statistics.dtype, xp=xp)
         E = cast(xp, statistics.averages["block"].value(debias=options.debias), apply)
+        bases = {
+            side: cast(xp, basis.eigenvectors, apply)
+            for side, basis in statistics.bases.items()
+        }
+        damping = as_scalar(xp, options.damping, apply, "damping")
         made = EigenOperator(
-            cast(xp, statistics.bases["input"], apply),
-            cast(xp, statistics.bases["output"], apply),
+            bases.get("input"),
+            bases.get("output"),
             E,
-            full_of(xp, as_scalar(xp, options.damping, apply, "damping"), E),
+            full_of(xp, damping, E[(0,) * E.ndim]),
             None,
             xp.zeros_like(statistics.status),
             options.name,
@@ -188,7 +268,7 @@ class Eigen:
 
     @property
     def _factors(self) -> Kronecker:
-        return Kronecker(sharing=self.sharing)
+        return Kronecker(input=self.input, output=self.output, sharing=self.sharing)
 
     def _moments(
         self,
@@ -204,15 +284,81 @@ class Eigen:
         shares = update_shares(
             statistics, rows, conventions=conventions, weight=weight, xp=xp
         )
-        D = rows.per_example(statistics.dtype, xp=xp)
-        turned = xp.matmul(
-            xp.matmul(xp.matrix_transpose(statistics.bases["input"]), D),
-            statistics.bases["output"],
-        )
+        old = statistics.averages["block"]
+        bases = [
+            statistics.bases[side].eigenvectors if side in statistics.bases else None
+            for side in _SIDES
+        ]
+        turned = rows.turned(*bases, statistics.dtype, xp=xp)
         return DiagonalFactor().absorbed(
-            statistics.averages["block"],
-            xp.sum(turned * turned, axis=(0, 1)),
+            old,
+            split_groups(
+                turned.squares(statistics.dtype, xp=xp), old.sum.shape[:-2], xp=xp
+            ),
             decay=decay,
             scale=shares.examples * shares.outer_products,
             weight=shares.example_weight,
         )
+
+    def _kronecker_moments(
+        self, statistics: Statistics, bases: Mapping[str, Basis], _: Namespace
+    ) -> Average:
+        """Return ``S a g^T``, with the weight of the input factor."""
+        averages = statistics.averages
+        a, g = (
+            bases[side].eigenvalues
+            if side in bases
+            else averages[side].value(debias=True)
+            for side in _SIDES
+        )
+        S = averages["repeats"].value(debias=True)
+        weight = averages["input"].weight
+        return Average(S * weight * a[..., :, None] * g[..., None, :], weight)
+
+
+def _carried_moments(
+    statistics: Statistics, bases: Mapping[str, Basis], xp: Namespace
+) -> Average:
+    """Return the diagonal that the old F has in the new bases."""
+    old = statistics.averages["block"]
+    E = old.sum
+    for side, basis in bases.items():
+        before = xp.matrix_transpose(statistics.bases[side].eigenvectors)
+        squared = xp.matmul(before, basis.eigenvectors) ** 2
+        if side == "input":
+            E = xp.matmul(xp.matrix_transpose(squared), E)
+        else:
+            E = xp.matmul(E, squared)
+    return Average(E, old.weight)
+
+
+def _no_moments(
+    statistics: Statistics, bases: Mapping[str, Basis], xp: Namespace
+) -> Average:
+    old = statistics.averages["block"]
+    return Average(xp.zeros_like(old.sum), xp.zeros_like(old.weight))
+
+
+def _coordinates(
+    lead: tuple[int, ...], size: int, *, dtype: Any, device: Any, xp: Namespace
+) -> Basis:
+    """Return the basis of the coordinates, of no matrix yet."""
+    eye = xp.eye(size, dtype=dtype, device=device)
+    nothing = xp.zeros(lead, dtype=dtype, device=device)
+    return Basis(
+        xp.zeros((*lead, size), dtype=dtype, device=device),
+        xp.asarray(xp.broadcast_to(eye, (*lead, size, size)), copy=True),
+        xp.zeros(lead, dtype=xp.int32, device=device),
+        nothing,
+        nothing,
+        "working",
+    )
+
+
+def _descending(basis: Basis, xp: Namespace) -> Basis:
+    """Return the same basis, the largest eigenvalue first."""
+    return replaced(
+        basis,
+        eigenvalues=xp.flip(basis.eigenvalues, axis=-1),
+        eigenvectors=xp.flip(basis.eigenvectors, axis=-1),
+    )

@@ -2,18 +2,27 @@
 
 Conventions.  E has the shape ``(in(+1), out)`` of the vectors; on a vector V a function f
 of the block is ``Q_A [ (Q_A^T V Q_G) * f(E + lam) ] Q_G^T``.  The lower Cholesky factor
-alone has no such form: it is made from the dense block, for small layers.
+alone has no such form: it is made from the dense block, for small layers.  Where the
+arrays are stacks, the block is made of independent groups, each with columns of V of its
+own.
 """
 
 from __future__ import annotations
 
+import math
+
 import array_api_compat
 
-from kfac_core.arrays import any_status, status_unless
+from kfac_core.arrays import any_status, device_of, full_of, status_unless
 from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.operator import entering, leaving
-from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
-from kfac_core.linalg.kronecker import kronecker_dense
+from kfac_core.errors import (
+    DampingError,
+    FactorizationError,
+    NotFiniteError,
+    UnsupportedError,
+)
+from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.status import Check, Status
@@ -22,15 +31,15 @@ from kfac_core.structure import replaced, structure
 __all__ = ["EigenOperator"]
 
 
-@structure(static=("name", "check"))
+@structure(static=("name", "check", "definite"))
 class EigenOperator:
     """A snapshot of the block of the module's text; see `CurvatureOperator`.
 
     Attributes
     ----------
-    input_basis, output_basis : array, shapes (n, n) and (m, m)
-        Q_A and Q_G, orthogonal.
-    moments : array, shape (n, m)
+    input_basis, output_basis : array, shapes ((Q,) n, n) and ((Q,) m, m), or None
+        Q_A and Q_G, orthogonal; None for the coordinates.
+    moments : array, shape ((Q,) n, m)
         E.
     damping : array, 0-d
         lam.
@@ -40,36 +49,54 @@ class EigenOperator:
         Of `Status`.
     name, check
         What a message should call it, and whether trouble raises.
+    definite : bool
+        Whether ``E + lam`` has been looked at and is positive.
     """
 
-    input_basis: Array
-    output_basis: Array
+    input_basis: Array | None
+    output_basis: Array | None
     moments: Array
     damping: Array
     whole: ShiftedMatrix | None
     flags: Array
     name: str
     check: Check
+    definite: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
-        return int(self.moments.shape[0]), int(self.moments.shape[1])
+        n, m = self.moments.shape[-2:]
+        return int(n), math.prod(self._lead) * int(m)
 
     def prepared(self, *factorizations: Factorization) -> EigenOperator:
-        """Return the same operator, checked, with a Cholesky factor if asked for."""
+        """Return the same operator, checked, with a Cholesky factor if asked for.
+
+        A look at values waits for the device (``check="raise"``); ``"inverse"`` is
+        looked at here, and not again in a product.
+        """
         made = self._definite() if "inverse" in factorizations else self._checked()
         if "cholesky" in factorizations and made.whole is None:
-            dense = SymmetricMatrix(self.to_dense(damped=False), whole=True)
+            dense = SymmetricMatrix(self._blocks(damped=False), whole=True)
             whole = shifted_matrix(
                 dense,
-                self.damping,
+                full_of(self._xp(), self.damping, dense.array[..., 0, 0]),
                 factorizations=("cholesky",),
                 check=self.check,
                 name=self.name,
             )
             made = replaced(made, whole=whole)
         return made
+
+    def at_rows(self, indices: Array, /) -> EigenOperator:
+        """Return the operator on the rows of some ids; see `FactoredKronecker.at_rows`."""
+        if self.input_basis is not None:
+            raise UnsupportedError(
+                "A sparse gradient needs a block that does not mix rows: an embedding with "
+                "a diagonal input factor. Give the whole gradient."
+            )
+        taken = self._xp().take(self.moments, indices, axis=-2)
+        return replaced(self, moments=taken, whole=None)
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
         """Return ``F_damped v``, or ``F v``; ``4 n m (n + m)`` flops."""
@@ -89,18 +116,18 @@ class EigenOperator:
     def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
         """Return ``L v`` or ``L^T v``, with L of the dense block."""
         V, xp = self._enter(vector, "vector")
-        flat = xp.reshape(V, (-1, 1))
+        flat = xp.reshape(V, (*self._lead, -1, 1))
         product = self._whole().lower_multiply(flat, transpose=transpose)
-        return leaving(xp.reshape(product, self.shape), vector)
+        return leaving(xp.reshape(product, V.shape), vector)
 
     def multiply_cholesky_inverse(
         self, vector: Array, /, *, transpose: bool = False
     ) -> Array:
         """Return ``L^-1 v`` or ``L^-T v``, with L of the dense block."""
         V, xp = self._enter(vector, "vector")
-        flat = xp.reshape(V, (-1, 1))
+        flat = xp.reshape(V, (*self._lead, -1, 1))
         product = self._whole().lower_solve(flat, transpose=transpose)
-        return leaving(xp.reshape(product, self.shape), vector)
+        return leaving(xp.reshape(product, V.shape), vector)
 
     def sample(self, noise: Array, /) -> Array:
         """Turn white noise Z into ``F_damped^-1/2 Z``."""
@@ -124,11 +151,8 @@ class EigenOperator:
 
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return the block as one matrix."""
-        xp = self._xp()
-        Q = kronecker_dense((self.input_basis, self.output_basis))
-        scaled = Q * xp.reshape(self._spectrum(damped), (1, -1))
-        dense = xp.matmul(scaled, xp.matrix_transpose(Q))
-        return 0.5 * (dense + xp.matrix_transpose(dense))
+        n = int(self.moments.shape[-2])
+        return dense_of_blocks(self._blocks(damped=damped), n=n, xp=self._xp())
 
     def status(self) -> Array:
         """Return the flags, 0-d int32."""
@@ -140,25 +164,46 @@ class EigenOperator:
         return self.moments + self.damping if damped else self.moments
 
     def _turned(self, V: Array, spectrum: Array, xp: Namespace) -> Array:
-        inner = xp.matmul(xp.matrix_transpose(self.input_basis), V)
-        inner = xp.matmul(inner, self.output_basis) * spectrum
-        outer = xp.matmul(self.input_basis, inner)
-        return xp.matmul(outer, xp.matrix_transpose(self.output_basis))
+        Q_A, Q_G = self.input_basis, self.output_basis
+        if Q_A is not None:
+            V = xp.matmul(xp.matrix_transpose(Q_A), V)
+        if Q_G is not None:
+            V = xp.matmul(V, Q_G)
+        V = V * spectrum
+        if Q_A is not None:
+            V = xp.matmul(Q_A, V)
+        return V if Q_G is None else xp.matmul(V, xp.matrix_transpose(Q_G))
+
+    def _blocks(self, *, damped: bool) -> Array:
+        """Return the dense matrix of each group, flattened row-major."""
+        xp = self._xp()
+        n, m = self.moments.shape[-2:]
+        place = {"dtype": self.moments.dtype, "device": device_of(self.moments)}
+        Q_A = xp.eye(n, **place) if self.input_basis is None else self.input_basis
+        Q_G = xp.eye(m, **place) if self.output_basis is None else self.output_basis
+        Q = Q_A[..., :, None, :, None] * Q_G[..., None, :, None, :]
+        Q = xp.reshape(Q, (*self._lead, n * m, n * m))
+        spectrum = xp.reshape(self._spectrum(damped), (*self._lead, 1, n * m))
+        dense = xp.matmul(Q * spectrum, xp.matrix_transpose(Q))
+        return 0.5 * (dense + xp.matrix_transpose(dense))
 
     def _checked(self) -> EigenOperator:
         """Return itself, after looking for what cannot be computed with."""
         xp = self._xp()
-        parts = (self.moments, self.input_basis, self.output_basis)
+        all_parts = (self.moments, self.input_basis, self.output_basis)
+        parts = [part for part in all_parts if part is not None]
         finite = xp.all(xp.stack([xp.all(xp.isfinite(part)) for part in parts]))
         good = xp.isfinite(self.damping) & (self.damping >= 0)
         flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
         return self._with(flags | status_unless(xp, good, Status.BAD_DAMPING))
 
     def _definite(self) -> EigenOperator:
+        if self.definite:
+            return self
         xp = self._xp()
         positive = xp.all(self._spectrum(True) > 0)
         flag = status_unless(xp, positive, Status.NOT_POSITIVE)
-        return self._checked()._with(flag)
+        return replaced(self._checked()._with(flag), definite=True)
 
     def _with(self, flags: Array) -> EigenOperator:
         if self.check == "status":
@@ -186,8 +231,16 @@ class EigenOperator:
 
     def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
         return entering(
-            vector, self.shape, self.moments.dtype, operator=self.damping, name=name
+            *(vector, self.shape, self.moments.dtype),
+            operator=self.damping,
+            name=name,
+            lead=self._lead,
         )
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        """The shape of the stack of groups."""
+        return tuple(self.moments.shape[:-2])
 
     def _xp(self) -> Namespace:
         return array_api_compat.array_namespace(self.moments)

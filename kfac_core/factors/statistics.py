@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import array_api_compat
@@ -10,9 +12,12 @@ import array_api_compat
 from kfac_core.arrays import Scalar
 from kfac_core.backend import Array, Namespace
 from kfac_core.factors.average import Average
+from kfac_core.linalg.factorizations import Basis
 from kfac_core.structure import map_structure, replaced, structure
 
 __all__ = ["Statistics"]
+
+_ALL_ALIKE: Mapping[str, Scalar] = MappingProxyType({})
 
 
 @structure()
@@ -25,13 +30,14 @@ class Statistics:
         By the names that the approximation gives them, such as ``"input"``.
     status : array of int32, 0-d
         The flags of the last update; nonzero where it was left out.
-    bases : dict of str to array
-        The bases in which an average is kept, for an approximation that has any.
+    bases : dict of str to Basis
+        The bases in which an average is kept, for an approximation that has any; their
+        eigenvalues descend.
     """
 
     averages: dict[str, Average]
     status: Array
-    bases: dict[str, Array] = dataclasses.field(default_factory=dict)
+    bases: dict[str, Basis] = dataclasses.field(default_factory=dict)
 
     @property
     def dtype(self) -> Any:
@@ -57,14 +63,23 @@ class Statistics:
         return Statistics(averages, self.status | other.status, self.bases)
 
     def absorbed(
-        self, other: Statistics, /, *, decay: Scalar, weight: Scalar
+        self,
+        other: Statistics,
+        /,
+        *,
+        decay: Scalar,
+        weight: Scalar,
+        decays: Mapping[str, Scalar] = _ALL_ALIKE,
     ) -> Statistics:
         """Return the statistics after one update with the averages of others.
 
         Where the others' status is not zero, nothing is added and nothing decays.
+        `decays` names the averages that decay in a way of their own.
         """
         averages = {
-            name: average.absorbed(other.averages[name], decay=decay, weight=weight)
+            name: average.absorbed(
+                other.averages[name], decay=decays.get(name, decay), weight=weight
+            )
             for name, average in self.averages.items()
         }
         new = Statistics(averages, other.status, self.bases)

@@ -11,7 +11,7 @@ from kfac_core.arrays import Scalar, cast, device_of, status_unless
 from kfac_core.backend import Array, Namespace
 from kfac_core.linalg.indexing import count_indices, sum_rows_at
 from kfac_core.status import Status
-from kfac_core.structure import structure
+from kfac_core.structure import replaced, structure
 
 __all__ = ["IdRows"]
 
@@ -100,6 +100,22 @@ class IdRows:
             squares = xp.sum(sums * sums, axis=0) * share[..., None]
         rows = xp.reshape(squares, (-1, squares.shape[-1]))
         return sum_rows_at(rows, xp.reshape(self.ids, (-1,)), size=self.size, xp=xp)
+
+    def turned(
+        self,
+        input_basis: Array | None,
+        output_basis: Array | None,
+        dtype: object,
+        /,
+        *,
+        xp: Namespace,
+    ) -> IdRows:
+        """Return the rows with ``Q_G^T g`` for g; ids have no other coordinates."""
+        assert input_basis is None
+        g = cast(xp, self.output_grads, dtype)
+        if output_basis is not None:
+            g = xp.matmul(g, output_basis)
+        return replaced(self, output_grads=g)
 
     def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum_mns x g^T``, shape (V, m)."""

@@ -131,14 +131,7 @@ class Rows:
     def per_example(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return each example's gradient ``D = sum_s x g^T``, shape ((Q,) M, N, n, m)."""
         self.require_all_positions()
-        x = cast(xp, self.inputs, dtype)
-        if self.homogeneous:
-            ones = xp.ones_like(x[..., :1])
-            if self.mask is not None:
-                ones = xp.broadcast_to(
-                    cast(xp, self.mask[..., None], dtype), ones.shape
-                )
-            x = xp.concat([x, ones], axis=-1)
+        x = self._full_inputs(dtype, xp)
         across = xp.matrix_transpose(x)[..., None, :, :, :]
         return xp.matmul(across, cast(xp, self.output_grads, dtype))
 
@@ -160,11 +153,59 @@ class Rows:
             mask = xp.reshape(mask, (-1, 1))
         return Rows(x, g, mask, self.homogeneous)
 
+    def turned(
+        self,
+        input_basis: Array | None,
+        output_basis: Array | None,
+        dtype: object,
+        /,
+        *,
+        xp: Namespace,
+    ) -> Rows:
+        """Return the rows in other coordinates: ``Q_A^T x`` and ``Q_G^T g``.
+
+        Parameters
+        ----------
+        input_basis, output_basis : array, shapes ((Q,) n, n) and ((Q,) m, m), or None
+            Orthogonal matrices; None leaves a side as it is.
+        dtype : dtype
+            Of the result.
+        xp : namespace
+            Of all arrays.
+
+        Returns
+        -------
+        Rows
+            The homogeneous coordinate is one of the inputs' where these are turned.
+        """
+        x, homogeneous = cast(xp, self.inputs, dtype), self.homogeneous
+        g = cast(xp, self.output_grads, dtype)
+        if input_basis is not None:
+            x = xp.matmul(self._full_inputs(dtype, xp), input_basis[..., None, :, :])
+            homogeneous = False
+        if output_basis is not None:
+            g = xp.matmul(g, output_basis[..., None, None, :, :])
+        return Rows(x, g, self.mask, homogeneous, self.partial)
+
     def squares(self, dtype: object, /, *, xp: Namespace) -> Array:
-        """Return ``sum_mn D * D``, shape (n, m); no D is formed where S is 1."""
+        """Return ``sum_mn D * D``, shape (n, m).
+
+        No D is formed where S is 1.  Elsewhere, as many of them at a time as take no
+        more memory than the rows do.
+        """
         if self.positions > 1:
-            D = self.per_example(dtype, xp=xp)
-            return join_groups(xp.sum(D * D, axis=(-4, -3)), xp=xp)
+            self.require_all_positions()
+            n, m = self.inputs.shape[-1] + self.homogeneous, self.output_grads.shape[-1]
+            each = n * m * self.sources
+            at_once = max(1, self.examples * self.positions * (n + m) // each)
+            total: Array | None = None
+            for start in range(0, self.examples, at_once):
+                stop = min(start + at_once, self.examples)
+                D = self._examples(start, stop).per_example(dtype, xp=xp)
+                part = xp.sum(D * D, axis=(-4, -3))
+                total = part if total is None else total + part
+            if total is not None:
+                return join_groups(total, xp=xp)
         x, g = cast(xp, self.inputs, dtype), cast(xp, self.output_grads, dtype)
         x2 = (x * x)[..., 0, :]
         if self.homogeneous:
@@ -185,6 +226,26 @@ class Rows:
     def status(self, *, xp: Namespace) -> Array:
         """Return which of the two arrays is not finite, 0-d int32 of `Status` flags."""
         return _finite_status(self.inputs, self.output_grads, xp)
+
+    def _full_inputs(self, dtype: object, xp: Namespace) -> Array:
+        """Return the x with their homogeneous coordinate."""
+        x = cast(xp, self.inputs, dtype)
+        if not self.homogeneous:
+            return x
+        ones = xp.ones_like(x[..., :1])
+        if self.mask is not None:
+            ones = xp.broadcast_to(cast(xp, self.mask[..., None], dtype), ones.shape)
+        return xp.concat([x, ones], axis=-1)
+
+    def _examples(self, start: int, stop: int) -> Rows:
+        """Return the rows of some of the examples."""
+        mask = None if self.mask is None else self.mask[start:stop, ...]
+        return Rows(
+            self.inputs[..., start:stop, :, :],
+            self.output_grads[..., start:stop, :, :],
+            mask,
+            self.homogeneous,
+        )
 
 
 def require_no_choice(batch: Batch, /) -> None:

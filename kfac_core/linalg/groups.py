@@ -10,7 +10,7 @@ from __future__ import annotations
 from kfac_core.arrays import device_of
 from kfac_core.backend import Array, Namespace
 
-__all__ = ["dense_of_groups", "join_groups", "split_groups"]
+__all__ = ["dense_of_blocks", "dense_of_groups", "join_groups", "split_groups"]
 
 
 def split_groups(V: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Array:
@@ -45,13 +45,36 @@ def dense_of_groups(A: Array, G: Array, /, *, xp: Namespace) -> Array:
         ``kron(A_q, G_q)`` in the rows and columns of group q, zero elsewhere, flattened
         row-major; ``kron(A, G)`` where there are no groups.
     """
-    if A.ndim == 2:
-        A, G = A[None, ...], G[None, ...]
-    groups, n, m = A.shape[0], A.shape[-1], G.shape[-1]
-    same = xp.eye(groups, dtype=A.dtype, device=device_of(A))
+    n, m = A.shape[-1], G.shape[-1]
+    left = A[..., :, None, :, None]
+    product = left * G[..., None, :, None, :]
+    blocks = xp.reshape(product, (*A.shape[:-2], n * m, n * m))
+    return dense_of_blocks(blocks, n=n, xp=xp)
+
+
+def dense_of_blocks(blocks: Array, /, *, n: int, xp: Namespace) -> Array:
+    """Return the dense matrix of independent groups from the matrix of each.
+
+    Parameters
+    ----------
+    blocks : array, shape ((Q,) n m, n m)
+        Each flattened row-major from its vectors of shape (n, m).
+    n : int
+        The number of rows of a vector.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    array, shape (n Q m, n Q m)
+        Zero between the groups, flattened row-major; `blocks` where there are no groups.
+    """
+    if blocks.ndim == 2:
+        return blocks
+    groups, m = blocks.shape[0], blocks.shape[-1] // n
+    same = xp.eye(groups, dtype=blocks.dtype, device=device_of(blocks))
     # Axes: input row, group row, output row, input column, group column, output column.
-    left = xp.permute_dims(A, (1, 0, 2))[:, :, None, :, None, None]
-    right = G[None, :, :, None, None, :]
-    product = left * right * same[None, :, None, None, :, None]
+    parts = xp.permute_dims(xp.reshape(blocks, (groups, n, m, n, m)), (1, 0, 2, 3, 4))
+    spread = parts[:, :, :, :, None, :] * same[None, :, None, None, :, None]
     size = n * groups * m
-    return xp.reshape(product, (size, size))
+    return xp.reshape(spread, (size, size))

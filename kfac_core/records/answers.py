@@ -115,7 +115,9 @@ class Recomputation:
         approximation = block.approximation
         if isinstance(approximation, Eigen):
             # The format has all moments in the bases of the last factors.
-            statistics = approximation.rebased(statistics, check="raise")
+            statistics = approximation.rebased(
+                statistics, moments="zero", check="raise"
+            )
             for seen in recorded.updates:
                 rows = approximation.rows(block.layer, _batch(seen, self.place))
                 statistics = approximation.corrected(statistics, rows, **coefficients)

@@ -1,0 +1,98 @@
+"""One weight that a network uses in several places, each place with a name.
+
+Conventions.  ``{"decoder.1": "decoder.0"}`` says that ``decoder.1`` is another use of the
+weight of block ``decoder.0``.  The curvature is that of the one weight: what the uses saw
+in an example are shared positions of its block, whose factors are computed once, and the
+gradient to precondition is the block's, summed over the uses as a framework gives it.
+Every use of a weight is fed in the same update, since an example's gradient is the sum
+over all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kfac_core.block import Block
+from kfac_core.errors import ConventionError, UnknownBlockError, UnsupportedError
+
+__all__ = ["TiedWeights"]
+
+
+class TiedWeights:
+    """Which names are further uses of which block's weight.
+
+    Parameters
+    ----------
+    uses : mapping of str to str
+        Names of further uses, to names of blocks.
+    blocks : mapping of str to Block
+        The blocks of the estimator.
+
+    Raises
+    ------
+    UnknownBlockError
+        For a name that is no block.
+    ConventionError
+        For a further use that is a block itself.
+    UnsupportedError
+        For a block whose layer has no rows to be joined.
+    """
+
+    def __init__(self, uses: Mapping[str, str], blocks: Mapping[str, Block]) -> None:
+        for use, name in uses.items():
+            if name not in blocks:
+                raise UnknownBlockError(
+                    f"`tied_weights`: unknown block {name!r}; the blocks are "
+                    f"{', '.join(map(repr, blocks))}."
+                )
+            if use in blocks:
+                raise ConventionError(
+                    f"`tied_weights`: {use!r} is a block of its own. Leave it out of "
+                    f"`blocks`: the weight's curvature is that of {name!r}."
+                )
+            if blocks[name].layer.kind not in ("dense", "conv"):
+                raise UnsupportedError(
+                    f"`tied_weights`: block {name!r} is a {blocks[name].layer.kind} layer; "
+                    "only the uses of a dense or conv layer are joined."
+                )
+        self.uses = dict(uses)
+
+    def grouped(self, batches: Mapping[str, Any], /) -> dict[str, Any]:
+        """Return what each block was fed, its further uses included.
+
+        Parameters
+        ----------
+        batches : mapping of str to Batch, GradientBatch or sequence of Batch
+            By block, and by further use.
+
+        Returns
+        -------
+        dict of str to Batch, GradientBatch or sequence of Batch
+            By block alone.
+
+        Raises
+        ------
+        ConventionError
+            Where some uses of a weight were fed, and others not.
+        """
+        grouped = {name: fed for name, fed in batches.items() if name not in self.uses}
+        for name in dict.fromkeys(self.uses.values()):
+            everywhere = [name, *(use for use, of in self.uses.items() if of == name)]
+            given = [place for place in everywhere if place in batches]
+            if not given:
+                continue
+            if given != everywhere:
+                missing = sorted(set(everywhere) - set(given))
+                raise ConventionError(
+                    f"Block {name!r} is used in {everywhere}, and {missing} were not fed. "
+                    "Feed all uses of a weight in one update."
+                )
+            grouped[name] = [
+                batch for place in everywhere for batch in _several(batches[place])
+            ]
+        return grouped
+
+
+def _several(fed: Any) -> list[Any]:
+    return list(fed) if isinstance(fed, list | tuple) else [fed]
