@@ -226,6 +226,9 @@ def _factor(made: Recomputation, check: CheckDescription) -> HostArray:
     values = place.host(value)
     if values.ndim == 1 and which == "block":
         return _unflattened(values, made.recorded)
+    if which == "block" and made.statistics.bases:
+        # The format has eigenvalues ascending, and here they descend.
+        return np.flip(values, axis=(-2, -1))
     return values
 
 
