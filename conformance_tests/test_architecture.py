@@ -24,10 +24,18 @@ LAYERS = (
     {"blocks"},
     {"approximations"},
     {"block"},
-    {"block_state", "shared_factors", "feeding", "products", "report"}
-    | {"estimator_state"}
+    {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
+    | {"movement", "refreshing", "background", "estimator_state", "spectral_blocks"}
     | {"estimator"},
-    {"records", "steps", "checkpoint", "distributed"},
+    {
+        "records",
+        "steps",
+        "chain",
+        "posterior",
+        "influence",
+        "checkpoint",
+        "distributed",
+    },
     {"cli", "__init__", "__main__"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kfac_core.arrays import Scalar
@@ -35,6 +36,8 @@ class BlockState:
         the approximation has no bases.
     moments_missing : bool
         Whether the bases were taken with no moments, and no update came since.
+    marks : mapping of str to array, or None
+        Of the statistics that the operator was made from; see `kfac_core.movement`.
     mean_gradient : array or None
         The mean gradient of the last batch, as the block's matrix, where the estimator
         was asked to keep it.
@@ -48,4 +51,5 @@ class BlockState:
     damping: Scalar | None = None
     basis_age: int | None = None
     moments_missing: bool = False
+    marks: Mapping[str, Array] | None = None
     mean_gradient: Array | None = None

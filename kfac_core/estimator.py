@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args
-
-import array_api_compat
+from typing import Any, get_args
 
 from kfac_core.approximations.eigen import Eigen, MomentStart
 from kfac_core.arrays import Scalar
 from kfac_core.backend import Array
+from kfac_core.background import BackgroundRefresh
 from kfac_core.block import Block, Fed
 from kfac_core.block_state import BlockState
 from kfac_core.blocks.operator import CurvatureOperator
@@ -33,29 +32,32 @@ from kfac_core.conventions import (
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     DampingError,
-    FactorizationError,
     KFACError,
-    NotFiniteError,
     NotReadyError,
     UnknownBlockError,
     UnsupportedError,
 )
 from kfac_core.estimator_state import dump_state, parse_state
 from kfac_core.factors.average import require_decay, require_weight
+from kfac_core.factors.statistics import Statistics
 from kfac_core.feeding import detached, require_finite_rows
 from kfac_core.linalg.shifted import Factorization
 from kfac_core.losses.modes import EstimationMode
 from kfac_core.precision import Precision
 from kfac_core.products import VECTOR_PRODUCTS, apply_product, require_products
+from kfac_core.refreshing import (
+    DampingScaling,
+    Made,
+    Refresh,
+    RefreshSettings,
+    require_ready,
+)
 from kfac_core.report import BlockReport, report_of
 from kfac_core.shared_factors import SharedFactors
 from kfac_core.status import Check
-from kfac_core.structure import form, map_structure
 from kfac_core.tied_weights import TiedWeights
 
-__all__ = ["DampingScaling", "Estimator"]
-
-DampingScaling = Literal["none", "mean_eigenvalue"]
+__all__ = ["Estimator"]
 
 
 class Estimator:
@@ -104,6 +106,11 @@ class Estimator:
     mode : str, optional
         The estimation mode that the output gradients come from, such as
         ``"gradients"``; written into the state and checked when one is loaded.
+    refresh_threshold : float, optional
+        Where given, a block of which no statistic has moved by more than this since its
+        operator was made (and whose damping is the same number) keeps that operator at a
+        refresh with ``check="raise"``; see `kfac_core.movement`.  Looking waits for the
+        device.
     parameter_statistics : bool
         Whether the mean gradient of each block's last batch is kept.
     max_patch_elements : int, optional
@@ -138,6 +145,7 @@ class Estimator:
         tied_weights: Mapping[str, str] | None = None,
         products: tuple[str, ...] = (),
         mode: EstimationMode | None = None,
+        refresh_threshold: float | None = None,
         parameter_statistics: bool = False,
         max_patch_elements: int | None = None,
     ) -> None:
@@ -163,6 +171,7 @@ class Estimator:
         self.burn_in = burn_in
         self.factorizations = factorizations
         self.failure_budget = failure_budget
+        self.refresh_threshold = refresh_threshold
         self.damping_rule: DampingRule = damping_rule
         self._decay = decay
         self._weight = weight
@@ -367,27 +376,35 @@ class Estimator:
             Where a block has no earlier operator, or its failures in a row exceed the
             budget; every block then keeps the operator it had.
         """
-        if names is None:
-            chosen = [n for n, state in self._states.items() if state.statistics]
-            if not chosen:
-                raise NotReadyError("No block has statistics yet; call `update` first.")
-        else:
-            chosen = [self._known(name) for name in names]
-        memo: dict[Any, Any] = {}
-        refreshed: dict[str, BlockState] = {}
-        failed: KFACError | None = None
-        for name in chosen:
-            try:
-                refreshed[name] = self._refreshed(name, check, memo)
-            except (FactorizationError, NotFiniteError) as error:
-                state = self._states[name]
-                kept = dataclasses.replace(state, failures=state.failures + 1)
-                self._states[name] = kept
-                if state.operator is None or kept.failures > self.failure_budget:
-                    failed = failed or error
-        if failed is not None:
-            raise failed
-        self._states.update(refreshed)
+        refresh = self._refresh_of(names, check)
+        self._install(refresh, refresh.run())
+
+    def start_refresh(
+        self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
+    ) -> BackgroundRefresh:
+        """Start a refresh in a thread, while steps go on with the operators there are.
+
+        With the statistics and dampings of this moment.  Array libraries compute outside
+        Python's lock, so that a refresh takes place beside the caller's own work where
+        there is a core (or a device) to spare.
+
+        Parameters
+        ----------
+        names, check
+            As for `refresh`.
+
+        Returns
+        -------
+        BackgroundRefresh
+            Whose ``install()`` puts the new operators in place.  Their ages count the
+            updates since this call; what a failure means is as for `refresh`.
+
+        Raises
+        ------
+        UnknownBlockError, NotReadyError
+            As `refresh`.
+        """
+        return BackgroundRefresh(self._refresh_of(names, check), self._install)
 
     def operator(self, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh.
@@ -593,42 +610,61 @@ class Estimator:
             mean_gradient=gradient,
         )
 
-    def _refreshed(self, name: str, check: Check, memo: dict[Any, Any]) -> BlockState:
-        state, block = self._states[name], self.blocks[name]
-        if state.statistics is None:
-            raise NotReadyError(
-                f"Block {name!r} has no statistics yet; call `update` first."
-            )
-        if isinstance(block.approximation, Eigen) and (
-            state.basis_age is None or state.moments_missing
-        ):
-            raise NotReadyError(
-                f"Block {name!r} has no moments in the bases of its factors yet; call "
-                f"{'`rebase`' if state.basis_age is None else '`update`'} first."
-            )
+    def _refresh_of(self, names: Iterable[str] | None, check: Check) -> Refresh:
+        """Return the refresh of some blocks as of now."""
+        if names is None:
+            chosen = [n for n, state in self._states.items() if state.statistics]
+            if not chosen:
+                raise NotReadyError("No block has statistics yet; call `update` first.")
+        else:
+            chosen = [self._known(name) for name in names]
         everything = {other: held.statistics for other, held in self._states.items()}
-        statistics = self.shared_factors.completed(name, state.statistics, everything)
-        common: dict[str, Any] = {
-            "rule": self.damping_rule,
-            "debias": self.debias,
-            "check": check,
-            "precision": self.precision,
-            "name": name,
-            "memo": memo,
-        }
-        damping = self._damping_of(name)
-        if self.damping_scaling == "mean_eigenvalue":
-            bare = block.operator(statistics, damping=0.0, factorizations=(), **common)
-            n, m = bare.shape
-            damping = damping * bare.trace(damped=False) / (n * m)
-        operator = block.operator(
-            statistics, damping=damping, factorizations=self.factorizations, **common
+        statistics: dict[str, Statistics] = {}
+        for name in chosen:
+            own = self._states[name].statistics
+            require_ready(name, self.blocks[name], self._states[name])
+            assert own is not None
+            statistics[name] = self.shared_factors.completed(name, own, everything)
+        settings = RefreshSettings(
+            rule=self.damping_rule,
+            debias=self.debias,
+            factorizations=self.factorizations,
+            precision=self.precision,
+            damping_scaling=self.damping_scaling,
+            threshold=self.refresh_threshold,
         )
-        if check == "status":
-            operator = _unless_failed(operator, state.operator)
-        return dataclasses.replace(
-            state, operator=operator, age=0, failures=0, damping=damping
+        return Refresh(
+            {name: self.blocks[name] for name in chosen},
+            {name: self._states[name] for name in chosen},
+            statistics,
+            {name: self._damping_of(name) for name in chosen},
+            settings,
+            check,
         )
+
+    def _install(self, refresh: Refresh, made: dict[str, Made]) -> None:
+        """Take over what a refresh made; all of it, or none where it has to raise."""
+        new: dict[str, BlockState] = {}
+        failed: KFACError | None = None
+        for name, found in made.items():
+            state = self._states[name]
+            if found.error is not None:
+                kept = dataclasses.replace(state, failures=state.failures + 1)
+                self._states[name] = kept
+                if state.operator is None or kept.failures > self.failure_budget:
+                    failed = failed or found.error
+            elif found.operator is not None:
+                new[name] = dataclasses.replace(
+                    state,
+                    operator=found.operator,
+                    age=state.updates - refresh.states[name].updates,
+                    failures=0,
+                    damping=found.damping,
+                    marks=found.marks,
+                )
+        if failed is not None:
+            raise failed
+        self._states.update(new)
 
     def _damping_of(self, name: str) -> Scalar:
         return self._damping[name] if isinstance(self._damping, dict) else self._damping
@@ -647,14 +683,3 @@ class Estimator:
                 f"Expected `damping` for every block, but {missing} have none."
             )
         return dict(damping)
-
-
-def _unless_failed(
-    new: CurvatureOperator, old: CurvatureOperator | None
-) -> CurvatureOperator:
-    """Return the new operator, or the old one where the new one's status is not zero."""
-    if old is None or form(old) != form(new):
-        return new
-    status = new.status()
-    xp = array_api_compat.array_namespace(status)
-    return map_structure(lambda a, b: xp.where(status == 0, a, b), new, old)

@@ -1,0 +1,186 @@
+"""Making operators from the statistics of some blocks, at one moment.
+
+Conventions.  A `Refresh` holds all that it needs, nothing of which changes afterwards:
+the statistics are immutable, and so are the dampings of that moment.  It can be run
+anywhere, in another thread too, and what comes of it is installed by the estimator.  The
+age of an operator counts from the moment at which its statistics were taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import array_api_compat
+
+from kfac_core.approximations.eigen import Eigen
+from kfac_core.arrays import Scalar
+from kfac_core.block import Block
+from kfac_core.block_state import BlockState
+from kfac_core.blocks.operator import CurvatureOperator
+from kfac_core.damping import DampingRule
+from kfac_core.errors import (
+    FactorizationError,
+    KFACError,
+    NotFiniteError,
+    NotReadyError,
+)
+from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.shifted import Factorization
+from kfac_core.movement import Marks, marks_of, movement
+from kfac_core.precision import Precision
+from kfac_core.status import Check
+from kfac_core.structure import form, map_structure
+
+__all__ = ["DampingScaling", "Made", "Refresh", "RefreshSettings", "require_ready"]
+
+DampingScaling = Literal["none", "mean_eigenvalue"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefreshSettings:
+    """How operators are made; `kfac_core.Estimator` documents the fields."""
+
+    rule: DampingRule
+    debias: bool
+    factorizations: tuple[Factorization, ...]
+    precision: Precision
+    damping_scaling: DampingScaling
+    threshold: float | None
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a refresh made of one block.
+
+    Attributes
+    ----------
+    operator : CurvatureOperator or None
+        None where the old one stays.
+    damping : float, 0-d array or None
+        What it was made with.
+    marks : mapping of str to array, or None
+        Of the statistics, where movement is looked at.
+    error : KFACError or None
+        Why there is none.
+    """
+
+    operator: CurvatureOperator | None = None
+    damping: Scalar | None = None
+    marks: Marks | None = None
+    error: KFACError | None = None
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """One refresh of some blocks, to be run once.
+
+    Attributes
+    ----------
+    blocks : mapping of str to Block
+        The blocks that are refreshed, by name.
+    states : mapping of str to BlockState
+        What is held for each at that moment.
+    statistics : mapping of str to Statistics
+        Of each, with the factors of others in their places.
+    dampings : mapping of str to float or 0-d array
+        Of each.
+    settings : RefreshSettings
+        How.
+    check : {"raise", "status"}
+        Whether a failed factorization is an error, or a status.
+    """
+
+    blocks: Mapping[str, Block]
+    states: Mapping[str, BlockState]
+    statistics: Mapping[str, Statistics]
+    dampings: Mapping[str, Scalar]
+    settings: RefreshSettings
+    check: Check
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Made]:
+        """Return what was made of each block; of none where it had not moved.
+
+        Raises
+        ------
+        DampingError
+            For a damping that is negative or not finite.
+        """
+        return {name: self._made(name) for name in self.blocks}
+
+    def _made(self, name: str) -> Made:
+        state, statistics = self.states[name], self.statistics[name]
+        marks: Marks | None = None
+        threshold = self.settings.threshold
+        if threshold is not None and self.check == "raise":
+            marks = marks_of(statistics, debias=self.settings.debias)
+            before = state.marks
+            if before is not None and _same(state.damping, self.dampings[name]):
+                moved = movement(marks, before, xp=statistics.namespace)
+                if float(moved) <= threshold:
+                    return Made()
+        try:
+            operator, damping = self._operator(name, statistics)
+        except (FactorizationError, NotFiniteError) as error:
+            return Made(error=error)
+        if self.check == "status":
+            operator = _unless_failed(operator, state.operator)
+        return Made(operator, damping, marks)
+
+    def _operator(
+        self, name: str, statistics: Statistics
+    ) -> tuple[CurvatureOperator, Scalar]:
+        settings, block = self.settings, self.blocks[name]
+        common: dict[str, Any] = {
+            "rule": settings.rule,
+            "debias": settings.debias,
+            "check": self.check,
+            "precision": settings.precision,
+            "name": name,
+            "memo": self.memo,
+        }
+        damping = self.dampings[name]
+        if settings.damping_scaling == "mean_eigenvalue":
+            bare = block.operator(statistics, damping=0.0, factorizations=(), **common)
+            n, m = bare.shape
+            damping = damping * bare.trace(damped=False) / (n * m)
+        operator = block.operator(
+            statistics,
+            damping=damping,
+            factorizations=settings.factorizations,
+            **common,
+        )
+        return operator, damping
+
+
+def require_ready(name: str, block: Block, state: BlockState, /) -> None:
+    """Raise `NotReadyError` where a block has nothing to make an operator from."""
+    if state.statistics is None:
+        raise NotReadyError(
+            f"Block {name!r} has no statistics yet; call `update` first."
+        )
+    if isinstance(block.approximation, Eigen) and (
+        state.basis_age is None or state.moments_missing
+    ):
+        raise NotReadyError(
+            f"Block {name!r} has no moments in the bases of its factors yet; call "
+            f"{'`rebase`' if state.basis_age is None else '`update`'} first."
+        )
+
+
+def _same(made_with: Scalar | None, damping: Scalar) -> bool:
+    """Whether a damping is the number that an operator was made with; no array is."""
+    return isinstance(made_with, float | int) and made_with == damping
+
+
+def _unless_failed(
+    new: CurvatureOperator, old: CurvatureOperator | None
+) -> CurvatureOperator:
+    """Return the new operator, or the old one where the new one's status is not zero."""
+    if old is None or form(old) != form(new):
+        return new
+    status = new.status()
+    xp = array_api_compat.array_namespace(status)
+    return map_structure(lambda a, b: xp.where(status == 0, a, b), new, old)
