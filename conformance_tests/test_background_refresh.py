@@ -144,8 +144,10 @@ def test_only_blocks_that_moved_are_refreshed(backend, rng):
 
 def test_slow_drift_adds_up(backend, rng):
     """Movement is since the operator was made, not since the last look."""
-    estimator = make(decay=0.99, refresh_threshold=0.2)
-    estimator.update({"a": draw(backend, rng)[2]})
+    estimator = make(decay=1.0, refresh_threshold=0.3)
+    *_, batch = draw(backend, rng)
+    for _ in range(10):
+        estimator.update({"a": batch})
     estimator.refresh()
     first = estimator.operator("a")
     shifted = kc.Batch(
