@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, get_args
 
 import array_api_compat
+import numpy as np
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions
@@ -27,7 +28,7 @@ from kfac_core.arrays import (
     status_unless,
     wide_dtype,
 )
-from kfac_core.backend import Array, Namespace, load_adapters
+from kfac_core.backend import Array, load_adapters
 from kfac_core.blocks.operator import CurvatureOperator
 from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.damping import DampingRule, require_damping
@@ -160,6 +161,55 @@ class Block:
         NotFiniteError
             For rows that are not finite (``check="raise"``).
         """
+        options: dict[str, Any] = {
+            "conventions": conventions,
+            "decay": decay,
+            "weight": weight,
+            "skip": skip,
+            "max_patch_elements": max_patch_elements,
+        }
+        if check == "status":
+            new = self.unchecked_update(statistics, batch, **options)
+            return _accepted(new, statistics)
+        # What is infinite is found by its status; NumPy would also warn of inf - inf.
+        with np.errstate(invalid="ignore"):
+            new = self.unchecked_update(statistics, batch, **options)
+        _raise_for(new.status, name)
+        return new
+
+    def unchecked_update(
+        self,
+        statistics: Statistics,
+        batch: Fed,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar = 1.0,
+        skip: frozenset[str] = frozenset(),
+        max_patch_elements: int | None = None,
+    ) -> Statistics:
+        """Return what `update` makes before its status is looked at.
+
+        For callers that look at the statuses of several blocks at a time.  Where the
+        status is not zero the result is of no use, and the old statistics are to be
+        kept.
+
+        Parameters
+        ----------
+        statistics, batch, conventions, decay, weight, skip, max_patch_elements
+            As for `update`.
+
+        Returns
+        -------
+        Statistics
+            With a status.
+
+        Raises
+        ------
+        ShapeError, DtypeError, MixedArraysError, DecayError
+            For arguments that do not fit.
+        """
         require_decay(decay)
         require_weight(weight)
         xp, dtype = statistics.namespace, statistics.dtype
@@ -174,8 +224,6 @@ class Block:
         for rows in self.row_parts(batch, max_patch_elements=max_patch_elements):
             self._require_place(statistics, rows)
             status = status | rows.status(xp=xp)
-            if check == "raise":
-                _raise_for(status, name)
             if max_patch_elements is None:
                 new = self.approximation.updated(
                     statistics, rows, self.layer, decay=decay, weight=weight, **options
@@ -196,9 +244,10 @@ class Block:
             new = statistics.absorbed(
                 total, decay=decay, weight=weight, decays=self._decays
             )
-        if check == "raise":
-            return new
-        return _accepted(new, statistics, status, xp)
+        new = replaced(new, status=status)
+        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
+        scalars = isinstance(status, np.generic | np.ndarray)
+        return map_structure(np.asarray, new) if scalars else new
 
     def moments(
         self,
@@ -255,7 +304,8 @@ class Block:
             xp=xp,
             skip=frozenset(),
         )
-        return new if check == "raise" else _accepted(new, empty, status, xp)
+        new = replaced(new, status=status)
+        return new if check == "raise" else _accepted(new, empty)
 
     def merge(self, first: Statistics, second: Statistics, /) -> Statistics:
         """Return the statistics of both data sets together."""
@@ -514,9 +564,8 @@ def _raise_for(status: Array, name: str) -> None:
         )
 
 
-def _accepted(
-    new: Statistics, old: Statistics, status: Array, xp: Namespace
-) -> Statistics:
+def _accepted(new: Statistics, old: Statistics) -> Statistics:
     """Return the new statistics where nothing is wrong, else the old ones."""
-    kept = map_structure(lambda a, b: xp.where(status == 0, a, b), new, old)
-    return replaced(kept, status=status)
+    xp, good = new.namespace, new.status == 0
+    kept = map_structure(lambda a, b: xp.where(good, a, b), new, old)
+    return replaced(kept, status=new.status)

@@ -16,6 +16,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
+import numpy as np
+
 from kfac_core.approximations.eigen import Eigen, MomentStart
 from kfac_core.arrays import Scalar
 from kfac_core.backend import Array
@@ -56,6 +58,7 @@ from kfac_core.report import BlockReport, report_of
 from kfac_core.shared_factors import SharedFactors
 from kfac_core.status import Check
 from kfac_core.tied_weights import TiedWeights
+from kfac_core.updating import UpdateSettings, updated_blocks
 
 __all__ = ["Estimator"]
 
@@ -278,10 +281,7 @@ class Estimator:
         """
         grouped = self.tied_weights.grouped(batches)
         fed = {self._known(name): detached(batch) for name, batch in grouped.items()}
-        if check == "raise":
-            require_finite_rows(self.blocks, fed, self.max_patch_elements)
-        updated = {name: self._updated(name, batch) for name, batch in fed.items()}
-        self._states.update(updated)
+        self._states.update(self._updated(fed, check))
 
     def rebase(
         self,
@@ -574,41 +574,55 @@ class Estimator:
             )
         return name
 
-    def _updated(self, name: str, batch: Fed) -> BlockState:
-        state, block = self._states[name], self.blocks[name]
-        burning = state.updates < self.burn_in
-        statistics = state.statistics
-        if statistics is None:
-            (first, *_) = batch if isinstance(batch, list | tuple) else (batch,)
-            like = first.like
-            statistics = block.initial(like, precision=self.precision)
-        try:
-            # Finite rows were asked for already, or are not to be asked for.
-            new = block.update(
-                statistics,
-                batch,
-                conventions=self.conventions,
-                decay=1.0 if burning else self._decay,
-                weight=1.0 if burning else self._weight,
-                check="status",
-                name=name,
-                skip=self.shared_factors.taken_by(name),
-                max_patch_elements=self.max_patch_elements,
+    def _updated(self, fed: Mapping[str, Fed], check: Check) -> dict[str, BlockState]:
+        """Return the states of some blocks after an update."""
+        states = {name: self._states[name] for name in fed}
+        burning = {n for n, state in states.items() if state.updates < self.burn_in}
+        settings = UpdateSettings(
+            conventions=self.conventions,
+            skip={name: self.shared_factors.taken_by(name) for name in fed},
+            max_patch_elements=self.max_patch_elements,
+            mean_gradients=self.parameter_statistics,
+            check=check,
+        )
+        old = {name: self._statistics(name, batch) for name, batch in fed.items()}
+        # What is infinite is found by its status; NumPy would also warn of inf - inf.
+        with np.errstate(invalid="ignore"):
+            statistics, gradients = updated_blocks(
+                self.blocks,
+                old,
+                fed,
+                {name: 1.0 if name in burning else self._decay for name in fed},
+                {name: 1.0 if name in burning else self._weight for name in fed},
+                settings=settings,
             )
-            gradient = None
-            if self.parameter_statistics:
-                gradient = block.mean_gradient(batch, conventions=self.conventions)
+        if check == "raise":
+            require_finite_rows({name: new.status for name, new in statistics.items()})
+        return {
+            name: dataclasses.replace(
+                state,
+                statistics=statistics[name],
+                updates=state.updates + 1,
+                age=state.age + 1,
+                basis_age=None if state.basis_age is None else state.basis_age + 1,
+                moments_missing=False,
+                mean_gradient=gradients.get(name),
+            )
+            for name, state in states.items()
+        }
+
+    def _statistics(self, name: str, batch: Fed) -> Statistics:
+        """Return a block's statistics, of nothing before its first batch."""
+        statistics = self._states[name].statistics
+        if statistics is not None:
+            return statistics
+        block = self.blocks[name]
+        try:
+            # Rows check what they are made of; their first part is enough.
+            parts = block.row_parts(batch, max_patch_elements=self.max_patch_elements)
+            return block.initial(next(iter(parts)).like, precision=self.precision)
         except KFACError as error:
             raise type(error)(f"Block {name!r}: {error}") from None
-        return dataclasses.replace(
-            state,
-            statistics=new,
-            updates=state.updates + 1,
-            age=state.age + 1,
-            basis_age=None if state.basis_age is None else state.basis_age + 1,
-            moments_missing=False,
-            mean_gradient=gradient,
-        )
 
     def _refresh_of(self, names: Iterable[str] | None, check: Check) -> Refresh:
         """Return the refresh of some blocks as of now."""

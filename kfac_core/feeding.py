@@ -9,8 +9,6 @@ import array_api_compat
 
 from kfac_core.arrays import device_of
 from kfac_core.backend import Array, backend_of
-from kfac_core.block import Block
-from kfac_core.errors import KFACError
 from kfac_core.layers.rows import require_finite
 from kfac_core.structure import map_structure
 
@@ -45,41 +43,19 @@ def detached_array(x: Array, /) -> Array:
     return backend_of(xp).detach(x)
 
 
-def require_finite_rows(
-    blocks: Mapping[str, Block],
-    fed: Mapping[str, Any],
-    max_patch_elements: int | None,
-    /,
-) -> None:
-    """Raise for rows that do not fit or are not finite, before anything is changed.
-
-    One transfer to the host for each device.
+def require_finite_rows(statuses: Mapping[str, Array], /) -> None:
+    """Raise for rows that are not finite; one transfer to the host for each device.
 
     Parameters
     ----------
-    blocks : mapping of str to Block
-        The descriptions.
-    fed : mapping of str to batch
-        As `detached` returned them.
-    max_patch_elements : int or None
-        As for `kfac_core.Block.update`.
+    statuses : mapping of str to array
+        By block, as an update left them.
 
     Raises
     ------
-    KFACError
+    NotFiniteError, IdRangeError
         Naming the block and the argument.
     """
-    statuses: dict[str, Array] = {}
-    for name, batch in fed.items():
-        try:
-            parts = blocks[name].row_parts(batch, max_patch_elements=max_patch_elements)
-            for rows in parts:
-                xp = array_api_compat.array_namespace(rows.like)
-                status = rows.status(xp=xp)
-                statuses[name] = statuses[name] | status if name in statuses else status
-                del rows
-        except KFACError as error:
-            raise type(error)(f"Block {name!r}: {error}") from None
     for name, flags in _read(statuses).items():
         require_finite(flags, name=name)
 

@@ -1,0 +1,116 @@
+"""Feeding the statistics of some blocks: one pure function of their arrays.
+
+Conventions.  What comes of it is installed by the estimator, so that an update that raises
+has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Array
+from kfac_core.block import Block, Fed
+from kfac_core.conventions import Conventions
+from kfac_core.errors import KFACError
+from kfac_core.factors.statistics import Statistics
+from kfac_core.status import Check
+
+__all__ = ["UpdateSettings", "updated_blocks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSettings:
+    """How statistics are fed.
+
+    Attributes
+    ----------
+    conventions : Conventions
+        How the output gradients are scaled.
+    skip : mapping of str to frozenset of str
+        The factors of each block that another block computes.
+    max_patch_elements : int or None
+        As for `kfac_core.Block.update`.
+    mean_gradients : bool
+        Whether the mean gradient of the batch is returned too.
+    check : {"raise", "status"}
+        With ``"status"`` a block whose batch is not finite keeps its statistics; with
+        ``"raise"`` the caller looks at the statuses, and installs nothing if one is set.
+    """
+
+    conventions: Conventions
+    skip: Mapping[str, frozenset[str]]
+    max_patch_elements: int | None
+    mean_gradients: bool
+    check: Check
+
+
+def updated_blocks(
+    blocks: Mapping[str, Block],
+    statistics: Mapping[str, Statistics],
+    batches: Mapping[str, Fed],
+    decays: Mapping[str, Scalar],
+    weights: Mapping[str, Scalar],
+    /,
+    *,
+    settings: UpdateSettings,
+) -> tuple[dict[str, Statistics], dict[str, Array]]:
+    """Return the statistics of some blocks after an update, and mean gradients.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        Descriptions.
+    statistics : mapping of str to Statistics
+        Of the same names; never modified.
+    batches : mapping of str to batch
+        What each block's layer saw.
+    decays, weights : mapping of str to float or 0-d array
+        Of each block's update.
+    settings : UpdateSettings
+        How.
+
+    Returns
+    -------
+    dict of str to Statistics, dict of str to array
+        New; the second is empty unless `settings` asks for it.
+
+    Raises
+    ------
+    KFACError
+        For arrays that do not fit, with the name of the block.
+    """
+    new: dict[str, Statistics] = {}
+    gradients: dict[str, Array] = {}
+    for name, batch in batches.items():
+        block = blocks[name]
+        try:
+            if settings.check == "status":
+                new[name] = block.update(
+                    statistics[name],
+                    batch,
+                    conventions=settings.conventions,
+                    decay=decays[name],
+                    weight=weights[name],
+                    check="status",
+                    skip=settings.skip[name],
+                    max_patch_elements=settings.max_patch_elements,
+                )
+            else:
+                new[name] = block.unchecked_update(
+                    statistics[name],
+                    batch,
+                    conventions=settings.conventions,
+                    decay=decays[name],
+                    weight=weights[name],
+                    skip=settings.skip[name],
+                    max_patch_elements=settings.max_patch_elements,
+                )
+            if settings.mean_gradients:
+                gradients[name] = block.mean_gradient(
+                    batch, conventions=settings.conventions
+                )
+        except KFACError as error:
+            raise type(error)(f"Block {name!r}: {error}") from None
+    return new, gradients
