@@ -25,7 +25,7 @@ LAYERS = (
     {"approximations"},
     {"block"},
     {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
-    | {"movement", "updating", "refreshing", "background", "estimator_state", "spectral_blocks"}
+    | {"movement", "compiled", "stages", "updating", "refreshing", "background", "estimator_state", "spectral_blocks"}
     | {"estimator"},
     {
         "records",

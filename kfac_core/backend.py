@@ -64,8 +64,13 @@ OPERATIONS = (
     "damped_cholesky",
     "cholesky_inverse",
     "solve_triangular",
+    "multiply_triangular",
     "eigh",
     "multiply_symmetric",
+    "scale_symmetric",
+    "all_finite",
+    "probe",
+    "relative_norm",
     "count_indices",
     "sum_rows_at",
 )
@@ -105,6 +110,11 @@ class Backend(Protocol):
     def detach(self, x: Array, /) -> Array:
         """Return the array without the gradient graph that it may hang on."""
 
+    def compiled(
+        self, function: Callable[..., Any], /, *, donate: tuple[int, ...]
+    ) -> Callable[..., Any] | None:
+        """Return a compiled form of a pure function, or None without a compiler."""
+
     def enable_float64(self) -> None:
         """Let the library make 64-bit floats, where it does not by itself."""
 
@@ -112,6 +122,8 @@ class Backend(Protocol):
 _loaded: dict[str, Backend] = {}
 _operations: dict[str, Mapping[str, Callable[..., Any]]] = {}
 _problems: dict[str, str] = {}
+_operations_by_namespace: dict[str, dict[str, Callable[..., Any]]] = {}
+"""The same by the usual names of a namespace, for the many look-ups of a step."""
 _lock = threading.RLock()
 
 
@@ -133,7 +145,7 @@ def register_backend(adapter: Any, /) -> None:
         if registrar is not None:
             register_structures_with(registrar)
         _problems.pop(name, None)
-        _operations[name] = MappingProxyType(operations)
+        _publish(name, operations)
         _loaded[name] = cast("Backend", _Completed(adapter, GenericBackend(name)))
 
 
@@ -180,6 +192,9 @@ def backend_of(xp: Namespace, /) -> Backend:
 
 def native_operation(name: str, xp: Namespace, /) -> Callable[..., Any] | None:
     """Return the native operation for the arrays of a namespace, or None."""
+    found = _operations_by_namespace.get(xp.__name__)
+    if found is not None:
+        return found.get(name)
     root = _root(xp)
     if root not in _operations:
         _load(root)
@@ -234,6 +249,12 @@ def _root(xp: Namespace) -> str:
     return name.removeprefix("array_api_compat.").partition(".")[0]
 
 
+def _publish(name: str, operations: dict[str, Callable[..., Any]]) -> None:
+    _operations[name] = MappingProxyType(operations)
+    for namespace in (name, f"array_api_compat.{name}", f"{name}.numpy"):
+        _operations_by_namespace[namespace] = operations
+
+
 def _load(name: str) -> None:
     """Import the adapter of a name; without one, publish the generic backend."""
     with _lock:
@@ -249,7 +270,7 @@ def _load(name: str) -> None:
                 _problems[name] = str(error)
             else:
                 return
-        _operations[name] = MappingProxyType({})
+        _publish(name, {})
         _loaded[name] = GenericBackend(name)
 
 

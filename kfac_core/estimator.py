@@ -25,6 +25,7 @@ from kfac_core.background import BackgroundRefresh
 from kfac_core.block import Block, Fed
 from kfac_core.block_state import BlockState
 from kfac_core.blocks.operator import CurvatureOperator
+from kfac_core.compiled import Compilation
 from kfac_core.conventions import (
     Conventions,
     LossReduction,
@@ -56,7 +57,9 @@ from kfac_core.refreshing import (
 )
 from kfac_core.report import BlockReport, report_of
 from kfac_core.shared_factors import SharedFactors
+from kfac_core.stages import CompiledStages
 from kfac_core.status import Check
+from kfac_core.structure import replaced
 from kfac_core.tied_weights import TiedWeights
 from kfac_core.updating import UpdateSettings, updated_blocks
 
@@ -119,6 +122,12 @@ class Estimator:
     max_patch_elements : int, optional
         How many numbers the patches of a convolution may hold at a time; a batch is
         read in chunks of examples then, with the same result.
+    compiled : bool
+        Whether update, refresh and precondition are compiled programs, where the
+        library has a compiler (JAX): one for each set of blocks and shapes, whatever
+        the damping and the decay.  An update then gives up the statistics that it was
+        given, so that arrays of an earlier ``state(name)`` are gone; `compilation` says
+        what was compiled, and how long it took.
 
     Raises
     ------
@@ -151,6 +160,7 @@ class Estimator:
         refresh_threshold: float | None = None,
         parameter_statistics: bool = False,
         max_patch_elements: int | None = None,
+        compiled: bool = False,
     ) -> None:
         require_decay(decay)
         require_weight(weight)
@@ -180,6 +190,17 @@ class Estimator:
         self._weight = weight
         self._damping = self._checked_damping(damping)
         self._states = {name: BlockState() for name in self.blocks}
+        if compiled and refresh_threshold is not None:
+            raise UnsupportedError(
+                "A compiled refresh looks at no value, and so cannot leave out blocks that "
+                "did not move. Leave out `refresh_threshold` or `compiled=True`."
+            )
+        self._stages = self._compiled_stages() if compiled else None
+
+    @property
+    def compilation(self) -> Compilation | None:
+        """What was compiled so far; None without ``compiled=True``."""
+        return None if self._stages is None else self._stages.compilation
 
     @property
     def damping(self) -> Scalar | dict[str, Scalar]:
@@ -377,7 +398,9 @@ class Estimator:
             budget; every block then keeps the operator it had.
         """
         refresh = self._refresh_of(names, check)
-        self._install(refresh, refresh.run())
+        stages = self._stages
+        made = refresh.run() if stages is None else stages.refresh(refresh)
+        self._install(refresh, made)
 
     def start_refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
@@ -404,7 +427,11 @@ class Estimator:
         UnknownBlockError, NotReadyError
             As `refresh`.
         """
-        return BackgroundRefresh(self._refresh_of(names, check), self._install)
+        refresh = self._refresh_of(names, check)
+        if self._stages is not None:
+            # The next update gives its statistics up.
+            refresh = refresh.of_copies()
+        return BackgroundRefresh(refresh, self._install)
 
     def operator(self, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh.
@@ -459,7 +486,10 @@ class Estimator:
         -----
         Two matrix products a block, ``2 n m (n + m)`` flops; never waits for a device.
         """
-        return self.apply("multiply_inverse", gradients)
+        if self._stages is None:
+            return self.apply("multiply_inverse", gradients)
+        operators = {name: self.operator(name) for name in gradients}
+        return self._stages.precondition(operators, gradients)
 
     def apply(
         self,
@@ -550,6 +580,9 @@ class Estimator:
         self._decay = settings["decay"]
         self._weight = settings["weight"]
         self.burn_in = settings["burn_in"]
+        if self._stages is not None:
+            # The damping rule is part of the programs.
+            self._stages = self._compiled_stages()
 
     def _promises(self) -> dict[str, Any]:
         """Return what a state must share with the estimator that it is loaded into."""
@@ -578,24 +611,27 @@ class Estimator:
         """Return the states of some blocks after an update."""
         states = {name: self._states[name] for name in fed}
         burning = {n for n, state in states.items() if state.updates < self.burn_in}
-        settings = UpdateSettings(
-            conventions=self.conventions,
-            skip={name: self.shared_factors.taken_by(name) for name in fed},
-            max_patch_elements=self.max_patch_elements,
-            mean_gradients=self.parameter_statistics,
-            check=check,
+        arguments = (
+            {name: self._statistics(name, batch) for name, batch in fed.items()},
+            dict(fed),
+            {name: 1.0 if name in burning else self._decay for name in fed},
+            {name: 1.0 if name in burning else self._weight for name in fed},
         )
-        old = {name: self._statistics(name, batch) for name, batch in fed.items()}
-        # What is infinite is found by its status; NumPy would also warn of inf - inf.
-        with np.errstate(invalid="ignore"):
-            statistics, gradients = updated_blocks(
-                self.blocks,
-                old,
-                fed,
-                {name: 1.0 if name in burning else self._decay for name in fed},
-                {name: 1.0 if name in burning else self._weight for name in fed},
-                settings=settings,
-            )
+        if self._stages is not None:
+            statistics, gradients = self._stages.update(*arguments)
+            # The old arrays are gone.  Where a status is set the new ones are equal.
+            for name, new in statistics.items():
+                if states[name].statistics is not None:
+                    kept = replaced(new, status=new.status * 0)
+                    self._states[name] = dataclasses.replace(
+                        states[name], statistics=kept
+                    )
+        else:
+            # What is infinite is found by its status; NumPy also warns of inf - inf.
+            with np.errstate(invalid="ignore"):
+                statistics, gradients = updated_blocks(
+                    self.blocks, *arguments, settings=self._update_settings(check)
+                )
         if check == "raise":
             require_finite_rows({name: new.status for name, new in statistics.items()})
         return {
@@ -639,21 +675,36 @@ class Estimator:
             require_ready(name, self.blocks[name], self._states[name])
             assert own is not None
             statistics[name] = self.shared_factors.completed(name, own, everything)
-        settings = RefreshSettings(
+        return Refresh(
+            {name: self.blocks[name] for name in chosen},
+            {name: self._states[name] for name in chosen},
+            statistics,
+            {name: self._damping_of(name) for name in chosen},
+            self._refresh_settings(),
+            check,
+        )
+
+    def _compiled_stages(self) -> CompiledStages:
+        settings = self._update_settings("status"), self._refresh_settings()
+        return CompiledStages(self.blocks, *settings)
+
+    def _update_settings(self, check: Check) -> UpdateSettings:
+        return UpdateSettings(
+            conventions=self.conventions,
+            skip={name: self.shared_factors.taken_by(name) for name in self.blocks},
+            max_patch_elements=self.max_patch_elements,
+            mean_gradients=self.parameter_statistics,
+            check=check,
+        )
+
+    def _refresh_settings(self) -> RefreshSettings:
+        return RefreshSettings(
             rule=self.damping_rule,
             debias=self.debias,
             factorizations=self.factorizations,
             precision=self.precision,
             damping_scaling=self.damping_scaling,
             threshold=self.refresh_threshold,
-        )
-        return Refresh(
-            {name: self.blocks[name] for name in chosen},
-            {name: self._states[name] for name in chosen},
-            statistics,
-            {name: self._damping_of(name) for name in chosen},
-            settings,
-            check,
         )
 
     def _install(self, refresh: Refresh, made: dict[str, Made]) -> None:

@@ -136,6 +136,23 @@ class GenericBackend:
         """Return the array without its gradient graph; plain arrays have none."""
         return x
 
+    def compiled(self, function: Any, /, *, donate: tuple[int, ...]) -> Any:
+        """Return a compiled form of a pure function, or None without a compiler.
+
+        Parameters
+        ----------
+        function : callable
+            Of structures, dicts, arrays and numbers, by position.
+        donate : tuple of int
+            The arguments whose memory may be written over.
+
+        Returns
+        -------
+        callable or None
+            Of the same arguments.
+        """
+        return None
+
     def enable_float64(self) -> None:
         """Let the library make 64-bit floats; the standard's libraries do already."""
 

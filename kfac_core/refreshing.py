@@ -8,8 +8,8 @@ age of an operator counts from the moment at which its statistics were taken.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import array_api_compat
@@ -33,7 +33,14 @@ from kfac_core.precision import Precision
 from kfac_core.status import Check
 from kfac_core.structure import form, map_structure
 
-__all__ = ["DampingScaling", "Made", "Refresh", "RefreshSettings", "require_ready"]
+__all__ = [
+    "DampingScaling",
+    "Made",
+    "Refresh",
+    "RefreshSettings",
+    "require_ready",
+    "unless_failed",
+]
 
 DampingScaling = Literal["none", "mean_eigenvalue"]
 
@@ -122,17 +129,31 @@ class Refresh:
                 if float(moved) <= threshold:
                     return Made()
         try:
-            operator, damping = self._operator(name, statistics)
+            operator, damping = self.operator(name)
         except (FactorizationError, NotFiniteError) as error:
             return Made(error=error)
         if self.check == "status":
-            operator = _unless_failed(operator, state.operator)
+            operator = unless_failed(operator, state.operator)
         return Made(operator, damping, marks)
 
-    def _operator(
-        self, name: str, statistics: Statistics
-    ) -> tuple[CurvatureOperator, Scalar]:
+    def of(self, names: Iterable[str], /) -> Refresh:
+        """Return the refresh of some of the blocks."""
+        return replace(self, blocks={name: self.blocks[name] for name in names})
+
+    def of_copies(self) -> Refresh:
+        """Return the same refresh, of copies of the statistics."""
+        copies = {
+            name: map_structure(
+                lambda x, xp=held.namespace: xp.asarray(x, copy=True), held
+            )
+            for name, held in self.statistics.items()
+        }
+        return replace(self, statistics=copies)
+
+    def operator(self, name: str, /) -> tuple[CurvatureOperator, Scalar]:
+        """Return a block's operator, and the damping that it was made with."""
         settings, block = self.settings, self.blocks[name]
+        statistics = self.statistics[name]
         common: dict[str, Any] = {
             "rule": settings.rule,
             "debias": settings.debias,
@@ -175,7 +196,7 @@ def _same(made_with: Scalar | None, damping: Scalar) -> bool:
     return isinstance(made_with, float | int) and made_with == damping
 
 
-def _unless_failed(
+def unless_failed(
     new: CurvatureOperator, old: CurvatureOperator | None
 ) -> CurvatureOperator:
     """Return the new operator, or the old one where the new one's status is not zero."""

@@ -70,6 +70,11 @@ def enable_float64() -> None:
     jax.config.update("jax_enable_x64", True)
 
 
+def compiled(function: Any, /, *, donate: tuple[int, ...]) -> Any:
+    """Return the function as a program for each form of its arguments."""
+    return jax.jit(function, donate_argnums=donate)
+
+
 def register_structure(
     cls: type[Any], fields: tuple[str, ...], static: tuple[str, ...]
 ) -> None:
@@ -85,7 +90,7 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
     return jax.lax.linalg.cholesky(damped, symmetrize_input=False)
 
 
-def cholesky_inverse(lower: Any, /, *, xp: Any) -> Any:
+def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
     """Return ``(L L^T)^-1`` by two triangular solves; there is no POTRI."""
     eye = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
     half = jax_solve_triangular(lower, eye, lower=True)
