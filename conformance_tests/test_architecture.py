@@ -25,7 +25,7 @@ LAYERS = (
     {"approximations"},
     {"block"},
     {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
-    | {"movement", "compiled", "stages", "updating", "refreshing", "background", "estimator_state", "spectral_blocks"}
+    | {"costs", "movement", "compiled", "stages", "updating", "refreshing", "background", "estimator_state", "spectral_blocks"}
     | {"estimator"},
     {
         "records",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from kfac_core.conventions import (
     SourceReduction,
     require_one_of,
 )
+from kfac_core.costs import CostTable, Rates, block_costs, solving_of
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     DampingError,
@@ -128,6 +129,13 @@ class Estimator:
         the damping and the decay.  An update then gives up the statistics that it was
         given, so that arrays of an earlier ``state(name)`` are gone; `compilation` says
         what was compiled, and how long it took.
+    solving : {"inverse", "triangular", "cheaper"}
+        Whether a factor with factored damping is inverted at a refresh, or factorized
+        only and solved with at each step; or whichever costs less by `costs`.
+    refresh_interval : float, optional
+        The number of steps between refreshes that ``"cheaper"`` assumes.
+    rates : Rates, optional
+        How fast this machine is at what; see `kfac_core.costs`.
 
     Raises
     ------
@@ -161,6 +169,9 @@ class Estimator:
         parameter_statistics: bool = False,
         max_patch_elements: int | None = None,
         compiled: bool = False,
+        solving: Literal["inverse", "triangular", "cheaper"] = "inverse",
+        refresh_interval: float | None = None,
+        rates: Rates | None = None,
     ) -> None:
         require_decay(decay)
         require_weight(weight)
@@ -195,7 +206,20 @@ class Estimator:
                 "A compiled refresh looks at no value, and so cannot leave out blocks that "
                 "did not move. Leave out `refresh_threshold` or `compiled=True`."
             )
+        self.refresh_interval = refresh_interval
+        costs = {n: block_costs(b, rates or Rates()) for n, b in self.blocks.items()}
+        self._costs = {name: cost for name, cost in costs.items() if cost is not None}
+        factored = damping_rule != "exact"
+        self._solving = {
+            name: solving_of(cost if factored else None, solving, refresh_interval)
+            for name, cost in costs.items()
+        }
         self._stages = self._compiled_stages() if compiled else None
+
+    @property
+    def costs(self) -> CostTable:
+        """What each block's stages cost, and how it is solved; ``print`` shows a table."""
+        return CostTable(self._costs, self._solving, self.refresh_interval)
 
     @property
     def compilation(self) -> Compilation | None:
@@ -536,6 +560,7 @@ class Estimator:
                 arguments=arguments,
                 options=options,
                 name=name,
+                solving=self._solving[name],
             )
             # What was prepared for this call is kept for the next one.
             prepared[name] = dataclasses.replace(self._states[name], operator=operator)
@@ -705,6 +730,7 @@ class Estimator:
             precision=self.precision,
             damping_scaling=self.damping_scaling,
             threshold=self.refresh_threshold,
+            solving=self._solving,
         )
 
     def _install(self, refresh: Refresh, made: dict[str, Made]) -> None:

@@ -19,6 +19,7 @@ from kfac_core.arrays import Scalar
 from kfac_core.block import Block
 from kfac_core.block_state import BlockState
 from kfac_core.blocks.operator import CurvatureOperator
+from kfac_core.costs import Solving
 from kfac_core.damping import DampingRule
 from kfac_core.errors import (
     FactorizationError,
@@ -55,6 +56,7 @@ class RefreshSettings:
     precision: Precision
     damping_scaling: DampingScaling
     threshold: float | None
+    solving: Mapping[str, Solving]
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,13 @@ class Refresh:
         """Return the refresh of some of the blocks."""
         return replace(self, blocks={name: self.blocks[name] for name in names})
 
+    def _factorizations(self, name: str) -> tuple[Factorization, ...]:
+        """Return what is prepared: L in place of the inverse, where L solves."""
+        wanted = self.settings.factorizations
+        if self.settings.solving[name] == "inverse":
+            return wanted
+        return tuple(dict.fromkeys("cholesky" if f == "inverse" else f for f in wanted))
+
     def of_copies(self) -> Refresh:
         """Return the same refresh, of copies of the statistics."""
         copies = {
@@ -170,7 +179,7 @@ class Refresh:
         operator = block.operator(
             statistics,
             damping=damping,
-            factorizations=settings.factorizations,
+            factorizations=self._factorizations(name),
             **common,
         )
         return operator, damping

@@ -85,19 +85,25 @@ class ShiftedMatrix:
     def prepared(self, *factorizations: Factorization) -> ShiftedMatrix:
         """Return the same with factorizations made that were not there yet.
 
-        Each depends on A and the shift alone, not on which others were made before.
+        Each depends on A and the shift alone, not on which others were made before.  An
+        inverse keeps no Cholesky factor beside it, unless that is asked for as well.
         """
         xp = self._xp()
         made = self
         problem: tuple[SymmetricMatrix, Array] = (self.matrix, self.shift)
         options: dict[str, Any] = {"check": self.check, "name": self.name, "xp": xp}
         inverse = "inverse" in factorizations and made.inverse is None
-        if inverse or ("cholesky" in factorizations and made.positive is None):
+        cholesky = "cholesky" in factorizations and made.positive is None
+        if inverse or cholesky:
             factor = cholesky_factor(*problem, **options)
+            if cholesky:
+                made = replaced(made, positive=self._applied(factor))
             if inverse:
-                solved = damped_inverse(*problem, factor, **options)
+                # Where the factor is not kept, its memory becomes the inverse's.
+                solved = damped_inverse(
+                    *problem, factor, overwrite=not cholesky, **options
+                )
                 made = replaced(made, inverse=self._applied(solved))
-            made = replaced(made, positive=self._applied(factor))
         if "eigenbasis" in factorizations and made.basis is None:
             basis = symmetric_basis(self.matrix, **options)
             made = replaced(made, basis=self._applied(basis))
@@ -122,7 +128,13 @@ class ShiftedMatrix:
         return product + self._shift()[..., None, None] * v if shifted else product
 
     def solve(self, v: Array, /) -> Array:
-        """Return ``M^-1 v`` by the inverse; ``2 n^2 k`` flops."""
+        """Return ``M^-1 v`` by the inverse, or by L where that alone was prepared.
+
+        ``2 n^2 k`` flops, by a symmetric product or two triangular solves.
+        """
+        if self.inverse is None and self.positive is not None:
+            half = self.lower_solve(v, transpose=False)
+            return self.lower_solve(half, transpose=True)
         made = self._having("inverse").inverse
         assert made is not None
         return multiply_symmetric(made.matrix, v, xp=self._xp())

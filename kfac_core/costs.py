@@ -1,0 +1,235 @@
+"""What the stages of a block cost, and which way of solving is cheaper.
+
+Conventions.  Costs are in flops of a matrix product: an operation of c flops at a rate r,
+relative to that of a matrix product on the same machine, costs ``c / r``.  For a damped
+factor of n rows that is applied to k columns at each step,
+
+=====================  ================================  ==============================
+way of solving         at a refresh                      at a step
+=====================  ================================  ==============================
+explicit inverse       ``n^3/3 / potrf + 2n^3/3 / potri``  ``2 n^2 k / symm``
+triangular solves      ``n^3/3 / potrf``                   ``2 n^2 k / trsm``
+eigenbasis             ``9 n^3 / eigh``                    ``4 n^2 k``
+=====================  ================================  ==============================
+
+Triangular solves are cheaper while there are fewer steps between refreshes than the
+break-even interval, at which the inverse has paid for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kfac_core.block import Block
+from kfac_core.conventions import require_one_of
+from kfac_core.errors import ConventionError
+
+__all__ = ["BlockCosts", "CostTable", "Rates", "Solving", "block_costs", "solving_of"]
+
+Solving = Literal["inverse", "triangular"]
+"""How a damped factor is divided by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast operations are, relative to a matrix product of the same sizes.
+
+    The defaults were measured in float32 on one core with OpenBLAS, at 500 to 3000 rows;
+    `benchmarks` measures those of a machine.
+
+    Parameters
+    ----------
+    syrk, potrf, potri, symm, trsm, eigh : float
+        Positive.
+
+    Raises
+    ------
+    ConventionError
+        For a rate that is not positive.
+    """
+
+    syrk: float = 0.85
+    potrf: float = 0.65
+    potri: float = 0.55
+    symm: float = 0.95
+    trsm: float = 0.65
+    eigh: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, rate in vars(self).items():
+            if not (math.isfinite(rate) and rate > 0):
+                raise ConventionError(
+                    f"Expected the rate `{name}` to be a positive number, got {rate}."
+                )
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """The costs of one block's stages, in flops of a matrix product.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        The rows of its two factors, of each group.
+    groups : int
+        How many there are.
+    statistics_per_row : float
+        Of an update with a symmetric rank-k kernel.
+    refresh : dict of {"inverse", "triangular", "eigenbasis"} to float
+        By the way of solving.
+    precondition : dict of {"inverse", "triangular", "eigenbasis"} to float
+        Likewise.
+    """
+
+    sizes: tuple[int, int]
+    groups: int
+    statistics_per_row: float
+    refresh: Mapping[str, float]
+    precondition: Mapping[str, float]
+
+    @property
+    def break_even(self) -> float:
+        """The steps between refreshes at which the inverse has paid for itself."""
+        once = self.refresh["inverse"] - self.refresh["triangular"]
+        each = self.precondition["triangular"] - self.precondition["inverse"]
+        return once / each if each > 0 else math.inf
+
+    def cheaper(self, refresh_interval: float, /) -> Solving:
+        """Return the cheaper way of solving for a number of steps between refreshes."""
+        return "triangular" if refresh_interval < self.break_even else "inverse"
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """The costs of the blocks of an estimator; ``print`` shows them.
+
+    Attributes
+    ----------
+    blocks : dict of str to BlockCosts
+        By name; blocks without two factors are left out.
+    solving : dict of str to str
+        What was chosen for each.
+    refresh_interval : float or None
+        The number of steps that it was chosen for.
+    """
+
+    blocks: Mapping[str, BlockCosts]
+    solving: Mapping[str, Solving]
+    refresh_interval: float | None
+
+    def __str__(self) -> str:
+        head = ("block", "factors", "statistics", "refresh", "step", "break-even", "")
+        rows = [head]
+        for name, costs in self.blocks.items():
+            way = self.solving[name]
+            groups = f"{costs.groups} x " if costs.groups > 1 else ""
+            rows.append(
+                (
+                    name,
+                    f"{groups}{costs.sizes[0]}, {costs.sizes[1]}",
+                    f"{costs.statistics_per_row:.1e} a row",
+                    f"{costs.refresh[way]:.1e}",
+                    f"{costs.precondition[way]:.1e}",
+                    f"{costs.break_even:.1f} steps",
+                    way,
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+            for row in rows
+        ]
+        interval = (
+            "not given" if self.refresh_interval is None else self.refresh_interval
+        )
+        return "\n".join(
+            [
+                f"Flops of a matrix product; steps between refreshes: {interval}.",
+                *(line.rstrip() for line in lines),
+            ]
+        )
+
+
+def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
+    """Return what the stages of a block cost; None where it has no two full factors.
+
+    Parameters
+    ----------
+    block : Block
+        Its description.
+    rates : Rates
+        Of the machine.
+
+    Returns
+    -------
+    BlockCosts or None
+        As the module's conventions say.
+    """
+    kinds = [getattr(block.approximation, s, "full") for s in ("input", "output")]
+    if block.approximation.name not in ("kronecker", "tnt") or kinds != ["full"] * 2:
+        return None
+    groups = block.layer.groups
+    n, columns = block.layer.matrix_shape
+    m = columns // groups
+    cubes, uses = float(n**3 + m**3), float(2 * n * m * (n + m))
+    factor = cubes / 3 / rates.potrf
+    refresh = {
+        "inverse": factor + 2 * cubes / 3 / rates.potri,
+        "triangular": factor,
+        "eigenbasis": 9 * cubes / rates.eigh,
+    }
+    precondition = {
+        "inverse": uses / rates.symm,
+        "triangular": uses / rates.trsm,
+        "eigenbasis": 2 * uses,
+    }
+    return BlockCosts(
+        (n, m),
+        groups,
+        groups * (n**2 + m**2) / rates.syrk,
+        {way: groups * cost for way, cost in refresh.items()},
+        {way: groups * cost for way, cost in precondition.items()},
+    )
+
+
+def solving_of(
+    costs: BlockCosts | None,
+    solving: Literal["inverse", "triangular", "cheaper"],
+    refresh_interval: float | None,
+    /,
+) -> Solving:
+    """Return how a block is solved.
+
+    Parameters
+    ----------
+    costs : BlockCosts or None
+        Of the block.
+    solving : {"inverse", "triangular", "cheaper"}
+        What was asked for; the last asks `costs`.
+    refresh_interval : float or None
+        The steps between refreshes, for ``"cheaper"``.
+
+    Returns
+    -------
+    {"inverse", "triangular"}
+        ``"inverse"`` for a block without costs.
+
+    Raises
+    ------
+    ConventionError
+        For an unknown way, or ``"cheaper"`` without an interval.
+    """
+    require_one_of("solving", solving, ("inverse", "triangular", "cheaper"))
+    if solving == "cheaper" and refresh_interval is None:
+        raise ConventionError(
+            "solving='cheaper' needs `refresh_interval`, the number of steps between "
+            "refreshes."
+        )
+    if costs is None or solving == "inverse":
+        return "inverse"
+    if solving == "triangular" or refresh_interval is None:
+        return "triangular"
+    return costs.cheaper(refresh_interval)
