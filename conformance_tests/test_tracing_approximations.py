@@ -31,6 +31,7 @@ PAIRS = {
     "conv diagonal": (conv(2), kc.Diagonal()),
     "dense full": (DENSE, kc.Full()),
     "dense eigen": (DENSE, kc.Eigen()),
+    "dense kfoc": (DENSE, kc.KFOC(iterations=2)),
     "dense symmetric": (DENSE, kc.Series(variant="symmetric", steps=5)),
     "dense infinite": (DENSE, kc.Series(variant="infinite")),
     "embedding": (EMBEDDING, kc.Kronecker(input="diagonal")),

@@ -9,12 +9,14 @@ serves where no array is there to decide.
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.eigen import Eigen
+from kfac_core.approximations.kfoc import KFOC
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.scaled_identity import ScaledIdentity
 from kfac_core.approximations.second_moment import Diagonal, Full
 from kfac_core.approximations.series import Series
 from kfac_core.approximations.tnt import TNT
 from kfac_core.backend import Backend, backend_names, get_backend, register_backend
+from kfac_core.background import BackgroundRefresh
 from kfac_core.block import Block
 from kfac_core.block_state import BlockState
 from kfac_core.blocks.exact_kronecker import ExactKronecker
@@ -22,7 +24,11 @@ from kfac_core.blocks.flat import FlatOperator
 from kfac_core.blocks.kronecker import FactoredKronecker
 from kfac_core.blocks.operator import CurvatureOperator
 from kfac_core.blocks.sparse_rows import SparseRows
+from kfac_core.chain.operator import TridiagonalOperator
+from kfac_core.chain.statistics import ChainStatistics
+from kfac_core.chain.tridiagonal import BlockTridiagonal
 from kfac_core.conventions import Conventions
+from kfac_core.costs import BlockCosts, CostTable, Rates
 from kfac_core.damping import factored_shifts, levenberg_marquardt
 from kfac_core.errors import (
     BackendUnavailableError,
@@ -78,15 +84,20 @@ __version__ = "0.1.0"
 __all__ = [
     "Approximation",
     "Average",
+    "BackgroundRefresh",
     "Backend",
     "BackendUnavailableError",
     "Batch",
     "Block",
+    "BlockCosts",
     "BlockReport",
     "BlockState",
+    "BlockTridiagonal",
+    "ChainStatistics",
     "Conv",
     "ConventionError",
     "Conventions",
+    "CostTable",
     "CurvatureOperator",
     "DampedFactor",
     "DampingError",
@@ -106,6 +117,7 @@ __all__ = [
     "GradientBatch",
     "IdRangeError",
     "KFACError",
+    "KFOC",
     "Kronecker",
     "KroneckerSum",
     "Layer",
@@ -114,6 +126,7 @@ __all__ = [
     "NotReadyError",
     "Parameters",
     "Precision",
+    "Rates",
     "RecordError",
     "ScaleShift",
     "ScaledIdentity",
@@ -125,6 +138,7 @@ __all__ = [
     "Statistics",
     "Status",
     "TNT",
+    "TridiagonalOperator",
     "UnknownBackendError",
     "UnknownBlockError",
     "UnsupportedError",

@@ -27,6 +27,7 @@ from kfac_core.blocks.series import SeriesOperator
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import KFACError, StateError
 from kfac_core.factors.average import Average, require_decay, require_weight
+from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.uncorrelated import ChannelMoments
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
@@ -58,6 +59,7 @@ _KNOWN: dict[str, type[Any]] = {
         Inverse,
         KroneckerCholesky,
         ManyKronecker,
+        RunningProduct,
         Statistics,
         Positive,
         SeriesOperator,

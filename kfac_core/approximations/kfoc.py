@@ -1,0 +1,213 @@
+"""``F = A (x) G``, the best Kronecker product there is: KFOC.
+
+Conventions.  With ``D = sum_s x g^T`` an example's gradient (a 1 appended to x where there
+is a bias), N examples and M sources, one batch's matrix is
+
+    F_batch = 1/N sum_mn vec(D) vec(D)^T,
+
+the exact block, and A (x) G is the product nearest to it in the Frobenius norm, found by a
+power iteration that starts at K-FAC's input factor; see `kfac_core.linalg.kronecker_fit`.
+Both factors are positive semidefinite.
+
+Over several batches a sum is kept, and after each update that sum is replaced by its best
+product:
+
+    A (x) G  <-  best product of  decay A (x) G + weight F_batch.
+
+So it is exact for one batch, for batches of one and the same F, and wherever the past is a
+Kronecker product; otherwise what the past had beside its best product is forgotten, and
+the result is near, but not equal, to the best product of the average (which would take the
+matrix F itself to know).  How far the iteration is from rest is in
+``statistics.averages["block"].change``.
+
+For one batch and any number of iterations the error is at most that of
+`kfac_core.approximations.kronecker` with ``sharing="expand"``.
+
+References
+----------
+Koroko et al. (2022), "Efficient Approximations of the Fisher Matrix in Neural Networks
+using Kronecker Product Singular Value Decomposition", arXiv:2201.10285.  Schnaus, Lee and
+Triebel (2021), "Kronecker-Factored Optimal Curvature".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_core.approximations.kronecker import kronecker_operator
+from kfac_core.approximations.options import NOTHING, OperatorOptions
+from kfac_core.arrays import Scalar, cast
+from kfac_core.backend import Array, Namespace
+from kfac_core.blocks.exact_kronecker import ExactKronecker
+from kfac_core.blocks.kronecker import FactoredKronecker
+from kfac_core.conventions import Conventions
+from kfac_core.errors import ConventionError
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.full import FullFactor
+from kfac_core.factors.product import RunningProduct
+from kfac_core.factors.shares import update_shares
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import Rows
+from kfac_core.linalg.gram import updated_gram
+from kfac_core.linalg.kronecker_fit import (
+    FitTerm,
+    GradientTerm,
+    ProductTerm,
+    RowTerm,
+    kronecker_fit,
+    unit_norm,
+)
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+__all__ = ["KFOC"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFOC:
+    """The best approximation of a block by one Kronecker product.
+
+    Parameters
+    ----------
+    iterations : int
+        Of the power iteration in each update, at least 1.  The error of a factor falls by
+        ``(s_2 / s_1)^2`` an iteration, the ratio of the two largest singular values of the
+        rearranged block; a handful is enough for a preconditioner.
+
+    Raises
+    ------
+    ConventionError
+        For fewer than one iteration.
+    """
+
+    iterations: int
+
+    name = "kfoc"
+    lacks = NOTHING
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1:
+            raise ConventionError(
+                f"Expected `iterations` to be at least 1, got {self.iterations}."
+            )
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Say why it does not go together with a layer; None where it does."""
+        if layer.kind in ("dense", "conv"):
+            return None
+        return "needs pairs of inputs and output gradients, so a dense or conv layer"
+
+    def rows(self, layer: Layer, batch: Any, /) -> Any:
+        """Return what the layer saw as rows."""
+        return layer.rows(batch)
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing: a `RunningProduct` named ``"block"``."""
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        n, m = layer.matrix_shape
+        m, lead = m // layer.groups, (layer.groups,) if layer.groups > 1 else ()
+        averages: dict[str, Any] = {
+            "block": RunningProduct(
+                xp.zeros((*lead, n, n), **place),
+                xp.zeros((*lead, m, m), **place),
+                xp.zeros(lead, **place),
+                zero_weight(xp, **place),
+            )
+        }
+        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics after one update; see `Kronecker.updated`.
+
+        Notes
+        -----
+        About ``3 N (n^2 + M m^2)`` flops an iteration.  With shared positions the
+        examples' gradients are formed, ``M N n m`` numbers, and it is
+        ``4 M N n m (n + m)``.
+        """
+        shares = update_shares(
+            statistics, rows, conventions=conventions, weight=weight, xp=xp
+        )
+        average: Any = statistics.averages["block"]
+        old: RunningProduct = average
+        new = old.decayed(decay, shares.example_weight)
+        unit = xp.where(new > 0, new, xp.ones_like(new))
+        past = old.weight * decay / unit
+        A = unit_norm(_input_moment(rows, statistics.dtype, xp), xp=xp)
+        fit = kronecker_fit(
+            [
+                ProductTerm(old.input, old.output, decay),
+                _term(rows, shares.examples * shares.outer_products, statistics, xp),
+            ],
+            past * old.input + (1.0 - past) * A,
+            iterations=self.iterations,
+            xp=xp,
+        )
+        product: Any = RunningProduct(fit.input, fit.output, fit.change, new)
+        return Statistics({"block": product}, statistics.status)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> FactoredKronecker | ExactKronecker:
+        """Return ``A (x) G`` damped as the rule says, as it is now.
+
+        The factors have one Frobenius norm, which only ``"factored_unit_pi"`` can tell.
+        """
+        xp = options.namespace(statistics)
+        product: Any = statistics.averages["block"]
+        one = xp.ones_like(product.weight)
+        factors = {
+            side: Average(SymmetricMatrix(value, whole=True), one)
+            for side, value in product.value(debias=options.debias).items()
+        }
+        # What is remembered is so by the identity of an average; these do not last.
+        own = dataclasses.replace(options, debias=True, memo={})
+        kinds = FullFactor(), FullFactor()
+        return kronecker_operator(
+            Statistics(factors, statistics.status), kinds, one, own
+        )
+
+
+def _term(rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace) -> FitTerm:
+    """Return the batch's part of the sum; no gradient is formed where S is 1."""
+    dtype = statistics.dtype
+    rows.require_all_positions()
+    if rows.positions > 1:
+        D = rows.per_example(dtype, xp=xp)
+        return GradientTerm(xp.reshape(D, (*D.shape[:-4], -1, *D.shape[-2:])), scale)
+    g = cast(xp, rows.output_grads, dtype)[..., 0, :]
+    return RowTerm(_inputs(rows, dtype, xp)[..., 0, :], g, scale)
+
+
+def _input_moment(rows: Rows, dtype: Any, xp: Namespace) -> Array:
+    """Return the sum of ``x x^T``."""
+    x = _inputs(rows, dtype, xp)
+    x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
+    return updated_gram(None, x, tail=None, decay=0.0, scale=1.0, xp=xp).full()
+
+
+def _inputs(rows: Rows, dtype: Any, xp: Namespace) -> Array:
+    """Return the x with their homogeneous coordinate, zero where masked."""
+    x = cast(xp, rows.inputs, dtype)
+    if not rows.homogeneous:
+        return x
+    ones = xp.ones_like(x[..., :1])
+    if rows.mask is not None:
+        ones = xp.broadcast_to(cast(xp, rows.mask[..., None], dtype), ones.shape)
+    return xp.concat([x, ones], axis=-1)

@@ -1,0 +1,1 @@
+"""Curvature between layers: a chain of layers, whose inverse is block-tridiagonal."""

@@ -1,0 +1,184 @@
+"""What is left of a layer's curvature when the next layer's is known.
+
+Conventions.  ``A_i (x) G_i`` is the covariance of layer i, damped, ``A_x (x) G_x`` that
+between i and i + 1.  With Cholesky factors ``A_i = L_i L_i^T`` the correlation of the
+inputs is ``R = L_i^-1 A_x L_(i+1)^-T``, whose singular values are the canonical
+correlations of the inputs of the two layers, at most 1; likewise for the output
+gradients.  Then
+
+    Psi = P_A (x) P_G,        P = A_x A_(i+1)^-1 = L_i R L_(i+1)^-1,
+    Sigma = A_i (x) G_i - Psi (A_(i+1) (x) G_(i+1)) Psi^T
+          = (K_A (x) K_G) diag(1 - s_A s_G^T) (K_A (x) K_G)^T,
+
+with ``R R^T = E diag(s) E^T`` and ``K = L_i E``: a difference of two Kronecker products,
+in the form of `kfac_core.linalg.kronecker_sum`.
+
+A correlation above 1 by rounding is that of 1, and R is divided by it, so that P and s
+are of one contraction.  By more than that it is flagged: the moments are not of one and
+the same weighted set of rows.
+
+References
+----------
+Martens and Grosse (2015), arXiv:1503.05671, section 4.3 and appendix B.
+"""
+
+from __future__ import annotations
+
+from kfac_core.arrays import device_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.linalg.kronecker import kronecker_dense
+from kfac_core.linalg.series_chain import (
+    Root,
+    excess,
+    flagged_eigenbasis,
+    into,
+    out_of,
+    positive_flags,
+)
+from kfac_core.structure import structure
+
+__all__ = ["Conditional", "Link", "conditional", "marginal"]
+
+
+@structure()
+class Link:
+    """``Psi = P_A (x) P_G``: the best linear guess of layer i from layer i + 1.
+
+    Attributes
+    ----------
+    input, output : array, shapes (n_i, n_(i+1)) and (m_i, m_(i+1))
+        P_A and P_G.
+    """
+
+    input: Array
+    output: Array
+
+    def multiply(self, v: Array, /, *, transpose: bool, xp: Namespace) -> Array:
+        """Return ``P_A V P_G^T``, or ``P_A^T V P_G``."""
+        product = into if transpose else out_of
+        return product(self.input, v, self.output, xp=xp)
+
+    def dense(self) -> Array:
+        """Return Psi as one matrix, row-major."""
+        return kronecker_dense((self.input, self.output))
+
+
+@structure()
+class Conditional:
+    """``Sigma = (K_A (x) K_G) diag(W) (K_A (x) K_G)^T``.
+
+    Attributes
+    ----------
+    input_root, output_root : array, shapes (n, n) and (m, m)
+        K.
+    input_dual, output_dual : array, of the same shapes
+        ``K^-T``.
+    spectrum : array, shape (n, m)
+        W, between 0 and 1.
+    clipped : array, 0-d
+        By how much a correlation was above 1.
+    flags : array of int32, 0-d
+        Of `Status`.
+    """
+
+    input_root: Array
+    input_dual: Array
+    output_root: Array
+    output_dual: Array
+    spectrum: Array
+    clipped: Array
+    flags: Array
+
+    def multiply(self, v: Array, /, *, xp: Namespace) -> Array:
+        """Return ``Sigma v``; ``4 n m (n + m)`` flops."""
+        K, L = self.input_root, self.output_root
+        return out_of(K, self.spectrum * into(K, v, L, xp=xp), L, xp=xp)
+
+    def solve(self, v: Array, /, *, xp: Namespace) -> Array:
+        """Return ``Sigma^-1 v``; ``4 n m (n + m)`` flops."""
+        K, L = self.input_dual, self.output_dual
+        return out_of(K, into(K, v, L, xp=xp) / self.spectrum, L, xp=xp)
+
+    def solve_root(self, z: Array, /, *, xp: Namespace) -> Array:
+        """Return ``X z`` with ``X X^T = Sigma^-1``, X square."""
+        scaled = z / xp.sqrt(self.spectrum)
+        return out_of(self.input_dual, scaled, self.output_dual, xp=xp)
+
+    def reduction(self, *, xp: Namespace) -> Array:
+        """Return ``log det Sigma - log det (A_i (x) G_i)``, at most 0."""
+        return xp.sum(xp.log(self.spectrum))
+
+    def dense(self, *, xp: Namespace, inverse: bool) -> Array:
+        """Return Sigma, or its inverse, as one matrix."""
+        sides = (self.input_root, self.output_root)
+        if inverse:
+            sides = (self.input_dual, self.output_dual)
+        K, W = kronecker_dense(sides), xp.reshape(self.spectrum, (1, -1))
+        scaled = K / W if inverse else K * W
+        return xp.matmul(scaled, xp.matrix_transpose(K))
+
+
+def conditional(
+    input_root: Root,
+    next_input_root: Root,
+    output_root: Root,
+    next_output_root: Root,
+    /,
+    *,
+    xp: Namespace,
+) -> tuple[Link, Conditional]:
+    """Return Psi and Sigma of layer i, given layer i + 1.
+
+    Parameters
+    ----------
+    input_root, output_root : Root
+        Of the damped moments of layer i, with the moments between the two layers,
+        shapes (n_i, n_(i+1)) and (m_i, m_(i+1)), as ``lagged``.
+    next_input_root, next_output_root : Root
+        Of the damped moments of layer i + 1.
+    xp : namespace
+        Of all arrays.
+
+    Returns
+    -------
+    link : Link
+        Psi.
+    conditional : Conditional
+        Sigma; trouble is in its flags.
+
+    Notes
+    -----
+    About ``13 n^3`` flops a side, and products with the moments; no value is looked at.
+    """
+    P_A, K_A, D_A, s_A, clipped_A, flags_A = _side(input_root, next_input_root, xp)
+    P_G, K_G, D_G, s_G, clipped_G, flags_G = _side(output_root, next_output_root, xp)
+    W = 1.0 - s_A[:, None] * s_G[None, :]
+    flags = flags_A | flags_G | positive_flags(W, xp.ones_like(s_A[0]), xp)
+    clipped = xp.where(clipped_A > clipped_G, clipped_A, clipped_G)
+    return Link(P_A, P_G), Conditional(K_A, D_A, K_G, D_G, W, clipped, flags)
+
+
+def marginal(input_root: Root, output_root: Root, /, *, xp: Namespace) -> Conditional:
+    """Return ``A (x) G`` itself in the form of a `Conditional`, for the last layer."""
+    K, L = input_root.root, output_root.root
+    W = xp.ones((K.shape[0], L.shape[0]), dtype=K.dtype, device=device_of(K))
+    nothing = xp.zeros_like(W[0, 0])
+    flags = xp.astype(nothing, xp.int32)
+    return Conditional(K, input_root.dual, L, output_root.dual, W, nothing, flags)
+
+
+def _side(side: Root, following: Root, xp: Namespace) -> tuple[Array, ...]:
+    """Return P, ``L E``, ``L^-T E``, squared correlations, clipped, and the flags."""
+    R = into(side.dual, side.lagged, following.dual, xp=xp)
+    squares, E, flags = flagged_eigenbasis(
+        xp.matmul(R, xp.matrix_transpose(R)), side, xp
+    )
+    zeros = xp.zeros_like(squares)
+    squares = xp.where(squares < 0.0, zeros, squares)
+    largest = xp.sqrt(xp.max(squares))
+    clipped, too_large = excess(largest, xp)
+    unit = xp.where(largest > 1.0, largest, xp.ones_like(largest))
+    squares = squares / (unit * unit)
+    P = out_of(side.root, R / unit, following.dual, xp=xp)
+    K, D = xp.matmul(side.root, E), xp.matmul(side.dual, E)
+    return P, K, D, squares, clipped, flags | too_large

@@ -1,0 +1,80 @@
+"""A running Kronecker product: two factors that are fitted together, with one weight.
+
+Conventions.  ``A (x) G`` stands for a weighted *sum*, as in `Average`, and its value is
+that over the weight.  A has Frobenius norm 1 and G carries the scale.  The two have one
+weight: a factor of one moment means nothing beside one of another.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Array
+from kfac_core.errors import UnsupportedError
+from kfac_core.structure import structure
+
+__all__ = ["RunningProduct"]
+
+
+@structure()
+class RunningProduct:
+    """The fitted product of all updates, in the place of an `Average`.
+
+    Attributes
+    ----------
+    input : array, shape (..., n, n)
+        A.
+    output : array, shape (..., m, m)
+        G.
+    change : array, shape (...)
+        The certificate of the last fit; see `kfac_core.linalg.kronecker_fit`.
+    weight : array, 0-d
+        The sum of weights.
+    """
+
+    input: Array
+    output: Array
+    change: Array
+    weight: Array
+
+    def value(self, *, debias: bool) -> dict[str, Array]:
+        """Return the factors, by side, with the scale split evenly: ``|A| = |G|``.
+
+        Their product is the average, or the bare sum where `debias` is false.
+        """
+        xp = array_api_compat.array_namespace(self.weight)
+        weight = xp.ones_like(self.weight)
+        if debias:
+            weight = xp.where(self.weight > 0, self.weight, weight)
+        root = xp.sqrt(self.singular_value() / weight)[..., None, None]
+        unit = xp.where(root > 0, root, xp.ones_like(root))
+        return {"input": self.input * root, "output": self.output / (unit * weight)}
+
+    def singular_value(self) -> Array:
+        """Return the Frobenius norm of the sum, shape (...)."""
+        xp = array_api_compat.array_namespace(self.weight)
+        largest = xp.max(xp.abs(self.output), axis=(-2, -1), keepdims=True)
+        unit = xp.where(largest > 0, largest, xp.ones_like(largest))
+        norm = xp.linalg.vector_norm(self.output / unit, axis=(-2, -1))
+        return norm * largest[..., 0, 0]
+
+    def decayed(self, decay: Scalar, weight: Array, /) -> Array:
+        """Return the weight after an update."""
+        return self.weight * decay + weight
+
+    def merged(self, other: RunningProduct, /) -> NoReturn:
+        """Raise `UnsupportedError`: the parts of a sum do not tell its best product."""
+        raise UnsupportedError(
+            "KFOC fits a product to a whole batch, and the best product of a sum is not "
+            "made of the best products of its parts. Feed whole batches to `update`, "
+            "without `max_patch_elements`, `moments` and `merge`."
+        )
+
+    def absorbed(
+        self, other: RunningProduct, /, *, decay: Scalar, weight: Scalar
+    ) -> NoReturn:
+        """Raise `UnsupportedError`; see `merged`."""
+        self.merged(other)
