@@ -81,7 +81,16 @@ def tests_torch(session: nox.Session) -> None:
 def tests_jax(session: nox.Session) -> None:
     """Run the conformance tests on JAX, on the CPU."""
     session.install("-e", ".[scipy,jax]", *group("test"))
-    session.run("pytest", "--backend=jax", *PARALLEL, *session.posargs)
+    # What one process has compiled the others need not compile again.
+    cache = Path(session.create_tmp()).resolve() / "compiled"
+    session.run(
+        *("pytest", "--backend=jax", *PARALLEL, *session.posargs),
+        env={
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+        },
+    )
 
 
 @nox.session(name="no-backends", venv_backend="virtualenv")
@@ -174,6 +183,15 @@ def wheel(session: nox.Session) -> None:
     shutil.rmtree(source / "backends")
     session.chdir(source)
     session.run(python, "-m", "pytest", *session.posargs)
+
+
+@nox.session(venv_backend="virtualenv")
+def bench(session: nox.Session) -> None:
+    """Time the library beside others and the machine's floor; nothing else should run."""
+    session.install(
+        *("-e", ".[scipy,torch,jax]", "-r", "benchmarks/requirements.txt", *TORCH_CPU)
+    )
+    session.run("python", "-m", "benchmarks", *session.posargs)
 
 
 @nox.session

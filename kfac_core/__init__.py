@@ -52,6 +52,7 @@ from kfac_core.errors import (
 from kfac_core.estimator import Estimator
 from kfac_core.factors.average import Average, paper_decay
 from kfac_core.factors.damped import DampedFactor, damped_factor
+from kfac_core.factors.gradient_side import GradientFactors
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.conv import Conv
 from kfac_core.layers.dense import Dense
@@ -62,10 +63,20 @@ from kfac_core.layers.parameters import Parameters
 from kfac_core.layers.rows import Batch
 from kfac_core.layers.scale_shift import ScaleShift
 from kfac_core.layers.time import steps_of, unfold_time
+from kfac_core.linalg.certified_root import InverseRoot
 from kfac_core.linalg.gram import gram
 from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
 from kfac_core.linalg.kronecker_sum import KroneckerSum, kronecker_sum
+from kfac_core.linalg.newton_roots import newton_inverse_root
+from kfac_core.linalg.newton_schulz import WarmInverse, refreshed_inverse
+from kfac_core.linalg.orthogonal_iteration import (
+    OrderedBasis,
+    off_diagonal_ratio,
+    ordered_basis,
+    refreshed_basis,
+)
 from kfac_core.linalg.patches import choose_patches
+from kfac_core.linalg.roots import inverse_root
 from kfac_core.precision import Precision
 from kfac_core.report import BlockReport, FactorReport
 from kfac_core.selection import (
@@ -115,7 +126,9 @@ __all__ = [
     "FlatOperator",
     "Full",
     "GradientBatch",
+    "GradientFactors",
     "IdRangeError",
+    "InverseRoot",
     "KFACError",
     "KFOC",
     "Kronecker",
@@ -124,6 +137,7 @@ __all__ = [
     "MixedArraysError",
     "NotFiniteError",
     "NotReadyError",
+    "OrderedBasis",
     "Parameters",
     "Precision",
     "Rates",
@@ -142,6 +156,7 @@ __all__ = [
     "UnknownBackendError",
     "UnknownBlockError",
     "UnsupportedError",
+    "WarmInverse",
     "asarray",
     "backend_names",
     "enable_float64",
@@ -150,11 +165,17 @@ __all__ = [
     "factored_shifts",
     "get_backend",
     "gram",
+    "inverse_root",
     "kronecker_dense",
     "kronecker_multiply",
     "kronecker_sum",
     "levenberg_marquardt",
+    "newton_inverse_root",
+    "off_diagonal_ratio",
+    "ordered_basis",
     "paper_decay",
+    "refreshed_basis",
+    "refreshed_inverse",
     "register_backend",
     "selected_backend",
     "set_default_backend",

@@ -19,18 +19,15 @@ libraries hang on NaN, and the result is then NaN throughout.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-import array_api_compat
-
 from kfac_core.arrays import cast, device_of, status_unless
 from kfac_core.backend import Array, Namespace
-from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
+from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
     basis_residual,
     cholesky_residual,
     inverse_residual,
+    probe_image,
 )
 from kfac_core.linalg.cholesky import (
     damped_cholesky,
@@ -39,17 +36,21 @@ from kfac_core.linalg.cholesky import (
 )
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
+from kfac_core.linalg.fitness import (
+    fit_problem,
+    narrowed,
+    require_fit,
+    unfit_flags,
+    widened,
+)
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.status import Check, Status
-from kfac_core.structure import map_structure
 
 __all__ = [
     "cholesky_factor",
     "damped_inverse",
     "symmetric_basis",
 ]
-
-T = TypeVar("T")
 
 
 def cholesky_factor(
@@ -93,19 +94,17 @@ def cholesky_factor(
     ``n^3 / 3`` flops.  ``check="raise"`` waits for the device a few times;
     ``check="status"`` never does.
     """
-    unfit = _unfit(matrix, shift, xp)
     if check == "status":
-        return _attempt_factor(matrix, shift, unfit, xp=xp)
-    _require_fit(unfit, name)
-    made = _attempt_factor(matrix, shift, None, xp=xp)
-    if _holds(made, xp):
+        return _reported_factor(matrix, shift, xp=xp)
+    image = _fit_image(matrix, shift, name, xp=xp)
+    made = _tried_factor(matrix, shift, "working", image=image, xp=xp)
+    if made is not None:
         return made
-    wide = _widened(matrix, xp)
+    wide = widened(matrix, xp=xp)
     if wide is not None:
-        wide_shift = cast(xp, shift, xp.float64)
-        made = _attempt_factor(wide, wide_shift, None, rung="float64", xp=xp)
-        if _holds(made, xp):
-            return _narrowed(made, matrix, xp)
+        made = _tried_factor(wide, cast(xp, shift, xp.float64), "float64", xp=xp)
+        if made is not None:
+            return narrowed(made, matrix, xp=xp)
     factor, _ = _by_eigendecomposition(matrix, shift, name=name, xp=xp)
     return factor
 
@@ -118,6 +117,7 @@ def damped_inverse(
     *,
     check: Check,
     name: str,
+    overwrite: bool = False,
     xp: Namespace,
 ) -> Inverse:
     """Invert ``A + shift I``, with a certificate.
@@ -129,6 +129,9 @@ def damped_inverse(
     factor : Positive
         What `cholesky_factor` made of the same; where it holds on the first rung, so
         does the inverse, unless its own certificate says otherwise.
+    overwrite : bool
+        Whether the factor's memory may become the inverse's; it is then not to be used
+        again.
 
     Returns
     -------
@@ -145,19 +148,19 @@ def damped_inverse(
     ``2 n^3 / 3`` flops beyond the factor's.
     """
     if check == "status":
-        return _attempt_inverse(matrix, shift, factor, xp=xp)
+        return _reported_inverse(matrix, shift, factor, xp=xp)
     if factor.rung == "working":
-        made = _attempt_inverse(matrix, shift, factor, xp=xp)
-        if _holds(made, xp):
+        made = _tried_inverse(matrix, shift, factor, overwrite=overwrite, xp=xp)
+        if made is not None:
             return made
-    wide = _widened(matrix, xp)
+    wide = widened(matrix, xp=xp)
     if wide is not None:
         wide_shift = cast(xp, shift, xp.float64)
-        lower = _attempt_factor(wide, wide_shift, None, rung="float64", xp=xp)
-        if _holds(lower, xp):
-            made = _attempt_inverse(wide, wide_shift, lower, xp=xp)
-            if _holds(made, xp):
-                return _narrowed(made, matrix, xp)
+        wide_factor = _tried_factor(wide, wide_shift, "float64", xp=xp)
+        if wide_factor is not None:
+            made = _tried_inverse(wide, wide_shift, wide_factor, overwrite=True, xp=xp)
+            if made is not None:
+                return narrowed(made, matrix, xp=xp)
     _, inverse = _by_eigendecomposition(matrix, shift, name=name, xp=xp)
     return inverse
 
@@ -194,18 +197,18 @@ def symmetric_basis(
     about ``1e-7 |A|``, so that a damped inverse from them is 10 to 60 times less
     accurate than one by Cholesky.
     """
-    unfit = _unfit(matrix, None, xp)
     if check == "status":
-        return _attempt_basis(matrix, unfit, xp=xp)
-    _require_fit(unfit, name)
-    made = _attempt_basis(matrix, None, xp=xp)
-    if _holds(made, xp):
+        return _reported_basis(matrix, xp=xp)
+    zero = xp.zeros_like(matrix.array[..., 0, 0])
+    image = _fit_image(matrix, zero, name, xp=xp)
+    made = _made_basis(matrix, "working", image=image, xp=xp)
+    if bool(xp.all(made.status == 0)):
         return made
-    wide = _widened(matrix, xp)
+    wide = widened(matrix, xp=xp)
     if wide is not None:
-        made = _attempt_basis(wide, None, rung="float64", xp=xp)
-        if _holds(made, xp):
-            return _narrowed(made, matrix, xp)
+        made = _made_basis(wide, "float64", xp=xp)
+        if bool(xp.all(made.status == 0)):
+            return narrowed(made, matrix, xp=xp)
     raise FactorizationError(
         f"the eigendecomposition of a {matrix.size} x {matrix.size} matrix has residual "
         f"{float(xp.max(made.residual)):.1e}, above {RESIDUAL_LIMIT}, in every precision "
@@ -214,34 +217,102 @@ def symmetric_basis(
     )
 
 
-def _attempt_factor(
+def _fit_image(
+    matrix: SymmetricMatrix, shift: Array, name: str, /, *, xp: Namespace
+) -> Array:
+    """Return ``M z`` for the certificates; raise for a problem that is unfit.
+
+    The one guard before any factorization.  The image is finite only where all of M
+    is, so that a matrix is read once for both; only one that is not, or whose image
+    overflows, is looked at number by number.
+    """
+    image = probe_image(matrix, shift, xp=xp)
+    if not bool(xp.all(xp.isfinite(image)) & xp.all(shift >= 0)):
+        require_fit(unfit_flags(matrix, shift, xp=xp), name, xp=xp)
+    return image
+
+
+def _tried_factor(
     matrix: SymmetricMatrix,
     shift: Array,
-    unfit: Array | None,
+    rung: Rung,
     /,
     *,
+    image: Array | None = None,
     xp: Namespace,
-    rung: Rung = "working",
+) -> Positive | None:
+    """Factorize a fit problem on one rung; None where that does not hold."""
+    lower = damped_cholesky(matrix, shift, xp=xp)
+    residual = cholesky_residual(matrix, shift, lower, image=image, xp=xp)
+    # What is not finite in L is not in the residual either.
+    positive = xp.all(xp.linalg.diagonal(lower) > 0, axis=-1)
+    if not bool(xp.all(positive & (residual <= RESIDUAL_LIMIT))):
+        return None
+    return Positive(
+        lower, _no_flags(residual, xp), residual, xp.zeros_like(residual), rung
+    )
+
+
+def _tried_inverse(
+    matrix: SymmetricMatrix,
+    shift: Array,
+    factor: Positive,
+    /,
+    *,
+    overwrite: bool,
+    xp: Namespace,
+) -> Inverse | None:
+    """Invert from a factor of the same rung; None where that does not hold."""
+    X = inverse_from_cholesky(factor.lower, overwrite=overwrite, xp=xp)
+    residual = inverse_residual(matrix, shift, X, xp=xp)
+    if not bool(xp.all(residual <= RESIDUAL_LIMIT)):
+        return None
+    return Inverse(X, factor.status, residual, factor.clipped, factor.rung)
+
+
+def _made_basis(
+    matrix: SymmetricMatrix,
+    rung: Rung,
+    /,
+    *,
+    image: Array | None = None,
+    xp: Namespace,
+) -> Basis:
+    """Decompose a fit matrix on one rung; its status says whether that holds."""
+    w, Q = eigh(matrix, xp=xp)
+    residual = basis_residual(matrix, w, Q, image=image, xp=xp)
+    status = status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
+    zeros = xp.zeros_like(w)
+    clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
+    return Basis(xp.where(w < 0, zeros, w), Q, status, residual, clipped, rung)
+
+
+def _reported_factor(
+    matrix: SymmetricMatrix, shift: Array, /, *, xp: Namespace
 ) -> Positive:
-    """Factorize on one rung; where `unfit` is nonzero the result is NaN."""
-    fit, fit_shift = _fit(matrix, shift, unfit, xp)
+    """Factorize on the first rung, looking at no value; NaN where that failed."""
+    unfit = unfit_flags(matrix, shift, xp=xp)
+    fit, fit_shift = fit_problem(matrix, shift, unfit, xp=xp)
     lower = damped_cholesky(fit, fit_shift, xp=xp)
     positive = is_positive_factor(lower, xp=xp)
     residual = cholesky_residual(fit, fit_shift, _usable(lower, positive, xp), xp=xp)
-    status = _judged(positive, residual, xp)
-    if unfit is not None:
-        status = status | unfit
+    accurate = (residual <= RESIDUAL_LIMIT) | xp.logical_not(positive)
+    status = (
+        unfit
+        | status_unless(xp, positive, Status.NOT_POSITIVE)
+        | status_unless(xp, accurate, Status.INACCURATE)
+    )
     good = (status & ~int(Status.INACCURATE)) == 0
     lower = xp.where(good[..., None, None], lower, xp.full_like(lower, xp.nan))
-    return Positive(lower, status, residual, xp.zeros_like(residual), rung)
+    return Positive(lower, status, residual, xp.zeros_like(residual), "working")
 
 
-def _attempt_inverse(
+def _reported_inverse(
     matrix: SymmetricMatrix, shift: Array, factor: Positive, /, *, xp: Namespace
 ) -> Inverse:
-    """Invert from a factor of the same rung; where that failed the result is NaN."""
+    """Invert from a factor that was reported; where that failed the result is NaN."""
     good = (factor.status & ~int(Status.INACCURATE)) == 0
-    fit, fit_shift = _fit(matrix, shift, status_unless(xp, good, 1), xp)
+    fit, fit_shift = fit_problem(matrix, shift, status_unless(xp, good, 1), xp=xp)
     # A factor that failed is replaced before it is divided by, and marked after.
     X = inverse_from_cholesky(_usable(factor.lower, good, xp), xp=xp)
     residual = inverse_residual(fit, fit_shift, X, xp=xp)
@@ -249,60 +320,39 @@ def _attempt_inverse(
     status = factor.status | status_unless(xp, accurate, Status.INACCURATE)
     marked = xp.where(good[..., None, None], X.array, xp.full_like(X.array, xp.nan))
     inverse = SymmetricMatrix(marked, X.whole)
-    return Inverse(inverse, status, residual, xp.zeros_like(residual), factor.rung)
+    return Inverse(inverse, status, residual, xp.zeros_like(residual), "working")
 
 
-def _fit(
-    matrix: SymmetricMatrix, shift: Array, unfit: Array | None, xp: Namespace
-) -> tuple[SymmetricMatrix, Array]:
-    """Return the problem, with ``2 I`` in the place of what may not be factorized."""
-    if unfit is None:
-        return matrix, shift
-    safe_shift = xp.where(unfit == 0, shift, xp.ones_like(shift))
-    return _or_identity(matrix, unfit, xp), safe_shift
+def _reported_basis(matrix: SymmetricMatrix, /, *, xp: Namespace) -> Basis:
+    """Decompose on the first rung, looking at no value; NaN where it is unfit."""
+    unfit = unfit_flags(matrix, None, xp=xp)
+    zero = xp.zeros_like(matrix.array[..., 0, 0])
+    fit, _ = fit_problem(matrix, zero, unfit, xp=xp)
+    made = _made_basis(fit, "working", xp=xp)
+    good, w, Q = unfit == 0, made.eigenvalues, made.eigenvectors
+    w = xp.where(good[..., None], w, xp.full_like(w, xp.nan))
+    Q = xp.where(good[..., None, None], Q, xp.full_like(Q, xp.nan))
+    status = made.status | unfit
+    return Basis(w, Q, status, made.residual, made.clipped, made.rung)
 
 
 def _usable(lower: Array, good: Array, xp: Namespace) -> Array:
-    return xp.where(good[..., None, None], lower, _identity_like(lower, xp))
+    """Return the factor, or the identity in the place of one that is none."""
+    eye = xp.eye(lower.shape[-1], dtype=lower.dtype, device=device_of(lower))
+    return xp.where(good[..., None, None], lower, eye)
 
 
-def _judged(positive: Array, residual: Array, xp: Namespace) -> Array:
-    """Return the flags of a factorization, from its two tests."""
-    accurate = (residual <= RESIDUAL_LIMIT) | xp.logical_not(positive)
-    status = status_unless(xp, positive, Status.NOT_POSITIVE)
-    return status | status_unless(xp, accurate, Status.INACCURATE)
-
-
-def _attempt_basis(
-    matrix: SymmetricMatrix,
-    unfit: Array | None,
-    /,
-    *,
-    xp: Namespace,
-    rung: Rung = "working",
-) -> Basis:
-    fit = matrix if unfit is None else _or_identity(matrix, unfit, xp)
-    w, Q = eigh(fit, xp=xp)
-    residual = basis_residual(fit, w, Q, xp=xp)
-    status = status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
-    zeros = xp.zeros_like(w)
-    clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
-    w = xp.where(w < 0, zeros, w)
-    if unfit is not None:
-        status = status | unfit
-        good = unfit == 0
-        w = xp.where(good[..., None], w, xp.full_like(w, xp.nan))
-        Q = xp.where(good[..., None, None], Q, xp.full_like(Q, xp.nan))
-    return Basis(w, Q, status, residual, clipped, rung)
+def _no_flags(like: Array, xp: Namespace) -> Array:
+    return xp.zeros(like.shape, dtype=xp.int32, device=device_of(like))
 
 
 def _by_eigendecomposition(
     matrix: SymmetricMatrix, shift: Array, /, *, name: str, xp: Namespace
 ) -> tuple[Positive, Inverse]:
     """Factorize and invert on the last rung, in the widest dtype, or raise."""
-    wide = _widened(matrix, xp) or matrix
+    wide = widened(matrix, xp=xp) or matrix
     shift = cast(xp, shift, wide.array.dtype)
-    basis = _attempt_basis(wide, None, rung="eigendecomposition", xp=xp)
+    basis = _made_basis(wide, "eigendecomposition", xp=xp)
     w, Q = basis.eigenvalues, basis.eigenvectors
     damped = w + shift[..., None]
     unit = xp.where(damped > 0, damped, xp.ones_like(damped))
@@ -330,72 +380,9 @@ def _by_eigendecomposition(
         basis.rung,
     )
     factor, inverse = Positive(lower, *certificate), Inverse(X, *certificate)
-    return _narrowed(factor, matrix, xp), _narrowed(inverse, matrix, xp)
+    return narrowed(factor, matrix, xp=xp), narrowed(inverse, matrix, xp=xp)
 
 
 def _from_basis(Q: Array, eigenvalues: Array, xp: Namespace) -> SymmetricMatrix:
     product = xp.matmul(Q * eigenvalues[..., None, :], xp.matrix_transpose(Q))
     return SymmetricMatrix(0.5 * (product + xp.matrix_transpose(product)), whole=True)
-
-
-def _unfit(matrix: SymmetricMatrix, shift: Array | None, xp: Namespace) -> Array:
-    """Return the flags of what may not reach a factorization, shape (...)."""
-    finite = xp.all(xp.isfinite(matrix.array), axis=(-2, -1))
-    flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-    if shift is not None:
-        good = xp.isfinite(shift) & (shift >= 0)
-        flags = flags | status_unless(xp, good, Status.BAD_DAMPING)
-    return flags
-
-
-def _require_fit(unfit: Array, name: str) -> None:
-    xp = array_api_compat.array_namespace(unfit)
-    flags = Status.OK
-    for flag in (Status.MATRIX_NOT_FINITE, Status.BAD_DAMPING):
-        if bool(xp.any((unfit & int(flag)) != 0)):
-            flags |= flag
-    if Status.MATRIX_NOT_FINITE in flags:
-        raise NotFiniteError(
-            f"{name}: the matrix to be factorized holds NaN or infinity. Its statistics "
-            "were not finite, or their sums overflowed; reset them, or keep them in "
-            "float64."
-        )
-    if Status.BAD_DAMPING in flags:
-        raise DampingError(
-            f"{name}: the damping of this factor is negative or not finite. Expected a "
-            "finite number >= 0."
-        )
-
-
-def _holds(made: Positive | Inverse | Basis, xp: Namespace) -> bool:
-    return not bool(xp.any(made.status != 0))
-
-
-def _or_identity(
-    matrix: SymmetricMatrix, unfit: Array, xp: Namespace
-) -> SymmetricMatrix:
-    good = (unfit == 0)[..., None, None]
-    eye = _identity_like(matrix.array, xp)
-    return SymmetricMatrix(xp.where(good, matrix.array, eye), matrix.whole)
-
-
-def _identity_like(array: Array, xp: Namespace) -> Array:
-    return xp.eye(array.shape[-1], dtype=array.dtype, device=device_of(array))
-
-
-def _widened(matrix: SymmetricMatrix, xp: Namespace) -> SymmetricMatrix | None:
-    """Return the matrix in float64; None where it is, or where there is no such dtype."""
-    device = device_of(matrix.array)
-    dtypes = xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
-    if "float64" not in dtypes or matrix.array.dtype == xp.float64:
-        return None
-    return SymmetricMatrix(cast(xp, matrix.array, xp.float64), matrix.whole)
-
-
-def _narrowed(made: T, matrix: SymmetricMatrix, xp: Namespace) -> T:
-    """Cast the floating arrays of a factorization back to the matrix's dtype."""
-    dtype = matrix.array.dtype
-    return map_structure(
-        lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
-        made,
-    )

@@ -28,12 +28,18 @@ from kfac_core.cli.demo.autoencoder import (
     backward,
     bernoulli_loss,
     forward,
+    jvp,
     parameter_gradients,
     sample_targets,
     sigmoid,
 )
-from kfac_core.cli.demo.parameters import Parameters, map_parameters
-from kfac_core.cli.demo.quadratic_model import quadratic_model
+from kfac_core.cli.demo.parameters import Parameters
+from kfac_core.steps import (
+    curvature_of_outputs,
+    linear_combination,
+    quadratic_model,
+    reduction_ratio,
+)
 
 __all__ = ["KFAC"]
 
@@ -86,21 +92,30 @@ class KFAC:
         probabilities = sigmoid(xp, logits)
         output_grads = backward(self.parameters, activations, probabilities - x)
         gradient = parameter_gradients(xp, activations, output_grads)
-        directions = [map_parameters(_negative, self._estimator.precondition(gradient))]
+        directions = [
+            linear_combination([-1.0], [self._estimator.precondition(gradient)])
+        ]
         if self._previous is not None:
             directions.append(self._previous)
+        # The Fisher matrix of Bernoulli pixels in their logits is diagonal.
+        pixel_fisher = probabilities * (1.0 - probabilities)
+        changes = [jvp(self.parameters, activations, d) for d in directions]
         model = quadratic_model(
-            self.parameters,
-            activations,
-            probabilities * (1.0 - probabilities),
-            gradient=gradient,
-            directions=directions,
+            gradient,
+            directions,
+            curvature=curvature_of_outputs(
+                changes, [pixel_fisher * c for c in changes], examples=x.shape[0]
+            ),
             damping=self.damping,
         )
-        coefficients = [self.learning_rate * c for c in model.minimizer()]
-        self._move(directions, coefficients)
+        coefficients = self.learning_rate * model.minimize().coefficients
+        self._previous = linear_combination(coefficients, directions)
+        self.parameters = linear_combination(
+            [1.0, 1.0], [self.parameters, self._previous]
+        )
+        self._steps += 1
         if self._steps % ADAPT_EVERY == 0:
-            self._adapt_damping(x, loss, model.change(coefficients))
+            self._adapt_damping(x, loss, float(model.change(coefficients, damped=True)))
         return loss
 
     def _update_curvature(
@@ -123,28 +138,14 @@ class KFAC:
             self._estimator.damping = self.damping
             self._estimator.refresh()
 
-    def _move(
-        self, directions: Sequence[Parameters], coefficients: Sequence[float]
-    ) -> None:
-        def combine(*arrays: Array) -> Array:
-            return sum(c * d for c, d in zip(coefficients, arrays, strict=True))
-
-        self._previous = map_parameters(combine, *directions)
-        self.parameters = map_parameters(
-            lambda parameter, change: parameter + change,
-            self.parameters,
-            self._previous,
-        )
-        self._steps += 1
-
     def _adapt_damping(self, x: Array, loss: float, predicted: float) -> None:
         """Compare the change of the batch's loss with the one that was predicted."""
         xp = array_api_compat.array_namespace(x)
         _, logits = forward(xp, self.parameters, x)
-        change = float(bernoulli_loss(xp, logits, x)) - loss
+        loss_after = float(bernoulli_loss(xp, logits, x))
         self.damping = kc.levenberg_marquardt(
             self.damping,
-            change / predicted if predicted < 0.0 else -math.inf,
+            reduction_ratio(loss, loss_after, predicted=predicted),
             decay=(19 / 20) ** ADAPT_EVERY,
             minimum=1e-6,
             maximum=1e6,
@@ -166,7 +167,3 @@ def _estimator(parameters: Parameters) -> kc.Estimator:
         damping_rule="factored",
         loss="sum",
     )
-
-
-def _negative(array: Array) -> Array:
-    return -array

@@ -1,0 +1,17 @@
+"""Side by side with other libraries, and with what the machine could do.
+
+``python -m nox -s bench`` runs everything; ``kfac-core bench --quick`` is a minute's
+version in the environment that is there.  `docs/benchmarks.md` says how to read the
+result.  Nothing here is part of the package: it uses `kfac_core`'s public names.
+
+In reading order: `workloads` (what is computed), `stages` (what is timed, and the
+flops that it needs), `libraries` (who computes it), `timing` (one sample), `worker` (one
+process a library), `process` and `crew` (its parent's side), `run` (who is asked what, and
+when), `agreement` (that all compute the same), `growth` (exponents), `report` and `plot`
+(what is shown), `command`.
+
+Conventions.  Rows, vectors and answers are float32.  A layer's vector is a matrix of
+shape ``(in(+1), out)``, the bias its last row.  Seconds are seconds, of the processor or
+of the wall clock as each is called; a floor is flops over the best rate of a float32
+matrix product that was seen in the same run.
+"""

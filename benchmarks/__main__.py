@@ -1,0 +1,11 @@
+"""``python -m benchmarks`` is ``kfac-core bench``."""
+
+import argparse
+import sys
+
+from benchmarks.command import main
+from kfac_core.cli.bench import add_arguments
+
+parser = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
+add_arguments(parser)
+sys.exit(main(parser.parse_args()))

@@ -1,0 +1,134 @@
+"""Who computes: one adapter a library, each in a process of its own.
+
+`LIBRARIES` says what there is.  An adapter is imported in its process only, and imports
+no other library than its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from benchmarks.libraries.library import Library
+
+__all__ = ["LIBRARIES", "Entry", "make_library"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An adapter, and what a table should say of it.
+
+    Attributes
+    ----------
+    module, argument : str
+        The adapter's module here, and what its ``make`` is given.
+    title : str
+        What a table should call it.
+    needs : tuple of str
+        The modules that must be importable.
+    devices : tuple of str
+        Where it runs.
+    core : bool
+        Whether it is the library that the others are peers of.
+    includes : str
+        What its figures include and leave out.
+    """
+
+    module: str
+    argument: str
+    title: str
+    needs: tuple[str, ...]
+    devices: tuple[str, ...]
+    core: bool
+    includes: str
+
+
+_CPU, _BOTH = ("cpu",), ("cpu", "cuda")
+_CORE = (
+    "Estimator.update, refresh and precondition, with the finite-input guards, the "
+    "certificates and the ladder on; gradients come and go as the framework's parameters"
+)
+LIBRARIES = {
+    "numpy": Entry(
+        "core", "numpy", "kfac_core numpy", ("kfac_core",), _CPU, True, _CORE
+    ),
+    "torch": Entry(
+        "core", "torch", "kfac_core torch", ("kfac_core", "torch"), _BOTH, True, _CORE
+    ),
+    "jax": Entry(
+        module="core",
+        argument="jax",
+        title="kfac_core jax",
+        needs=("kfac_core", "jax"),
+        devices=_BOTH,
+        core=True,
+        includes=f"{_CORE}; each stage one compiled program, the statistics donated",
+    ),
+    "cupy": Entry(
+        "core", "cupy", "kfac_core cupy", ("kfac_core", "cupy"), ("cuda",), True, _CORE
+    ),
+    "curvlinops": Entry(
+        module="curvlinops",
+        argument="",
+        title="curvlinops",
+        needs=("curvlinops", "torch"),
+        devices=_BOTH,
+        core=False,
+        includes="the functions behind its hooks, fed rows, with no network, hooks or "
+        "autograd; a sum over batches and no moving average; KFACInverseLinearOperator "
+        "with heuristic or exact damping; no certificates",
+    ),
+    "kfac-jax": Entry(
+        module="kfac_jax",
+        argument="lu",
+        title="kfac-jax",
+        needs=("kfac_jax", "jax"),
+        devices=_BOTH,
+        core=False,
+        includes="DenseTwoKroneckerFactored blocks fed rows, each stage one compiled "
+        "function with donated states; inverses by LU, its default; no certificates",
+    ),
+    "kfac-jax-cholesky": Entry(
+        module="kfac_jax",
+        argument="cholesky",
+        title="kfac-jax, Cholesky",
+        needs=("kfac_jax", "jax"),
+        devices=_BOTH,
+        core=False,
+        includes="as kfac-jax, with set_use_cholesky_inversion(True)",
+    ),
+    "lapack": Entry(
+        module="lapack",
+        argument="",
+        title="plain BLAS, LAPACK",
+        needs=("scipy",),
+        devices=_CPU,
+        core=False,
+        includes="no library but SciPy's bindings in the best plain order found: SYRK with "
+        "the average in beta (the column of ones is given), POTRF, POTRI, SYMM, SYEVD on "
+        "one triangle; no guards, no certificates, no layouts",
+    ),
+}
+
+
+def make_library(name: str, /, *, device: str, threads: int) -> Library:
+    """Import an adapter and return the library.
+
+    Parameters
+    ----------
+    name : str
+        One of `LIBRARIES`.
+    device : {"cpu", "cuda"}
+        Where it computes.
+    threads : int
+        How many of the host.
+
+    Returns
+    -------
+    Library
+        Ready to be prepared.
+    """
+    entry = LIBRARIES[name]
+    module = importlib.import_module(f"benchmarks.libraries.{entry.module}")
+    library: Library = module.make(entry.argument, device=device, threads=threads)
+    return library

@@ -1,0 +1,159 @@
+"""`kfac_core` as a framework uses it: an `Estimator`, on NumPy, PyTorch, CuPy or JAX.
+
+On JAX its stages are compiled (``compiled=True``): one program a stage.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+import kfac_core as kc
+from benchmarks.libraries.device import device_events
+from benchmarks.libraries.library import AbsentError, Call, Library
+from benchmarks.workloads import DAMPING, DECAY, Workload
+
+__all__ = ["make"]
+
+PREPARED = {"solve": "cholesky", "eigen": "inverse", "looped": "inverse"}
+
+
+def make(argument: str, /, *, device: str, threads: int) -> Library:
+    """Return the adapter for a backend of `kfac_core`."""
+    if argument == "torch":
+        torch = importlib.import_module("torch")
+        torch.set_num_threads(threads)
+    return _Core(argument, device)
+
+
+class _Core:
+    def __init__(self, backend: str, device: str, /) -> None:
+        self._backend = backend
+        places = {"torch": f"torch:{device}", "jax": "jax:cpu"}
+        if backend == "jax" and device == "cuda":
+            places = {"jax": "jax:gpu"}
+        self._spec = places.get(backend, backend)
+        self._xp = kc.selected_backend(self._spec).backend.namespace()
+        self.events = device_events(backend, device)
+        self._library = importlib.import_module(backend)
+
+    def versions(self) -> dict[str, str]:
+        versions = kc.get_backend(self._backend).versions()
+        return {"kfac_core": kc.__version__, **versions}
+
+    def prepare(self, workload: Workload, /) -> None:
+        layout: Any = "oi" if self._backend == "torch" else "io"
+        self._blocks = {
+            f"layer{i}": kc.Block(
+                kc.Dense(
+                    in_features=layer.inputs,
+                    out_features=layer.outputs,
+                    bias=layer.bias,
+                    weight_layout=layout,
+                ),
+                kc.Kronecker(),
+            )
+            for i, layer in enumerate(workload.layers)
+        }
+        self._timed = self._estimator = self._made()
+        for index in range(workload.batches):
+            arrays = [map(self._array, rows) for rows in workload.batch(index)]
+            pairs = zip(self._blocks, arrays, strict=True)
+            self._batch = {name: kc.Batch(*rows) for name, rows in pairs}
+            self._estimator.update(self._batch)
+        self._gradients = {
+            name: self._parameters(name, workload.vector(i))
+            for i, name in enumerate(self._blocks)
+        }
+
+    def stage(self, name: str, /) -> Call:
+        kind = name.partition("-")[2]
+        if kind == "looped" and self._backend == "jax":
+            raise AbsentError("it would compile a program for each layer")
+        if name in ("statistics", "cycle"):
+            self._timed = estimator = self._made()
+            batch = self._batch
+            if name == "statistics":
+                return lambda: estimator.update(batch)
+            return lambda: self._cycle(estimator)
+        self._timed = estimator = self._estimator
+        estimator.damping_rule = "exact" if kind == "eigen" else "factored"
+        prepared: Any = (PREPARED.get(kind, kind),)
+        estimator.factorizations = prepared
+        if estimator.compilation is not None:
+            # Programs are made with these settings, and are made anew for a loaded state.
+            estimator.load_state_dict(estimator.state_dict())
+        if name == "refresh-looped":
+            return self._refresh_looped
+        if name.startswith("refresh"):
+            return estimator.refresh
+        estimator.refresh()
+        if name == "precondition-looped":
+            return self._precondition_looped
+        if kind == "solve":
+            return self._solve
+        return lambda: estimator.precondition(self._gradients)
+
+    def answer(self, stage: str, /) -> list[np.ndarray[Any, Any]]:
+        found = self.stage(stage)()
+        return [
+            kc.to_numpy(self._blocks[name].parameters_to_matrix(found[name]))
+            for name in self._blocks
+        ]
+
+    def finish(self, result: Any, /) -> None:
+        if self._spec == "torch:cuda":
+            self._library.cuda.synchronize()
+        elif self._backend == "cupy":
+            self._library.cuda.get_current_stream().synchronize()
+        elif self._backend == "jax":
+            states = [self._timed.state(name) for name in self._blocks]
+            held = [(state.statistics, state.operator) for state in states]
+            self._library.block_until_ready((result, held))
+
+    def gemm(self, size: int, /) -> Call:
+        generator = np.random.default_rng(0)
+        a, b = (
+            self._array(generator.standard_normal((size, size), dtype=np.float32))
+            for _ in range(2)
+        )
+        return lambda: self._xp.matmul(a, b)
+
+    def _made(self) -> kc.Estimator:
+        return kc.Estimator(
+            self._blocks,
+            decay=DECAY,
+            damping=DAMPING,
+            damping_rule="factored",
+            loss="sum",
+            compiled=self._backend == "jax",
+        )
+
+    def _cycle(self, estimator: kc.Estimator) -> Any:
+        estimator.update(self._batch)
+        estimator.refresh()
+        return estimator.precondition(self._gradients)
+
+    def _solve(self) -> Any:
+        half = self._estimator.apply("multiply_cholesky_inverse", self._gradients)
+        return self._estimator.apply("multiply_cholesky_inverse", half, transpose=True)
+
+    def _refresh_looped(self) -> None:
+        for name in self._blocks:
+            self._estimator.refresh([name])
+
+    def _precondition_looped(self) -> Any:
+        found: dict[str, Any] = {}
+        for name, gradient in self._gradients.items():
+            found |= self._estimator.precondition({name: gradient})
+        return found
+
+    def _parameters(self, name: str, vector: Any) -> dict[str, Any]:
+        """Return a vector as the parameters that a framework would have, contiguous."""
+        parameters = self._blocks[name].matrix_to_parameters(vector)
+        return {k: self._array(np.ascontiguousarray(x)) for k, x in parameters.items()}
+
+    def _array(self, values: Any) -> Any:
+        return kc.asarray(values, backend=self._spec)

@@ -1,0 +1,99 @@
+"""What is timed, and the flops that it cannot do without.
+
+Conventions.  For a layer with factors A (n x n) and G (m x m) and R rows a batch:
+
+================  ==============================  ==========================================
+stage             flops of the floor              what it is
+================  ==============================  ==========================================
+statistics        ``R (n^2 + m^2)``               SYRK; both factors, with their average
+refresh           ``n^3 + m^3``                   POTRF and POTRI, whatever is made
+precondition      ``2 n m (n + m)``               two GEMMs, whatever is done
+cycle             all three                       everything refreshed at every step
+================  ==============================  ==========================================
+
+The refresh by factorization alone could be had for a third of its floor, and by
+eigendecompositions for 14/3 of it; preconditioning in the eigenbases needs four GEMMs.
+They are put over the same flops, so that the columns of a table compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+__all__ = [
+    "CORE_STAGES",
+    "EIGEN_STAGES",
+    "LOOPED_STAGES",
+    "MAIN_STAGES",
+    "MEMORY_STAGES",
+    "TITLES",
+    "chosen_stages",
+    "rule_of",
+    "stage_flops",
+]
+
+TITLES = {
+    "statistics": "statistics with moving average",
+    "refresh-inverse": "refresh, inverses",
+    "refresh-cholesky": "refresh, factorization only",
+    "refresh-eigen": "refresh, eigendecompositions",
+    "precondition-inverse": "precondition, inverses",
+    "precondition-solve": "precondition, triangular solves",
+    "precondition-eigen": "precondition, eigenbases (exact damping)",
+    "cycle": "whole cycle",
+    "refresh-looped": "refresh, inverses, a call a layer",
+    "precondition-looped": "precondition, inverses, a call a layer",
+}
+CORE_STAGES = ("statistics", "refresh-inverse", "precondition-inverse", "cycle")
+MAIN_STAGES = (
+    *("statistics", "refresh-inverse", "refresh-cholesky"),
+    *("precondition-inverse", "precondition-solve", "cycle"),
+)
+EIGEN_STAGES = ("refresh-eigen", "precondition-eigen")
+LOOPED_STAGES = ("refresh-looped", "precondition-looped")
+MEMORY_STAGES = (
+    *("statistics", "refresh-inverse", "refresh-cholesky"),
+    *("refresh-eigen", "precondition-inverse"),
+)
+
+
+class Sized(Protocol):
+    """A layer, as far as its flops go."""
+
+    @property
+    def rows(self) -> int:
+        """R."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(n, m)``."""
+
+
+def stage_flops(stage: str, layers: Iterable[Sized], /) -> float:
+    """Return the flops of a stage's floor, as the module's table has them."""
+    total = 0.0
+    for layer in layers:
+        n, m = layer.shape
+        parts = {
+            "statistics": layer.rows * (n * n + m * m),
+            "refresh": n**3 + m**3,
+            "precondition": 2 * n * m * (n + m),
+        }
+        parts["cycle"] = sum(parts.values())
+        total += parts[stage.partition("-")[0]]
+    return total
+
+
+def rule_of(stage: str, /) -> str:
+    """Return the damping rule whose answer a stage's work leads to."""
+    return "exact" if stage.endswith("-eigen") else "factored"
+
+
+def chosen_stages(names: Iterable[str], /) -> tuple[str, ...]:
+    """Return stages by name; ValueError for one that there is not."""
+    chosen = tuple(names)
+    for name in chosen:
+        if name not in TITLES:
+            raise ValueError(f"no stage {name!r}; there are {', '.join(TITLES)}")
+    return chosen
