@@ -25,7 +25,8 @@ LAYERS = (
     {"approximations"},
     {"block"},
     {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
-    | {"costs", "movement", "compiled", "stages", "updating", "refreshing", "background", "estimator_state", "spectral_blocks"}
+    | {"costs", "movement", "compiled", "stages", "updating", "refreshing", "stacking"}
+    | {"background", "estimator_state", "spectral_blocks"}
     | {"estimator"},
     {
         "records",
@@ -205,18 +206,48 @@ HEAVY = (
 )
 
 
-def test_the_import_is_light():
-    """``import kfac_core`` imports no array library but NumPy, and no optional one."""
-    program = "import sys, kfac_core; print(*sorted(sys.modules))"
+@pytest.mark.parametrize("names", ["nothing", "everything"])
+def test_the_import_is_light(names):
+    """``import kfac_core`` imports no array library but NumPy, and no optional one.
+
+    Neither does the use of every public name of it.
+    """
+    program = "import sys, kfac_core; "
+    if names == "everything":
+        program += "[getattr(kfac_core, name) for name in kfac_core.__all__]; "
 
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program + "print(*sorted(sys.modules))"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
 
     modules = set(done.stdout.split())
     loaded = {name.split(".")[0] for name in modules}
-    assert {"numpy", "array_api_compat", "kfac_core"} <= loaded
+    assert "kfac_core" in loaded
     assert loaded & set(HEAVY) == set()
     # Of the standard library, what would be a large share of the import's time.
     slow = {"importlib.metadata", "email", "asyncio", "multiprocessing", "http"}
     assert modules & slow == set()
+    if names == "everything":
+        assert {"numpy", "array_api_compat"} <= loaded
+
+
+def test_every_public_name_is_where_it_is_said_to_be():
+    """The table that names are imported by is that of the imports type checkers see."""
+    tree = FILES["__init__.py"]
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("kfac_core.")
+        for alias in node.names
+    }
+
+    assert seen == kfac_core._HOMES
+    assert sorted(seen) == sorted(kfac_core.__all__)
+    for name in kfac_core.__all__:
+        assert getattr(kfac_core, name) is not None
+    assert set(kfac_core.__all__) <= set(dir(kfac_core))
+    with pytest.raises(AttributeError, match="nonsense"):
+        kfac_core.nonsense  # noqa: B018

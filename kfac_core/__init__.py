@@ -5,99 +5,108 @@ the curvature with vectors.  A `Block` is a layer (`Dense`) and an approximation
 (`Kronecker`); an `Estimator` holds the blocks of one network.  Arrays decide which
 library computes, through the Python Array API; `kfac_core.selection` says which one
 serves where no array is there to decide.
+
+A name is imported when it is first used, so that `import kfac_core` costs little more than
+NumPy's own import, however much there is to choose from.
 """
 
-from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.eigen import Eigen
-from kfac_core.approximations.kfoc import KFOC
-from kfac_core.approximations.kronecker import Kronecker
-from kfac_core.approximations.scaled_identity import ScaledIdentity
-from kfac_core.approximations.second_moment import Diagonal, Full
-from kfac_core.approximations.series import Series
-from kfac_core.approximations.tnt import TNT
-from kfac_core.backend import Backend, backend_names, get_backend, register_backend
-from kfac_core.background import BackgroundRefresh
-from kfac_core.block import Block
-from kfac_core.block_state import BlockState
-from kfac_core.blocks.exact_kronecker import ExactKronecker
-from kfac_core.blocks.flat import FlatOperator
-from kfac_core.blocks.kronecker import FactoredKronecker
-from kfac_core.blocks.operator import CurvatureOperator
-from kfac_core.blocks.sparse_rows import SparseRows
-from kfac_core.chain.operator import TridiagonalOperator
-from kfac_core.chain.statistics import ChainStatistics
-from kfac_core.chain.tridiagonal import BlockTridiagonal
-from kfac_core.conventions import Conventions
-from kfac_core.costs import BlockCosts, CostTable, Rates
-from kfac_core.damping import factored_shifts, levenberg_marquardt
-from kfac_core.errors import (
-    BackendUnavailableError,
-    ConventionError,
-    DampingError,
-    DecayError,
-    DtypeError,
-    FactorizationError,
-    IdRangeError,
-    KFACError,
-    MixedArraysError,
-    NotFiniteError,
-    NotReadyError,
-    RecordError,
-    ShapeError,
-    StateError,
-    UnknownBackendError,
-    UnknownBlockError,
-    UnsupportedError,
-)
-from kfac_core.estimator import Estimator
-from kfac_core.factors.average import Average, paper_decay
-from kfac_core.factors.damped import DampedFactor, damped_factor
-from kfac_core.factors.gradient_side import GradientFactors
-from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.conv import Conv
-from kfac_core.layers.dense import Dense
-from kfac_core.layers.embedding import Embedding
-from kfac_core.layers.example_gradients import GradientBatch
-from kfac_core.layers.layer import Layer
-from kfac_core.layers.parameters import Parameters
-from kfac_core.layers.rows import Batch
-from kfac_core.layers.scale_shift import ScaleShift
-from kfac_core.layers.time import steps_of, unfold_time
-from kfac_core.linalg.certified_root import InverseRoot
-from kfac_core.linalg.gram import gram
-from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
-from kfac_core.linalg.kronecker_sum import KroneckerSum, kronecker_sum
-from kfac_core.linalg.newton_roots import newton_inverse_root
-from kfac_core.linalg.newton_schulz import WarmInverse, refreshed_inverse
-from kfac_core.linalg.orthogonal_iteration import (
-    OrderedBasis,
-    off_diagonal_ratio,
-    ordered_basis,
-    refreshed_basis,
-)
-from kfac_core.linalg.patches import choose_patches
-from kfac_core.linalg.roots import inverse_root
-from kfac_core.precision import Precision
-from kfac_core.report import BlockReport, FactorReport
-from kfac_core.selection import (
-    Selection,
-    asarray,
-    enable_float64,
-    selected_backend,
-    set_default_backend,
-    to_numpy,
-    use_backend,
-)
-from kfac_core.status import Status
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kfac_core.approximations.approximation import Approximation
+    from kfac_core.approximations.eigen import Eigen
+    from kfac_core.approximations.kfoc import KFOC
+    from kfac_core.approximations.kronecker import Kronecker
+    from kfac_core.approximations.scaled_identity import ScaledIdentity
+    from kfac_core.approximations.second_moment import Diagonal, Full
+    from kfac_core.approximations.series import Series
+    from kfac_core.approximations.tnt import TNT
+    from kfac_core.backend import Backend, backend_names, get_backend, register_backend
+    from kfac_core.background import BackgroundRefresh
+    from kfac_core.block import Block
+    from kfac_core.block_state import BlockState
+    from kfac_core.blocks.exact_kronecker import ExactKronecker
+    from kfac_core.blocks.flat import FlatOperator
+    from kfac_core.blocks.kronecker import FactoredKronecker
+    from kfac_core.blocks.operator import CurvatureOperator
+    from kfac_core.blocks.sparse_rows import SparseRows
+    from kfac_core.chain.operator import TridiagonalOperator
+    from kfac_core.chain.statistics import ChainStatistics
+    from kfac_core.chain.tridiagonal import BlockTridiagonal
+    from kfac_core.conventions import Conventions
+    from kfac_core.costs import BlockCosts, CostTable, Rates
+    from kfac_core.damping import factored_shifts, levenberg_marquardt
+    from kfac_core.errors import (
+        BackendUnavailableError,
+        ConventionError,
+        DampingError,
+        DecayError,
+        DtypeError,
+        FactorizationError,
+        IdRangeError,
+        KFACError,
+        MixedArraysError,
+        NotFiniteError,
+        NotReadyError,
+        RecordError,
+        ShapeError,
+        StateError,
+        UnknownBackendError,
+        UnknownBlockError,
+        UnsupportedError,
+    )
+    from kfac_core.estimator import Estimator
+    from kfac_core.factors.average import Average, paper_decay
+    from kfac_core.factors.damped import DampedFactor, damped_factor
+    from kfac_core.factors.gradient_side import GradientFactors
+    from kfac_core.factors.statistics import Statistics
+    from kfac_core.layers.conv import Conv
+    from kfac_core.layers.dense import Dense
+    from kfac_core.layers.embedding import Embedding
+    from kfac_core.layers.example_gradients import GradientBatch
+    from kfac_core.layers.layer import Layer
+    from kfac_core.layers.parameters import Parameters
+    from kfac_core.layers.rows import Batch
+    from kfac_core.layers.scale_shift import ScaleShift
+    from kfac_core.layers.time import steps_of, unfold_time
+    from kfac_core.linalg.certified_root import InverseRoot
+    from kfac_core.linalg.gram import gram
+    from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
+    from kfac_core.linalg.kronecker_sum import KroneckerSum, kronecker_sum
+    from kfac_core.linalg.newton_roots import newton_inverse_root
+    from kfac_core.linalg.newton_schulz import WarmInverse, refreshed_inverse
+    from kfac_core.linalg.orthogonal_iteration import (
+        OrderedBasis,
+        off_diagonal_ratio,
+        ordered_basis,
+        refreshed_basis,
+    )
+    from kfac_core.linalg.patches import choose_patches
+    from kfac_core.linalg.roots import inverse_root
+    from kfac_core.precision import Precision
+    from kfac_core.report import BlockReport, FactorReport
+    from kfac_core.selection import (
+        Selection,
+        asarray,
+        enable_float64,
+        selected_backend,
+        set_default_backend,
+        to_numpy,
+        use_backend,
+    )
+    from kfac_core.status import Status
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Approximation",
     "Average",
-    "BackgroundRefresh",
     "Backend",
     "BackendUnavailableError",
+    "BackgroundRefresh",
     "Batch",
     "Block",
     "BlockCosts",
@@ -120,8 +129,8 @@ __all__ = [
     "Embedding",
     "Estimator",
     "ExactKronecker",
-    "FactoredKronecker",
     "FactorReport",
+    "FactoredKronecker",
     "FactorizationError",
     "FlatOperator",
     "Full",
@@ -159,9 +168,9 @@ __all__ = [
     "WarmInverse",
     "asarray",
     "backend_names",
-    "enable_float64",
     "choose_patches",
     "damped_factor",
+    "enable_float64",
     "factored_shifts",
     "get_backend",
     "gram",
@@ -184,3 +193,116 @@ __all__ = [
     "unfold_time",
     "use_backend",
 ]
+
+_HOMES = {
+    "Approximation": "kfac_core.approximations.approximation",
+    "Average": "kfac_core.factors.average",
+    "Backend": "kfac_core.backend",
+    "BackendUnavailableError": "kfac_core.errors",
+    "BackgroundRefresh": "kfac_core.background",
+    "Batch": "kfac_core.layers.rows",
+    "Block": "kfac_core.block",
+    "BlockCosts": "kfac_core.costs",
+    "BlockReport": "kfac_core.report",
+    "BlockState": "kfac_core.block_state",
+    "BlockTridiagonal": "kfac_core.chain.tridiagonal",
+    "ChainStatistics": "kfac_core.chain.statistics",
+    "Conv": "kfac_core.layers.conv",
+    "ConventionError": "kfac_core.errors",
+    "Conventions": "kfac_core.conventions",
+    "CostTable": "kfac_core.costs",
+    "CurvatureOperator": "kfac_core.blocks.operator",
+    "DampedFactor": "kfac_core.factors.damped",
+    "DampingError": "kfac_core.errors",
+    "DecayError": "kfac_core.errors",
+    "Dense": "kfac_core.layers.dense",
+    "Diagonal": "kfac_core.approximations.second_moment",
+    "DtypeError": "kfac_core.errors",
+    "Eigen": "kfac_core.approximations.eigen",
+    "Embedding": "kfac_core.layers.embedding",
+    "Estimator": "kfac_core.estimator",
+    "ExactKronecker": "kfac_core.blocks.exact_kronecker",
+    "FactorReport": "kfac_core.report",
+    "FactoredKronecker": "kfac_core.blocks.kronecker",
+    "FactorizationError": "kfac_core.errors",
+    "FlatOperator": "kfac_core.blocks.flat",
+    "Full": "kfac_core.approximations.second_moment",
+    "GradientBatch": "kfac_core.layers.example_gradients",
+    "GradientFactors": "kfac_core.factors.gradient_side",
+    "IdRangeError": "kfac_core.errors",
+    "InverseRoot": "kfac_core.linalg.certified_root",
+    "KFACError": "kfac_core.errors",
+    "KFOC": "kfac_core.approximations.kfoc",
+    "Kronecker": "kfac_core.approximations.kronecker",
+    "KroneckerSum": "kfac_core.linalg.kronecker_sum",
+    "Layer": "kfac_core.layers.layer",
+    "MixedArraysError": "kfac_core.errors",
+    "NotFiniteError": "kfac_core.errors",
+    "NotReadyError": "kfac_core.errors",
+    "OrderedBasis": "kfac_core.linalg.orthogonal_iteration",
+    "Parameters": "kfac_core.layers.parameters",
+    "Precision": "kfac_core.precision",
+    "Rates": "kfac_core.costs",
+    "RecordError": "kfac_core.errors",
+    "ScaleShift": "kfac_core.layers.scale_shift",
+    "ScaledIdentity": "kfac_core.approximations.scaled_identity",
+    "Selection": "kfac_core.selection",
+    "Series": "kfac_core.approximations.series",
+    "ShapeError": "kfac_core.errors",
+    "SparseRows": "kfac_core.blocks.sparse_rows",
+    "StateError": "kfac_core.errors",
+    "Statistics": "kfac_core.factors.statistics",
+    "Status": "kfac_core.status",
+    "TNT": "kfac_core.approximations.tnt",
+    "TridiagonalOperator": "kfac_core.chain.operator",
+    "UnknownBackendError": "kfac_core.errors",
+    "UnknownBlockError": "kfac_core.errors",
+    "UnsupportedError": "kfac_core.errors",
+    "WarmInverse": "kfac_core.linalg.newton_schulz",
+    "asarray": "kfac_core.selection",
+    "backend_names": "kfac_core.backend",
+    "choose_patches": "kfac_core.linalg.patches",
+    "damped_factor": "kfac_core.factors.damped",
+    "enable_float64": "kfac_core.selection",
+    "factored_shifts": "kfac_core.damping",
+    "get_backend": "kfac_core.backend",
+    "gram": "kfac_core.linalg.gram",
+    "inverse_root": "kfac_core.linalg.roots",
+    "kronecker_dense": "kfac_core.linalg.kronecker",
+    "kronecker_multiply": "kfac_core.linalg.kronecker",
+    "kronecker_sum": "kfac_core.linalg.kronecker_sum",
+    "levenberg_marquardt": "kfac_core.damping",
+    "newton_inverse_root": "kfac_core.linalg.newton_roots",
+    "off_diagonal_ratio": "kfac_core.linalg.orthogonal_iteration",
+    "ordered_basis": "kfac_core.linalg.orthogonal_iteration",
+    "paper_decay": "kfac_core.factors.average",
+    "refreshed_basis": "kfac_core.linalg.orthogonal_iteration",
+    "refreshed_inverse": "kfac_core.linalg.newton_schulz",
+    "register_backend": "kfac_core.backend",
+    "selected_backend": "kfac_core.selection",
+    "set_default_backend": "kfac_core.selection",
+    "steps_of": "kfac_core.layers.time",
+    "to_numpy": "kfac_core.selection",
+    "unfold_time": "kfac_core.layers.time",
+    "use_backend": "kfac_core.selection",
+}
+"""Where each public name is defined; a test holds it equal to the imports above."""
+
+_PACKAGES = ("losses", "records")
+"""The public packages with names of their own."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or package, at its first use."""
+    if name in _HOMES:
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _PACKAGES:
+        found = importlib.import_module(f"kfac_core.{name}")
+    else:
+        raise AttributeError(f"module 'kfac_core' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})
