@@ -247,3 +247,16 @@ def test_numpy_scalars_are_numbers(damping):
     """A NumPy scalar is looked at like a Python number."""
     with pytest.raises(DampingError):
         require_damping(damping)
+
+
+@pytest.mark.parametrize("rho", [1.0, 0.75, 0.5, 0.25, 0.1, -math.inf, math.nan])
+@pytest.mark.parametrize("bounds", [{}, {"minimum": 1.9, "maximum": 2.1}])
+def test_arrays_are_adapted_as_numbers_are(backend, dtype, rho, bounds):
+    """A 0-d damping or ratio gives the same damping, and is not looked at."""
+    expected = kc.levenberg_marquardt(2.0, rho, decay=0.5, **bounds)
+    lam, ratio = backend.asarray(2.0, dtype), backend.asarray(rho, dtype)
+    for arguments in ((lam, ratio), (2.0, ratio), (lam, rho)):
+        got = kc.levenberg_marquardt(*arguments, decay=0.5, **bounds)
+
+        assert got.dtype == backend.dtype(dtype)
+        assert float(got) == pytest.approx(expected, rel=1e-6)

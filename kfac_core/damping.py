@@ -13,7 +13,9 @@ import numbers
 from collections.abc import Sequence
 from typing import Literal
 
-from kfac_core.arrays import Scalar
+import array_api_compat
+
+from kfac_core.arrays import Scalar, full_of
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import DampingError
 
@@ -90,8 +92,8 @@ def factored_shifts(
 
 
 def levenberg_marquardt(
-    damping: float,
-    reduction_ratio: float,
+    damping: Scalar,
+    reduction_ratio: Scalar,
     /,
     *,
     decay: float,
@@ -99,16 +101,17 @@ def levenberg_marquardt(
     upper: float = 0.75,
     minimum: float = 0.0,
     maximum: float = math.inf,
-) -> float:
+) -> Scalar:
     """Adapt the damping to how well the quadratic model predicted the loss.
 
     Parameters
     ----------
-    damping : float
+    damping : float or 0-d array
         lam as it is.
-    reduction_ratio : float
-        rho: the change of the loss over the change that the model predicted.  NaN
-        counts as a prediction that failed.
+    reduction_ratio : float or 0-d array
+        rho: the change of the loss over the change that the model predicted, as
+        `kfac_core.steps.reduction_ratio` gives it.  NaN counts as a prediction that
+        failed.
     decay : float
         What lam is multiplied with (``rho > upper``) or divided by (``rho < lower``),
         in (0, 1]; the paper's is ``(19/20)**T`` for a rule applied every T steps.
@@ -119,8 +122,9 @@ def levenberg_marquardt(
 
     Returns
     -------
-    float
-        The new damping.
+    float or 0-d array
+        The new damping.  An array where one of the two is, which may be traced and is
+        not looked at.
 
     Raises
     ------
@@ -139,6 +143,16 @@ def levenberg_marquardt(
         raise DampingError(
             f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
         )
+    scalars = damping, reduction_ratio
+    arrays = [x for x in scalars if not isinstance(x, numbers.Real)]
+    if arrays:
+        xp = array_api_compat.array_namespace(*arrays)
+        lam, rho = (full_of(xp, x, arrays[0]) for x in scalars)
+        raised = xp.where(rho >= lower, lam, lam / decay)
+        adapted = xp.where(rho > upper, lam * decay, raised)
+        least, most = (xp.full_like(lam, bound) for bound in (minimum, maximum))
+        adapted = xp.where(adapted > least, adapted, least)
+        return xp.where(adapted < most, adapted, most)
     if reduction_ratio > upper:
         damping = damping * decay
     elif not reduction_ratio >= lower:

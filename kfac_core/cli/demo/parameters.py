@@ -22,7 +22,6 @@ from kfac_core.backend import Array
 
 __all__ = [
     "Parameters",
-    "inner_product",
     "map_parameters",
     "to_backend",
     "wait_for",
@@ -53,23 +52,6 @@ def map_parameters(function: Callable[..., Array], /, *trees: Parameters) -> Par
         }
         for layer, arrays in trees[0].items()
     }
-
-
-def inner_product(left: Parameters, right: Parameters, /) -> float:
-    """Return the sum of ``left * right`` over every entry of two structures.
-
-    Parameters
-    ----------
-    left, right : Parameters
-        Structures with the same names and shapes.
-
-    Returns
-    -------
-    float
-        The inner product; reading it waits for the device, once.
-    """
-    products = map_parameters(_array_inner_product, left, right)
-    return float(sum(x for arrays in products.values() for x in arrays.values()))
 
 
 def zeros_like(tree: Parameters, /) -> Parameters:
@@ -113,7 +95,3 @@ def wait_for(tree: Parameters, /) -> None:
     """Wait until a device that computes on its own has made the last array."""
     last = list(tree.values())[-1]["bias"]
     float(array_api_compat.array_namespace(last).sum(last))
-
-
-def _array_inner_product(left: Array, right: Array) -> Array:
-    return array_api_compat.array_namespace(left).sum(left * right)

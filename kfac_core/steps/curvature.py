@@ -1,0 +1,131 @@
+"""The exact curvature on the span of a few directions, from the caller's products.
+
+Conventions.  F is the Fisher or Gauss-Newton matrix of one batch, averaged over its N
+examples: the curvature that belongs to the gradient of the mean loss.  It is never
+formed; what is wanted is the small matrix ``d_i . F d_j``, for which a caller has one
+of two things:
+
+* the products ``F d_j``, as vectors of parameters;
+* the changes ``J d_j`` of the network's outputs, one forward derivative each, and
+  those multiplied by the loss's own curvature, ``H J d_j``; or ``B^T J d_j`` with
+  ``B B^T = H``, which stands for both (``ggn_factor_transpose_multiply`` and
+  ``fisher_factor_transpose_multiply`` of the losses).
+
+The second costs half of the first, since no derivative goes back.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+
+from kfac_core.arrays import Scalar, cast, namespace_of, require_floating, wide_dtype
+from kfac_core.backend import Array
+from kfac_core.errors import ShapeError
+from kfac_core.feeding import detached_array
+from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
+
+__all__ = ["curvature_of_outputs", "curvature_of_products"]
+
+
+def curvature_of_products(
+    directions: Sequence[Vector], products: Sequence[Vector], /
+) -> Array:
+    """Return ``C_ij = d_i . (F d_j)`` from the products of F with each direction.
+
+    Parameters
+    ----------
+    directions : sequence of mapping of str to mapping of str to array
+        The d_i, k of them.
+    products : sequence of mapping of str to mapping of str to array
+        The ``F d_i``, in the same order.
+
+    Returns
+    -------
+    array, shape (k, k)
+        In the widest dtype among the arrays, float32 at least.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError, UnsupportedError
+        For vectors that do not go together, naming the array.
+
+    Notes
+    -----
+    ``2 k^2 p`` flops for p parameters.
+    """
+    k = _same_number(directions, products, "directions", "products")
+    named = {f"directions[{i}]": d for i, d in enumerate(directions)}
+    named |= {f"products[{i}]": d for i, d in enumerate(products)}
+    xp, given = entered(**named)
+    dtype = widest(*given, xp=xp)
+    rows = [
+        xp.stack([dot(given[i], given[k + j], dtype=dtype, xp=xp) for j in range(k)])
+        for i in range(k)
+    ]
+    return xp.stack(rows)
+
+
+def curvature_of_outputs(
+    changes: Sequence[Array], multiplied: Sequence[Array], /, *, examples: Scalar
+) -> Array:
+    """Return ``C_ij = (J d_i) . (H J d_j) / N`` from changes of the outputs.
+
+    Parameters
+    ----------
+    changes : sequence of array, shape (N, ...)
+        The ``J d_i``, k of them.
+    multiplied : sequence of array, shape (N, ...)
+        The ``H J d_i``.  Of ``B^T J d_i`` with ``B B^T = H``, give the same sequence
+        twice.
+    examples : int or 0-d array
+        N, over which the loss is averaged.
+
+    Returns
+    -------
+    array, shape (k, k)
+        In the widest dtype among the arrays, float32 at least.  The matrices of several
+        losses of one network are to be added.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For arrays of different shapes, naming them, or no examples.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, appendix C: the factored Fisher matrix.
+    """
+    k = _same_number(changes, multiplied, "changes", "multiplied")
+    if isinstance(examples, numbers.Real) and not float(examples) > 0.0:
+        raise ShapeError(
+            f"Expected `examples` to be positive, got {examples}: an empty batch has no "
+            "curvature. Skip it."
+        )
+    named = {f"changes[{i}]": x for i, x in enumerate(changes)}
+    named |= {f"multiplied[{i}]": x for i, x in enumerate(multiplied)}
+    xp = namespace_of(**named)
+    for name, x in named.items():
+        require_floating(xp, x, name)
+        if tuple(x.shape) != tuple(changes[0].shape):
+            raise ShapeError(
+                f"Expected `{name}` to have the shape {tuple(changes[0].shape)} of "
+                f"`changes[0]`, got {tuple(x.shape)}."
+            )
+    arrays = list(named.values())
+    dtype = wide_dtype(xp, xp.result_type(*arrays))
+    arrays = [cast(xp, detached_array(x), dtype) for x in arrays]
+    left, right = arrays[:k], arrays[k:]
+    rows = [xp.stack([xp.sum(a * b) for b in right]) for a in left]
+    return xp.stack(rows) / scalar_of(xp, examples, dtype, "examples")
+
+
+def _same_number(
+    left: Sequence[object], right: Sequence[object], name: str, other: str
+) -> int:
+    if not left or len(left) != len(right):
+        raise ShapeError(
+            f"Expected as many `{other}` as `{name}`, and at least one, got "
+            f"{len(right)} and {len(left)}."
+        )
+    return len(left)

@@ -1,0 +1,200 @@
+"""gamma: a strength of its own for the factored damping, found by trying three.
+
+Conventions.  The factored preconditioner is
+``(A + pi gamma I) (x) (G + gamma/pi I)``, so that ``gamma^2`` is what the estimator
+calls damping with ``damping_rule="factored"``.  The quadratic model keeps the damping
+lam, which the objective's curvature decides; gamma only shapes the direction.  The
+paper begins with ``gamma = sqrt(lam + eta)`` and tries again every ``T = 20`` steps,
+with the factor ``sqrt(19/20)**T``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar, full_of, is_finite_number
+from kfac_core.backend import Array
+from kfac_core.damping import require_damping
+from kfac_core.errors import DampingError, ShapeError
+from kfac_core.feeding import detached_array
+from kfac_core.steps.rejection import select
+
+__all__ = ["Trial", "choose_gamma", "gamma_candidates", "search_gamma"]
+
+Step = TypeVar("Step")
+
+
+class Trial(NamedTuple, Generic[Step]):
+    """One gamma, and what it leads to.
+
+    Attributes
+    ----------
+    gamma : float or 0-d array
+        The strength of the factored damping.
+    change : float or 0-d array
+        ``M(delta) - M(0)`` of the step made with it.
+    step : object
+        That step, and whatever else the caller keeps with it.
+    """
+
+    gamma: Scalar
+    change: Scalar
+    step: Step
+
+
+def gamma_candidates(
+    gamma: Scalar,
+    /,
+    *,
+    factor: float,
+    minimum: float = 0.0,
+    maximum: float = math.inf,
+) -> tuple[Scalar, Scalar, Scalar]:
+    """Return ``(gamma, factor gamma, gamma / factor)``, each within the bounds.
+
+    Parameters
+    ----------
+    gamma : float or 0-d array
+        As it is, > 0.
+    factor : float
+        The paper's omega_2, in (0, 1): ``sqrt(19/20)**T`` for a search every T steps.
+    minimum, maximum : float
+        The bounds of gamma.
+
+    Returns
+    -------
+    tuple of float or 0-d array
+        The present one first.
+
+    Raises
+    ------
+    DampingError
+        For a number that is negative or not finite, a factor outside (0, 1), or
+        bounds in the wrong order.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, section 6.6.
+    """
+    require_damping(gamma, name="gamma")
+    if not 0.0 < factor < 1.0:
+        raise DampingError(f"Expected `factor` in (0, 1), got {factor}.")
+    if not 0.0 <= minimum <= maximum:
+        raise DampingError(
+            f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
+        )
+    present = detached_array(gamma)
+    tried = (present, factor * present, present / factor)
+    low, middle, high = (_bounded(g, minimum, maximum) for g in tried)
+    return low, middle, high
+
+
+def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scalar:
+    """Return the gamma whose step the quadratic model predicts to be best.
+
+    Parameters
+    ----------
+    gammas : sequence of float or 0-d array
+        The candidates, the present one first.
+    changes : sequence of float or 0-d array
+        ``M(delta) - M(0)`` of the step made with each, in the same model.
+
+    Returns
+    -------
+    float or 0-d array
+        Of the least finite change, the first of equals; the first candidate where no
+        change is finite.  A 0-d array where the changes are.
+
+    Raises
+    ------
+    ShapeError
+        For no candidates, or another number of changes.
+    """
+    if not gammas or len(gammas) != len(changes):
+        raise ShapeError(
+            "Expected as many `changes` as `gammas`, and at least one, got "
+            f"{len(changes)} and {len(gammas)}."
+        )
+    pairs = zip(gammas, changes, strict=True)
+    return _best([Trial(gamma, change, None) for gamma, change in pairs]).gamma
+
+
+def search_gamma(
+    attempt: Callable[[Scalar], tuple[Scalar, Step]],
+    gamma: Scalar,
+    /,
+    *,
+    factor: float,
+    minimum: float = 0.0,
+    maximum: float = math.inf,
+) -> Trial[Step]:
+    """Make a step with each of three gammas, and return the best by the model.
+
+    Parameters
+    ----------
+    attempt : callable
+        Takes a gamma and returns the model's change and the step, a tree of arrays (or
+        anything, where changes are numbers).  Called three times; usually it refreshes
+        a preconditioner with damping ``gamma**2`` each time.
+    gamma : float or 0-d array
+        As it is, > 0.
+    factor, minimum, maximum : float
+        As for `gamma_candidates`.
+
+    Returns
+    -------
+    Trial
+        The first of the best; that of the present gamma where no change is finite.
+
+    Raises
+    ------
+    DampingError
+        As `gamma_candidates`.
+    ShapeError, DtypeError
+        For steps of different forms, where changes are arrays.
+
+    Notes
+    -----
+    Three refreshes of the preconditioner, and three products with F more than a step
+    has.  A caller with state has to leave it as the chosen gamma makes it.
+    """
+    candidates = gamma_candidates(
+        gamma, factor=factor, minimum=minimum, maximum=maximum
+    )
+    return _best([Trial(g, *attempt(g)) for g in candidates])
+
+
+def _bounded(gamma: Scalar, minimum: float, maximum: float) -> Scalar:
+    if not hasattr(gamma, "dtype"):
+        return min(max(gamma, minimum), maximum)
+    xp = array_api_compat.array_namespace(gamma)
+    low = xp.where(gamma > minimum, gamma, xp.full_like(gamma, minimum))
+    return xp.where(low < maximum, low, xp.full_like(gamma, maximum))
+
+
+def _best(trials: Sequence[Trial[Any]]) -> Trial[Any]:
+    """Fold over trials; what comes first wins unless what follows is less."""
+    best = _unified(trials[0])
+    for trial in map(_unified, trials[1:]):
+        best = Trial(*select(_is_less(trial.change, best.change), trial, best))
+    return best
+
+
+def _unified(trial: Trial[Any]) -> Trial[Any]:
+    """Make gamma an array where the change is one."""
+    change: Array | Scalar = detached_array(trial.change)
+    if not hasattr(change, "dtype"):
+        return trial
+    xp = array_api_compat.array_namespace(change)
+    return Trial(full_of(xp, trial.gamma, change), change, trial.step)
+
+
+def _is_less(new: Scalar, old: Scalar) -> bool | Array:
+    if not hasattr(new, "dtype"):
+        return is_finite_number(new) and not (is_finite_number(old) and new >= old)
+    xp = array_api_compat.array_namespace(new, old)
+    return xp.isfinite(new) & ~(xp.isfinite(old) & (new >= old))

@@ -1,0 +1,144 @@
+"""Taking a step back: the state after it, or the state before.
+
+Conventions.  A state is a tree of arrays: nested dicts, tuples (named or not) and lists,
+and the library's structures, with None where there is nothing.  Parameters, velocity and
+counts go together in one, so that a rejected step leaves all of them as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar, is_finite_number
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import DtypeError, ShapeError
+from kfac_core.feeding import detached_array
+from kfac_core.structure import form, is_structure, map_structure
+
+__all__ = ["is_accepted", "select"]
+
+T = TypeVar("T")
+
+
+def is_accepted(loss_before: Scalar, loss_after: Scalar, /) -> bool | Array:
+    """Whether a step made the objective no worse.
+
+    Parameters
+    ----------
+    loss_before, loss_after : float or 0-d array
+        The objective on one batch, before the step and after it.
+
+    Returns
+    -------
+    bool or 0-d array of bool
+        False where the loss after the step is not finite; true where it is, and the
+        one before is not.  A bool where both are numbers.
+
+    Notes
+    -----
+    Stricter rules are comparisons too: ``rho > 0.25`` for a `reduction_ratio` rho.
+    """
+    before, after = detached_array(loss_before), detached_array(loss_after)
+    if not (hasattr(before, "dtype") or hasattr(after, "dtype")):
+        return is_finite_number(after) and not after > before
+    xp = array_api_compat.array_namespace(before, after)
+    return xp.isfinite(after) & ~(after > before)
+
+
+def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
+    """Return the proposed state, or the current one where it is not accepted.
+
+    Parameters
+    ----------
+    accepted : bool or 0-d array of bool
+        Whether the step is taken.  An array is not looked at, and may be traced.
+    proposed, current : tree of array
+        States of one form, shapes and dtypes.
+
+    Returns
+    -------
+    tree of array
+        One of the two objects for a bool; else new arrays.
+
+    Raises
+    ------
+    ShapeError
+        For states of different forms or shapes, naming the place.
+    DtypeError
+        For different dtypes, or something that is neither array nor container where
+        `accepted` is an array: give numbers as 0-d arrays.
+    """
+    if isinstance(accepted, bool):
+        return proposed if accepted else current
+    condition = detached_array(accepted)
+    xp = array_api_compat.array_namespace(condition)
+    chosen: T = _selected(condition, proposed, current, "state", xp)
+    return chosen
+
+
+def _selected(
+    condition: Array, proposed: Any, current: Any, path: str, xp: Namespace
+) -> Any:
+    if current is None or proposed is None:
+        _require(current is proposed, path, proposed, current)
+        return None
+    if isinstance(current, Mapping):
+        same = isinstance(proposed, Mapping) and proposed.keys() == current.keys()
+        _require(same, path, proposed, current)
+        return {
+            name: _selected(condition, proposed[name], x, f"{path}[{name!r}]", xp)
+            for name, x in current.items()
+        }
+    if isinstance(current, tuple | list):
+        same = type(proposed) is type(current) and len(proposed) == len(current)
+        _require(same, path, proposed, current)
+        parts = [
+            _selected(condition, new, old, f"{path}[{i}]", xp)
+            for i, (new, old) in enumerate(zip(proposed, current, strict=True))
+        ]
+        kind: Any = type(current)
+        return kind(*parts) if hasattr(current, "_fields") else kind(parts)
+    if is_structure(current):
+        _require(form(proposed) == form(current), path, proposed, current)
+        return map_structure(
+            lambda new, old: _selected(condition, new, old, path, xp), proposed, current
+        )
+    return _where(condition, proposed, current, path, xp)
+
+
+def _where(
+    condition: Array, proposed: Any, current: Any, path: str, xp: Namespace
+) -> Array:
+    for x in (proposed, current):
+        if not hasattr(x, "dtype"):
+            raise DtypeError(
+                f"Expected `{path}` to be an array, got {type(x).__name__}: what an array "
+                "chooses between is arrays. Give a number as a 0-d array."
+            )
+    if tuple(proposed.shape) != tuple(current.shape):
+        raise ShapeError(
+            f"`{path}` has shape {tuple(proposed.shape)} in the proposed state, but "
+            f"{tuple(current.shape)} in the current one."
+        )
+    if proposed.dtype != current.dtype:
+        raise DtypeError(
+            f"`{path}` has dtype {proposed.dtype} in the proposed state, but "
+            f"{current.dtype} in the current one. Convert one of them."
+        )
+    return xp.where(condition, detached_array(proposed), detached_array(current))
+
+
+def _require(condition: bool, path: str, proposed: Any, current: Any) -> None:
+    if not condition:
+        raise ShapeError(
+            f"The states differ in form at `{path}`: {_kind(proposed)} is proposed, and "
+            f"{_kind(current)} is current."
+        )
+
+
+def _kind(value: Any) -> str:
+    names = f" of {sorted(value)}" if isinstance(value, Mapping) else ""
+    return type(value).__name__ + names

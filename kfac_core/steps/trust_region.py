@@ -1,0 +1,196 @@
+"""Bounds on how far a step goes, measured by the curvature.
+
+The curvature measures distance between predictions: for a Fisher matrix F the
+Kullback-Leibler divergence from theta to ``theta + delta`` is about
+``1/2 delta . F delta``.  Two rules bound ``delta . F delta``, hence twice the
+divergence:
+
+* `kl_clip` scales a step whose length was chosen already down to the bound, and takes
+  ``D . F D`` from the preconditioner, as ``grad . P grad`` (no product with F);
+* `trust_region_rate` chooses the length itself, from any ``D . F D``.
+
+The bounds differ between papers by that factor of two: ACKTR's is of the divergence,
+``sqrt(2 delta / D . F D)``, so that ``bound = 2 delta`` here.
+"""
+
+from __future__ import annotations
+
+import numbers
+from typing import get_args
+
+import array_api_compat
+
+from kfac_core.arrays import (
+    Scalar,
+    cast,
+    full_of,
+    namespace_of,
+    require_floating,
+    status_unless,
+    wide_dtype,
+)
+from kfac_core.backend import Array
+from kfac_core.conventions import require_one_of
+from kfac_core.errors import ConventionError, NotFiniteError
+from kfac_core.feeding import detached_array
+from kfac_core.status import Check, Status
+from kfac_core.steps.vectors import Vector, inner_product, scalar_of
+from kfac_core.structure import structure
+
+__all__ = ["TrustRegion", "kl_clip", "trust_region_rate"]
+
+
+@structure()
+class TrustRegion:
+    """What a step is to be multiplied with.
+
+    Attributes
+    ----------
+    scale : array, 0-d
+        nu of `kl_clip`, alpha of `trust_region_rate`; finite.
+    size : array, 0-d
+        What was measured: ``lr^2 grad . P grad``, or ``D . F D``.
+    status : array, 0-d int32
+        ``Status.NOT_POSITIVE`` for a size below zero, ``Status.MATRIX_NOT_FINITE`` for
+        one that is not finite (the scale is zero then); else 0.
+    """
+
+    scale: Array
+    size: Array
+    status: Array
+
+
+def kl_clip(
+    gradient: Vector,
+    preconditioned: Vector,
+    /,
+    *,
+    learning_rate: Scalar,
+    bound: Scalar,
+    check: Check = "raise",
+) -> TrustRegion:
+    """Return ``nu = min(1, sqrt(kappa / (lr^2 grad . P grad)))``.
+
+    ``nu P grad`` replaces ``P grad``; then ``lr nu P grad`` is at most
+    ``sqrt(kappa)`` long in the norm of ``P^-1``.
+
+    Parameters
+    ----------
+    gradient : mapping of str to mapping of str to array
+        grad, or whatever was preconditioned (a velocity).
+    preconditioned : mapping of str to mapping of str to array
+        ``P grad``.
+    learning_rate : float or 0-d array
+        lr.
+    bound : float or 0-d array
+        kappa, > 0.
+    check : {"raise", "status"}
+        Whether a size that is not finite raises, for which the device is waited for,
+        or is left in the status.
+
+    Returns
+    -------
+    TrustRegion
+        With a scale in [0, 1].  It is one for a size that is negative: P is no inverse
+        of a curvature then, and no length is known.
+
+    Raises
+    ------
+    NotFiniteError
+        For a size that is not finite (``check="raise"``).
+    ConventionError, ShapeError, DtypeError, MixedArraysError, UnsupportedError
+        For arguments that cannot be used, by name, such as a bound that is not positive.
+
+    Notes
+    -----
+    Momentum that is added afterwards is not bounded.
+
+    References
+    ----------
+    Ba, Grosse and Martens (2017), "Distributed Second-Order Optimization using
+    Kronecker-Factored Approximations"; ``norm_constraint`` of TensorFlow's K-FAC and of
+    kfac-jax, ``kl_clip`` of kfac-pytorch, in this form.
+    """
+    size = inner_product(gradient, preconditioned)
+    xp = array_api_compat.array_namespace(size)
+    rate = scalar_of(xp, learning_rate, size.dtype, "learning_rate")
+    size = rate * (rate * size)
+    _require_positive(bound=bound)
+    kappa = full_of(xp, scalar_of(xp, bound, size.dtype, "bound"), size)
+    return _within(size, kappa, xp.ones_like(size), check)
+
+
+def trust_region_rate(
+    curvature: Array, /, *, bound: Scalar, maximum: Scalar, check: Check = "raise"
+) -> TrustRegion:
+    """Return ``alpha = min(alpha_max, sqrt(bound / (D . F D)))``.
+
+    Parameters
+    ----------
+    curvature : array, 0-d
+        ``D . F D``, by `curvature_of_products`, `curvature_of_outputs` or a product
+        with the approximate curvature.
+    bound : float or 0-d array
+        What ``alpha^2 D . F D``, twice the divergence, must not exceed; > 0.
+    maximum : float or 0-d array
+        alpha_max, > 0.
+    check : {"raise", "status"}
+        As for `kl_clip`.
+
+    Returns
+    -------
+    TrustRegion
+        With a scale in [0, alpha_max]; alpha_max where ``D . F D`` is not positive.
+
+    Raises
+    ------
+    NotFiniteError
+        For a size that is not finite (``check="raise"``).
+    ConventionError, ShapeError, DtypeError, MixedArraysError
+        For arguments that cannot be used, by name.
+
+    References
+    ----------
+    Ba, Grosse and Martens (2017), section 5; Wu, Mansimov, Grosse, Liao and Ba (2017),
+    arXiv:1708.05144 (ACKTR), with ``bound = 2 delta``.
+    """
+    xp = namespace_of(curvature=curvature)
+    require_floating(xp, curvature, "curvature")
+    dtype = wide_dtype(xp, curvature.dtype)
+    like = cast(xp, curvature, dtype)
+    size = full_of(xp, scalar_of(xp, curvature, dtype, "curvature"), like)
+    _require_positive(bound=bound, maximum=maximum)
+    limit = full_of(xp, scalar_of(xp, bound, dtype, "bound"), size)
+    largest = full_of(xp, scalar_of(xp, maximum, dtype, "maximum"), size)
+    return _within(size, limit, largest, check)
+
+
+def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustRegion:
+    """Return ``min(largest, sqrt(bound / size))``, the largest where size <= 0."""
+    require_one_of("check", check, get_args(Check))
+    xp = array_api_compat.array_namespace(size)
+    finite = xp.isfinite(size)
+    if check == "raise" and not bool(finite):
+        raise NotFiniteError(
+            f"The length of the step is not finite: {detached_array(size)}. Look for NaN "
+            "or infinity in the gradient and the direction; a preconditioner with a "
+            "larger damping may be needed."
+        )
+    length = xp.sqrt(xp.where(size > 0, size, xp.zeros_like(size)))
+    longest = xp.sqrt(bound)
+    # Without a quotient where it is not wanted: it could overflow.
+    beyond = largest * length > longest
+    clipped = longest / xp.where(beyond, length, xp.ones_like(length))
+    scale = xp.where(beyond, clipped, largest)
+    return TrustRegion(
+        xp.where(finite, scale, xp.zeros_like(scale)),
+        size,
+        status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
+        | status_unless(xp, (size >= 0) | ~finite, Status.NOT_POSITIVE),
+    )
+
+
+def _require_positive(**options: Scalar) -> None:
+    for name, value in options.items():
+        if isinstance(value, numbers.Real) and not float(value) > 0.0:
+            raise ConventionError(f"Expected `{name}` to be positive, got {value}.")

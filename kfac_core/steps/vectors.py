@@ -1,0 +1,251 @@
+"""Vectors of the space of all parameters: their inner product and combinations.
+
+Conventions.  A vector is a mapping of blocks to mappings of parameters to arrays,
+
+    {"fc1": {"weight": (n_in, n_out), "bias": (n_out,)}, "fc2": ...},
+
+the form that `kfac_core.Estimator.precondition` takes and gives.  Vectors that go
+together have the same blocks, parameters and shapes; the order of names means nothing.
+Sums run in the widest dtype among the arrays, float32 at least.  Gradient graphs are
+left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from kfac_core.arrays import (
+    Scalar,
+    as_scalar,
+    cast,
+    device_of,
+    namespace_of,
+    require_floating,
+    wide_dtype,
+)
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import DtypeError, ShapeError, UnsupportedError
+from kfac_core.feeding import detached_array
+from kfac_core.structure import is_structure
+
+__all__ = [
+    "Vector",
+    "dot",
+    "entered",
+    "inner_product",
+    "linear_combination",
+    "scalar_of",
+    "widest",
+]
+
+Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
+"""A mapping of blocks to mappings of parameters to arrays."""
+
+
+def inner_product(left: Vector, right: Vector, /) -> Array:
+    """Return the sum of ``left * right`` over every entry.
+
+    Parameters
+    ----------
+    left, right : mapping of str to mapping of str to array
+        Two vectors.
+
+    Returns
+    -------
+    array, 0-d
+        In the widest dtype among the arrays, float32 at least.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError, UnsupportedError
+        For vectors that do not go together, naming the array.
+
+    Notes
+    -----
+    ``2 p`` flops for p parameters; products of one array are held at a time, and are
+    summed as the library sums (NumPy in pairs), not as BLAS does.
+    """
+    xp, (a, b) = entered(left=left, right=right)
+    return dot(a, b, dtype=widest(a, b, xp=xp), xp=xp)
+
+
+def linear_combination(
+    coefficients: Sequence[Scalar] | Array, vectors: Sequence[Vector], /
+) -> dict[str, dict[str, Array]]:
+    """Return ``sum_i c_i v_i``.
+
+    Parameters
+    ----------
+    coefficients : sequence of float or 0-d array, or array of shape (k,)
+        The c_i.
+    vectors : sequence of mapping of str to mapping of str to array
+        The v_i, at least one.
+
+    Returns
+    -------
+    dict of str to dict of str to array
+        New arrays in the dtypes of the first vector; half precision is combined in
+        float32.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError, UnsupportedError
+        For vectors that do not go together, or another number of coefficients.
+    """
+    k = len(vectors)
+    if not k:
+        raise ShapeError("Expected at least one of `vectors`, got none.")
+    xp, given = entered(**{f"vectors[{i}]": v for i, v in enumerate(vectors)})
+    if not isinstance(coefficients, Sequence):
+        if tuple(coefficients.shape) != (k,):
+            raise ShapeError(
+                f"Expected `coefficients` to have shape ({k},), one for each vector, got "
+                f"{tuple(coefficients.shape)}."
+            )
+        coefficients = [coefficients[i] for i in range(k)]
+    if len(coefficients) != k:
+        raise ShapeError(
+            f"Expected {k} `coefficients`, one for each vector, got "
+            f"{len(coefficients)}."
+        )
+    numbers = [detached_array(c) for c in coefficients]
+
+    def combined(block: str, parameter: str) -> Array:
+        arrays = [vector[block][parameter] for vector in given]
+        dtype = wide_dtype(xp, xp.result_type(*arrays))
+        total = None
+        for i, x in enumerate(arrays):
+            c = as_scalar(xp, numbers[i], dtype, f"coefficients[{i}]")
+            term = c * cast(xp, x, dtype)
+            total = term if total is None else total + term
+        return cast(xp, total, arrays[0].dtype)
+
+    return {
+        block: {parameter: combined(block, parameter) for parameter in arrays}
+        for block, arrays in given[0].items()
+    }
+
+
+def entered(**vectors: Vector) -> tuple[Namespace, list[dict[str, dict[str, Array]]]]:
+    """Check that vectors go together, and leave their gradient graphs behind.
+
+    Parameters
+    ----------
+    **vectors : mapping of str to mapping of str to array
+        By the names that a message should use.
+
+    Returns
+    -------
+    xp : namespace
+        Of every array.
+    vectors : list of dict of str to dict of str to array
+        Without graphs.
+
+    Raises
+    ------
+    ShapeError
+        For other blocks, parameters or shapes than the first vector's, or none at all.
+    DtypeError, MixedArraysError
+        For arrays that are not real floating, or not of one library and device.
+    UnsupportedError
+        For sparse rows.
+    """
+    arrays = {
+        f"{name}[{block!r}][{parameter!r}]": x
+        for name, vector in vectors.items()
+        for block, parameters in _mapping(name, vector).items()
+        for parameter, x in _mapping(f"{name}[{block!r}]", parameters).items()
+    }
+    for name, x in arrays.items():
+        if is_structure(x):
+            raise UnsupportedError(
+                f"`{name}` is {type(x).__name__}, of which the ids may differ from vector "
+                "to vector. Give the whole array."
+            )
+    if not arrays:
+        raise ShapeError(f"Expected `{next(iter(vectors))}` to hold arrays, got none.")
+    xp = namespace_of(**arrays)
+    for name, x in arrays.items():
+        require_floating(xp, x, name)
+    _require_one_form(vectors)
+    return xp, [
+        {
+            block: {name: detached_array(x) for name, x in parameters.items()}
+            for block, parameters in vector.items()
+        }
+        for vector in vectors.values()
+    ]
+
+
+def dot(
+    left: Vector,
+    right: Vector,
+    /,
+    *,
+    dtype: Any,
+    xp: Namespace,
+    only: Callable[[str, str], bool] | None = None,
+) -> Array:
+    """Return `inner_product` of vectors that were `entered`, in a dtype.
+
+    Where `only` is given it says which parameters, by block and name, are summed over.
+    """
+    example = next(x for arrays in left.values() for x in arrays.values())
+    total = xp.zeros((), dtype=dtype, device=device_of(example))
+    for block, parameters in left.items():
+        for name, x in parameters.items():
+            if only is None or only(block, name):
+                y = right[block][name]
+                wide = wide_dtype(xp, xp.result_type(x, y))
+                product = cast(xp, x, wide) * cast(xp, y, wide)
+                total = total + cast(xp, xp.sum(product), dtype)
+    return total
+
+
+def widest(*vectors: Vector, xp: Namespace) -> Any:
+    """Return the widest dtype among the arrays of vectors, float32 at least."""
+    arrays = [x for v in vectors for block in v.values() for x in block.values()]
+    return wide_dtype(xp, xp.result_type(*arrays))
+
+
+def scalar_of(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
+    """Return `kfac_core.arrays.as_scalar` without a gradient graph."""
+    return as_scalar(xp, detached_array(value), dtype, name)
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise DtypeError(
+            f"Expected `{name}` to be a mapping, of blocks to parameters to arrays, got "
+            f"{type(value).__name__}."
+        )
+    return value
+
+
+def _require_one_form(vectors: Mapping[str, Vector]) -> None:
+    (first, reference), *others = vectors.items()
+    for name, vector in others:
+        _require_same_names(name, vector, first, reference)
+        for block, parameters in reference.items():
+            there = vector[block]
+            _require_same_names(
+                f"{name}[{block!r}]", there, f"{first}[{block!r}]", parameters
+            )
+            for parameter, x in parameters.items():
+                if tuple(there[parameter].shape) != tuple(x.shape):
+                    raise ShapeError(
+                        f"`{name}[{block!r}][{parameter!r}]` has shape "
+                        f"{tuple(there[parameter].shape)}, but `{first}` has "
+                        f"{tuple(x.shape)} there."
+                    )
+
+
+def _require_same_names(
+    name: str, one: Mapping[str, Any], other_name: str, other: Mapping[str, Any]
+) -> None:
+    if one.keys() != other.keys():
+        raise ShapeError(
+            f"`{name}` holds {sorted(one)}, but `{other_name}` holds {sorted(other)}: "
+            "vectors that go together have the same blocks and parameters."
+        )

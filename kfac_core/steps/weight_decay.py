@@ -1,0 +1,199 @@
+"""Weight decay, in its two senses.
+
+*As a term of the objective.*  The objective is the loss plus ``eta/2 |theta|^2``; its
+gradient is ``grad + eta theta`` and its curvature ``F + eta I``.  Then eta belongs to
+everything that is made of these: to the gradient that is preconditioned, to the
+quadratic model, to the loss that a reduction ratio compares, and (the paper's
+``lambda + eta``) to the damping of the preconditioner.
+
+*Decoupled.*  The parameters shrink beside the step, ``delta - lr eta theta``, and no
+curvature knows of it.
+
+Which parameters decay is said by `only`, a function of the block's and the
+parameter's names; by default all do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from kfac_core.arrays import Scalar, as_scalar, cast, wide_dtype
+from kfac_core.backend import Array
+from kfac_core.errors import ShapeError
+from kfac_core.feeding import detached_array
+from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
+
+__all__ = ["Decayed", "add_l2", "decay_decoupled", "l2_curvature", "l2_penalty"]
+
+Decayed: TypeAlias = Callable[[str, str], bool]
+"""Takes the names of a block and of a parameter; says whether that decays."""
+
+
+def l2_penalty(
+    parameters: Vector, /, *, weight_decay: Scalar, only: Decayed | None = None
+) -> Array:
+    """Return ``eta/2 |theta|^2``, to be added to the loss.
+
+    Parameters
+    ----------
+    parameters : mapping of str to mapping of str to array
+        theta.
+    weight_decay : float or 0-d array
+        eta.
+    only : callable, optional
+        Whether a parameter, by the names of block and parameter, decays.
+
+    Returns
+    -------
+    array, 0-d
+        In the widest dtype among the arrays, float32 at least.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError, UnsupportedError
+        For arrays that cannot be used, by name.
+    """
+    xp, (theta,) = entered(parameters=parameters)
+    dtype = widest(theta, xp=xp)
+    eta = scalar_of(xp, weight_decay, dtype, "weight_decay")
+    return 0.5 * eta * dot(theta, theta, dtype=dtype, xp=xp, only=only)
+
+
+def add_l2(
+    vector: Vector,
+    parameters: Vector,
+    /,
+    *,
+    weight_decay: Scalar,
+    only: Decayed | None = None,
+) -> dict[str, dict[str, Array]]:
+    """Return ``vector + eta parameters``, on the parameters that decay.
+
+    Of the gradient of the loss at theta it makes that of the objective; of a product
+    ``F d``, with d in the place of the parameters, it makes ``(F + eta I) d``.
+
+    Parameters
+    ----------
+    vector : mapping of str to mapping of str to array
+        The gradient at theta, or ``F d``.
+    parameters : mapping of str to mapping of str to array
+        theta, or d.
+    weight_decay : float or 0-d array
+        eta.
+    only : callable, optional
+        Whether a parameter, by the names of block and parameter, decays.
+
+    Returns
+    -------
+    dict of str to dict of str to array
+        New arrays, in the dtypes of `vector`.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError, UnsupportedError
+        For vectors that do not go together, naming the array.
+    """
+    xp, (v, theta) = entered(vector=vector, parameters=parameters)
+    eta = detached_array(weight_decay)
+
+    def added(block: str, name: str) -> Array:
+        x, p = v[block][name], theta[block][name]
+        dtype = wide_dtype(xp, xp.result_type(x, p))
+        c = as_scalar(xp, eta, dtype, "weight_decay")
+        return cast(xp, cast(xp, x, dtype) + c * cast(xp, p, dtype), x.dtype)
+
+    return {
+        block: {
+            name: added(block, name)
+            if only is None or only(block, name)
+            else xp.asarray(x, copy=True)
+            for name, x in arrays.items()
+        }
+        for block, arrays in v.items()
+    }
+
+
+def l2_curvature(
+    directions: Sequence[Vector],
+    /,
+    *,
+    weight_decay: Scalar,
+    only: Decayed | None = None,
+) -> Array:
+    """Return ``eta d_i . d_j`` over the parameters that decay.
+
+    It is what ``d_i . F d_j`` lacks where F was made from the loss alone.
+
+    Parameters
+    ----------
+    directions : sequence of mapping of str to mapping of str to array
+        The d_i, k of them.
+    weight_decay : float or 0-d array
+        eta.
+    only : callable, optional
+        Whether a parameter, by the names of block and parameter, decays.
+
+    Returns
+    -------
+    array, shape (k, k)
+        In the widest dtype among the arrays, float32 at least.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError, UnsupportedError
+        For vectors that do not go together, naming the array.
+    """
+    if not directions:
+        raise ShapeError("Expected at least one of `directions`, got none.")
+    xp, given = entered(**{f"directions[{i}]": d for i, d in enumerate(directions)})
+    dtype = widest(*given, xp=xp)
+    eta = scalar_of(xp, weight_decay, dtype, "weight_decay")
+    rows = [
+        xp.stack([dot(a, b, dtype=dtype, xp=xp, only=only) for b in given])
+        for a in given
+    ]
+    return eta * xp.stack(rows)
+
+
+def decay_decoupled(
+    step: Vector,
+    parameters: Vector,
+    /,
+    *,
+    weight_decay: Scalar,
+    learning_rate: Scalar,
+    only: Decayed | None = None,
+) -> dict[str, dict[str, Array]]:
+    """Return ``delta - lr eta theta``, on the parameters that decay.
+
+    Parameters
+    ----------
+    step : mapping of str to mapping of str to array
+        delta, after preconditioning, momentum and clipping.
+    parameters : mapping of str to mapping of str to array
+        theta.
+    weight_decay : float or 0-d array
+        eta.
+    learning_rate : float or 0-d array
+        lr; one, where the quadratic model chose the step's length.
+    only : callable, optional
+        Whether a parameter, by the names of block and parameter, decays.
+
+    Returns
+    -------
+    dict of str to dict of str to array
+        New arrays, in the dtypes of `step`.  A velocity should be kept without it.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError, UnsupportedError
+        For vectors that do not go together, naming the array.
+
+    References
+    ----------
+    Loshchilov and Hutter (2019), arXiv:1711.05101; the ``weight_decay_coeff`` of
+    TensorFlow's K-FAC.
+    """
+    rate = -detached_array(weight_decay) * detached_array(learning_rate)
+    return add_l2(step, parameters, weight_decay=rate, only=only)
