@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kfac_core.approximations.approximation import Approximation
     from kfac_core.approximations.eigen import Eigen
+    from kfac_core.approximations.eva import Eva
+    from kfac_core.approximations.example_gram import ExampleGram
     from kfac_core.approximations.kfoc import KFOC
     from kfac_core.approximations.kronecker import Kronecker
+    from kfac_core.approximations.low_rank import LowRankKronecker
     from kfac_core.approximations.scaled_identity import ScaledIdentity
     from kfac_core.approximations.second_moment import Diagonal, Full
     from kfac_core.approximations.series import Series
@@ -29,8 +32,11 @@ if TYPE_CHECKING:
     from kfac_core.block import Block
     from kfac_core.block_state import BlockState
     from kfac_core.blocks.exact_kronecker import ExactKronecker
+    from kfac_core.blocks.example_gram import ExampleGramOperator, example_gram_operator
     from kfac_core.blocks.flat import FlatOperator
     from kfac_core.blocks.kronecker import FactoredKronecker
+    from kfac_core.blocks.low_rank import LowRankOperator
+    from kfac_core.blocks.of_rows import multiply_inverse_of_rows, solve_rows
     from kfac_core.blocks.operator import CurvatureOperator
     from kfac_core.blocks.sparse_rows import SparseRows
     from kfac_core.chain.operator import TridiagonalOperator
@@ -61,7 +67,14 @@ if TYPE_CHECKING:
     from kfac_core.estimator import Estimator
     from kfac_core.factors.average import Average, paper_decay
     from kfac_core.factors.damped import DampedFactor, damped_factor
+    from kfac_core.factors.factor_root import FactorRoot, factor_root
     from kfac_core.factors.gradient_side import GradientFactors
+    from kfac_core.factors.inverse_average import InverseAverage, inverse_average
+    from kfac_core.factors.inverse_free import (
+        ikfac_updated,
+        ingd_updated,
+        precondition_by_roots,
+    )
     from kfac_core.factors.statistics import Statistics
     from kfac_core.layers.conv import Conv
     from kfac_core.layers.dense import Dense
@@ -128,8 +141,12 @@ __all__ = [
     "Eigen",
     "Embedding",
     "Estimator",
+    "Eva",
     "ExactKronecker",
+    "ExampleGram",
+    "ExampleGramOperator",
     "FactorReport",
+    "FactorRoot",
     "FactoredKronecker",
     "FactorizationError",
     "FlatOperator",
@@ -137,12 +154,15 @@ __all__ = [
     "GradientBatch",
     "GradientFactors",
     "IdRangeError",
+    "InverseAverage",
     "InverseRoot",
     "KFACError",
     "KFOC",
     "Kronecker",
     "KroneckerSum",
     "Layer",
+    "LowRankKronecker",
+    "LowRankOperator",
     "MixedArraysError",
     "NotFiniteError",
     "NotReadyError",
@@ -171,23 +191,31 @@ __all__ = [
     "choose_patches",
     "damped_factor",
     "enable_float64",
+    "example_gram_operator",
+    "factor_root",
     "factored_shifts",
     "get_backend",
     "gram",
+    "ikfac_updated",
+    "ingd_updated",
+    "inverse_average",
     "inverse_root",
     "kronecker_dense",
     "kronecker_multiply",
     "kronecker_sum",
     "levenberg_marquardt",
+    "multiply_inverse_of_rows",
     "newton_inverse_root",
     "off_diagonal_ratio",
     "ordered_basis",
     "paper_decay",
+    "precondition_by_roots",
     "refreshed_basis",
     "refreshed_inverse",
     "register_backend",
     "selected_backend",
     "set_default_backend",
+    "solve_rows",
     "steps_of",
     "to_numpy",
     "unfold_time",
@@ -221,8 +249,12 @@ _HOMES = {
     "Eigen": "kfac_core.approximations.eigen",
     "Embedding": "kfac_core.layers.embedding",
     "Estimator": "kfac_core.estimator",
+    "Eva": "kfac_core.approximations.eva",
     "ExactKronecker": "kfac_core.blocks.exact_kronecker",
+    "ExampleGram": "kfac_core.approximations.example_gram",
+    "ExampleGramOperator": "kfac_core.blocks.example_gram",
     "FactorReport": "kfac_core.report",
+    "FactorRoot": "kfac_core.factors.factor_root",
     "FactoredKronecker": "kfac_core.blocks.kronecker",
     "FactorizationError": "kfac_core.errors",
     "FlatOperator": "kfac_core.blocks.flat",
@@ -230,12 +262,15 @@ _HOMES = {
     "GradientBatch": "kfac_core.layers.example_gradients",
     "GradientFactors": "kfac_core.factors.gradient_side",
     "IdRangeError": "kfac_core.errors",
+    "InverseAverage": "kfac_core.factors.inverse_average",
     "InverseRoot": "kfac_core.linalg.certified_root",
     "KFACError": "kfac_core.errors",
     "KFOC": "kfac_core.approximations.kfoc",
     "Kronecker": "kfac_core.approximations.kronecker",
     "KroneckerSum": "kfac_core.linalg.kronecker_sum",
     "Layer": "kfac_core.layers.layer",
+    "LowRankKronecker": "kfac_core.approximations.low_rank",
+    "LowRankOperator": "kfac_core.blocks.low_rank",
     "MixedArraysError": "kfac_core.errors",
     "NotFiniteError": "kfac_core.errors",
     "NotReadyError": "kfac_core.errors",
@@ -264,23 +299,31 @@ _HOMES = {
     "choose_patches": "kfac_core.linalg.patches",
     "damped_factor": "kfac_core.factors.damped",
     "enable_float64": "kfac_core.selection",
+    "example_gram_operator": "kfac_core.blocks.example_gram",
+    "factor_root": "kfac_core.factors.factor_root",
     "factored_shifts": "kfac_core.damping",
     "get_backend": "kfac_core.backend",
     "gram": "kfac_core.linalg.gram",
+    "ikfac_updated": "kfac_core.factors.inverse_free",
+    "ingd_updated": "kfac_core.factors.inverse_free",
+    "inverse_average": "kfac_core.factors.inverse_average",
     "inverse_root": "kfac_core.linalg.roots",
     "kronecker_dense": "kfac_core.linalg.kronecker",
     "kronecker_multiply": "kfac_core.linalg.kronecker",
     "kronecker_sum": "kfac_core.linalg.kronecker_sum",
     "levenberg_marquardt": "kfac_core.damping",
+    "multiply_inverse_of_rows": "kfac_core.blocks.of_rows",
     "newton_inverse_root": "kfac_core.linalg.newton_roots",
     "off_diagonal_ratio": "kfac_core.linalg.orthogonal_iteration",
     "ordered_basis": "kfac_core.linalg.orthogonal_iteration",
     "paper_decay": "kfac_core.factors.average",
+    "precondition_by_roots": "kfac_core.factors.inverse_free",
     "refreshed_basis": "kfac_core.linalg.orthogonal_iteration",
     "refreshed_inverse": "kfac_core.linalg.newton_schulz",
     "register_backend": "kfac_core.backend",
     "selected_backend": "kfac_core.selection",
     "set_default_backend": "kfac_core.selection",
+    "solve_rows": "kfac_core.blocks.of_rows",
     "steps_of": "kfac_core.layers.time",
     "to_numpy": "kfac_core.selection",
     "unfold_time": "kfac_core.layers.time",

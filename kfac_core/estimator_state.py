@@ -20,18 +20,24 @@ from kfac_core.arrays import device_of, is_finite_number
 from kfac_core.block import Block
 from kfac_core.blocks.eigen import EigenOperator
 from kfac_core.blocks.exact_kronecker import ExactKronecker
+from kfac_core.blocks.example_gram import ExampleGramOperator
 from kfac_core.blocks.flat import FlatOperator
 from kfac_core.blocks.kronecker import FactoredKronecker
+from kfac_core.blocks.low_rank import LowRankOperator
 from kfac_core.blocks.many_kronecker import ManyKronecker
 from kfac_core.blocks.series import SeriesOperator
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import KFACError, StateError
 from kfac_core.factors.average import Average, require_decay, require_weight
+from kfac_core.factors.low_rank import LowRankAverage
 from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.uncorrelated import ChannelMoments
+from kfac_core.factors.window import WindowAverage, WindowSum
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky
+from kfac_core.linalg.low_rank import LowRankSum
+from kfac_core.linalg.low_rank_basis import LowRankBasis
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.series_chain import SymmetricChain
 from kfac_core.linalg.series_infinite import InfiniteChain
@@ -53,11 +59,16 @@ _KNOWN: dict[str, type[Any]] = {
         Basis,
         ChannelMoments,
         EigenOperator,
+        ExampleGramOperator,
         ExactKronecker,
         FactoredKronecker,
         FlatOperator,
         Inverse,
         KroneckerCholesky,
+        LowRankAverage,
+        LowRankBasis,
+        LowRankOperator,
+        LowRankSum,
         ManyKronecker,
         RunningProduct,
         Statistics,
@@ -69,6 +80,8 @@ _KNOWN: dict[str, type[Any]] = {
         ShiftedMatrix,
         ShiftedRankOne,
         SymmetricMatrix,
+        WindowAverage,
+        WindowSum,
     )
 }
 
@@ -80,6 +93,7 @@ _STATIC: dict[str, Callable[[Any], bool]] = {
     "name": lambda value: isinstance(value, str),
     "shape": lambda value: isinstance(value, tuple) and len(value) == 2,
     "repeats": lambda value: isinstance(value, int) and value > 0,
+    "exact": lambda value: isinstance(value, bool),
     "tail": lambda value: value in (0, 1),
     "doublings": lambda value: isinstance(value, int) and value > 0,
 }
@@ -261,7 +275,8 @@ def _check_operator(operator: Any, block: Block, where: str) -> None:
         xp = array_api_compat.array_namespace(status)
         vector = xp.zeros(shape, dtype=xp.float32, device=device_of(status))
         chained = isinstance(operator, SeriesOperator | ManyKronecker)
-        prepared = () if chained else _prepared_products(found)
+        prepared = [] if chained else _prepared_products(found)
+        prepared = [p for p in prepared if p not in block.approximation.lacks]
         for product in ("multiply", *prepared):
             result = getattr(operator, product)(vector)
             if tuple(result.shape) != shape or bool(xp.any(result != 0)):
@@ -280,6 +295,8 @@ _OPERATORS = (
     ExactKronecker,
     FlatOperator,
     EigenOperator,
+    ExampleGramOperator,
+    LowRankOperator,
     ManyKronecker,
     SeriesOperator,
 )

@@ -1,0 +1,164 @@
+"""``F = S a a^T (x) b b^T``: Eva, of the means of inputs and output gradients.
+
+Conventions.  With the rows x (a 1 appended where there is a bias) and g of
+`kfac_core.layers.rows`, one update's statistics are the means over the rows that count,
+
+    a = 1/(NS) sum_ns x,        b = 1/(NS) sum_ns g,
+
+of gradients of the summed loss, and S as for `Kronecker`.  Damping is always exact:
+
+    F_damped^-1 V = (V - S (a^T V b) / (lam + S |a|^2 |b|^2) a b^T) / lam.
+
+Since ``a a^T <= E[x x^T]`` and ``b b^T <= E[g g^T]``, the block is at most that of
+`Kronecker`.  The mean of output gradients for labels that are drawn from the model is
+zero but for noise: this approximation wants gradients for the labels of the data.
+
+References
+----------
+Zhang, Shi and Li (2023), "Eva: A General Vectorized Approximation Framework for
+Second-order Optimization", arXiv:2308.02123.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_core.approximations.low_rank import LACKS_CHOLESKY
+from kfac_core.approximations.options import OperatorOptions
+from kfac_core.arrays import Scalar, as_scalar, cast, full_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.blocks.low_rank import LowRankOperator
+from kfac_core.conventions import Conventions
+from kfac_core.errors import UnsupportedError
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.shares import update_shares
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import Rows
+from kfac_core.linalg.low_rank_basis import rank_one_basis
+
+__all__ = ["Eva"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eva:
+    """The block of the two mean vectors: ``in(+1) + out`` numbers."""
+
+    name = "eva"
+    lacks = LACKS_CHOLESKY
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Say why it does not go together with a layer; None where it does."""
+        if layer.kind not in ("dense", "conv"):
+            return "needs pairs of inputs and output gradients; take Diagonal"
+        if layer.groups > 1:
+            return "a layer of groups is no single product; take Kronecker"
+        return None
+
+    def rows(self, layer: Layer, batch: Any, /) -> Any:
+        """Return what the layer saw as rows."""
+        return layer.rows(batch)
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing; see `Kronecker.initial`."""
+        n, m = layer.matrix_shape
+        zero = zero_weight(xp, dtype=dtype, device=device)
+        averages = {
+            "input": Average(xp.zeros((n,), dtype=dtype, device=device), zero),
+            "output": Average(xp.zeros((m,), dtype=dtype, device=device), zero),
+            "repeats": Average(zero, zero),
+        }
+        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics after one update; see `Kronecker.updated`.
+
+        Raises
+        ------
+        UnsupportedError
+            For several sources: their mean means nothing.
+
+        Notes
+        -----
+        ``R (n + m)`` flops for R rows.
+        """
+        if rows.sources > 1:
+            raise UnsupportedError(
+                f"Eva keeps the mean output gradient, but got {rows.sources} sources. "
+                "Feed one: the gradient for the labels of the data."
+            )
+        shares = update_shares(
+            statistics, rows, conventions=conventions, weight=weight, xp=xp
+        )
+        dtype, old = statistics.dtype, statistics.averages
+        sums = {
+            "input": _input_sum(rows, dtype, xp) * shares.rows,
+            # One factor of N for each g, where the outer product has two.
+            "output": xp.sum(cast(xp, rows.output_grads, dtype), axis=(0, 1, 2))
+            * (shares.rows * shares.outer_products**0.5),
+            "repeats": shares.repeats * shares.example_weight,
+        }
+        weights = {"repeats": shares.example_weight}
+        averages = {
+            name: old[name]
+            if name in skip
+            else Average(
+                old[name].sum * decay + new,
+                old[name].decayed(decay, weights.get(name, shares.row_weight)),
+            )
+            for name, new in sums.items()
+        }
+        return Statistics(averages, statistics.status)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> LowRankOperator:
+        """Return ``S a a^T (x) b b^T + lam I`` as it is now; ``O(n + m)`` flops."""
+        xp = options.namespace(statistics)
+        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        S = cast(xp, statistics.averages["repeats"].value(debias=True), compute)
+        S = xp.where(S > 0, S, xp.ones_like(S))
+        lam = full_of(xp, as_scalar(xp, options.damping, compute, "damping"), S)
+        a, b = (
+            cast(xp, statistics.averages[side].value(debias=options.debias), compute)
+            for side in ("input", "output")
+        )
+        zero = xp.zeros_like(cast(xp, S, apply))
+        made = LowRankOperator(
+            rank_one_basis(a, xp=xp).cast(apply),
+            rank_one_basis(b, xp=xp).cast(apply),
+            cast(xp, S, apply),
+            cast(xp, lam, apply),
+            zero,
+            zero,
+            xp.zeros_like(statistics.status),
+            exact=True,
+            definite=False,
+            name=options.name,
+            check=options.check,
+        )
+        return made.prepared(*options.factorizations)
+
+
+def _input_sum(rows: Rows, dtype: Any, xp: Namespace) -> Array:
+    """Return the sum of the x that count, with the homogeneous coordinate, shape (n,)."""
+    x = xp.sum(cast(xp, rows.inputs, dtype), axis=(0, 1))
+    if not rows.homogeneous:
+        return x
+    number = xp.reshape(full_of(xp, rows.kept(dtype, xp=xp), x), (1,))
+    return xp.concat([x, number])

@@ -1,0 +1,189 @@
+"""``F = E[D D^T]`` of the examples' gradients, by their Gram matrix: SENG.
+
+Conventions.  With ``D = sum_s x g^T`` the gradient of one example (and source), one
+update's statistic is ``1/N sum_mn D D^T``, as for `Full`; of it the rows of the K
+gradients that weigh most are kept.  Damping is always exact, ``F + lam I``.  With K the
+number of gradients in a batch and ``decay=0`` this is the block of that batch; with a
+decay below 1, older batches stay as long as they weigh more than what came after.
+
+References
+----------
+Yang, Xu, Wen, Chen and Xu (2020), "Sketchy Empirical Natural Gradient Methods for Deep
+Learning", arXiv:2006.05924, for the solve by a Gram matrix of per-example gradients; its
+sketches are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from kfac_core.approximations.options import OperatorOptions
+from kfac_core.arrays import Scalar, as_scalar, cast
+from kfac_core.backend import Array, Namespace
+from kfac_core.blocks.example_gram import (
+    NO_TRIANGLE,
+    ExampleGramOperator,
+    example_gram_operator,
+)
+from kfac_core.conventions import Conventions
+from kfac_core.errors import ShapeError
+from kfac_core.factors.shares import update_shares
+from kfac_core.factors.statistics import Statistics
+from kfac_core.factors.window import WindowAverage, window_average
+from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import Rows
+from kfac_core.structure import map_structure
+
+__all__ = ["ExampleGram"]
+
+_LACKS: Mapping[str, str] = MappingProxyType(
+    {"multiply_cholesky": NO_TRIANGLE, "multiply_cholesky_inverse": NO_TRIANGLE}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleGram:
+    """The block of the K gradients that weigh most: ``K S (in(+1) + out)`` numbers.
+
+    Parameters
+    ----------
+    gradients : int
+        K, counting each source of an example as one.
+    positions : int
+        S, the shared positions of an example; 1 where nothing is shared.
+
+    Raises
+    ------
+    ShapeError
+        For a number below 1.
+    """
+
+    gradients: int
+    positions: int = 1
+
+    name = "example_gram"
+    lacks = _LACKS
+
+    def __post_init__(self) -> None:
+        for name in ("gradients", "positions"):
+            if getattr(self, name) < 1:
+                raise ShapeError(
+                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
+                )
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Say why it does not go together with a layer; None where it does."""
+        if layer.kind not in ("dense", "conv"):
+            return "needs pairs of inputs and output gradients; take Full or Diagonal"
+        if layer.groups > 1:
+            return (
+                "an example's gradient of groups is no single product; take Kronecker"
+            )
+        return None
+
+    def rows(self, layer: Layer, batch: Any, /) -> Any:
+        """Return what the layer saw as rows."""
+        return layer.rows(batch)
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing; see `Kronecker.initial`."""
+        window = window_average(
+            self.gradients,
+            self.positions,
+            layer.matrix_shape,
+            dtype=dtype,
+            device=device,
+            xp=xp,
+        )
+        status = xp.zeros((), dtype=xp.int32, device=device)
+        return Statistics({"block": window}, status)
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics after one update; see `Kronecker.updated`.
+
+        Raises
+        ------
+        ShapeError
+            For another number of positions than `positions`.
+
+        Notes
+        -----
+        ``(K + M N) S^2 (n + m)`` flops, and a sort of ``K + M N`` numbers.
+        """
+        rows.require_all_positions()
+        if rows.positions != self.positions:
+            raise ShapeError(
+                f"Expected {self.positions} shared positions an example, got "
+                f"{rows.positions}. Write ExampleGram(positions={rows.positions})."
+            )
+        shares = update_shares(
+            statistics, rows, conventions=conventions, weight=weight, xp=xp
+        )
+        x, g = _gradient_rows(rows, statistics.dtype, xp)
+        window = statistics.averages["block"]
+        assert isinstance(window, WindowAverage)
+        new = window.updated(
+            x,
+            g,
+            decay=decay,
+            scale=shares.examples * shares.outer_products,
+            weight=shares.example_weight,
+            xp=xp,
+        )
+        return Statistics({"block": new}, statistics.status)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> ExampleGramOperator:
+        """Return ``sum_k w_k D_k D_k^T + lam I`` as it is now.
+
+        Raises
+        ------
+        NotFiniteError, DampingError, FactorizationError
+            As `example_gram_operator` (``check="raise"``).
+        """
+        xp = options.namespace(statistics)
+        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        value = statistics.averages["block"].value(debias=options.debias)
+        window = map_structure(lambda x: cast(xp, x, compute), value)
+        return example_gram_operator(
+            window.inputs,
+            window.output_grads,
+            weights=window.weights,
+            damping=as_scalar(xp, options.damping, compute, "damping"),
+            lost=window.lost,
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+            apply_dtype=apply,
+        )
+
+
+def _gradient_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:
+    """Return x and g of each gradient, shapes (M N, S, n) and (M N, S, m)."""
+    x, g = cast(xp, rows.inputs, dtype), cast(xp, rows.output_grads, dtype)
+    if rows.homogeneous:
+        tail = xp.ones_like(x[..., :1])
+        if rows.mask is not None:
+            tail = cast(xp, rows.mask, dtype)[..., None]
+        x = xp.concat([x, tail], axis=-1)
+    M = rows.sources
+    x = xp.reshape(xp.broadcast_to(x, (M, *x.shape)), (-1, *x.shape[1:]))
+    return x, xp.reshape(g, (-1, *g.shape[2:]))

@@ -1,0 +1,217 @@
+"""``F = S A (x) G`` with factors of bounded rank, kept in ``n r + m q`` numbers.
+
+Conventions.  As `kfac_core.approximations.kronecker`, whose statistics these are, each
+factor compressed to its largest r (or q) eigenpairs after every update.  What is cut off
+is positive semidefinite: with A_K and G_K the factors that `Kronecker` would hold,
+``A <= A_K`` and ``G <= G_K``, with ``tr(A_K - A)`` and ``tr(G_K - G)`` in
+`LowRankOperator.lost`.  Exact, up to rounding, while A_K and G_K have ranks of at most r
+and q.
+
+References
+----------
+Puiu (2022), "Randomized K-FACs", arXiv:2206.15397, for factors applied by their largest
+eigenpairs; "Brand New K-FACs", arXiv:2210.08494, for updating them without the factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, get_args
+
+from kfac_core.approximations.kronecker import Kronecker, Sharing
+from kfac_core.approximations.options import OperatorOptions
+from kfac_core.arrays import Scalar, as_scalar, cast, full_of
+from kfac_core.backend import Namespace
+from kfac_core.blocks.low_rank import NO_CHOLESKY, LowRankOperator
+from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.damping import factored_shifts
+from kfac_core.errors import ShapeError
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.low_rank import LowRankAverage, low_rank_average
+from kfac_core.factors.shares import update_shares
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
+from kfac_core.linalg.low_rank_basis import low_rank_basis
+
+__all__ = ["LACKS_CHOLESKY", "LowRankKronecker"]
+
+LACKS_CHOLESKY: Mapping[str, str] = MappingProxyType(
+    {"multiply_cholesky": NO_CHOLESKY, "multiply_cholesky_inverse": NO_CHOLESKY}
+)
+"""The `lacks` of an approximation whose operators are `LowRankOperator`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankKronecker:
+    """The approximation of a block by one Kronecker product of low-rank factors.
+
+    Parameters
+    ----------
+    input_rank, output_rank : int
+        r and q, at least 1; a factor of fewer rows is kept whole.
+    sharing : {"expand", "reduce"}
+        How shared positions are treated, as for `Kronecker`.
+    rows_at_once : int, optional
+        How many rows are joined at a time.  None joins all rows of an update, which
+        gives the best approximation of that rank; a number near the rank keeps memory
+        and time linear in the width, and cuts off after every so many rows.
+
+    Raises
+    ------
+    ShapeError
+        For a number below 1.
+    ConventionError
+        For an unknown sharing.
+    """
+
+    input_rank: int
+    output_rank: int
+    sharing: Sharing = "expand"
+    rows_at_once: int | None = None
+
+    name = "low_rank_kronecker"
+    lacks = LACKS_CHOLESKY
+
+    def __post_init__(self) -> None:
+        require_one_of("sharing", self.sharing, get_args(Sharing))
+        for name in ("input_rank", "output_rank", "rows_at_once"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ShapeError(f"Expected `{name}` to be at least 1, got {value}.")
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Say why it does not go together with a layer; None where it does."""
+        if layer.kind not in ("dense", "conv"):
+            return "needs pairs of inputs and output gradients; take Diagonal"
+        if layer.groups > 1:
+            return "the factors of a layer's groups are small; take Kronecker"
+        return None
+
+    def rows(self, layer: Layer, batch: Any, /) -> Any:
+        """Return what the layer saw as rows."""
+        return layer.rows(batch)
+
+    def initial(
+        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
+    ) -> Statistics:
+        """Return the statistics of nothing; see `Kronecker.initial`."""
+        place: dict[str, Any] = {"dtype": dtype, "device": device, "xp": xp}
+        n, m = layer.matrix_shape
+        zero = zero_weight(xp, dtype=dtype, device=device)
+        averages = {
+            "input": low_rank_average(n, rank=self.input_rank, **place),
+            "output": low_rank_average(m, rank=self.output_rank, **place),
+            "repeats": Average(zero, zero),
+        }
+        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+
+    def updated(
+        self,
+        statistics: Statistics,
+        rows: Any,
+        layer: Layer,
+        /,
+        *,
+        conventions: Conventions,
+        decay: Scalar,
+        weight: Scalar | None,
+        xp: Namespace,
+        skip: frozenset[str] = frozenset(),
+    ) -> Statistics:
+        """Return the statistics after one update; see `Kronecker.updated`.
+
+        Notes
+        -----
+        For R rows and c of them at once, ``3 R n (r + c)^2 / c`` flops for the input
+        factor, of which c = r makes ``12 R n r``, and ``9 (r + c)^3`` for each
+        eigendecomposition of ``R / c``; likewise for the output factor.
+        """
+        reduced = self.sharing == "reduce"
+        if reduced:
+            rows.require_all_positions()
+        shares = update_shares(
+            statistics, rows, conventions=conventions, weight=weight, xp=xp
+        )
+        share = shares.examples if reduced else shares.rows
+        options: dict[str, Any] = {
+            "decay": decay,
+            "weight": shares.example_weight if reduced else shares.row_weight,
+            "rows_at_once": self.rows_at_once,
+            "xp": xp,
+        }
+        kronecker, dtype = Kronecker(sharing=self.sharing), statistics.dtype
+        new = dict(statistics.averages)
+        if "input" not in skip:
+            x, tail = kronecker._input_rows(rows, dtype, xp)
+            A = _low_rank(new["input"])
+            new["input"] = A.updated(x, tail=tail, scale=share, **options)
+        if "output" not in skip:
+            g = kronecker._output_rows(rows, dtype, xp)
+            G = _low_rank(new["output"])
+            scale = share * shares.outer_products
+            new["output"] = G.updated(g, tail=None, scale=scale, **options)
+        repeats, S = (1.0 if reduced else shares.repeats), new["repeats"]
+        new["repeats"] = Average(
+            S.sum * decay + repeats * shares.example_weight,
+            S.decayed(decay, shares.example_weight),
+        )
+        return Statistics(new, statistics.status)
+
+    def operator(
+        self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
+    ) -> LowRankOperator:
+        """Make the curvature operator from the statistics; see `Kronecker.operator`.
+
+        Raises
+        ------
+        NotFiniteError, DampingError, FactorizationError
+            As `low_rank_basis`, and where the damped block is singular
+            (``check="raise"``).
+
+        Notes
+        -----
+        ``O(n r^2 + m q^2)`` flops.
+        """
+        xp = options.namespace(statistics)
+        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        S = cast(xp, statistics.averages["repeats"].value(debias=True), compute)
+        S = xp.where(S > 0, S, xp.ones_like(S))
+        lam = full_of(xp, as_scalar(xp, options.damping, compute, "damping"), S)
+        bases, means = [], []
+        for side in ("input", "output"):
+            total = _low_rank(statistics.averages[side]).value(debias=options.debias)
+            total = total.cast(compute)
+            means.append(total.trace() / total.size)
+            bases.append(
+                low_rank_basis(
+                    total, check=options.check, name=f"{options.name}/{side}", xp=xp
+                )
+            )
+        exact = options.rule == "exact"
+        shifts = [xp.zeros_like(lam), xp.zeros_like(lam)]
+        if not exact:
+            unit_pi = options.rule == "factored_unit_pi"
+            shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
+            lam = xp.zeros_like(lam)
+        made = LowRankOperator(
+            bases[0].cast(apply),
+            bases[1].cast(apply),
+            cast(xp, S, apply),
+            cast(xp, lam, apply),
+            cast(xp, shifts[0], apply),
+            cast(xp, shifts[1], apply),
+            xp.zeros_like(statistics.status),
+            exact=exact,
+            definite=False,
+            name=options.name,
+            check=options.check,
+        )
+        return made.prepared(*options.factorizations)
+
+
+def _low_rank(average: Average) -> LowRankAverage:
+    """Return an average as what it is here."""
+    assert isinstance(average, LowRankAverage)
+    return average

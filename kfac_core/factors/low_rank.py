@@ -1,0 +1,112 @@
+"""A running second moment of bounded rank, in ``d r`` numbers.
+
+Conventions.  As `kfac_core.factors.average`, for a sum that is a `LowRankSum`: sums are
+joined and compressed where others are added.  The trace is that of the whole moment,
+with what was cut off, so that the pi of factored damping is that of K-FAC.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar
+from kfac_core.backend import Array, Namespace
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.linalg.low_rank import LowRankSum, low_rank_zero
+from kfac_core.structure import structure
+
+__all__ = ["LowRankAverage", "low_rank_average"]
+
+
+@structure()
+class LowRankAverage(Average):
+    """A running sum of outer products, of bounded rank, and its weight.
+
+    Attributes
+    ----------
+    sum : LowRankSum
+        The weighted sum.
+    weight : 0-d array
+        The sum of weights, of the same dtype.
+    """
+
+    def value(self, *, debias: bool) -> LowRankSum:
+        """Return the average, or the bare sum where `debias` is false."""
+        total: LowRankSum = self.sum
+        if not debias:
+            return total
+        xp = array_api_compat.array_namespace(self.weight)
+        one = xp.ones_like(self.weight)
+        return total.scaled(1.0 / xp.where(self.weight > 0, self.weight, one))
+
+    def merged(self, other: Average, /) -> LowRankAverage:
+        """Return the average of both data sets together, compressed."""
+        joined = self.sum.joined(other.sum.root)
+        total = LowRankSum(joined.root, joined.lost + other.sum.lost)
+        return LowRankAverage(total, self.weight + other.weight)
+
+    def absorbed(
+        self, other: Average, /, *, decay: Scalar, weight: Scalar
+    ) -> LowRankAverage:
+        """Return the average after one update with the (debiased) value of another."""
+        xp = array_api_compat.array_namespace(self.weight)
+        counts = xp.astype(other.weight > 0, self.weight.dtype) * weight
+        scaled: LowRankSum = other.value(debias=True).scaled(counts)
+        joined = self.sum.scaled(decay).joined(scaled.root)
+        total = LowRankSum(joined.root, joined.lost + scaled.lost)
+        return LowRankAverage(total, self.decayed(decay, counts))
+
+    def updated(
+        self,
+        rows: Array,
+        /,
+        *,
+        tail: Array | None,
+        decay: Scalar,
+        scale: Scalar,
+        weight: Array,
+        rows_at_once: int | None,
+        xp: Namespace,
+    ) -> LowRankAverage:
+        """Return the average after ``sum <- decay sum + scale rows^T rows``.
+
+        Parameters
+        ----------
+        rows : array, shape (n, d)
+            Of the dtype of the sum.
+        tail : array, shape (n,), or None
+            A last column of the rows.
+        decay, scale : float or 0-d array
+            The two coefficients, not negative.
+        weight : array, 0-d
+            Of the update.
+        rows_at_once : int or None
+            How many rows are joined at a time; None is all.
+        xp : namespace
+            Of all arrays.
+
+        Returns
+        -------
+        LowRankAverage
+            New.
+        """
+        if tail is not None:
+            rows = xp.concat([rows, tail[:, None]], axis=-1)
+        total: LowRankSum = self.sum.scaled(decay)
+        at_once = rows.shape[0] if rows_at_once is None else rows_at_once
+        root = scale**0.5
+        for start in range(0, rows.shape[0], max(1, at_once)):
+            stop = min(start + at_once, rows.shape[0])
+            part = rows[start:stop, :] * root
+            total = total.joined(xp.matrix_transpose(part))
+        return LowRankAverage(total, self.decayed(decay, weight))
+
+
+def low_rank_average(
+    size: int, /, *, rank: int, dtype: Any, device: Any, xp: Namespace
+) -> LowRankAverage:
+    """Return the average of nothing, for rows of d numbers and at most r columns."""
+    zero = low_rank_zero((size,), rank=rank, dtype=dtype, device=device, xp=xp)
+    return LowRankAverage(zero, zero_weight(xp, dtype=dtype, device=device))

@@ -1,0 +1,184 @@
+"""``A = B B^T`` of bounded rank: a sum of outer products in a few columns.
+
+Conventions.  The root B has shape ``(..., d, r)``, leading axes a stack; the columns to
+its right in `LowRankSum.joined` are what is added.  What a compression to r columns cuts
+off is positive semidefinite, so that with C the sum that nothing was cut off from
+
+    C = B B^T + E,    E >= 0,    tr E = lost:
+
+`LowRankSum.lost` is the error in the trace norm, and a bound of it in every other one.
+While C has a rank of at most r, E is zero up to rounding.
+
+References
+----------
+Puiu (2022), arXiv:2206.15397 and arXiv:2210.08494, for low-rank Kronecker factors; the
+compression is one step of an incremental singular value decomposition (Brand 2006).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import Scalar, cast, device_of
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import ShapeError
+from kfac_core.linalg.eigen import eigh
+from kfac_core.linalg.gram import updated_gram
+from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.structure import structure
+
+__all__ = ["LowRankSum", "low_rank_zero", "sketched"]
+
+
+@structure()
+class LowRankSum:
+    """A positive-semidefinite matrix by a root of it, and what was cut off.
+
+    Attributes
+    ----------
+    root : array, shape (..., d, r)
+        B.
+    lost : array, shape (...)
+        The trace of E; see the module's conventions.
+    """
+
+    root: Array
+    lost: Array
+
+    @property
+    def size(self) -> int:
+        """The number d of rows."""
+        return int(self.root.shape[-2])
+
+    @property
+    def rank(self) -> int:
+        """The number r of columns that are kept."""
+        return int(self.root.shape[-1])
+
+    def trace(self) -> Array:
+        """Return the trace of C, with what was cut off, shape (...)."""
+        xp = array_api_compat.array_namespace(self.root)
+        return xp.sum(self.root * self.root, axis=(-2, -1)) + self.lost
+
+    def scaled(self, factor: Scalar, /) -> LowRankSum:
+        """Return the matrix times a number that is not negative."""
+        return LowRankSum(self.root * factor**0.5, self.lost * factor)
+
+    def joined(self, columns: Array, /) -> LowRankSum:
+        """Return ``B B^T + X X^T``, compressed to r columns again.
+
+        Parameters
+        ----------
+        columns : array, shape (..., d, k)
+            X.
+
+        Returns
+        -------
+        LowRankSum
+            The nearest matrix of rank r, in every unitarily invariant norm.  NaN where
+            the columns, or their squares, are not finite.
+
+        Notes
+        -----
+        With ``p = r + k``, ``d p (p + 2 r) + 9 p^3`` flops and ``d p + p^2`` numbers of
+        memory; where p is above d, ``p d^2 + 9 d^3`` and ``d p + d^2``.
+        """
+        xp = array_api_compat.array_namespace(self.root)
+        r, C = self.rank, xp.concat([self.root, columns], axis=-1)
+        # Of the two Gram matrices, which have the same nonzero spectrum, the smaller.
+        tall = C.shape[-2] > C.shape[-1]
+        inner = updated_gram(
+            None,
+            C if tall else xp.matrix_transpose(C),
+            tail=None,
+            decay=0.0,
+            scale=1.0,
+            xp=xp,
+        ).full()
+        finite = xp.all(xp.isfinite(inner), axis=(-2, -1))[..., None, None]
+        k = inner.shape[-1]
+        eye = xp.eye(k, dtype=inner.dtype, device=device_of(inner))
+        safe = SymmetricMatrix(xp.where(finite, inner, eye), whole=True)
+        w, Q = eigh(safe, xp=xp)
+        w = xp.where(w < 0, xp.zeros_like(w), w)
+        largest = Q[..., :, k - r :]
+        roots = xp.sqrt(w[..., None, k - r :])
+        root = xp.matmul(C, largest) if tall else largest * roots
+        root = xp.where(finite, root, xp.full_like(root, xp.nan))
+        cut = xp.sum(w[..., : k - r], axis=-1)
+        return LowRankSum(xp.flip(root, axis=-1), self.lost + cut)
+
+    def cast(self, dtype: Any, /) -> LowRankSum:
+        """Return the same in another dtype."""
+        xp = array_api_compat.array_namespace(self.root)
+        return LowRankSum(cast(xp, self.root, dtype), cast(xp, self.lost, dtype))
+
+
+def low_rank_zero(
+    shape: tuple[int, ...], /, *, rank: int, dtype: Any, device: Any, xp: Namespace
+) -> LowRankSum:
+    """Return the zero matrix of d rows and at most `rank` columns; shape is (..., d)."""
+    columns = min(rank, shape[-1])
+    return LowRankSum(
+        xp.zeros((*shape, columns), dtype=dtype, device=device),
+        xp.zeros(shape[:-1], dtype=dtype, device=device),
+    )
+
+
+def sketched(
+    matrix: SymmetricMatrix, sketch: Array, /, *, iterations: int, xp: Namespace
+) -> LowRankSum:
+    """Compress a positive-semidefinite matrix, by subspace iteration from a sketch.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix
+        A, of d rows.
+    sketch : array, shape (..., d, r)
+        Where to begin; of the dtype of A.  Random numbers, or an earlier root.
+    iterations : int
+        How often the sketch is multiplied by A before it is projected on, at least 1.
+    xp : namespace
+        Of both.
+
+    Returns
+    -------
+    LowRankSum
+        ``Q (Q^T A Q) Q^T`` with Q an orthonormal basis of ``A^iterations sketch``.  Here
+        `lost` is ``tr A`` less the trace that is kept: exact for the trace, but for a
+        bound of the error only up to the part of A that couples Q with the rest.
+
+    Raises
+    ------
+    ShapeError
+        For no iterations, or a sketch that does not fit.
+
+    Notes
+    -----
+    ``2 (iterations + 1) d^2 r`` flops.  Exact, up to rounding, where A has rank <= r and
+    the sketch is in general position.
+
+    References
+    ----------
+    Halko, Martinsson and Tropp (2011), algorithms 4.4 and 5.3.
+    """
+    if iterations < 1:
+        raise ShapeError(f"Expected `iterations` to be at least 1, got {iterations}.")
+    d, r = matrix.size, sketch.shape[-1]
+    if sketch.ndim < 2 or sketch.shape[-2] != d or r > d:
+        raise ShapeError(
+            f"Expected `sketch` to have shape ({d}, r) with r <= {d}, got "
+            f"{tuple(sketch.shape)}."
+        )
+    Q = sketch
+    for _ in range(iterations):
+        Q = xp.linalg.qr(multiply_symmetric(matrix, Q, xp=xp)).Q
+    inner = xp.matmul(xp.matrix_transpose(Q), multiply_symmetric(matrix, Q, xp=xp))
+    inner = 0.5 * (inner + xp.matrix_transpose(inner))
+    w, Z = eigh(SymmetricMatrix(inner, whole=True), xp=xp)
+    w = xp.where(w < 0, xp.zeros_like(w), w)
+    root = xp.flip(xp.matmul(Q, Z) * xp.sqrt(w)[..., None, :], axis=-1)
+    lost = matrix.trace() - xp.sum(w, axis=-1)
+    return LowRankSum(root, xp.where(lost < 0, xp.zeros_like(lost), lost))

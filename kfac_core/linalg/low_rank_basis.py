@@ -1,0 +1,222 @@
+"""``A = U diag(w) U^T`` with few columns: what a low-rank factor is applied by.
+
+Conventions.  U has shape ``(d, r)`` and orthonormal columns, w descends and is not
+negative; A is zero on the complement of U.  Adding a multiple of the identity changes w
+and what happens on the complement, never U.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.arrays import cast, device_of, status_unless
+from kfac_core.backend import Array, Namespace
+from kfac_core.errors import FactorizationError, NotFiniteError
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe
+from kfac_core.linalg.dispatch import is_factorization_failure
+from kfac_core.linalg.low_rank import LowRankSum
+from kfac_core.status import Check, Status
+from kfac_core.structure import structure
+
+__all__ = ["LowRankBasis", "low_rank_basis", "rank_one_basis"]
+
+
+@structure()
+class LowRankBasis:
+    """An eigendecomposition of a matrix of low rank.
+
+    Attributes
+    ----------
+    eigenvalues : array, shape (r,)
+        w, descending.
+    eigenvectors : array, shape (d, r)
+        U.
+    lost : array, 0-d
+        The trace of what the matrix was cut off from; see `LowRankSum`.
+    residual : array, 0-d
+        The larger of ``|U w U^T z - A z| / (w_1 |z|)`` and ``|U^T U y - y| / |y|``, of
+        fixed z and y.
+    flags : array of int32, 0-d
+        Of `Status`.
+    """
+
+    eigenvalues: Array
+    eigenvectors: Array
+    lost: Array
+    residual: Array
+    flags: Array
+
+    @property
+    def size(self) -> int:
+        """The number d of rows."""
+        return int(self.eigenvectors.shape[0])
+
+    @property
+    def rank(self) -> int:
+        """The number r of columns."""
+        return int(self.eigenvectors.shape[1])
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is orthogonal to all of U."""
+        return self.rank == self.size
+
+    def to_basis(self, v: Array, /) -> Array:
+        """Return ``U^T v``, for v of shape (d, k)."""
+        xp = array_api_compat.array_namespace(self.eigenvectors)
+        return xp.matmul(xp.matrix_transpose(self.eigenvectors), v)
+
+    def from_basis(self, v: Array, /) -> Array:
+        """Return ``U v``, for v of shape (r, k)."""
+        xp = array_api_compat.array_namespace(self.eigenvectors)
+        return xp.matmul(self.eigenvectors, v)
+
+    def cast(self, dtype: Any, /) -> LowRankBasis:
+        """Return the same in another dtype."""
+        xp = array_api_compat.array_namespace(self.eigenvectors)
+        return LowRankBasis(
+            cast(xp, self.eigenvalues, dtype),
+            cast(xp, self.eigenvectors, dtype),
+            cast(xp, self.lost, dtype),
+            cast(xp, self.residual, dtype),
+            self.flags,
+        )
+
+    def dense(self) -> Array:
+        """Return A, shape (d, d)."""
+        xp = array_api_compat.array_namespace(self.eigenvectors)
+        scaled = self.eigenvectors * self.eigenvalues
+        dense = xp.matmul(scaled, xp.matrix_transpose(self.eigenvectors))
+        return 0.5 * (dense + xp.matrix_transpose(dense))
+
+
+def low_rank_basis(
+    matrix: LowRankSum, /, *, check: Check, name: str, xp: Namespace
+) -> LowRankBasis:
+    """Return the eigendecomposition of ``B B^T``, certified.
+
+    Parameters
+    ----------
+    matrix : LowRankSum
+        Of one matrix, no stack.
+    check : {"raise", "status"}
+        Whether to look, try float64 where float32 is not accurate and raise; or to
+        report in the flags.
+    name : str
+        What a message should call it.
+    xp : namespace
+        Of the arrays.
+
+    Returns
+    -------
+    LowRankBasis
+        In the dtype of B.
+
+    Raises
+    ------
+    NotFiniteError
+        For a root that is not finite (``check="raise"``).
+    FactorizationError
+        Where no precision gives an accurate one (``check="raise"``).
+
+    Notes
+    -----
+    A thin singular value decomposition, ``O(d r^2)`` flops.
+    """
+    made = _attempt(matrix, xp)
+    if check == "status" or not bool(made.flags != 0):
+        return made
+    if Status.MATRIX_NOT_FINITE in Status(int(made.flags)):
+        raise NotFiniteError(
+            f"{name}: the low-rank factor holds NaN or infinity. Its statistics were not "
+            "finite, or their squares overflowed; reset them, or keep them in float64."
+        )
+    info = xp.__array_namespace_info__()
+    known = info.dtypes(device=device_of(matrix.root), kind="real floating")
+    if "float64" in known and matrix.root.dtype != xp.float64:
+        made = _attempt(matrix.cast(xp.float64), xp)
+        if not bool(made.flags != 0):
+            return made.cast(matrix.root.dtype)
+    raise FactorizationError(
+        f"the singular value decomposition of a {matrix.size} x {matrix.rank} root has "
+        f"residual {float(made.residual):.1e}, above {RESIDUAL_LIMIT}, in every precision "
+        "there is here. Look at the statistics for entries of wildly different size.",
+        factor=name,
+    )
+
+
+def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:
+    """Return the decomposition of ``a a^T``; for a zero vector, any unit vector.
+
+    Parameters
+    ----------
+    vector : array, shape (d,)
+        a.
+    xp : namespace
+        Of it.
+
+    Returns
+    -------
+    LowRankBasis
+        Of rank one; flagged where the vector is not finite.
+    """
+    finite = xp.all(xp.isfinite(vector))
+    # Dividing by the largest entry first keeps the squares of huge and tiny vectors
+    # inside the range.
+    largest = xp.max(xp.abs(vector))
+    nonzero = largest > 0
+    first = xp.arange(vector.shape[0], device=device_of(vector)) == 0
+    unit = xp.where(
+        nonzero,
+        vector / xp.where(nonzero, largest, xp.ones_like(largest)),
+        xp.astype(first, vector.dtype),
+    )
+    length = xp.linalg.vector_norm(unit)
+    norm = xp.where(nonzero, largest * length, xp.zeros_like(length))
+    zero = xp.zeros_like(norm)
+    flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
+    return LowRankBasis(
+        xp.reshape(norm * norm, (1,)), (unit / length)[:, None], zero, zero, flags
+    )
+
+
+def _attempt(matrix: LowRankSum, xp: Namespace) -> LowRankBasis:
+    """Decompose in the dtype of the root; NaN where it cannot be."""
+    B = matrix.root
+    finite = xp.all(xp.isfinite(B)) & xp.isfinite(matrix.lost)
+    safe = xp.where(finite, B, xp.zeros_like(B))
+    try:
+        U, s, _ = xp.linalg.svd(safe, full_matrices=False)
+    except Exception as error:
+        if not is_factorization_failure(error):
+            raise
+        U, s = xp.full_like(B, xp.nan), xp.full_like(B[0, :], xp.nan)
+    w = s * s
+    residual = _residual(safe, w, U, xp)
+    flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
+    flags = flags | status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
+    w = xp.where(finite, w, xp.full_like(w, xp.nan))
+    return LowRankBasis(w, U, matrix.lost, residual, flags)
+
+
+def _residual(B: Array, w: Array, U: Array, xp: Namespace) -> Array:
+    d, r = B.shape
+    place = {"dtype": B.dtype, "device": device_of(B), "xp": xp}
+    z, y = probe(d, **place), probe(r, **place)
+    got = xp.matmul(U, w[:, None] * xp.matmul(xp.matrix_transpose(U), z))
+    expected = xp.matmul(B, xp.matmul(xp.matrix_transpose(B), z))
+    backward = _ratio(got - expected, xp.max(w) * z, xp)
+    turned = xp.matmul(xp.matrix_transpose(U), xp.matmul(U, y))
+    orthogonality = _ratio(turned - y, y, xp)
+    return xp.where(orthogonality > backward, orthogonality, backward)
+
+
+def _ratio(error: Array, scale: Array, xp: Namespace) -> Array:
+    """Return ``|error| / |scale|``: 0 for 0/0, infinity where it is no number."""
+    largest = xp.max(xp.abs(scale))
+    unit = xp.where(largest > 0, largest, xp.ones_like(largest))
+    bottom = xp.linalg.vector_norm(scale / unit)
+    ratio = xp.linalg.vector_norm(error / unit) / xp.where(largest > 0, bottom, unit)
+    return xp.where(xp.isfinite(ratio), ratio, xp.full_like(ratio, xp.inf))
