@@ -39,9 +39,12 @@ if TYPE_CHECKING:
     from kfac_core.blocks.of_rows import multiply_inverse_of_rows, solve_rows
     from kfac_core.blocks.operator import CurvatureOperator
     from kfac_core.blocks.sparse_rows import SparseRows
+    from kfac_core.blocks.spectral import SpectralBlock, spectral_block
     from kfac_core.chain.operator import TridiagonalOperator
     from kfac_core.chain.statistics import ChainStatistics
     from kfac_core.chain.tridiagonal import BlockTridiagonal
+    from kfac_core.checkpoint.reading import load_checkpoint, read_header
+    from kfac_core.checkpoint.writing import save_checkpoint
     from kfac_core.conventions import Conventions
     from kfac_core.costs import BlockCosts, CostTable, Rates
     from kfac_core.damping import factored_shifts, levenberg_marquardt
@@ -76,6 +79,9 @@ if TYPE_CHECKING:
         precondition_by_roots,
     )
     from kfac_core.factors.statistics import Statistics
+    from kfac_core.influence.damping import mean_eigenvalue_damping
+    from kfac_core.influence.network import Influence
+    from kfac_core.influence.queries import Queries
     from kfac_core.layers.conv import Conv
     from kfac_core.layers.dense import Dense
     from kfac_core.layers.embedding import Embedding
@@ -99,6 +105,9 @@ if TYPE_CHECKING:
     )
     from kfac_core.linalg.patches import choose_patches
     from kfac_core.linalg.roots import inverse_root
+    from kfac_core.posterior.block import BlockPosterior, block_posterior
+    from kfac_core.posterior.evidence import Evidence
+    from kfac_core.posterior.network import Posterior
     from kfac_core.precision import Precision
     from kfac_core.report import BlockReport, FactorReport
     from kfac_core.selection import (
@@ -110,6 +119,7 @@ if TYPE_CHECKING:
         to_numpy,
         use_backend,
     )
+    from kfac_core.spectral_blocks import spectral_blocks
     from kfac_core.status import Status
 
 __version__ = "0.1.0"
@@ -123,6 +133,7 @@ __all__ = [
     "Batch",
     "Block",
     "BlockCosts",
+    "BlockPosterior",
     "BlockReport",
     "BlockState",
     "BlockTridiagonal",
@@ -142,6 +153,7 @@ __all__ = [
     "Embedding",
     "Estimator",
     "Eva",
+    "Evidence",
     "ExactKronecker",
     "ExampleGram",
     "ExampleGramOperator",
@@ -154,6 +166,7 @@ __all__ = [
     "GradientBatch",
     "GradientFactors",
     "IdRangeError",
+    "Influence",
     "InverseAverage",
     "InverseRoot",
     "KFACError",
@@ -168,7 +181,9 @@ __all__ = [
     "NotReadyError",
     "OrderedBasis",
     "Parameters",
+    "Posterior",
     "Precision",
+    "Queries",
     "Rates",
     "RecordError",
     "ScaleShift",
@@ -177,6 +192,7 @@ __all__ = [
     "Series",
     "ShapeError",
     "SparseRows",
+    "SpectralBlock",
     "StateError",
     "Statistics",
     "Status",
@@ -188,6 +204,7 @@ __all__ = [
     "WarmInverse",
     "asarray",
     "backend_names",
+    "block_posterior",
     "choose_patches",
     "damped_factor",
     "enable_float64",
@@ -204,18 +221,24 @@ __all__ = [
     "kronecker_multiply",
     "kronecker_sum",
     "levenberg_marquardt",
+    "load_checkpoint",
+    "mean_eigenvalue_damping",
     "multiply_inverse_of_rows",
     "newton_inverse_root",
     "off_diagonal_ratio",
     "ordered_basis",
     "paper_decay",
     "precondition_by_roots",
+    "read_header",
     "refreshed_basis",
     "refreshed_inverse",
     "register_backend",
+    "save_checkpoint",
     "selected_backend",
     "set_default_backend",
     "solve_rows",
+    "spectral_block",
+    "spectral_blocks",
     "steps_of",
     "to_numpy",
     "unfold_time",
@@ -231,6 +254,7 @@ _HOMES = {
     "Batch": "kfac_core.layers.rows",
     "Block": "kfac_core.block",
     "BlockCosts": "kfac_core.costs",
+    "BlockPosterior": "kfac_core.posterior.block",
     "BlockReport": "kfac_core.report",
     "BlockState": "kfac_core.block_state",
     "BlockTridiagonal": "kfac_core.chain.tridiagonal",
@@ -250,6 +274,7 @@ _HOMES = {
     "Embedding": "kfac_core.layers.embedding",
     "Estimator": "kfac_core.estimator",
     "Eva": "kfac_core.approximations.eva",
+    "Evidence": "kfac_core.posterior.evidence",
     "ExactKronecker": "kfac_core.blocks.exact_kronecker",
     "ExampleGram": "kfac_core.approximations.example_gram",
     "ExampleGramOperator": "kfac_core.blocks.example_gram",
@@ -262,6 +287,7 @@ _HOMES = {
     "GradientBatch": "kfac_core.layers.example_gradients",
     "GradientFactors": "kfac_core.factors.gradient_side",
     "IdRangeError": "kfac_core.errors",
+    "Influence": "kfac_core.influence.network",
     "InverseAverage": "kfac_core.factors.inverse_average",
     "InverseRoot": "kfac_core.linalg.certified_root",
     "KFACError": "kfac_core.errors",
@@ -276,7 +302,9 @@ _HOMES = {
     "NotReadyError": "kfac_core.errors",
     "OrderedBasis": "kfac_core.linalg.orthogonal_iteration",
     "Parameters": "kfac_core.layers.parameters",
+    "Posterior": "kfac_core.posterior.network",
     "Precision": "kfac_core.precision",
+    "Queries": "kfac_core.influence.queries",
     "Rates": "kfac_core.costs",
     "RecordError": "kfac_core.errors",
     "ScaleShift": "kfac_core.layers.scale_shift",
@@ -285,6 +313,7 @@ _HOMES = {
     "Series": "kfac_core.approximations.series",
     "ShapeError": "kfac_core.errors",
     "SparseRows": "kfac_core.blocks.sparse_rows",
+    "SpectralBlock": "kfac_core.blocks.spectral",
     "StateError": "kfac_core.errors",
     "Statistics": "kfac_core.factors.statistics",
     "Status": "kfac_core.status",
@@ -296,6 +325,7 @@ _HOMES = {
     "WarmInverse": "kfac_core.linalg.newton_schulz",
     "asarray": "kfac_core.selection",
     "backend_names": "kfac_core.backend",
+    "block_posterior": "kfac_core.posterior.block",
     "choose_patches": "kfac_core.linalg.patches",
     "damped_factor": "kfac_core.factors.damped",
     "enable_float64": "kfac_core.selection",
@@ -312,18 +342,24 @@ _HOMES = {
     "kronecker_multiply": "kfac_core.linalg.kronecker",
     "kronecker_sum": "kfac_core.linalg.kronecker_sum",
     "levenberg_marquardt": "kfac_core.damping",
+    "load_checkpoint": "kfac_core.checkpoint.reading",
+    "mean_eigenvalue_damping": "kfac_core.influence.damping",
     "multiply_inverse_of_rows": "kfac_core.blocks.of_rows",
     "newton_inverse_root": "kfac_core.linalg.newton_roots",
     "off_diagonal_ratio": "kfac_core.linalg.orthogonal_iteration",
     "ordered_basis": "kfac_core.linalg.orthogonal_iteration",
     "paper_decay": "kfac_core.factors.average",
     "precondition_by_roots": "kfac_core.factors.inverse_free",
+    "read_header": "kfac_core.checkpoint.reading",
     "refreshed_basis": "kfac_core.linalg.orthogonal_iteration",
     "refreshed_inverse": "kfac_core.linalg.newton_schulz",
     "register_backend": "kfac_core.backend",
+    "save_checkpoint": "kfac_core.checkpoint.writing",
     "selected_backend": "kfac_core.selection",
     "set_default_backend": "kfac_core.selection",
     "solve_rows": "kfac_core.blocks.of_rows",
+    "spectral_block": "kfac_core.blocks.spectral",
+    "spectral_blocks": "kfac_core.spectral_blocks",
     "steps_of": "kfac_core.layers.time",
     "to_numpy": "kfac_core.selection",
     "unfold_time": "kfac_core.layers.time",

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 for an answer that is no, 2 for a call or an
         installation that cannot be used.
     """
-    from kfac_core.cli import bench, doctor, verify
+    from kfac_core.cli import bench, doctor, inspect, verify
     from kfac_core.cli.demo import command as demo
 
     parser = argparse.ArgumentParser(
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("demo", demo, "train a deep autoencoder with K-FAC, SGD and Adam"),
         ("doctor", doctor, "say what was found, what is chosen and why"),
         ("verify", verify, "recompute the answers in verification records"),
+        ("inspect", inspect, "say what is in a checkpoint"),
         ("bench", bench, "time it beside other libraries and the machine's floor"),
     ):
         child = commands.add_parser(name, help=summary, description=summary)

@@ -1,0 +1,6 @@
+"""Estimators in files: written by one backend, read by any other."""
+
+from kfac_core.checkpoint.reading import load_checkpoint, read_header
+from kfac_core.checkpoint.writing import save_checkpoint
+
+__all__ = ["load_checkpoint", "read_header", "save_checkpoint"]

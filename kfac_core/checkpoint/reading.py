@@ -1,0 +1,178 @@
+"""Reading an estimator from a file, without trusting the file.
+
+Conventions.  Nothing is executed or unpickled, and nothing is changed unless everything
+fits.  Only `StateError` comes out, with what came, what was expected and where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kfac_core.checkpoint.tree import HostArray, unfolded
+from kfac_core.checkpoint.writing import FORMAT, METADATA_KEY, VERSION, load_library
+from kfac_core.errors import StateError
+from kfac_core.estimator import Estimator
+from kfac_core.selection import asarray
+
+__all__ = ["load_checkpoint", "read_header"]
+
+_DTYPES = ("F32", "F64", "I32")
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str], estimator: Estimator, /, *, backend: str | None = None
+) -> None:
+    """Let an estimator take over what a file holds.
+
+    Parameters
+    ----------
+    path : path-like
+        As `save_checkpoint` wrote it, on whatever backend.
+    estimator : Estimator
+        With the same blocks and conventions; left as it was where anything does not
+        fit.
+    backend : str, optional
+        ``name[:device]`` on which the arrays are to be; the selected one where left
+        out.
+
+    Raises
+    ------
+    StateError
+        For a file that is damaged, incomplete, no checkpoint, of another version, or of
+        an estimator with other blocks or conventions.
+    UnknownBackendError, BackendUnavailableError
+        For a backend that there is not.
+    """
+    state = _read(path)
+    try:
+        estimator.load_state_dict(_placed(state, backend))
+    except StateError as error:
+        raise StateError(f"{path}: {error}") from None
+
+
+def read_header(path: str | os.PathLike[str], /) -> dict[str, Any]:
+    """Return what a file says of itself, and the shapes and dtypes of its tensors.
+
+    Parameters
+    ----------
+    path : path-like
+        A checkpoint.
+
+    Returns
+    -------
+    dict
+        ``"document"``, the JSON document; ``"tensors"``, dtype and shape by name; and
+        ``"bytes"``, the size of the file.
+
+    Raises
+    ------
+    StateError
+        As `load_checkpoint`; no tensor is read.
+    """
+    with _opened(path) as file:
+        document = _document(file, path)
+        names = file.keys()
+        tensors = {name: _described(file, name) for name in names}
+    return {
+        "document": document,
+        "tensors": tensors,
+        "bytes": Path(path).stat().st_size,
+    }
+
+
+def _read(path: str | os.PathLike[str]) -> Any:
+    """Return the state in a file, its arrays on the host."""
+    with _opened(path) as file:
+        document = _document(file, path)
+        names = set(file.keys())
+        used: set[str] = set()
+
+        def load(name: str) -> HostArray:
+            if name not in names:
+                raise StateError(f"{path}: the tensor {name!r} is missing.")
+            used.add(name)
+            return _tensor(file, name, path)
+
+        try:
+            state = unfolded(document["state"], load, where="state")
+        except RecursionError:
+            raise StateError(f"{path}: the document is nested too deeply.") from None
+        if names - used:
+            raise StateError(
+                f"{path}: the tensors {sorted(names - used)[:3]} belong to nothing."
+            )
+    return state
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Open a file; whatever its library or the system raises becomes a `StateError`."""
+    library = load_library()
+    try:
+        if not stat.S_ISREG(Path(path).stat().st_mode):
+            raise StateError(f"{path}: not a regular file.")
+        handle = library.safe_open(str(path), "numpy")
+    except OSError as error:
+        raise StateError(f"{path}: {error.strerror or error}.") from None
+    except library.SafetensorError as error:
+        raise StateError(
+            f"{path}: damaged, incomplete, or no .safetensors file ({error})."
+        ) from None
+    with handle as file:
+        yield file
+
+
+def _document(file: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the JSON document of a file, its format and version checked."""
+    text = (file.metadata() or {}).get(METADATA_KEY)
+    if text is None:
+        raise StateError(
+            f"{path}: no checkpoint: expected the metadata key {METADATA_KEY!r}."
+        )
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"{path}: the document is no JSON: {error}.") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise StateError(f"{path}: expected a document of format {FORMAT!r}.")
+    if document.get("version") != VERSION:
+        raise StateError(
+            f"{path}: expected version {VERSION} of {FORMAT!r}, got "
+            f"{document.get('version')!r}; it was written by "
+            f"{document.get('producer', 'an unknown release')!r}."
+        )
+    if "state" not in document:
+        raise StateError(f"{path}: the document holds no state.")
+    return document
+
+
+def _described(file: Any, name: str) -> tuple[str, tuple[int, ...]]:
+    part = file.get_slice(name)
+    return str(part.get_dtype()), tuple(part.get_shape())
+
+
+def _tensor(file: Any, name: str, path: str | os.PathLike[str]) -> HostArray:
+    """Read a tensor, after its dtype was found good."""
+    dtype, _ = _described(file, name)
+    if dtype not in _DTYPES:
+        raise StateError(
+            f"{path}: {name}: expected a dtype among {', '.join(_DTYPES)}, got {dtype}."
+        )
+    return np.asarray(file.get_tensor(name))
+
+
+def _placed(state: Any, backend: str | None) -> Any:
+    """Return a state with its arrays on a backend."""
+    if isinstance(state, dict):
+        return {name: _placed(part, backend) for name, part in state.items()}
+    if isinstance(state, np.ndarray):
+        return asarray(state, backend=backend)
+    return state

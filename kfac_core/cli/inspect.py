@@ -1,0 +1,133 @@
+"""``kfac-core inspect``: what is in a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from kfac_core.checkpoint import read_header
+from kfac_core.errors import StateError
+
+__all__ = ["add_arguments", "contents", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser, /) -> None:
+    """Declare the arguments of the subcommand."""
+    parser.add_argument("file", help="a checkpoint, *.safetensors")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace, /) -> int:
+    """Print what the file holds; no tensor of it is read.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        As `add_arguments` declared.
+
+    Returns
+    -------
+    int
+        0, or 2 where the file cannot be read.
+    """
+    try:
+        found = contents(arguments.file)
+    except StateError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(_lines(found)))
+    return 0
+
+
+def contents(path: str, /) -> dict[str, Any]:
+    """Return what a checkpoint holds, as plain data.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+
+    Returns
+    -------
+    dict
+        Of its size, producer, conventions, settings, and each block.
+
+    Raises
+    ------
+    StateError
+        As `kfac_core.checkpoint.read_header`.
+    """
+    header = read_header(path)
+    document = header["document"]
+    state = document["state"]
+    if not isinstance(state, Mapping) or not isinstance(state.get("blocks"), Mapping):
+        raise StateError(f"{path}: the document holds no blocks.")
+    return {
+        "file": str(path),
+        "bytes": header["bytes"],
+        "version": document["version"],
+        "producer": document.get("producer"),
+        "conventions": state.get("conventions"),
+        "settings": state.get("settings"),
+        "blocks": {
+            name: _block(name, block, header["tensors"])
+            for name, block in state["blocks"].items()
+        },
+    }
+
+
+def _block(name: str, block: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(block, Mapping):
+        raise StateError(f"block {name!r} of the document is no mapping.")
+    prefix = f"/blocks/{name}/"
+    own = {
+        path.removeprefix(prefix): found
+        for path, found in tensors.items()
+        if path.startswith(prefix)
+    }
+    described = {
+        key: block.get(key)
+        for key in ("layer", "approximation", "updates", "age", "failures", "basis_age")
+    }
+    return {
+        **described,
+        "has_operator": block.get("operator") is not None,
+        "tensors": {
+            path: {"dtype": dtype, "shape": list(shape)}
+            for path, (dtype, shape) in own.items()
+        },
+    }
+
+
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"{found['file']}: version {found['version']}, {found['bytes']:,} bytes, by "
+        f"{found['producer']}",
+        f"  conventions  {_pairs(found['conventions'])}",
+        f"  settings     {_pairs(found['settings'])}",
+    ]
+    for name, block in found["blocks"].items():
+        layer, approximation = block["layer"] or {}, block["approximation"] or {}
+        operator = f"age {block['age']}" if block["has_operator"] else "none"
+        lines += [
+            "",
+            f"{name}",
+            f"  layer          {_pairs(layer)}",
+            f"  approximation  {_pairs(approximation)}",
+            f"  updates        {block['updates']}; operator: {operator}",
+        ]
+        width = max(map(len, block["tensors"]), default=0)
+        lines += [
+            f"  {path.ljust(width)}  {tensor['dtype']}  {tuple(tensor['shape'])}"
+            for path, tensor in sorted(block["tensors"].items())
+        ]
+    return lines
+
+
+def _pairs(values: Any) -> str:
+    if not isinstance(values, Mapping):
+        return str(values)
+    return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -1,0 +1,186 @@
+"""How many queries and examples are taken at a time, for a budget of memory.
+
+Conventions.  The budget is a number of array elements that the temporaries of a call may
+hold at a time: what is made on the way and dropped.  Arguments, results (twice, while
+their parts are joined) and the bases of the blocks come on top.  With P the number of a
+block's parameters, q queries take ``2 q P``; an example of S rows takes twice its rows
+and, by rows, ``2 q S min(n, m)`` for ``x^T P_q g``, else its gradient's P numbers twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from kfac_core.arrays import device_of
+from kfac_core.backend import Array
+from kfac_core.blocks.spectral import SpectralBlock
+from kfac_core.errors import ShapeError
+from kfac_core.influence.example_gradients import LayerGradients
+from kfac_core.layers.layer import Layer
+
+__all__ = [
+    "Chunks",
+    "Progress",
+    "Report",
+    "example_chunk",
+    "joined",
+    "parts",
+    "score_chunks",
+]
+
+Progress = Callable[[int, int], None]
+"""Called with the numbers of what is done and of what there is."""
+
+
+class Chunks(NamedTuple):
+    """The largest numbers of queries and of examples at a time, and the way."""
+
+    queries: int
+    examples: int
+    by_rows: bool
+
+
+class Report:
+    """Counts what is done, and tells whoever wants to know.
+
+    Parameters
+    ----------
+    progress : callable or None
+        Who wants to know.
+    total : int
+        What there is to do.
+    """
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def add(self, number: int, /) -> None:
+        """Count that many more."""
+        self.done += number
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def score_chunks(
+    gradients: LayerGradients, /, *, queries: int, max_elements: int
+) -> Chunks:
+    """Choose chunks for the inner products of queries and examples.
+
+    Parameters
+    ----------
+    gradients : LayerGradients
+        Of the examples.
+    queries : int
+        How many there are.
+    max_elements : int
+        The budget.
+
+    Returns
+    -------
+    Chunks
+        Of at least one query and one example.
+
+    Raises
+    ------
+    ShapeError
+        Where not even these fit, with the number that would do.
+
+    Notes
+    -----
+    Where examples have several rows, and there are several queries, forming the
+    gradients costs fewer flops: ``P (S + q)`` for each example and not ``P S q``.
+    """
+    size = _size(gradients.layer)
+    q = max(1, min(queries, max_elements // (4 * size)))
+    while True:
+        by_rows = gradients.is_rows and (gradients.rows_each == 1 or q == 1)
+        each = _rows(gradients) + (
+            _bilinear(gradients, q) if by_rows else _matrix(gradients)
+        )
+        room = max_elements - 2 * q * size
+        if room >= each:
+            return Chunks(q, min(room // each, max(1, gradients.examples)), by_rows)
+        if q == 1:
+            raise _too_small(2 * size + each, max_elements, "one query and one example")
+        q = q // 2
+
+
+def example_chunk(
+    gradients: LayerGradients, /, *, max_elements: int, matrices: int
+) -> int:
+    """Choose how many examples are taken where each one's gradient is turned.
+
+    Parameters
+    ----------
+    gradients : LayerGradients
+        Of the examples.
+    max_elements : int
+        The budget.
+    matrices : int
+        How many matrices of P numbers an example needs on the way.
+
+    Returns
+    -------
+    int
+        At least one.
+
+    Raises
+    ------
+    ShapeError
+        Where not even one fits.
+    """
+    size = _size(gradients.layer)
+    each = 2 * _rows(gradients) + matrices * size
+    # The weights 1 / (s + lam), and what they are made of.
+    room = max_elements - 2 * size
+    if each > room:
+        raise _too_small(2 * size + each, max_elements, "one example")
+    return min(room // each, max(1, gradients.examples))
+
+
+def parts(count: int, step: int, /) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of successive parts of a range."""
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
+
+
+def joined(
+    pieces: list[Array], shape: tuple[int, ...], F: SpectralBlock, /, *, axis: int
+) -> Array:
+    """Return arrays joined along an axis; zeros of a shape where there are none."""
+    xp = F.namespace
+    if not pieces:
+        return xp.zeros(shape, dtype=F.dtype, device=device_of(F.eigenvalues))
+    return pieces[0] if len(pieces) == 1 else xp.concat(pieces, axis=axis)
+
+
+def _size(layer: Layer) -> int:
+    n, m = layer.matrix_shape
+    return n * m
+
+
+def _rows(gradients: LayerGradients) -> int:
+    """Return what the rows of an example take, in whatever form they came."""
+    (n, m), layer = gradients.layer.matrix_shape, gradients.layer
+    if not gradients.is_rows:
+        return _size(layer)
+    return 2 * gradients.rows_each * (layer.groups * n + m)
+
+
+def _bilinear(gradients: LayerGradients, queries: int) -> int:
+    """Return what ``x^T P_q g`` takes for one example and all queries of a chunk."""
+    n, m = gradients.layer.matrix_shape
+    narrow = gradients.layer.groups * min(n, m // gradients.layer.groups)
+    return queries * gradients.rows_each * (2 * narrow + 1)
+
+
+def _matrix(gradients: LayerGradients) -> int:
+    """Return what the gradient of one example takes."""
+    return 2 * _size(gradients.layer)
+
+
+def _too_small(needed: int, given: int, what: str) -> ShapeError:
+    return ShapeError(
+        f"Expected `max_elements` of at least {needed}, for {what}, got {given}."
+    )

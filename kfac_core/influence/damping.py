@@ -1,0 +1,99 @@
+"""The damping of influence scores, given or from each block's mean eigenvalue.
+
+Conventions.  A fraction of the mean eigenvalue is ``lam_b = fraction * tr F_b / dim F_b``,
+for each block on its own, F_b without damping.  With EKFAC the mean is that of the
+corrected eigenvalues E; Grosse et al. (2023) and kronfluence take a fraction of 0.1.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from kfac_core.arrays import Scalar, as_scalar, full_of
+from kfac_core.backend import Array
+from kfac_core.blocks.spectral import SpectralBlock
+from kfac_core.damping import require_damping
+from kfac_core.errors import DampingError
+from kfac_core.spectral_blocks import require_same_blocks
+
+__all__ = ["given_damping", "mean_eigenvalue_damping"]
+
+
+def mean_eigenvalue_damping(
+    blocks: Mapping[str, SpectralBlock], /, *, fraction: Scalar
+) -> dict[str, Array]:
+    """Return the damping of each block.
+
+    Parameters
+    ----------
+    blocks : mapping of str to SpectralBlock
+        As `kfac_core.spectral_blocks.spectral_blocks` gives them.
+    fraction : float or 0-d array
+        Of the mean eigenvalue; finite and >= 0.
+
+    Returns
+    -------
+    dict of str to 0-d array
+        lam of each block, in its dtype.
+
+    Raises
+    ------
+    DampingError
+        For a fraction that is negative or not finite.
+
+    References
+    ----------
+    Grosse et al. (2023), "Studying Large Language Model Generalization with Influence
+    Functions", arXiv:2308.03296; kronfluence, ``factor/config.py``.
+    """
+    if isinstance(fraction, numbers.Real) and not (
+        math.isfinite(float(fraction)) and float(fraction) >= 0
+    ):
+        raise DampingError(
+            f"Expected `fraction` to be a finite number >= 0, got {fraction}."
+        )
+    return {
+        name: as_scalar(F.namespace, fraction, F.dtype, "fraction")
+        * F.mean_eigenvalue()
+        for name, F in blocks.items()
+    }
+
+
+def given_damping(
+    blocks: Mapping[str, SpectralBlock], damping: Scalar | Mapping[str, Scalar], /
+) -> dict[str, Array]:
+    """Return one damping, or one of each block, as 0-d arrays.
+
+    Parameters
+    ----------
+    blocks : mapping of str to SpectralBlock
+        The blocks.
+    damping : float, 0-d array, or mapping of str to these
+        lam, finite and >= 0.
+
+    Returns
+    -------
+    dict of str to 0-d array
+        lam of each block, in its dtype.
+
+    Raises
+    ------
+    DampingError
+        For a number that is negative or not finite; arrays are not looked at.
+    UnknownBlockError
+        For a mapping with other names.
+    """
+    given: Any = damping
+    if isinstance(damping, Mapping):
+        require_same_blocks(blocks, damping, "damping")
+    else:
+        given = dict.fromkeys(blocks, damping)
+    found = {}
+    for name, F in blocks.items():
+        require_damping(given[name])
+        value = as_scalar(F.namespace, given[name], F.dtype, "damping")
+        found[name] = full_of(F.namespace, value, F.eigenvalues)
+    return found

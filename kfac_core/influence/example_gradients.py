@@ -1,0 +1,203 @@
+"""The gradients of many examples for one layer, in the form that they came in.
+
+Conventions.  An example's gradient is ``D_n = c sum_s x g^T``, c what makes g that of
+the example's own loss.  It comes as a layer's inputs and output gradients (`Batch`), or
+as parameter-shaped arrays with an axis of examples in front.  Parts of it are made when
+they are needed, and no gradient of a single-position example is ever formed: its inner
+product with a matrix P is ``x^T P g``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_core.arrays import Scalar, cast, namespace_of, own_namespace
+from kfac_core.backend import Array, Namespace
+from kfac_core.blocks.spectral import SpectralBlock
+from kfac_core.blocks.spectral_rows import row_coordinates, row_squares, with_ones
+from kfac_core.conventions import Conventions, LossReduction
+from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
+from kfac_core.layers.layer import Layer
+from kfac_core.layers.parameter_stacks import stack_to_matrices
+from kfac_core.layers.rows import Batch, Rows
+from kfac_core.layers.whole_rows import whole_rows
+from kfac_core.structure import replaced
+
+__all__ = ["ExamplePart", "LayerGradients"]
+
+
+class LayerGradients:
+    """The gradients of N examples for one layer.
+
+    Parameters
+    ----------
+    layer : Layer
+        Of any kind.
+    fed : Batch, sequence of Batch, or mapping of str to array
+        What the layer saw, without sources; or gradients with an axis of examples.
+    loss : {"sum", "mean", "mean_rows"}
+        Over what the loss that was differentiated is summed or averaged, in this batch.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For arrays that do not fit.
+    UnsupportedError
+        For several sources: an example has one gradient.
+    ConventionError
+        For ``"mean_rows"`` of gradients that have no rows.
+    """
+
+    def __init__(self, layer: Layer, fed: Any, /, *, loss: LossReduction) -> None:
+        self.layer, self.fed = layer, fed
+        arrays: Any = fed
+        if not isinstance(fed, Mapping):
+            uses = list(fed) if isinstance(fed, list | tuple) else [fed]
+            if any(
+                not isinstance(use, Batch) or use.sources is not None for use in uses
+            ):
+                raise UnsupportedError(
+                    "Expected a `Batch` without `sources` for each use of a layer, or a "
+                    "mapping of gradients: an example has one gradient."
+                )
+            self.fed = uses
+            arrays = {
+                f"{name}[{i}]": x
+                for i, use in enumerate(uses)
+                for name in ("inputs", "output_grads", "mask")
+                if (x := getattr(use, name)) is not None
+            }
+        lengths = {
+            name: int(x.shape[0]) if x.ndim else -1 for name, x in arrays.items()
+        }
+        if len(set(lengths.values())) != 1 or -1 in lengths.values():
+            shapes = {name: tuple(x.shape) for name, x in arrays.items()}
+            raise ShapeError(
+                "Expected arrays with one and the same axis of examples in front, got "
+                f"{shapes}."
+            )
+        self.examples = next(iter(lengths.values()))
+        self.rows_each, self.is_rows = self._form()
+        self.scale = self._scale(loss)
+
+    def part(self, start: int, stop: int, /) -> ExamplePart:
+        """Return the gradients of some of the examples."""
+        if isinstance(self.fed, Mapping):
+            stack = {name: x[start:stop, ...] for name, x in self.fed.items()}
+            return ExamplePart(stack_to_matrices(self.layer, stack), None, self.scale)
+        rows = whole_rows(self.layer, [_taken(use, start, stop) for use in self.fed])
+        return ExamplePart(None, rows, self.scale)
+
+    def _form(self) -> tuple[int, bool]:
+        """Return how many rows an example has, and whether there are x and g."""
+        if isinstance(self.fed, Mapping) or not self.examples:
+            return 1, False
+        rows = whole_rows(self.layer, [_taken(use, 0, 1) for use in self.fed])
+        return rows.positions, isinstance(rows, Rows)
+
+    def _scale(self, loss: LossReduction) -> Scalar:
+        conventions = Conventions(loss=loss, sources="sum")
+        if loss != "mean_rows":
+            return conventions.gradient_scale(examples=self.examples, rows=0)
+        if isinstance(self.fed, Mapping):
+            raise ConventionError(
+                "loss='mean_rows' counts rows, which gradients do not have. Give a "
+                "`Batch`, or gradients of a summed or mean loss."
+            )
+        total: Scalar = 0
+        for use in self.fed:
+            one = _taken(use, 0, 1)
+            xp, dtype = own_namespace(use.output_grads), use.output_grads.dtype
+            if use.mask is None:
+                total = total + self.examples * self.layer.rows(one).kept(dtype, xp=xp)
+            else:
+                total = total + xp.sum(xp.astype(use.mask, xp.float32))
+        return conventions.gradient_scale(examples=self.examples, rows=total)
+
+
+@dataclass(frozen=True)
+class ExamplePart:
+    """Some examples' gradients: matrices, or the rows that they are made of.
+
+    Attributes
+    ----------
+    matrices : array, shape (N, in(+1), out), or None
+        The D, without their scale.
+    rows : Rows, IdRows, ExampleGradients or None
+        What they are made of.
+    scale : float or 0-d array
+        c.
+    """
+
+    matrices: Array | None
+    rows: Any
+    scale: Scalar
+
+    def coordinates(self, block: SpectralBlock, /) -> Array:
+        """Return the D in the block's eigenbasis, shape (N, *eigenvalues' shape)."""
+        if self.matrices is not None:
+            return block.to_basis(self.matrices) * self.scale
+        return row_coordinates(block, self.rows)[0, ...] * self.scale
+
+    def squares(self, block: SpectralBlock, weights: Array, /) -> Array:
+        """Return ``sum_ij w_ij R_ij^2`` of the coordinates R, shape (N,)."""
+        if self.matrices is None:
+            return row_squares(block, weights, self.rows)[0, ...] * self.scale**2
+        R, xp = self.coordinates(block), block.namespace
+        return xp.sum(R * R * weights, axis=tuple(range(1, R.ndim)))
+
+    def inner_products(self, P: Array, /, *, by_rows: bool) -> Array:
+        """Return ``<P_q, D_n>``.
+
+        Parameters
+        ----------
+        P : array, shape (q, in(+1), out)
+            In the dtype of the sums.
+        by_rows : bool
+            Whether ``x^T P g`` is computed, where there are x and g, and no D formed.
+
+        Returns
+        -------
+        array, shape (q, N)
+            In the dtype of P.
+        """
+        given = self.matrices if self.rows is None else self.rows.like
+        xp = namespace_of(gradients=given, queries=P)
+        if by_rows and isinstance(self.rows, Rows):
+            return _bilinear(P, self.rows, xp) * self.scale
+        flat = xp.reshape(P, (P.shape[0], -1))
+        if self.matrices is None:
+            D = self.rows.vectors(P.dtype, xp=xp)
+        else:
+            D = xp.reshape(cast(xp, self.matrices, P.dtype), (-1, flat.shape[-1]))
+        return xp.matmul(flat, xp.matrix_transpose(D)) * self.scale
+
+
+def _bilinear(P: Array, rows: Rows, xp: Namespace) -> Array:
+    """Return ``sum_s x^T P g`` for each P and example, shape (q, N)."""
+    x = with_ones(rows, P.dtype, xp=xp)
+    g = cast(xp, rows.output_grads, P.dtype)[..., 0, :, :, :]
+    n, m = int(x.shape[-1]), int(g.shape[-1])
+    q, groups = int(P.shape[0]), int(x.shape[0]) if x.ndim == 4 else 1
+    # All with the axes (group, query, row or column); one matmul for all queries.
+    P = xp.permute_dims(xp.reshape(P, (q, n, groups, m)), (2, 0, 1, 3))
+    x, g = xp.reshape(x, (groups, -1, n)), xp.reshape(g, (groups, -1, m))
+    if n > m:
+        # The longer side is summed by the product, so that what is left is small.
+        x, g, n, m, P = g, x, m, n, xp.matrix_transpose(P)
+    half = xp.matmul(xp.reshape(P, (groups, q * n, m)), xp.matrix_transpose(g))
+    half = xp.reshape(half, (groups, q, n, -1)) * xp.matrix_transpose(x)[:, None, ...]
+    by_row = xp.sum(half, axis=(0, 2))
+    return xp.sum(xp.reshape(by_row, (q, rows.examples, rows.positions)), axis=-1)
+
+
+def _taken(use: Batch, start: int, stop: int) -> Batch:
+    """Return a batch of some of the examples."""
+    return replaced(
+        use,
+        inputs=use.inputs[start:stop, ...],
+        output_grads=use.output_grads[start:stop, ...],
+        mask=None if use.mask is None else use.mask[start:stop, ...],
+    )

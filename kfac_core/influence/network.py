@@ -1,0 +1,394 @@
+"""Influence scores: inner products of gradients in the inverse curvature.
+
+Conventions.  For a query q and a training example n with gradients ``g_q`` and ``g_n`` of
+their own losses,
+
+    score[q, n] = sum_b < g_q, (F_b + lam_b I)^-1 g_n >_b,
+
+over the blocks b of a network, F_b averaged over examples.  Removing example n from a
+training set of N changes the query's loss by about ``+ score / N``: the loss that the
+parameters minimize is a mean over N examples, of which F + lam I stands for the Hessian.
+A positive score is an example that helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kfac_core.arrays import Scalar, status_unless
+from kfac_core.backend import Array
+from kfac_core.block import Block
+from kfac_core.blocks.spectral import SpectralBlock
+from kfac_core.conventions import LossReduction
+from kfac_core.errors import (
+    ConventionError,
+    FactorizationError,
+    NotFiniteError,
+    ShapeError,
+)
+from kfac_core.factors.statistics import Statistics
+from kfac_core.influence.chunks import (
+    Progress,
+    Report,
+    example_chunk,
+    joined,
+    parts,
+    score_chunks,
+)
+from kfac_core.influence.damping import given_damping, mean_eigenvalue_damping
+from kfac_core.influence.example_gradients import LayerGradients
+from kfac_core.influence.queries import (
+    Queries,
+    Storage,
+    StoredQueries,
+    storage_dtype,
+    stored_queries,
+)
+from kfac_core.layers.rows import Batch
+from kfac_core.precision import Precision
+from kfac_core.spectral_blocks import require_same_blocks, spectral_blocks
+from kfac_core.status import Check, Status
+
+__all__ = ["Gradients", "Influence"]
+
+Gradients: TypeAlias = Mapping[str, Mapping[str, Array] | Batch | Sequence[Batch]]
+"""For each block, what the layer saw with the gradients of each example's own loss, or
+parameter-shaped gradients with an axis of examples in front."""
+
+_FULL_PRECISION = Precision()
+
+
+@dataclass(frozen=True)
+class Influence:
+    """The damped inverse curvature of a network; made by `Influence.of_statistics`.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        Of which the layers are read.
+    curvatures : mapping of str to SpectralBlock
+        The F_b.
+    damping : mapping of str to 0-d array
+        The lam_b.
+    check : {"raise", "status"}
+        Whether results that are not finite raise, which waits for the device, or come
+        back as they are.
+
+    Raises
+    ------
+    UnknownBlockError
+        Where the names differ.
+    """
+
+    blocks: Mapping[str, Block]
+    curvatures: Mapping[str, SpectralBlock]
+    damping: Mapping[str, Array]
+    check: Check = "raise"
+
+    def __post_init__(self) -> None:
+        require_same_blocks(self.blocks, self.curvatures, "curvatures")
+        require_same_blocks(self.blocks, self.damping, "damping")
+
+    @classmethod
+    def of_statistics(
+        cls,
+        blocks: Mapping[str, Block],
+        statistics: Mapping[str, Statistics],
+        /,
+        *,
+        damping: Scalar | Mapping[str, Scalar] | None = None,
+        damping_fraction: Scalar | None = None,
+        debias: bool = True,
+        precision: Precision = _FULL_PRECISION,
+        check: Check = "raise",
+    ) -> Influence:
+        """Decompose the curvature of each block and choose its damping.
+
+        Parameters
+        ----------
+        blocks, statistics, debias, precision, check
+            As for `kfac_core.spectral_blocks.spectral_blocks`.
+        damping : float, 0-d array, or mapping of str to these
+            lam, of all blocks or of each.
+        damping_fraction : float or 0-d array
+            lam as a fraction of each block's mean eigenvalue; see
+            `kfac_core.influence.damping`.  Exactly one of the two is given.
+
+        Returns
+        -------
+        Influence
+            Of which the curvature is decomposed once.
+
+        Raises
+        ------
+        ConventionError
+            Where neither or both dampings are given.
+        DampingError
+            For a damping out of range.
+        FactorizationError
+            Where a damped block has an eigenvalue that is not positive
+            (``check="raise"``).
+        KFACError
+            As `spectral_blocks`.
+        """
+        curvatures = spectral_blocks(
+            blocks, statistics, debias=debias, precision=precision, check=check
+        )
+        if (damping is None) == (damping_fraction is None):
+            raise ConventionError(
+                "Expected exactly one of `damping` and `damping_fraction`, got "
+                f"{damping!r} and {damping_fraction!r}."
+            )
+        if damping_fraction is None:
+            damping = given_damping(curvatures, damping)
+        else:
+            damping = mean_eigenvalue_damping(curvatures, fraction=damping_fraction)
+        made = cls(dict(blocks), curvatures, damping, check)
+        if check == "raise":
+            made._require_definite()
+        return made
+
+    def precondition(
+        self,
+        gradients: Gradients,
+        /,
+        *,
+        loss: LossReduction,
+        storage: Storage,
+        max_elements: int,
+    ) -> Queries:
+        """Return ``(F + lam I)^-1 g_q`` of the queries.
+
+        Parameters
+        ----------
+        gradients : mapping of str to Batch, sequence of Batch, or mapping of arrays
+            Of the queries, for every block; see `Gradients`.
+        loss : {"sum", "mean", "mean_rows"}
+            Over what the queries' loss was summed or averaged in this batch.
+        storage : {"float16", "bfloat16", "float32", "float64"}
+            The dtype of the result; float32 where the library lacks it.
+        max_elements : int
+            The budget; see `kfac_core.influence.chunks`.
+
+        Returns
+        -------
+        Queries
+            One matrix of the block's size for each query and block.
+
+        Raises
+        ------
+        UnknownBlockError, ShapeError, DtypeError, MixedArraysError, UnsupportedError
+            For gradients that do not fit.
+        ShapeError
+            Where not even one query fits the budget.
+        NotFiniteError
+            Where a gradient is not finite (``check="raise"``).
+
+        Notes
+        -----
+        ``2 n m (n + m)`` flops for each query and block.
+        """
+        found = self._gradients(gradients, loss)
+        return Queries(
+            {
+                name: self._preconditioned(name, given, storage, max_elements)
+                for name, given in found.items()
+            }
+        )
+
+    def scores(
+        self,
+        queries: Queries,
+        gradients: Gradients,
+        /,
+        *,
+        loss: LossReduction,
+        max_elements: int,
+        progress: Progress | None = None,
+    ) -> Array:
+        """Return the scores of some training examples for all queries.
+
+        Parameters
+        ----------
+        queries : Queries
+            As `precondition` made them.
+        gradients : mapping of str to Batch, sequence of Batch, or mapping of arrays
+            Of the examples; as for `precondition`.
+        loss : {"sum", "mean", "mean_rows"}
+            Over what their loss was summed or averaged in this batch.
+        max_elements : int
+            The budget; see `kfac_core.influence.chunks`.
+        progress : callable, optional
+            Called with the numbers of pairs of a query and an example, block by block,
+            that are done and that there are.
+
+        Returns
+        -------
+        array, shape (queries, examples)
+            Summed in the blocks' dtype, float32 at least.
+
+        Raises
+        ------
+        UnknownBlockError, ShapeError, DtypeError, MixedArraysError, UnsupportedError
+            For gradients that do not fit.
+        ShapeError
+            Where not even one query and one example fit the budget.
+        NotFiniteError
+            Where a gradient is not finite (``check="raise"``).
+
+        Notes
+        -----
+        ``2 n m`` flops for each query, example and block, by ``x^T P_q g`` where an
+        example has a single row: its gradient is not formed.
+        """
+        found = self._gradients(gradients, loss)
+        require_same_blocks(found, queries.blocks, "queries")
+        report = Report(progress, _examples(found) * queries.count * len(found))
+        total = None
+        for name, given in found.items():
+            part = self._scores(name, queries.blocks[name], given, max_elements, report)
+            total = part if total is None else total + part
+        return total
+
+    def self_scores(
+        self,
+        gradients: Gradients,
+        /,
+        *,
+        loss: LossReduction,
+        max_elements: int,
+        progress: Progress | None = None,
+    ) -> Array:
+        """Return ``<g_n, (F + lam I)^-1 g_n>`` of each example, shape (examples,).
+
+        Parameters
+        ----------
+        gradients, loss, max_elements, progress
+            As for `scores`; progress counts examples, block by block.
+
+        Returns
+        -------
+        array, shape (examples,)
+            The self-influence, not negative.
+
+        Raises
+        ------
+        KFACError
+            As `scores`.
+
+        Notes
+        -----
+        ``2 (n^2 + n m + m^2)`` flops for an example of a single row, whose gradient is
+        not formed, and ``2 n m (n + m)`` for one of several.
+        """
+        found = self._gradients(gradients, loss)
+        report = Report(progress, _examples(found) * len(found))
+        total = None
+        for name, given in found.items():
+            F, weights = self.curvatures[name], self._weights(name)
+            single = given.is_rows and given.rows_each == 1
+            step = example_chunk(
+                given, max_elements=max_elements, matrices=0 if single else 3
+            )
+            pieces = []
+            for start, stop in parts(given.examples, step):
+                pieces.append(given.part(start, stop).squares(F, weights))
+                report.add(stop - start)
+            part = joined(pieces, (0,), F, axis=0)
+            self._require_finite(part, name, "the examples")
+            total = part if total is None else total + part
+        return total
+
+    def status(self) -> Array:
+        """Return the flags of all blocks, 0-d int32."""
+        status = None
+        for name, F in self.curvatures.items():
+            positive = F.namespace.min(F.eigenvalues) + self.damping[name] > 0
+            flags = F.flags | status_unless(F.namespace, positive, Status.NOT_POSITIVE)
+            status = flags if status is None else status | flags
+        return status
+
+    def _weights(self, name: str) -> Array:
+        return 1.0 / (self.curvatures[name].eigenvalues + self.damping[name])
+
+    def _gradients(
+        self, gradients: Gradients, loss: LossReduction
+    ) -> dict[str, LayerGradients]:
+        require_same_blocks(self.blocks, gradients, "gradients")
+        found = {
+            name: LayerGradients(block.layer, gradients[name], loss=loss)
+            for name, block in self.blocks.items()
+        }
+        counts = {name: given.examples for name, given in found.items()}
+        if len(set(counts.values())) > 1:
+            raise ShapeError(
+                f"Expected gradients of the same examples for all blocks, got {counts}."
+            )
+        return found
+
+    def _preconditioned(
+        self, name: str, given: LayerGradients, storage: Storage, max_elements: int
+    ) -> StoredQueries:
+        F, weights = self.curvatures[name], self._weights(name)
+        dtype = storage_dtype(storage, xp=F.namespace)
+        step = example_chunk(given, max_elements=max_elements, matrices=4)
+        pieces = []
+        for start, stop in parts(given.examples, step):
+            R = given.part(start, stop).coordinates(F)
+            P = F.from_basis(R * weights)
+            del R
+            self._require_finite(P, name, "the queries")
+            pieces.append(stored_queries(P, dtype))
+            del P
+        values = joined([p.values for p in pieces], (0, *F.shape), F, axis=0)
+        scales = [p.scale for p in pieces if p.scale is not None]
+        scale = joined(scales, (0,), F, axis=0) if scales else None
+        return StoredQueries(values, scale)
+
+    def _scores(
+        self,
+        name: str,
+        queries: StoredQueries,
+        given: LayerGradients,
+        max_elements: int,
+        report: Report,
+    ) -> Array:
+        F, count = self.curvatures[name], int(queries.values.shape[0])
+        chunks = score_chunks(given, queries=count, max_elements=max_elements)
+        columns = []
+        for start, stop in parts(given.examples, chunks.examples):
+            part, pieces = given.part(start, stop), []
+            for first, last in parts(count, chunks.queries):
+                P = queries.widened(first, last, F.dtype)
+                pieces.append(part.inner_products(P, by_rows=chunks.by_rows))
+                del P
+                report.add((last - first) * (stop - start))
+            columns.append(joined(pieces, (0, stop - start), F, axis=0))
+            del part
+        found = joined(columns, (count, 0), F, axis=1)
+        self._require_finite(found, name, "the examples")
+        return found
+
+    def _require_finite(self, result: Array, name: str, whose: str) -> None:
+        xp = self.curvatures[name].namespace
+        if self.check == "raise" and not bool(xp.all(xp.isfinite(result))):
+            raise NotFiniteError(
+                f"Block {name!r}: gradients of {whose} hold NaN or infinity, or numbers "
+                "too large to be multiplied. Leave those examples out."
+            )
+
+    def _require_definite(self) -> None:
+        for name, F in self.curvatures.items():
+            smallest = F.namespace.min(F.eigenvalues) + self.damping[name]
+            if not bool(smallest > 0):
+                raise FactorizationError(
+                    f"the damped block has the eigenvalue {float(smallest):.1e}. Give a "
+                    "positive `damping`, or data to a block that saw none.",
+                    factor=name,
+                )
+
+
+def _examples(found: Mapping[str, LayerGradients]) -> int:
+    return next(iter(found.values())).examples

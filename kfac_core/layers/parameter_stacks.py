@@ -1,0 +1,144 @@
+"""Parameter-shaped arrays with leading axes, as matrices with leading axes.
+
+Conventions.  A stack of parameters is a mapping of names to arrays of shape
+``(*lead, *shape)``: Jacobians with axes of examples and outputs, gradients of many
+examples, samples.  All parameters of a layer have the same ``lead``.  The matrices have
+shape ``(*lead, in(+1), out)``, each as `Layer.parameters_to_matrix` makes it of one.
+
+Every layer's way from parameters to its matrix is a permutation.  It is read off once,
+from numbered parameters on the host, and applied to the whole stack at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kfac_core.arrays import device_of, namespace_of, own_namespace, require_floating
+from kfac_core.backend import Array, backend_of
+from kfac_core.errors import ShapeError
+from kfac_core.layers.layer import Layer
+
+__all__ = ["matrices_to_stack", "stack_to_matrices"]
+
+
+def stack_to_matrices(layer: Layer, stack: Mapping[str, Array], /) -> Array:
+    """Turn a stack of parameters into a stack of the layer's matrices.
+
+    Parameters
+    ----------
+    layer : Layer
+        Of which the layout is read.
+    stack : mapping of str to array, shapes (*lead, *parameter shape)
+        The layer's parameters by name; never modified.
+
+    Returns
+    -------
+    array, shape (*lead, in(+1), out)
+        In the order of the layer's matrix.
+
+    Raises
+    ------
+    ShapeError
+        For missing, unknown or misshapen parameters, or leading axes that differ.
+    DtypeError, MixedArraysError
+        For integers, and for arrays of several libraries or devices.
+
+    Notes
+    -----
+    One gather, and as many integers as one matrix has numbers.
+    """
+    shapes = layer.parameter_shapes
+    lead = _leading_axes(stack, shapes)
+    xp = namespace_of(**stack)
+    if not lead:
+        return layer.parameters_to_matrix(stack)
+    flat = [xp.reshape(stack[name], (*lead, -1)) for name in shapes]
+    joined = xp.concat(flat, axis=-1) if len(flat) > 1 else flat[0]
+    taken = xp.take(joined, _placed(_permutation(layer), joined), axis=-1)
+    return xp.reshape(taken, (*lead, *layer.matrix_shape))
+
+
+def matrices_to_stack(layer: Layer, matrices: Array, /) -> dict[str, Array]:
+    """Turn a stack of the layer's matrices back into a stack of parameters.
+
+    Parameters
+    ----------
+    layer : Layer
+        Of which the layout is read.
+    matrices : array, shape (*lead, in(+1), out)
+        As `stack_to_matrices` gives them.
+
+    Returns
+    -------
+    dict of str to array, shapes (*lead, *parameter shape)
+        By name.
+
+    Raises
+    ------
+    ShapeError
+        For another shape.
+    """
+    xp, (n, m) = own_namespace(matrices), layer.matrix_shape
+    if tuple(matrices.shape[-2:]) != (n, m):
+        raise ShapeError(
+            f"Expected matrices of shape (..., {n}, {m}), got {tuple(matrices.shape)}."
+        )
+    lead = tuple(matrices.shape[:-2])
+    if not lead:
+        return layer.matrix_to_parameters(matrices)
+    flat = xp.reshape(matrices, (*lead, n * m))
+    joined = xp.take(flat, _placed(np.argsort(_permutation(layer)), flat), axis=-1)
+    stack, start = {}, 0
+    for name, shape in layer.parameter_shapes.items():
+        size = math.prod(shape)
+        stack[name] = xp.reshape(joined[..., start : start + size], (*lead, *shape))
+        start += size
+    return stack
+
+
+def _permutation(layer: Layer) -> np.ndarray[Any, Any]:
+    """Return, for each place of the matrix, the number of its parameter."""
+    numbered, start = {}, 0
+    for name, shape in layer.parameter_shapes.items():
+        size = math.prod(shape)
+        # In float64, which layers accept, whole numbers are exact to 2^53.
+        numbers = np.arange(start, start + size, dtype=np.float64)
+        numbered[name] = np.reshape(numbers, shape)
+        start += size
+    order: np.ndarray[Any, Any] = layer.parameters_to_matrix(numbered)
+    return np.reshape(order, (-1,)).astype(np.int64)
+
+
+def _placed(index: np.ndarray[Any, Any], like: Array) -> Array:
+    small = index.astype(np.int32 if index.size < 2**31 else np.int64)
+    return backend_of(own_namespace(like)).asarray(small, device=device_of(like))
+
+
+def _leading_axes(
+    stack: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Return the axes before the parameters' own, which all of them must share."""
+    if set(stack) != set(shapes):
+        raise ShapeError(
+            f"Expected the parameters {sorted(shapes)}, got {sorted(stack)}."
+        )
+    xp, found = namespace_of(**stack), {}
+    for name, shape in shapes.items():
+        x = stack[name]
+        require_floating(xp, x, name)
+        axes = x.ndim - len(shape)
+        if axes < 0 or tuple(x.shape[axes:]) != tuple(shape):
+            raise ShapeError(
+                f"Expected `{name}` to have shape (..., {', '.join(map(str, shape))}), "
+                f"got {tuple(x.shape)}."
+            )
+        found[name] = tuple(x.shape[:axes])
+    if len(set(found.values())) > 1:
+        raise ShapeError(
+            f"Expected all parameters to have the same leading axes, got {found}."
+        )
+    return next(iter(found.values()))

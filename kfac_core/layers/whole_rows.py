@@ -1,0 +1,50 @@
+"""The rows of a layer with all positions of each example, whatever approximates it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kfac_core.errors import UnsupportedError
+from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import Rows, join_uses
+
+__all__ = ["whole_rows"]
+
+
+def whole_rows(layer: Layer, fed: Any, /) -> Any:
+    """Turn what a layer saw into rows that know each example's gradient.
+
+    Parameters
+    ----------
+    layer : Layer
+        Of any kind that has inputs.
+    fed : Batch, or sequence of Batch
+        A sequence is several uses of the layer in each example.
+
+    Returns
+    -------
+    Rows, IdRows or ExampleGradients
+        Of N examples.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For arrays that do not fit.
+    UnsupportedError
+        For several uses of a layer without rows x and g, and for chosen rows.
+    """
+    uses = list(fed) if isinstance(fed, list | tuple) else [fed]
+    if not uses or any(getattr(use, "chosen", None) is not None for use in uses):
+        raise UnsupportedError(
+            "Expected at least one `Batch`, without `chosen` rows: the gradient of an "
+            "example is a sum over all its positions."
+        )
+    rows = [layer.rows(use) for use in uses]
+    if len(rows) == 1:
+        return rows[0]
+    if not all(isinstance(part, Rows) for part in rows):
+        raise UnsupportedError(
+            f"Several uses of a {layer.kind} layer cannot be joined; only those of a "
+            "dense or conv layer can."
+        )
+    return join_uses(rows)

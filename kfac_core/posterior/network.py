@@ -1,0 +1,281 @@
+"""The posterior of a whole network: independent blocks, and parameters by name.
+
+Conventions.  As `kfac_core.posterior.block` for each block; blocks are independent, so
+that log-determinants and covariances of outputs add up.  The parameters of a network are
+a mapping of blocks to mappings of names to arrays, as an estimator takes and gives them.
+Parameters that no block holds are fixed: their posterior has no width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add, or_
+from typing import Any, TypeAlias
+
+from kfac_core.arrays import Scalar, as_scalar, cast, full_of, own_namespace
+from kfac_core.backend import Array
+from kfac_core.block import Block
+from kfac_core.blocks.spectral import SpectralBlock
+from kfac_core.errors import ShapeError
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
+from kfac_core.layers.rows import Batch
+from kfac_core.layers.whole_rows import whole_rows
+from kfac_core.posterior.block import BlockPosterior, block_posterior
+from kfac_core.posterior.evidence import Evidence
+from kfac_core.posterior.functional import (
+    covariance_of_rows,
+    functional_covariance,
+    functional_variance,
+    variance_of_rows,
+)
+from kfac_core.precision import Precision
+from kfac_core.spectral_blocks import require_same_blocks, spectral_blocks
+from kfac_core.status import Check
+
+__all__ = ["Jacobians", "Parameters", "Posterior"]
+
+Parameters: TypeAlias = Mapping[str, Mapping[str, Array]]
+"""A network's parameters: blocks to names to arrays."""
+
+Jacobians: TypeAlias = Mapping[str, Mapping[str, Array] | Batch | Sequence[Batch]]
+"""For each block: parameter-shaped derivatives with the axes (examples, outputs) in
+front, or a `Batch` of the layer's inputs and of the derivatives of the outputs with
+respect to the layer's output, one source for each output."""
+
+_FULL_PRECISION = Precision()
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """The posterior of a network; made by `Posterior.of_statistics` or by hand.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        Of which the layers are read.
+    posteriors : mapping of str to BlockPosterior
+        Of the same names.
+
+    Raises
+    ------
+    UnknownBlockError
+        Where the names differ.
+    """
+
+    blocks: Mapping[str, Block]
+    posteriors: Mapping[str, BlockPosterior]
+
+    def __post_init__(self) -> None:
+        require_same_blocks(self.blocks, self.posteriors, "posteriors")
+
+    @classmethod
+    def of_statistics(
+        cls,
+        blocks: Mapping[str, Block],
+        statistics: Mapping[str, Statistics],
+        /,
+        *,
+        examples: Scalar,
+        prior_precision: Scalar | Mapping[str, Scalar],
+        debias: bool = True,
+        precision: Precision = _FULL_PRECISION,
+        check: Check = "raise",
+    ) -> Posterior:
+        """Decompose the curvature of each block and add the prior.
+
+        Parameters
+        ----------
+        blocks, statistics, debias, precision, check
+            As for `kfac_core.spectral_blocks.spectral_blocks`.
+        examples : float or 0-d array
+            N; see `block_posterior`.
+        prior_precision : float, 0-d array, or mapping of str to these
+            tau, of all blocks or of each.
+
+        Returns
+        -------
+        Posterior
+            Whose prior and N can be changed without a new decomposition.
+
+        Raises
+        ------
+        KFACError
+            As `spectral_blocks` and `block_posterior`.
+        """
+        found: dict[str, SpectralBlock] = spectral_blocks(
+            blocks, statistics, debias=debias, precision=precision, check=check
+        )
+        taus = _by_block(prior_precision, found)
+        posteriors = {
+            name: block_posterior(
+                F, examples=examples, prior_precision=taus[name], check=check, name=name
+            )
+            for name, F in found.items()
+        }
+        return cls(dict(blocks), posteriors)
+
+    def with_prior(
+        self, prior_precision: Scalar | Mapping[str, Scalar], /
+    ) -> Posterior:
+        """Return the posterior for other prior precisions; nothing is decomposed."""
+        taus = _by_block(prior_precision, self.posteriors)
+        return Posterior(
+            self.blocks,
+            {name: p.with_prior(taus[name]) for name, p in self.posteriors.items()},
+        )
+
+    def with_examples(self, examples: Scalar, /) -> Posterior:
+        """Return the posterior for another N; nothing is decomposed."""
+        return Posterior(
+            self.blocks,
+            {name: p.with_examples(examples) for name, p in self.posteriors.items()},
+        )
+
+    def logdet(self) -> Array:
+        """Return ``log det P``, 0-d."""
+        return reduce(add, (p.logdet() for p in self.posteriors.values()))
+
+    def evidence(
+        self,
+        log_likelihood: Scalar,
+        parameters: Parameters,
+        /,
+        *,
+        prior_mean: Parameters | float,
+    ) -> Evidence:
+        """Return the terms of the log-marginal likelihood; see `Evidence`.
+
+        Parameters
+        ----------
+        log_likelihood : float or 0-d array
+            ``log p(D | theta*)``, summed over the data, with its constants.
+        parameters : mapping of str to mapping of str to array
+            theta*.
+        prior_mean : mapping of str to mapping of str to array, or float
+            mu, or one number for all its entries.
+
+        Returns
+        -------
+        Evidence
+            Of 0-d arrays in the dtype of the posterior.
+
+        Raises
+        ------
+        UnknownBlockError, ShapeError, DtypeError, MixedArraysError
+            For parameters that do not fit.
+        """
+        require_same_blocks(self.blocks, parameters, "parameters")
+        if isinstance(prior_mean, Mapping):
+            require_same_blocks(self.blocks, prior_mean, "prior_mean")
+        scatter = []
+        for name, p in self.posteriors.items():
+            layer = self.blocks[name].layer
+            xp, dtype = p.curvature.namespace, p.curvature.dtype
+            theta = cast(xp, layer.parameters_to_matrix(parameters[name]), dtype)
+            mu: Any = prior_mean
+            if isinstance(prior_mean, Mapping):
+                mu = cast(xp, layer.parameters_to_matrix(prior_mean[name]), dtype)
+            scatter.append(p.scatter(theta - mu))
+        prior = [p.logdet_prior() for p in self.posteriors.values()]
+        total = reduce(add, scatter)
+        xp = own_namespace(total)
+        value = as_scalar(xp, log_likelihood, total.dtype, "log_likelihood")
+        return Evidence(
+            full_of(xp, value, total), total, reduce(add, prior), self.logdet()
+        )
+
+    def sample(
+        self, mean: Parameters, noise: Parameters, /
+    ) -> dict[str, dict[str, Array]]:
+        """Return ``theta* + P^-1/2 z``.
+
+        Parameters
+        ----------
+        mean : mapping of str to mapping of str to array
+            theta*.
+        noise : mapping of str to mapping of str to array
+            z, independent standard normal numbers of the parameters' shapes; leading
+            axes, the same for all, are as many samples.
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            Parameters with those leading axes, in the dtype of the mean.
+
+        Raises
+        ------
+        UnknownBlockError, ShapeError, DtypeError, MixedArraysError
+            For arrays that do not fit.
+        """
+        require_same_blocks(self.blocks, mean, "mean")
+        require_same_blocks(self.blocks, noise, "noise")
+        samples = {}
+        for name, p in self.posteriors.items():
+            layer = self.blocks[name].layer
+            Z = stack_to_matrices(layer, noise[name])
+            deviations = matrices_to_stack(layer, p.sample(Z))
+            samples[name] = {
+                key: mean[name][key] + cast(own_namespace(x), x, mean[name][key].dtype)
+                for key, x in deviations.items()
+            }
+        return samples
+
+    def functional_covariance(self, jacobians: Jacobians, /) -> Array:
+        """Return the covariance of the linearized outputs, ``J P^-1 J^T``.
+
+        Parameters
+        ----------
+        jacobians : mapping of str to (mapping of str to array, or Batch)
+            For every block; see `Jacobians`.
+
+        Returns
+        -------
+        array, shape (N, K, K)
+            Without observation noise.
+
+        Raises
+        ------
+        UnknownBlockError, ShapeError, DtypeError, MixedArraysError
+            For Jacobians that do not fit, or of blocks that disagree on N and K.
+        """
+        return self._functional(jacobians, functional_covariance, covariance_of_rows)
+
+    def functional_variance(self, jacobians: Jacobians, /) -> Array:
+        """Return the diagonals of `functional_covariance`, shape (N, K)."""
+        return self._functional(jacobians, functional_variance, variance_of_rows)
+
+    def status(self) -> Array:
+        """Return the flags of all blocks, 0-d int32."""
+        return reduce(or_, (p.status() for p in self.posteriors.values()))
+
+    def _functional(
+        self, jacobians: Jacobians, of_matrices: Any, of_rows: Any
+    ) -> Array:
+        require_same_blocks(self.blocks, jacobians, "jacobians")
+        parts = {}
+        for name, p in self.posteriors.items():
+            J, layer = jacobians[name], self.blocks[name].layer
+            if isinstance(J, Mapping):
+                parts[name] = of_matrices(p, stack_to_matrices(layer, J))
+            else:
+                parts[name] = of_rows(p, whole_rows(layer, J))
+        shapes = {name: tuple(part.shape) for name, part in parts.items()}
+        if len(set(shapes.values())) > 1:
+            raise ShapeError(
+                f"Expected the Jacobians of all blocks to have the same examples and "
+                f"outputs, got covariances of the shapes {shapes}."
+            )
+        return reduce(add, parts.values())
+
+
+def _by_block(
+    value: Scalar | Mapping[str, Scalar], blocks: Mapping[str, object]
+) -> Mapping[str, Scalar]:
+    """Return a value for each block."""
+    if isinstance(value, Mapping):
+        require_same_blocks(blocks, value, "prior_precision")
+        return value
+    return dict.fromkeys(blocks, value)
