@@ -83,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="on JAX, run float32 everywhere and three-dimensional convolutions too",
+        help="on JAX, run every case of every test, in float32 too",
     )
 
 
@@ -95,6 +95,12 @@ JAX_FLOAT32 = {
     "test_operators",
     "test_records",
 }
+
+# What JAX is tested with in all cases without `--thorough`: the answers of others.
+JAX_EVERY_CASE = {"test_smoke", "test_records"}
+
+JAX_CASES = 3
+"""How many cases of any other test JAX runs without `--thorough`, far apart."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -108,23 +114,46 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what JAX compiles longest, unless ``--thorough`` asks for it.
+    """Leave out what runs elsewhere, and what JAX compiles longest.
 
+    Tests of no array library run with NumPy's, and not again with those of others.
     Eager JAX compiles every operation anew for each shape and dtype, which is nearly all
-    of the time that its tests take.
+    of the time that its tests take.  Every test runs on it, in a few of its cases.
     """
+    if "numpy" not in config.getoption("--backend").split(","):
+        names = {"backend", "requires_backend"}
+        elsewhere = [i for i in items if not names & set(i.fixturenames)]  # type: ignore[attr-defined]
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [i for i in items if i not in set(elsewhere)]
     if config.getoption("--thorough"):
         return
-    left_out = [item for item in items if _compiles_long(item)]
+    cases: dict[tuple[Any, str], list[pytest.Item]] = {}
+    for item in items:
+        if _on_jax(item) and not _compiles_long(item):
+            name = getattr(item, "originalname", item.name)
+            cases.setdefault((item.path, name), []).append(item)
+    kept = {item for same in cases.values() for item in _some_of(same)}
+    left_out = [item for item in items if _on_jax(item) and item not in kept]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not _compiles_long(item)]
+    items[:] = [item for item in items if not _on_jax(item) or item in kept]
+
+
+def _some_of(same: list[pytest.Item]) -> list[pytest.Item]:
+    """Return a few cases of one test: the first, the last, and some between."""
+    if same[0].path.stem in JAX_EVERY_CASE or len(same) <= JAX_CASES:
+        return same
+    step = (len(same) - 1) / (JAX_CASES - 1)
+    return [same[round(i * step)] for i in range(JAX_CASES)]
+
+
+def _on_jax(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    params = {} if callspec is None else callspec.params
+    return str(params.get("backend", "")).startswith("jax")
 
 
 def _compiles_long(item: pytest.Item) -> bool:
-    callspec = getattr(item, "callspec", None)
-    params = {} if callspec is None else callspec.params
-    if not str(params.get("backend", "")).startswith("jax"):
-        return False
+    params = item.callspec.params  # type: ignore[attr-defined]
     narrow = params.get("dtype") == "float32" and item.path.stem not in JAX_FLOAT32
     solid = item.path.stem == "test_conv_layer" and 3 in params.values()
     return narrow or solid

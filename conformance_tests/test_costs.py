@@ -35,6 +35,10 @@ def test_both_ways_of_solving_give_one_answer(backend, dtype, rng, approximation
         part = estimator.operator("a").input
         assert (part.inverse is None) == (solving == "triangular")
         assert (part.positive is None) == (solving == "inverse")
+        assert estimator.report()["a"].factors["input"].residual < 1e-2
+        again = kc.Estimator({"a": block(approximation=approximation)}, **SETTINGS)
+        again.load_state_dict(estimator.state_dict())
+        assert again.operator("a").input.solving == solving
 
     F = backend.to_numpy(estimator.operator("a").to_dense())
     stacked = np.concatenate([V["weight"], V["bias"][None]])

@@ -26,11 +26,9 @@ from typing import Literal
 from kfac_core.block import Block
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import ConventionError
+from kfac_core.linalg.shifted import Solving
 
-__all__ = ["BlockCosts", "CostTable", "Rates", "Solving", "block_costs", "solving_of"]
-
-Solving = Literal["inverse", "triangular"]
-"""How a damped factor is divided by."""
+__all__ = ["BlockCosts", "CostTable", "Rates", "block_costs", "solving_of"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -560,7 +560,6 @@ class Estimator:
                 arguments=arguments,
                 options=options,
                 name=name,
-                solving=self._solving[name],
             )
             # What was prepared for this call is kept for the next one.
             prepared[name] = dataclasses.replace(self._states[name], operator=operator)

@@ -41,7 +41,7 @@ from kfac_core.linalg.low_rank_basis import LowRankBasis
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.series_chain import SymmetricChain
 from kfac_core.linalg.series_infinite import InfiniteChain
-from kfac_core.linalg.shifted import ShiftedMatrix
+from kfac_core.linalg.shifted import ShiftedMatrix, Solving
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.status import Check
@@ -89,6 +89,7 @@ _STATIC: dict[str, Callable[[Any], bool]] = {
     "whole": lambda value: isinstance(value, bool),
     "definite": lambda value: isinstance(value, bool),
     "check": lambda value: value in get_args(Check),
+    "solving": lambda value: value in get_args(Solving),
     "rung": lambda value: value in get_args(Rung),
     "name": lambda value: isinstance(value, str),
     "shape": lambda value: isinstance(value, tuple) and len(value) == 2,

@@ -9,7 +9,6 @@ from kfac_core.block import Block
 from kfac_core.blocks.operator import CurvatureOperator
 from kfac_core.blocks.sparse_rows import SparseRows
 from kfac_core.conventions import require_one_of
-from kfac_core.costs import Solving
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.feeding import detached_array
 from kfac_core.linalg.shifted import Factorization
@@ -74,7 +73,6 @@ def apply_product(
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
     name: str,
-    solving: Solving = "inverse",
 ) -> tuple[dict[str, Any], CurvatureOperator]:
     """Apply a product to parameter-shaped arrays of one block.
 
@@ -92,8 +90,6 @@ def apply_product(
         What the product takes besides the vector.
     name : str
         The block's name, for messages.
-    solving : {"inverse", "triangular"}
-        What ``multiply_inverse`` prepares.
 
     Returns
     -------
@@ -119,8 +115,6 @@ def apply_product(
         given = {key: detached_array(x) for key, x in parameters.items()}
         vector = block.parameters_to_matrix(given)
         needed = _FACTORIZATION_OF.get(product)
-        if needed == "inverse" and solving == "triangular":
-            needed = "cholesky"
         if needed is not None:
             operator = operator.prepared(needed)
         result = getattr(operator, product)(vector, *arguments, **options)

@@ -18,8 +18,8 @@ from kfac_core.approximations.eigen import Eigen
 from kfac_core.arrays import Scalar
 from kfac_core.block import Block
 from kfac_core.block_state import BlockState
+from kfac_core.blocks.kronecker import FactoredKronecker
 from kfac_core.blocks.operator import CurvatureOperator
-from kfac_core.costs import Solving
 from kfac_core.damping import DampingRule
 from kfac_core.errors import (
     FactorizationError,
@@ -28,7 +28,7 @@ from kfac_core.errors import (
     NotReadyError,
 )
 from kfac_core.factors.statistics import Statistics
-from kfac_core.linalg.shifted import Factorization
+from kfac_core.linalg.shifted import Factorization, Solving
 from kfac_core.movement import Marks, marks_of, movement
 from kfac_core.precision import Precision
 from kfac_core.status import Check
@@ -142,13 +142,6 @@ class Refresh:
         """Return the refresh of some of the blocks."""
         return replace(self, blocks={name: self.blocks[name] for name in names})
 
-    def _factorizations(self, name: str) -> tuple[Factorization, ...]:
-        """Return what is prepared: L in place of the inverse, where L solves."""
-        wanted = self.settings.factorizations
-        if self.settings.solving[name] == "inverse":
-            return wanted
-        return tuple(dict.fromkeys("cholesky" if f == "inverse" else f for f in wanted))
-
     def of_copies(self) -> Refresh:
         """Return the same refresh, of copies of the statistics."""
         copies = {
@@ -176,13 +169,15 @@ class Refresh:
             bare = block.operator(statistics, damping=0.0, factorizations=(), **common)
             n, m = bare.shape
             damping = damping * bare.trace(damped=False) / (n * m)
-        operator = block.operator(
-            statistics,
-            damping=damping,
-            factorizations=self._factorizations(name),
-            **common,
-        )
-        return operator, damping
+        wanted = settings.factorizations
+        if settings.solving[name] == "inverse":
+            operator = block.operator(
+                statistics, damping=damping, factorizations=wanted, **common
+            )
+            return operator, damping
+        bare = block.operator(statistics, damping=damping, factorizations=(), **common)
+        assert isinstance(bare, FactoredKronecker)
+        return bare.solved_by("triangular").prepared(*wanted), damping
 
 
 def require_ready(name: str, block: Block, state: BlockState, /) -> None:

@@ -24,6 +24,7 @@ from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.structure import replaced
 
 __all__ = ["BlockReport", "FactorReport", "report_of"]
 
@@ -215,7 +216,7 @@ def _rank_one(part: ShiftedRankOne, shift: float, xp: Namespace) -> FactorReport
 def _condition(part: ShiftedMatrix, xp: Namespace) -> float:
     if part.basis is not None:
         return _spread(part.eigenvalues(shifted=True), xp)
-    inverse = part.prepared("inverse").inverse
+    inverse = replaced(part, solving="inverse").prepared("inverse").inverse
     assert inverse is not None
     norms = [
         xp.max(xp.sum(xp.abs(matrix), axis=-2), axis=-1)

@@ -143,7 +143,6 @@ class CompiledStages:
                 arguments=(),
                 options={},
                 name=name,
-                solving=self._refreshing.solving[name],
             )[0]
             for name, gradient in gradients.items()
         }

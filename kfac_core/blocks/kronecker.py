@@ -17,7 +17,7 @@ from kfac_core.blocks.operator import entering, leaving
 from kfac_core.blocks.sparse_rows import diagonal_at
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.groups import dense_of_groups
-from kfac_core.linalg.shifted import Factorization
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, Solving
 from kfac_core.structure import replaced, structure
 
 __all__ = ["FactoredKronecker"]
@@ -54,6 +54,16 @@ class FactoredKronecker:
             input=self.input.prepared(*factorizations),
             output=self.output.prepared(*factorizations),
         )
+
+    def solved_by(self, solving: Solving, /) -> FactoredKronecker:
+        """Return the same operator, whose full factors are divided by in a given way."""
+        parts = {
+            side: replaced(part, solving=solving)
+            if isinstance(part, ShiftedMatrix)
+            else part
+            for side, part in (("input", self.input), ("output", self.output))
+        }
+        return replaced(self, **parts)
 
     def at_rows(self, indices: Array, /) -> FactoredKronecker:
         """Return the operator on the rows of some ids alone; see `SparseRows`.

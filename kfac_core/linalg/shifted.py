@@ -22,19 +22,22 @@ from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive
 from kfac_core.linalg.ladder import cholesky_factor, damped_inverse, symmetric_basis
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
-from kfac_core.linalg.triangular import solve_triangular
+from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 from kfac_core.status import Check
 from kfac_core.structure import map_structure, replaced, structure
 
-__all__ = ["Factorization", "ShiftedMatrix", "shifted_matrix"]
+__all__ = ["Factorization", "ShiftedMatrix", "Solving", "shifted_matrix"]
 
 T = TypeVar("T")
+
+Solving = Literal["inverse", "triangular"]
+"""How a damped matrix is divided by."""
 
 Factorization = Literal["inverse", "cholesky", "eigenbasis"]
 """What can be prepared: each serves the products that the module's text says."""
 
 
-@structure(static=("name", "check"))
+@structure(static=("name", "check", "solving"))
 class ShiftedMatrix:
     """A symmetric matrix, a multiple of the identity, and factorizations of their sum.
 
@@ -56,6 +59,8 @@ class ShiftedMatrix:
         What a message should call it.
     check : {"raise", "status"}
         As it was made with.
+    solving : {"inverse", "triangular"}
+        Whether `solve` multiplies by the inverse, or solves with L twice.
     """
 
     matrix: SymmetricMatrix
@@ -66,6 +71,7 @@ class ShiftedMatrix:
     basis: Basis | None
     name: str
     check: Check
+    solving: Solving = "inverse"
 
     @property
     def size(self) -> int:
@@ -88,6 +94,10 @@ class ShiftedMatrix:
         Each depends on A and the shift alone, not on which others were made before.  An
         inverse keeps no Cholesky factor beside it, unless that is asked for as well.
         """
+        if self.solving == "triangular":
+            factorizations = tuple(
+                "cholesky" if f == "inverse" else f for f in factorizations
+            )
         xp = self._xp()
         made = self
         problem: tuple[SymmetricMatrix, Array] = (self.matrix, self.shift)
@@ -128,11 +138,8 @@ class ShiftedMatrix:
         return product + self._shift()[..., None, None] * v if shifted else product
 
     def solve(self, v: Array, /) -> Array:
-        """Return ``M^-1 v`` by the inverse, or by L where that alone was prepared.
-
-        ``2 n^2 k`` flops, by a symmetric product or two triangular solves.
-        """
-        if self.inverse is None and self.positive is not None:
+        """Return ``M^-1 v``, as `solving` says; ``2 n^2 k`` flops either way."""
+        if self.solving == "triangular":
             half = self.lower_solve(v, transpose=False)
             return self.lower_solve(half, transpose=True)
         made = self._having("inverse").inverse
@@ -159,9 +166,8 @@ class ShiftedMatrix:
 
     def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
         """Return ``L v`` or ``L^T v``."""
-        xp = self._xp()
         L = self._lower()
-        return xp.matmul(xp.matrix_transpose(L) if transpose else L, v)
+        return multiply_triangular(L, v, transpose=transpose, xp=self._xp())
 
     def lower_solve(self, v: Array, /, *, transpose: bool) -> Array:
         """Return ``L^-1 v`` or ``L^-T v``."""

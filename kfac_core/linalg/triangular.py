@@ -1,7 +1,7 @@
-"""Lower triangular matrices: solving with them and inverting them.
+"""Lower triangular matrices: multiplying with them, solving with them, inverting them.
 
-The standard has neither; both are written as recursions over halves, so that nearly
-all of their work is in matrix products.  The leaves are small general solves.
+The standard has neither of the last two; both are written as recursions over halves, so
+that nearly all of their work is in matrix products.  The leaves are small general solves.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from kfac_core.backend import Array, Namespace
 from kfac_core.linalg.dispatch import dispatched
 
-__all__ = ["solve_triangular", "triangular_inverse"]
+__all__ = ["multiply_triangular", "solve_triangular", "triangular_inverse"]
 
 _LEAF = 64
 """Below this size a general solve of the standard is as fast as further halving."""
@@ -55,6 +55,32 @@ def solve_triangular(
         rest = b[..., h:, :] - xp.matmul(coupling, top)
         bottom = definition(second, rest, transpose=False, xp=xp)
     return xp.concat([top, bottom], axis=-2)
+
+
+@dispatched
+def multiply_triangular(
+    lower: Array, v: Array, /, *, transpose: bool, xp: Namespace
+) -> Array:
+    """Return ``L v``, or ``L^T v``.
+
+    Parameters
+    ----------
+    lower : array, shape (..., n, n)
+        Lower triangular, zero above the diagonal.
+    v : array, shape (..., n, k)
+        Of the same dtype.
+    transpose : bool
+        Whether to multiply with the transpose.
+    xp : namespace
+        Of both.
+
+    Returns
+    -------
+    array, shape (..., n, k)
+        The product; ``n^2 k`` flops where the backend has a triangular kernel, else
+        twice that.
+    """
+    return xp.matmul(xp.matrix_transpose(lower) if transpose else lower, v)
 
 
 def triangular_inverse(lower: Array, /, *, xp: Namespace) -> Array:
