@@ -121,10 +121,9 @@ def pytest_collection_modifyitems(
     of the time that its tests take.  Every test runs on it, in a few of its cases.
     """
     if "numpy" not in config.getoption("--backend").split(","):
-        names = {"backend", "requires_backend"}
-        elsewhere = [i for i in items if not names & set(i.fixturenames)]  # type: ignore[attr-defined]
+        elsewhere = [item for item in items if not _of_a_library(item)]
         config.hook.pytest_deselected(items=elsewhere)
-        items[:] = [i for i in items if i not in set(elsewhere)]
+        items[:] = [item for item in items if _of_a_library(item)]
     if config.getoption("--thorough"):
         return
     cases: dict[tuple[Any, str], list[pytest.Item]] = {}
@@ -144,6 +143,12 @@ def _some_of(same: list[pytest.Item]) -> list[pytest.Item]:
         return same
     step = (len(same) - 1) / (JAX_CASES - 1)
     return [same[round(i * step)] for i in range(JAX_CASES)]
+
+
+def _of_a_library(item: pytest.Item) -> bool:
+    """Whether a test takes a backend, from the command line or by its name."""
+    names: list[str] = getattr(item, "fixturenames", [])
+    return "backend" in names or "requires_backend" in names
 
 
 def _on_jax(item: pytest.Item) -> bool:
