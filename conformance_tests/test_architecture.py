@@ -26,6 +26,7 @@ LAYERS = (
     {"block"},
     {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
     | {"costs", "movement", "compiled", "stages", "updating", "refreshing", "stacking"}
+    | {"stacked_inverses"}
     | {"background", "estimator_state", "spectral_blocks"}
     | {"estimator"},
     {
@@ -48,8 +49,10 @@ ARRAY_LIBRARIES = {
 
 # What each backend may import, besides the standard library.
 OWN = {
-    "numpy": {"numpy", "scipy"},
-    "torch": {"numpy", "torch", "array_api_compat"},
+    "numpy": {"numpy", "scipy", "kfac_core_backends"},
+    "lapack": {"numpy", "scipy"},
+    "torch": {"numpy", "torch", "array_api_compat", "kfac_core_backends"},
+    "torch_panels": {"torch"},
     "jax": {"numpy", "jax"},
     "cupy": {"numpy", "cupy", "cupyx", "array_api_compat"},
 }

@@ -9,6 +9,7 @@ from kfac_core.linalg.certificate import (
     cholesky_residual,
     inverse_residual,
     probe,
+    relative_norm,
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -178,3 +179,29 @@ def test_the_probe_sees_every_coordinate(backend, dtype):
         assert values.shape == (n, 1)
         assert values.min() > 1e-2
         assert values.max() < 2.0
+
+
+@pytest.mark.parametrize(
+    ("error", "scale", "expected"),
+    [
+        ([3.0, 4.0], [0.0, 10.0], 0.5),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([3e-30, 4e-30], [1e-29, 0.0], 0.5),
+        ([3e30, 4e30], [1e31, 0.0], 0.5),
+        ([np.nan, 1.0], [1.0, 1.0], np.inf),
+        ([np.inf, 1.0], [1.0, 1.0], np.inf),
+        ([1.0, 1.0], [np.nan, 1.0], np.inf),
+    ],
+)
+def test_a_relative_norm_is_a_number(backend, dtype, error, scale, expected):
+    """It neither over- nor underflows, and what is no number is infinite."""
+    columns = [backend.asarray(np.array([x]).T, dtype) for x in (error, scale)]
+
+    with np.errstate(invalid="ignore"):
+        native = relative_norm(*columns, xp=backend.xp)
+        defined = relative_norm.__wrapped__(*columns, xp=backend.xp)
+
+    assert native.dtype == backend.dtype(dtype)
+    assert native.shape == ()
+    assert float(native) == pytest.approx(expected, rel=1e-6)
+    assert float(defined) == pytest.approx(expected, rel=1e-6)

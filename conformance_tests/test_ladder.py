@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
+from kfac_core.linalg import ladder
 from kfac_core.linalg.ladder import cholesky_factor, damped_inverse
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.status import Status
@@ -102,6 +103,32 @@ def test_an_inaccurate_inverse_is_not_accepted(backend, rng):
     M = np.asarray(A, "float32").astype(np.float64)
     assert made.rung == "float64"
     assert_close(inverse_of(backend, made), np.linalg.inv(M), "product", "float32")
+
+
+@pytest.mark.parametrize("wrong", ["damped_cholesky", "inverse_from_cholesky"])
+def test_what_a_certificate_refuses_is_not_taken(
+    backend, dtype, rng, monkeypatch, wrong
+):
+    """A factor or an inverse that is 5% off is found on each rung, and none is used."""
+    A = reference.spd(rng, 4)
+    right = getattr(ladder, wrong)
+
+    def off(*args, **options):
+        made = right(*args, **options)
+        return made.scaled(1.05) if isinstance(made, SymmetricMatrix) else made * 1.05
+
+    monkeypatch.setattr(ladder, wrong, off)
+
+    inverse = wrong == "inverse_from_cholesky"
+    made = climb(backend, dtype, A, 0.01, inverse=inverse)
+
+    M = A + 0.01 * np.eye(4)
+    assert made.rung == "eigendecomposition"
+    lower = backend.to_numpy(made.lower)
+    if inverse:
+        assert_close(inverse_of(backend, made), np.linalg.inv(M), "inverse", dtype)
+    else:
+        assert_close(lower, np.linalg.cholesky(M), "cholesky", dtype)
 
 
 def test_an_indefinite_matrix_is_clipped(backend, dtype, rng):

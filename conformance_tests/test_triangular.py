@@ -5,7 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kfac_core.linalg.triangular import solve_triangular, triangular_inverse
+from kfac_core.linalg.triangular import (
+    multiply_triangular,
+    solve_triangular,
+    triangular_inverse,
+)
 
 from . import reference
 from .tolerances import assert_close
@@ -101,3 +105,41 @@ def test_every_size_is_split_right(n, k, transpose):
     got = solve_triangular.__wrapped__(L, b, transpose=transpose, xp=np)
 
     assert_close((L.T if transpose else L) @ got, b, "inverse", "float64")
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 3), (128, 1)])
+def test_product_is_the_dense_one(backend, dtype, rng, n, k, transpose):
+    """L v or L^T v, natively and by the definition, in either memory layout of L."""
+    L, v = lower(rng, n), rng.normal(size=(n, k))
+    V = backend.asarray(v, dtype)
+    plain = backend.asarray(L, dtype)
+    turned = backend.xp.matrix_transpose(backend.asarray(L.T, dtype))
+
+    products = [
+        function(held, V, transpose=transpose, xp=backend.xp)
+        for function in (multiply_triangular, multiply_triangular.__wrapped__)
+        for held in (plain, turned)
+    ]
+
+    expected = (L.T if transpose else L) @ v
+    for got in products:
+        assert got.dtype == backend.dtype(dtype)
+        assert_close(backend.to_numpy(got), expected, "product", dtype)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_stacks_are_multiplied_one_by_one(backend, dtype, rng, transpose):
+    """Leading axes are independent problems, and one right side serves all."""
+    L = np.stack([lower(rng, 4) for _ in range(3)])
+    v = rng.normal(size=(4, 1))
+
+    got = multiply_triangular(
+        backend.asarray(L, dtype),
+        backend.asarray(v, dtype),
+        transpose=transpose,
+        xp=backend.xp,
+    )
+
+    expected = np.stack([(x.T if transpose else x) @ v for x in L])
+    assert_close(backend.to_numpy(got), expected, "product", dtype)

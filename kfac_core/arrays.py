@@ -30,6 +30,7 @@ __all__ = [
     "full_of",
     "is_finite_number",
     "namespace_of",
+    "own_namespace",
     "require_floating",
     "require_matrix",
     "same_place",
@@ -38,6 +39,15 @@ __all__ = [
 ]
 
 _FLAGS = tuple(int(flag) for flag in Status)
+
+_namespaces: dict[type[Any], Namespace] = {}
+"""The namespaces of the types of array that were met, for the next time."""
+
+_real_floating: dict[tuple[str, Any], bool] = {}
+"""Whether a dtype of a namespace is a real floating one."""
+
+_standard_devices: dict[type[Any], bool] = {}
+"""Whether the arrays of a type have the standard's attribute ``device``."""
 
 NO_ARRAYS: Mapping[str, Array | None] = MappingProxyType({})
 
@@ -69,18 +79,30 @@ def namespace_of(
     MixedArraysError
         Where two of them are of different libraries, or on different devices.
     """
-    given = arrays | {name: x for name, x in optional.items() if x is not None}
-    try:
-        # None and Python numbers have no namespace and are passed over.
-        xp = array_api_compat.array_namespace(*given.values())
-        complete = all(hasattr(x, "dtype") for x in given.values())
-    except TypeError as error:
-        raise _explain(given) from error
-    if not complete:
-        raise _explain(given)
+    given = arrays
+    if optional is not NO_ARRAYS:
+        given = arrays | {name: x for name, x in optional.items() if x is not None}
+    xp = _known_namespace(given)
+    if xp is None:
+        try:
+            # None and Python numbers have no namespace and are passed over.
+            xp = array_api_compat.array_namespace(*given.values())
+            complete = all(hasattr(x, "dtype") for x in given.values())
+        except TypeError as error:
+            raise _explain(given) from error
+        if not complete:
+            raise _explain(given)
+        for x in given.values():
+            _namespaces[type(x)] = xp
     if len(given) > 1:
         same_place(**given)
     return xp
+
+
+def own_namespace(x: Array, /) -> Namespace:
+    """Return the namespace of one thing that is known to be an array."""
+    xp = _namespaces.get(type(x))
+    return array_api_compat.array_namespace(x) if xp is None else xp
 
 
 def same_place(**arrays: Array | None) -> None:
@@ -115,6 +137,11 @@ def same_place(**arrays: Array | None) -> None:
 
 def device_of(x: Array, /) -> Any:
     """Return the device of an array; None where a tracer does not know it."""
+    standard = _standard_devices.get(type(x))
+    if standard is None:
+        standard = _standard_devices[type(x)] = _has_standard_device(x)
+    if standard:
+        return x.device
     try:
         return array_api_compat.device(x)
     except AttributeError:
@@ -240,12 +267,36 @@ def is_finite_number(value: object, /) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(float(value))
 
 
+def _known_namespace(given: Mapping[str, Any]) -> Namespace | None:
+    """Return the namespace of arrays whose types were all met before."""
+    xp = None
+    for x in given.values():
+        found = _namespaces.get(type(x))
+        if found is None or (xp is not None and found is not xp):
+            return None
+        xp = found
+    return xp
+
+
+def _has_standard_device(x: Array) -> bool:
+    return hasattr(type(x), "device") and not (
+        array_api_compat.is_jax_array(x)
+        or array_api_compat.is_dask_array(x)
+        or array_api_compat.is_pydata_sparse_array(x)
+    )
+
+
 def _is_real_floating(xp: Namespace, dtype: Any) -> bool:
-    try:
-        return bool(xp.isdtype(dtype, "real floating"))
-    except TypeError:
-        # NumPy knows extension dtypes (bfloat16) not at all.
-        return False
+    key = (xp.__name__, dtype)
+    known = _real_floating.get(key)
+    if known is None:
+        try:
+            known = bool(xp.isdtype(dtype, "real floating"))
+        except TypeError:
+            # NumPy knows extension dtypes (bfloat16) not at all.
+            known = False
+        _real_floating[key] = known
+    return known
 
 
 def _explain(given: dict[str, Any]) -> Exception:

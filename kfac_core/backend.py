@@ -69,7 +69,6 @@ OPERATIONS = (
     "multiply_symmetric",
     "scale_symmetric",
     "all_finite",
-    "probe",
     "relative_norm",
     "count_indices",
     "sum_rows_at",

@@ -40,6 +40,7 @@ from kfac_core.errors import (
 from kfac_core.factors.average import require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch, Rows, join_uses, require_finite
 from kfac_core.linalg.shifted import Factorization
@@ -224,6 +225,9 @@ class Block:
         for rows in self.row_parts(batch, max_patch_elements=max_patch_elements):
             self._require_place(statistics, rows)
             status = status | rows.status(xp=xp)
+            if isinstance(rows, IdRows):
+                # Not every library says so when an index lies outside; some crash.
+                rows = rows.with_ids_inside(xp=xp)
             if max_patch_elements is None:
                 new = self.approximation.updated(
                     statistics, rows, self.layer, decay=decay, weight=weight, **options
@@ -246,7 +250,7 @@ class Block:
             )
         new = replaced(new, status=status)
         # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
-        scalars = isinstance(status, np.generic | np.ndarray)
+        scalars = isinstance(status, (np.generic, np.ndarray))
         return map_structure(np.asarray, new) if scalars else new
 
     def moments(
@@ -467,6 +471,8 @@ class Block:
         """
         rows = self.rows(batch)
         xp = array_api_compat.array_namespace(rows.like)
+        if isinstance(rows, IdRows):
+            rows = rows.with_ids_inside(xp=xp)
         dtype = wide_dtype(xp, rows.like.dtype)
         scale = conventions.gradient_scale(
             examples=rows.examples, rows=rows.kept(dtype, xp=xp)

@@ -35,6 +35,7 @@ from kfac_core.conventions import (
 from kfac_core.costs import CostTable, Rates, block_costs, solving_of
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
+    ConventionError,
     DampingError,
     KFACError,
     NotReadyError,
@@ -48,7 +49,12 @@ from kfac_core.feeding import detached, require_finite_rows
 from kfac_core.linalg.shifted import Factorization
 from kfac_core.losses.modes import EstimationMode
 from kfac_core.precision import Precision
-from kfac_core.products import VECTOR_PRODUCTS, apply_product, require_products
+from kfac_core.products import (
+    VECTOR_PRODUCTS,
+    apply_product,
+    require_products,
+    vector_of,
+)
 from kfac_core.refreshing import (
     DampingScaling,
     Made,
@@ -58,6 +64,7 @@ from kfac_core.refreshing import (
 )
 from kfac_core.report import BlockReport, report_of
 from kfac_core.shared_factors import SharedFactors
+from kfac_core.stacked_inverses import InverseStack, inverse_stacks
 from kfac_core.stages import CompiledStages
 from kfac_core.status import Check
 from kfac_core.structure import replaced
@@ -136,6 +143,9 @@ class Estimator:
         The number of steps between refreshes that ``"cheaper"`` assumes.
     rates : Rates, optional
         How fast this machine is at what; see `kfac_core.costs`.
+    workers : int
+        How many threads factorize at a refresh; see `kfac_core.linalg.parallel`.  With
+        more than one, let the array library itself use one.
 
     Raises
     ------
@@ -172,6 +182,7 @@ class Estimator:
         solving: Literal["inverse", "triangular", "cheaper"] = "inverse",
         refresh_interval: float | None = None,
         rates: Rates | None = None,
+        workers: int = 1,
     ) -> None:
         require_decay(decay)
         require_weight(weight)
@@ -206,6 +217,11 @@ class Estimator:
                 "A compiled refresh looks at no value, and so cannot leave out blocks that "
                 "did not move. Leave out `refresh_threshold` or `compiled=True`."
             )
+        if workers < 1:
+            raise ConventionError(
+                f"Expected `workers` to be at least 1, got {workers}."
+            )
+        self.workers = workers
         self.refresh_interval = refresh_interval
         costs = {n: block_costs(b, rates or Rates()) for n, b in self.blocks.items()}
         self._costs = {name: cost for name, cost in costs.items() if cost is not None}
@@ -215,6 +231,7 @@ class Estimator:
             for name, cost in costs.items()
         }
         self._stages = self._compiled_stages() if compiled else None
+        self._inverse_stacks: list[InverseStack] | None = None
 
     @property
     def costs(self) -> CostTable:
@@ -510,10 +527,35 @@ class Estimator:
         -----
         Two matrix products a block, ``2 n m (n + m)`` flops; never waits for a device.
         """
-        if self._stages is None:
-            return self.apply("multiply_inverse", gradients)
-        operators = {name: self.operator(name) for name in gradients}
-        return self._stages.precondition(operators, gradients)
+        if self._stages is not None:
+            operators = {name: self.operator(name) for name in gradients}
+            return self._stages.precondition(operators, gradients)
+        stacked = self._stacked_directions(gradients)
+        others = {n: given for n, given in gradients.items() if n not in stacked}
+        found = stacked | self.apply("multiply_inverse", others)
+        return {name: found[name] for name in gradients}
+
+    def _stacked_directions(
+        self, gradients: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """Precondition the gradients of small blocks of equal shape as stacks."""
+        if self._inverse_stacks is None:
+            states = self._states.items()
+            operators = {n: s.operator for n, s in states if s.operator is not None}
+            self._inverse_stacks = inverse_stacks(operators)
+        directions: dict[str, dict[str, Any]] = {}
+        for stack in self._inverse_stacks:
+            if not all(name in gradients for name in stack.names):
+                continue
+            vectors = {
+                name: vector_of(self.blocks[name], gradients[name], name=name)
+                for name in stack.names
+            }
+            if stack.fits(vectors):
+                for name, product in stack.products(vectors).items():
+                    block = self.blocks[name]
+                    directions[name] = block.matrix_to_parameters(product)
+        return directions
 
     def apply(
         self,
@@ -604,6 +646,7 @@ class Estimator:
         self._decay = settings["decay"]
         self._weight = settings["weight"]
         self.burn_in = settings["burn_in"]
+        self._inverse_stacks = None
         if self._stages is not None:
             # The damping rule is part of the programs.
             self._stages = self._compiled_stages()
@@ -730,6 +773,7 @@ class Estimator:
             damping_scaling=self.damping_scaling,
             threshold=self.refresh_threshold,
             solving=self._solving,
+            workers=self.workers,
         )
 
     def _install(self, refresh: Refresh, made: dict[str, Made]) -> None:
@@ -755,6 +799,7 @@ class Estimator:
         if failed is not None:
             raise failed
         self._states.update(new)
+        self._inverse_stacks = None
 
     def _damping_of(self, name: str) -> Scalar:
         return self._damping[name] if isinstance(self._damping, dict) else self._damping

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kfac_core.backend import Array
 from kfac_core.block import Block
 from kfac_core.blocks.operator import CurvatureOperator
 from kfac_core.blocks.sparse_rows import SparseRows
@@ -13,7 +14,7 @@ from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.feeding import detached_array
 from kfac_core.linalg.shifted import Factorization
 
-__all__ = ["VECTOR_PRODUCTS", "apply_product", "require_products"]
+__all__ = ["VECTOR_PRODUCTS", "apply_product", "require_products", "vector_of"]
 
 VECTOR_PRODUCTS = (
     "multiply",
@@ -61,6 +62,21 @@ def require_products(blocks: Mapping[str, Block], products: tuple[str, ...], /) 
                     f"Block {name!r} ({block.approximation.name}) has no {product}: "
                     f"{reason}."
                 )
+
+
+def vector_of(block: Block, parameters: Mapping[str, Any], /, *, name: str) -> Array:
+    """Return parameter-shaped arrays of a block as its matrix, without their graphs.
+
+    Raises
+    ------
+    ShapeError
+        Naming the block.
+    """
+    given = {key: detached_array(x) for key, x in parameters.items()}
+    try:
+        return block.parameters_to_matrix(given)
+    except ShapeError as error:
+        raise ShapeError(f"Block {name!r}: {error}") from None
 
 
 def apply_product(
@@ -111,9 +127,8 @@ def apply_product(
             detached_array(weight.rows), *arguments, **options
         )
         return {"weight": SparseRows(weight.indices, rows)}, operator
+    vector = vector_of(block, parameters, name=name)
     try:
-        given = {key: detached_array(x) for key, x in parameters.items()}
-        vector = block.parameters_to_matrix(given)
         needed = _FACTORIZATION_OF.get(product)
         if needed is not None:
             operator = operator.prepared(needed)

@@ -31,6 +31,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.shifted import Factorization, Solving
 from kfac_core.movement import Marks, marks_of, movement
 from kfac_core.precision import Precision
+from kfac_core.stacking import operators_of_blocks
 from kfac_core.status import Check
 from kfac_core.structure import form, map_structure
 
@@ -57,6 +58,7 @@ class RefreshSettings:
     damping_scaling: DampingScaling
     threshold: float | None
     solving: Mapping[str, Solving]
+    workers: int
 
 
 @dataclass(frozen=True)
@@ -117,26 +119,68 @@ class Refresh:
         DampingError
             For a damping that is negative or not finite.
         """
-        return {name: self._made(name) for name in self.blocks}
+        marks = {name: self._marks(name) for name in self.blocks}
+        moved = [name for name in self.blocks if self._has_moved(name, marks[name])]
+        together = [name for name in moved if self._is_plain(name)]
+        found: dict[str, Any] = self._operators(together) if together else {}
+        made: dict[str, Made] = {}
+        for name in self.blocks:
+            if name not in moved:
+                made[name] = Made()
+                continue
+            damping = self.dampings[name]
+            if name not in found:
+                try:
+                    found[name], damping = self.operator(name)
+                except (FactorizationError, NotFiniteError) as error:
+                    found[name] = error
+            operator = found[name]
+            if isinstance(operator, KFACError):
+                made[name] = Made(error=operator)
+                continue
+            if self.check == "status":
+                operator = unless_failed(operator, self.states[name].operator)
+            made[name] = Made(operator, damping, marks[name])
+        return made
 
-    def _made(self, name: str) -> Made:
-        state, statistics = self.states[name], self.statistics[name]
-        marks: Marks | None = None
-        threshold = self.settings.threshold
-        if threshold is not None and self.check == "raise":
-            marks = marks_of(statistics, debias=self.settings.debias)
-            before = state.marks
-            if before is not None and _same(state.damping, self.dampings[name]):
-                moved = movement(marks, before, xp=statistics.namespace)
-                if float(moved) <= threshold:
-                    return Made()
-        try:
-            operator, damping = self.operator(name)
-        except (FactorizationError, NotFiniteError) as error:
-            return Made(error=error)
-        if self.check == "status":
-            operator = unless_failed(operator, state.operator)
-        return Made(operator, damping, marks)
+    def _is_plain(self, name: str) -> bool:
+        """Whether a block's operator is made as `Block.operator` makes it."""
+        settings = self.settings
+        return (
+            self.check == "raise"
+            and settings.damping_scaling == "none"
+            and settings.solving[name] == "inverse"
+        )
+
+    def _operators(self, names: list[str]) -> dict[str, Any]:
+        """Return operators or errors, of blocks of equal shape as one stack."""
+        settings = self.settings
+        return operators_of_blocks(
+            {name: self.blocks[name] for name in names},
+            {name: self.statistics[name] for name in names},
+            {name: self.dampings[name] for name in names},
+            workers=settings.workers,
+            rule=settings.rule,
+            debias=settings.debias,
+            factorizations=settings.factorizations,
+            check=self.check,
+            precision=settings.precision,
+            memo=self.memo,
+        )
+
+    def _marks(self, name: str) -> Marks | None:
+        if self.settings.threshold is None or self.check != "raise":
+            return None
+        return marks_of(self.statistics[name], debias=self.settings.debias)
+
+    def _has_moved(self, name: str, marks: Marks | None) -> bool:
+        state, threshold = self.states[name], self.settings.threshold
+        if marks is None or threshold is None or state.marks is None:
+            return True
+        if not _same(state.damping, self.dampings[name]):
+            return True
+        xp = self.statistics[name].namespace
+        return float(movement(marks, state.marks, xp=xp)) > threshold
 
     def of(self, names: Iterable[str], /) -> Refresh:
         """Return the refresh of some of the blocks."""

@@ -165,7 +165,7 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
         )
         for name in _arrays[type(first)]
     }
-    return replaced(first, **changes, **_met(first, others))
+    return replaced(first, **changes, **(_met(first, others) if others else {}))
 
 
 def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
         return cupy.linalg.cholesky(array + shifts * eye)
 
 
-def cholesky_inverse(lower: Any, /, *, xp: Any) -> Any:
+def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
     """Return ``(L L^T)^-1`` from the triangular inverse."""
     if lower.ndim != 2:
         return NotImplemented

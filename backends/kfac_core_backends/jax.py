@@ -82,6 +82,49 @@ def register_structure(
     jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=static)
 
 
+_PANELS_FROM = 512
+"""From this size on, products of panels are faster than one product of all."""
+
+
+def _panels(n: int) -> list[tuple[int, int]]:
+    """Return the bounds of about eight panels, so that programs stay short."""
+    width = max(128, -(-n // 128) * 16)
+    return [(start, min(start + width, n)) for start in range(0, n, width)]
+
+
+def _symmetric(panels: list[Any]) -> Any:
+    """Return the symmetric matrix of rows of panels that end at the diagonal."""
+    n = panels[-1].shape[1]
+    lower = jnp.concatenate(
+        [jnp.pad(panel, ((0, 0), (0, n - panel.shape[1]))) for panel in panels]
+    )
+    return jnp.tril(lower) + jnp.tril(lower, -1).T
+
+
+def _gram_by_panels(rows: Any) -> Any:
+    """Return ``rows^T rows``."""
+    return _symmetric([rows[:, a:b].T @ rows[:, :b] for a, b in _panels(rows.shape[1])])
+
+
+_compiled_gram: Any = jax.jit(_gram_by_panels)
+
+
+def gram_update(
+    total: Any, rows: Any, /, *, tail: Any, decay: Any, scale: Any, xp: Any
+) -> Any:
+    """Return ``decay total + scale rows^T rows``, in half of the flops of a product."""
+    if rows.ndim != 2 or rows.shape[1] < _PANELS_FROM:
+        return NotImplemented
+    product = _compiled_gram(rows)
+    if tail is not None:
+        border = tail @ rows
+        product = jnp.block(
+            [[product, border[:, None]], [border, jnp.sum(tail * tail)]]
+        )
+    updated = product * scale
+    return updated if total is None else updated + total.full() * decay, True
+
+
 def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
     """Return the lower factor of ``A + shift I``, NaN where it fails."""
     array = matrix.array
@@ -91,11 +134,38 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
 
 
 def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
-    """Return ``(L L^T)^-1`` by two triangular solves; there is no POTRI."""
+    """Return ``(L L^T)^-1``; there is no POTRI, and for small ones two solves serve."""
+    if lower.ndim == 2 and lower.shape[0] >= _PANELS_FROM:
+        return _compiled_inverse(lower), True
     eye = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
     half = jax_solve_triangular(lower, eye, lower=True)
     inverse = jax_solve_triangular(lower, half, lower=True, trans="T")
     return 0.5 * (inverse + inverse.mT), True
+
+
+def _inverse_by_panels(lower: Any) -> Any:
+    """Return ``L^-T L^-1`` by panels of the triangular inverse."""
+    root = _triangular_inverse(lower, max(128, lower.shape[0] // 8))
+    return _symmetric(
+        [root[a:, a:b].T @ root[a:, :b] for a, b in _panels(lower.shape[0])]
+    )
+
+
+_compiled_inverse: Any = jax.jit(_inverse_by_panels)
+
+
+def _triangular_inverse(lower: Any, leaf: int) -> Any:
+    """Return ``L^-1`` by halves, as `kfac_core.linalg.triangular` has it."""
+    n = lower.shape[0]
+    if n <= leaf:
+        eye = jnp.eye(n, dtype=lower.dtype)
+        return jax_solve_triangular(lower, eye, lower=True)
+    h = n // 2
+    first = _triangular_inverse(lower[:h, :h], leaf)
+    second = _triangular_inverse(lower[h:, h:], leaf)
+    zeros = jnp.zeros((h, n - h), lower.dtype)
+    coupling = -(second @ lower[h:, :h]) @ first
+    return jnp.block([[first, zeros], [coupling, second]])
 
 
 def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:

@@ -1,26 +1,29 @@
 """NumPy, with SciPy's BLAS and LAPACK where SciPy is installed.
 
-Conventions.  A symmetric matrix keeps its lower triangle, ``whole=False``.  BLAS and
-LAPACK want Fortran order, so a C-ordered array is handed over transposed, without a
-copy: its lower triangle is then the upper one of what LAPACK sees.  NumPy's own float32
-``cholesky``, ``inv`` and ``eigh`` compute in float64 and take its time; these do not.
+Conventions.  A symmetric matrix keeps its lower triangle, ``whole=False``, and is made
+in Fortran order, in which LAPACK factorizes a lower triangle faster than an upper one.
+An array in C order is read all the same, as its transpose and without a copy.  NumPy's
+own float32 ``cholesky``, ``inv`` and ``eigh`` compute in float64 and take its time;
+these do not.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 try:
     from scipy.linalg import blas, lapack
+
+    from kfac_core_backends.lapack import lauum, potrf, trmm
 except ImportError:
     blas = lapack = None  # type: ignore[assignment]
 
 name = "numpy"
-
-_PREFIX = {np.dtype(np.float32): "s", np.dtype(np.float64): "d"}
 
 
 def versions() -> dict[str, str]:
@@ -54,72 +57,219 @@ def sum_rows_at(rows: Any, indices: Any, /, *, size: int, xp: Any) -> Any:
 
 
 if lapack is not None:
+    _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+
+    def _by_dtype(single: Any, double: Any) -> dict[np.dtype[Any], Any]:
+        """Return a routine of BLAS or LAPACK for each dtype."""
+        return dict(zip(_FLOATS, (single, double), strict=True))
+
+    _SYRK = _by_dtype(blas.ssyrk, blas.dsyrk)
+    _SYMM = _by_dtype(blas.ssymm, blas.dsymm)
+    _SYMV = _by_dtype(blas.ssymv, blas.dsymv)
+    _TRMM = _by_dtype(blas.strmm, blas.dtrmm)
+    _TRMV = _by_dtype(blas.strmv, blas.dtrmv)
+    _NRM2 = _by_dtype(blas.snrm2, blas.dnrm2)
+    _POTRF = _by_dtype(lapack.spotrf, lapack.dpotrf)
+    _POTRI = _by_dtype(lapack.spotri, lapack.dpotri)
+    _TRTRI = _by_dtype(lapack.strtri, lapack.dtrtri)
+    _TRTRS = _by_dtype(lapack.strtrs, lapack.dtrtrs)
+    _SYEVD = _by_dtype(lapack.ssyevd, lapack.dsyevd)
+
+    _LEAF = 64
+    """Below this size LAPACK's own triangular inverse is the faster one."""
+
+    _BELOW = np.tri(_LEAF, dtype=np.bool_)
+
+    def _stored(array: Any) -> tuple[Any, int]:
+        """Return a matrix as LAPACK reads it, and whether it is in its lower triangle.
+
+        In Fortran order it is; in C order LAPACK sees the transpose.
+        """
+        if array.flags.f_contiguous:
+            return array, 1
+        if array.flags.c_contiguous:
+            return array.T, 0
+        return np.asfortranarray(array), 1
+
+    def _is_ours(array: Any) -> bool:
+        """Whether LAPACK can write to an array that we may overwrite."""
+        return bool(array.flags.f_contiguous and array.flags.writeable)
+
+    def _panels(n: int) -> Iterator[tuple[slice, slice]]:
+        """Yield what lies on and below the diagonal, by rows and columns of panels."""
+        for start in range(0, n, _LEAF):
+            yield slice(start, n), slice(start, min(start + _LEAF, n))
+
+    def _lower_copy(array: Any) -> Any:
+        """Return the lower triangle in Fortran order, zero above the diagonal.
+
+        By panels, so that half of the matrix is neither read nor written.
+        """
+        n = array.shape[0]
+        copy = np.zeros((n, n), array.dtype, order="F")
+        for start in range(0, n, _LEAF):
+            stop = min(start + _LEAF, n)
+            corner = slice(start, stop), slice(start, stop)
+            below = _BELOW[: stop - start, : stop - start]
+            np.copyto(copy[corner], array[corner], where=below)
+            copy[stop:, start:stop] = array[stop:, start:stop]
+        return copy
 
     def gram_update(
-        total: Any, rows: Any, /, *, tail: Any, decay: Any, scale: Any, xp: Any
+        total: Any,
+        rows: Any,
+        /,
+        *,
+        tail: Any,
+        decay: Any,
+        scale: Any,
+        xp: Any,
     ) -> Any:
         """Return ``decay total + scale rows^T rows`` by one SYRK, lower triangle."""
-        if rows.ndim != 2 or rows.shape[0] == 0 or rows.dtype not in _PREFIX:
+        if rows.ndim != 2 or rows.shape[0] == 0 or rows.dtype not in _FLOATS:
             return NotImplemented
         if tail is not None:
             rows = np.concatenate([rows, tail[:, None]], axis=1)
-        syrk = getattr(blas, _PREFIX[rows.dtype] + "syrk")
+        # The rows transposed are in Fortran order already.
+        syrk, x = _SYRK[rows.dtype], rows.T
         if total is None:
-            updated = syrk(float(scale), rows.T, lower=0)
-        else:
-            # SYRK adds to a copy: the caller's running sum is not ours to overwrite.
-            c = np.array(total.array.T, order="F")
-            updated = syrk(
-                float(scale), rows.T, beta=float(decay), c=c, lower=0, overwrite_c=1
-            )
-        return updated.T, False
+            return syrk(float(scale), x, lower=1), False
+        old = total.array
+        if total.whole and old.flags.c_contiguous:
+            old = old.T
+        # SYRK adds to a copy: the caller's running sum is not ours to overwrite.
+        c = np.array(old, order="F")
+        updated = syrk(float(scale), x, beta=float(decay), c=c, lower=1, overwrite_c=1)
+        return updated, False
 
     def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
         """Return the lower factor of ``A + shift I`` by POTRF, NaN where it fails."""
-        if matrix.array.ndim != 2 or matrix.array.dtype not in _PREFIX:
+        array = matrix.array
+        if array.dtype not in _FLOATS:
             return NotImplemented
-        a = np.array(matrix.array.T, order="F")
-        np.einsum("ii->i", a)[...] += shift
-        potrf = getattr(lapack, _PREFIX[a.dtype] + "potrf")
-        factor, info = potrf(a, lower=0, clean=1, overwrite_a=1)
+        if array.ndim != 2:
+            return _cholesky_of_stack(array, shift)
+        if matrix.whole and array.flags.c_contiguous:
+            array = array.T
+        a = _lower_copy(array)
+        a.T.reshape(-1)[:: a.shape[0] + 1] += shift
+        small = a.shape[0] <= _LEAF
+        info = _POTRF[a.dtype](a, 1, 0, 1)[1] if small else potrf(a)
         if info != 0:
-            factor[...] = np.nan
-        return factor.T
+            a[...] = np.nan
+        return a
 
-    def cholesky_inverse(lower: Any, /, *, xp: Any) -> Any:
-        """Return ``(L L^T)^-1`` by POTRI, lower triangle."""
-        if lower.ndim != 2 or lower.dtype not in _PREFIX:
+    def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
+        """Return ``(L L^T)^-1``, lower triangle, as ``L^-T L^-1``."""
+        if lower.dtype not in _FLOATS:
             return NotImplemented
-        potri = getattr(lapack, _PREFIX[lower.dtype] + "potri")
-        inverse, info = potri(np.array(lower.T, order="F"), lower=0, overwrite_c=1)
-        if info != 0:
-            inverse[...] = np.nan
-        return inverse.T, False
+        if lower.ndim != 2:
+            return _inverse_of_stack(lower), True
+        root = lower if overwrite and _is_ours(lower) else _lower_copy(lower)
+        if root.shape[0] <= _LEAF:
+            return _POTRI[root.dtype](root, lower=1, overwrite_c=1)[0], False
+        _invert_lower(root)
+        lauum(root)
+        return root, False
+
+    def _cholesky_of_stack(array: Any, shift: Any) -> Any:
+        """Return the lower factors of a stack, each by POTRF in its place."""
+        n, wrapper = array.shape[-1], _POTRF[array.dtype]
+        lower = np.array(array, order="C")
+        np.einsum("...ii->...i", lower)[...] += np.asarray(shift)[..., None]
+        for mine in lower.reshape(-1, n, n):
+            # In C order LAPACK sees the transpose, and its upper triangle.
+            _, info = wrapper(mine.T, lower=0, clean=1, overwrite_a=1)
+            if info != 0:
+                mine[...] = np.nan
+        return lower
+
+    def _inverse_of_stack(lower: Any) -> Any:
+        """Return ``(L L^T)^-1`` of a stack, both triangles, each by POTRI."""
+        n, potri = lower.shape[-1], _POTRI[lower.dtype]
+        inverse = np.array(lower, order="C")
+        for mine in inverse.reshape(-1, n, n):
+            potri(mine.T, lower=0, overwrite_c=1)
+        return inverse + np.matrix_transpose(np.tril(inverse, k=-1))
+
+    def _invert_lower(x: Any) -> None:
+        """Put the inverse of a lower triangular matrix in its place, by halves.
+
+        With halves ``[[P, 0], [C, R]]`` it is ``[[P^-1, 0], [-R^-1 C P^-1, R^-1]]``:
+        two TRMM, which run at twice the rate of LAPACK's own TRTRI.
+        """
+        n = x.shape[0]
+        if n <= _LEAF:
+            inverse, info = _TRTRI[x.dtype](x, lower=1)
+            x[...] = np.nan if info != 0 else inverse
+            return
+        h = n // 2
+        first, coupling, second = x[:h, :h], x[h:, :h], x[h:, h:]
+        _invert_lower(first)
+        _invert_lower(second)
+        trmm(-1.0, first, coupling, right=True)
+        trmm(1.0, second, coupling, right=False)
 
     def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
         """Solve with L or its transpose by TRTRS."""
-        if lower.ndim != 2 or b.ndim != 2 or lower.dtype not in _PREFIX:
+        if lower.ndim != 2 or b.ndim != 2 or lower.dtype not in _FLOATS:
             return NotImplemented
-        trtrs = getattr(lapack, _PREFIX[lower.dtype] + "trtrs")
-        x, info = trtrs(lower.T, b, lower=0, trans=0 if transpose else 1)
+        a, is_lower = _stored(lower)
+        trans = int(transpose) if is_lower else 1 - int(transpose)
+        x, info = _TRTRS[lower.dtype](a, b, lower=is_lower, trans=trans)
         return np.full_like(b, np.nan) if info != 0 else x
+
+    def multiply_triangular(lower: Any, v: Any, /, *, transpose: bool, xp: Any) -> Any:
+        """Return ``L v`` or ``L^T v`` by TRMM; TRMV for one column."""
+        if lower.ndim != 2 or v.ndim != 2 or lower.dtype not in _FLOATS:
+            return NotImplemented
+        a, is_lower = _stored(lower)
+        trans = int(transpose) if is_lower else 1 - int(transpose)
+        if v.shape[1] == 1:
+            product = _TRMV[lower.dtype](a, v[:, 0], lower=is_lower, trans=trans)
+            return product[:, None]
+        return _TRMM[lower.dtype](1.0, a, v, lower=is_lower, trans_a=trans)
 
     def eigh(matrix: Any, /, *, xp: Any) -> Any:
         """Return eigenvalues and eigenvectors by SYEVD."""
-        if matrix.array.ndim != 2 or matrix.array.dtype not in _PREFIX:
+        if matrix.array.ndim != 2 or matrix.array.dtype not in _FLOATS:
             return NotImplemented
-        syevd = getattr(lapack, _PREFIX[matrix.array.dtype] + "syevd")
-        w, Q, info = syevd(matrix.array.T, compute_v=1, lower=0)
+        a, is_lower = _stored(matrix.array)
+        w, Q, info = _SYEVD[a.dtype](a, compute_v=1, lower=is_lower)
         if info != 0:
             return np.full_like(w, np.nan), np.full_like(Q, np.nan)
         return w, Q
 
-    def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
-        """Return ``S v`` by SYMM, from the lower triangle of S."""
+    def scale_symmetric(matrix: Any, factor: Any, /, *, xp: Any) -> Any:
+        """Return the lower triangle times a number."""
         array = matrix.array
-        if matrix.whole or array.ndim != 2 or v.ndim != 2 or array.dtype not in _PREFIX:
+        n = array.shape[-1]
+        if matrix.whole or array.ndim != 2 or n <= _LEAF:
             return NotImplemented
-        symm = getattr(blas, _PREFIX[array.dtype] + "symm")
+        scaled = np.zeros((n, n), array.dtype, order="F")
+        for rows, columns in _panels(n):
+            np.multiply(array[rows, columns], factor, out=scaled[rows, columns])
+        return scaled, False
+
+    def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
+        """Return ``S v`` from one triangle of S by SYMM; SYMV for one column."""
+        array = matrix.array
+        if array.ndim != 2 or v.ndim != 2 or array.dtype not in _FLOATS:
+            return NotImplemented
+        a, is_lower = _stored(array)
+        if v.shape[1] == 1:
+            return _SYMV[a.dtype](1.0, a, v[:, 0], lower=is_lower)[:, None]
+        if matrix.whole:
+            return NotImplemented
         if v.flags.f_contiguous and not v.flags.c_contiguous:
-            return symm(1.0, array.T, v, lower=0)
-        return symm(1.0, array.T, v.T, side=1, lower=0).T
+            return _SYMM[a.dtype](1.0, a, v, lower=is_lower)
+        return _SYMM[a.dtype](1.0, a, v.T, side=1, lower=is_lower).T
+
+    def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
+        """Return ``|error| / |scale|`` by NRM2, which neither over- nor underflows."""
+        if error.ndim != 2 or error.shape[1] != 1 or error.dtype not in _FLOATS:
+            return NotImplemented
+        nrm2, dtype = _NRM2[error.dtype], error.dtype
+        top, bottom = nrm2(error[:, 0]), nrm2(scale[:, 0])
+        ratio = top / (bottom or 1.0)
+        return np.asarray(ratio if math.isfinite(ratio) else math.inf, dtype)

@@ -1,17 +1,22 @@
 """PyTorch, on whatever device its tensors are.
 
 Conventions.  A running Gram matrix keeps its lower triangle (``addmm`` fuses the moving
-average, but its result is symmetric only up to rounding); inverses have both.  Nothing
-here waits for the device, but for ``eigh``, which PyTorch itself lets wait on CUDA.
+average, but its result is symmetric only up to rounding); inverses have both.  On the
+CPU, where PyTorch has no SYRK and its LAPACK calls are slow, matrices are worked through
+in panels, by products.  Nothing here waits for a GPU, but for ``eigh``, which PyTorch
+itself lets wait on CUDA.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import array_api_compat.torch as namespace_module
 import numpy as np
 import torch
+
+from kfac_core_backends import torch_panels as panels
 
 name = "torch"
 
@@ -77,12 +82,43 @@ def register_structure(
     torch.utils._pytree.register_pytree_node(cls, flatten, unflatten)
 
 
+def _plain(*tensors: Any) -> bool:
+    """Whether tensors may be computed with in place, panel by panel, on the CPU.
+
+    Not where something looks on: autograd, a function transform, a compiler, or a
+    subclass of tensors.  A GPU has its own kernels for what is done by panels here.
+    """
+    return not torch.compiler.is_compiling() and all(
+        type(x) is torch.Tensor
+        and x.device.type == "cpu"
+        and not x.requires_grad
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        for x in tensors
+    )
+
+
 def gram_update(
-    total: Any, rows: Any, /, *, tail: Any, decay: Any, scale: Any, xp: Any
+    total: Any,
+    rows: Any,
+    /,
+    *,
+    tail: Any,
+    decay: Any,
+    scale: Any,
+    xp: Any,
 ) -> Any:
-    """Return ``decay total + scale rows^T rows`` by one ADDMM, lower triangle."""
+    """Return ``decay total + scale rows^T rows``, lower triangle, by ADDMM.
+
+    There is no SYRK: on the CPU the products of panels up to the diagonal take half of
+    the flops of one whole product.
+    """
     if rows.ndim != 2 or torch.is_tensor(decay) or torch.is_tensor(scale):
         return NotImplemented
+    known = [
+        x for x in (rows, tail, None if total is None else total.array) if x is not None
+    ]
+    if _plain(*known):
+        return panels.gram(total, rows, tail, decay, scale), False
     if tail is not None:
         rows = torch.cat([rows, tail[:, None]], dim=1)
     if total is None:
@@ -95,20 +131,71 @@ def _last(shift: Any) -> Any:
     return shift[..., None] if torch.is_tensor(shift) else shift
 
 
+_CHOLESKY_FROM = 512
+"""From this size on, panels are faster than LAPACK's factorization as PyTorch calls it."""
+
+_INVERSE_FROM = 192
+"""Likewise for the inverse."""
+
+
 def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
     """Return the lower factor of ``A + shift I``, NaN where it fails."""
-    diagonal = torch.diagonal(matrix.array, dim1=-2, dim2=-1)
-    damped = torch.diagonal_scatter(
-        matrix.array, diagonal + _last(shift), dim1=-2, dim2=-1
-    )
+    array = matrix.array
+    if array.ndim == 2 and _plain(array, *([shift] if torch.is_tensor(shift) else [])):
+        if array.shape[0] >= _CHOLESKY_FROM:
+            return panels.cholesky(array, shift)
+        damped = array.clone()
+        damped.diagonal().add_(shift)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        return lower if int(info) == 0 else lower.fill_(torch.nan)
+    diagonal = torch.diagonal(array, dim1=-2, dim2=-1)
+    damped = torch.diagonal_scatter(array, diagonal + _last(shift), dim1=-2, dim2=-1)
     lower, info = torch.linalg.cholesky_ex(damped)
     # The factor has finite garbage where `info` is not zero.
     return torch.where((info == 0)[..., None, None], lower, torch.nan)
 
 
-def cholesky_inverse(lower: Any, /, *, xp: Any) -> Any:
+def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
     """Return ``(L L^T)^-1``, both triangles."""
+    if lower.ndim == 2 and lower.shape[0] >= _INVERSE_FROM and _plain(lower):
+        return panels.cholesky_inverse(lower), True
     return torch.cholesky_inverse(lower), True
+
+
+def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
+    """Return ``S v`` from the lower triangle of S."""
+    array = matrix.array
+    if matrix.whole or array.ndim != 2 or v.ndim != 2 or not _plain(array, v):
+        return NotImplemented
+    return panels.multiply_symmetric(array, v)
+
+
+def scale_symmetric(matrix: Any, factor: Any, /, *, xp: Any) -> Any:
+    """Return the lower triangle times a number, mirrored."""
+    array = matrix.array
+    if matrix.whole or array.ndim != 2 or not _plain(array):
+        return NotImplemented
+    return panels.scaled_symmetric(array, factor), True
+
+
+def all_finite(x: Any, /, *, xp: Any) -> Any:
+    """Return whether every number is finite, from the smallest and the largest."""
+    if x.numel() == 0 or not _plain(x):
+        return NotImplemented
+    smallest, largest = torch.aminmax(x)
+    # NaN is both.  (``isfinite`` takes twenty times as long.)
+    return torch.isfinite(largest) & torch.isfinite(smallest)
+
+
+def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
+    """Return ``|error| / |scale|``, of float32 by norms in float64."""
+    if error.ndim != 2 or error.dtype != torch.float32 or not _plain(error, scale):
+        return NotImplemented
+    top, bottom = (
+        torch.linalg.vector_norm(x, dtype=torch.float64) for x in (error, scale)
+    )
+    ratio = float(top) / (float(bottom) or 1.0)
+    return torch.tensor(ratio if math.isfinite(ratio) else math.inf)
 
 
 def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:

@@ -274,6 +274,8 @@ class Kronecker:
     ) -> tuple[Array, Array | None]:
         """Return x and its homogeneous column as the sharing has them."""
         x = cast(xp, rows.inputs, dtype)
+        if self.sharing == "expand" and not rows.homogeneous:
+            return xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1])), None
         ones = xp.ones_like(x[..., 0])
         if rows.mask is not None:
             ones = xp.broadcast_to(cast(xp, rows.mask, dtype), x.shape[:-1])

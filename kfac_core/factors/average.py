@@ -16,11 +16,10 @@ import math
 import numbers
 from typing import Any
 
-import array_api_compat
-
-from kfac_core.arrays import Scalar
+from kfac_core.arrays import Scalar, own_namespace
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import DecayError
+from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.structure import map_structure, structure
 
 __all__ = ["Average", "paper_decay", "require_decay", "require_weight", "zero_weight"]
@@ -48,10 +47,12 @@ class Average:
         """
         if not debias:
             return self.sum
-        xp = array_api_compat.array_namespace(self.weight)
+        xp = own_namespace(self.weight)
         inverse = 1.0 / xp.where(
             self.weight > 0, self.weight, xp.ones_like(self.weight)
         )
+        if isinstance(self.sum, SymmetricMatrix):
+            return self.sum.scaled(inverse)
         return map_structure(lambda x: x * inverse, self.sum)
 
     def merged(self, other: Average, /) -> Average:
@@ -64,7 +65,7 @@ class Average:
 
     def absorbed(self, other: Average, /, *, decay: Scalar, weight: Scalar) -> Average:
         """Return the average after one update with the (debiased) value of another."""
-        xp = array_api_compat.array_namespace(self.weight)
+        xp = own_namespace(self.weight)
         counts = xp.astype(other.weight > 0, self.weight.dtype) * weight
         value = other.value(debias=True)
         new = map_structure(lambda s, c: s * decay + c * counts, self.sum, value)

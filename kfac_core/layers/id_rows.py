@@ -71,6 +71,11 @@ class IdRows:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
 
+    def with_ids_inside(self, *, xp: Namespace) -> IdRows:
+        """Return the rows with id 0 for those that `status` finds out of range."""
+        inside = (self.ids >= 0) & (self.ids < self.size)
+        return replaced(self, ids=xp.where(inside, self.ids, xp.zeros_like(self.ids)))
+
     def input_squares(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum x * x``, shape (V,): counts of ids."""
         values = self._values(dtype, xp)

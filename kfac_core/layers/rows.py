@@ -18,6 +18,7 @@ import array_api_compat
 from kfac_core.arrays import Scalar, cast, namespace_of, status_unless
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import IdRangeError, NotFiniteError, ShapeError, UnsupportedError
+from kfac_core.linalg.finite import all_finite
 from kfac_core.linalg.groups import join_groups
 from kfac_core.status import Status
 from kfac_core.structure import structure
@@ -348,7 +349,7 @@ class PixelRows:
 
 
 def _finite_status(x: Array, g: Array, xp: Namespace) -> Array:
-    good_inputs, good_grads = xp.all(xp.isfinite(x)), xp.all(xp.isfinite(g))
+    good_inputs, good_grads = all_finite(x, xp=xp), all_finite(g, xp=xp)
     return status_unless(xp, good_inputs, Status.INPUTS_NOT_FINITE) | status_unless(
         xp, good_grads, Status.OUTPUT_GRADS_NOT_FINITE
     )

@@ -8,22 +8,42 @@ avoid a fixed one.  A residual that is not finite counts as infinitely bad.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kfac_core.arrays import device_of
 from kfac_core.backend import Array, Namespace
+from kfac_core.linalg.dispatch import dispatched
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.triangular import multiply_triangular
 
 __all__ = [
+    "Probed",
     "RESIDUAL_LIMIT",
     "basis_residual",
     "cholesky_residual",
     "inverse_residual",
     "probe",
+    "probed",
+    "relative_norm",
 ]
 
 RESIDUAL_LIMIT = 1e-2
 """A factorization whose residual is above this is not accepted on its rung."""
+
+
+class Probed(NamedTuple):
+    """The probe vector of a matrix, and its image.
+
+    Attributes
+    ----------
+    z : array, shape (n, 1)
+        The probe vector.
+    image : array, shape (..., n, 1)
+        ``M z``, finite only where everything in M is.
+    """
+
+    z: Array
+    image: Array
 
 
 def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
@@ -33,6 +53,14 @@ def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
     u = xp.remainder(i * 0.7548776662466927, 1.0)
     v = xp.remainder(i * 0.5698402909980532, 1.0)
     return xp.reshape(xp.cos(41.0 * u * (1.0 + v)) + 0.25, (n, 1))
+
+
+def probed(matrix: SymmetricMatrix, shift: Array | None, /, *, xp: Namespace) -> Probed:
+    """Return the probe vector and its image under ``A + shift I``; under A for None."""
+    z = _probe_for(matrix.array, xp)
+    if shift is None:
+        return Probed(z, multiply_symmetric(matrix, z, xp=xp))
+    return Probed(z, _shifted(matrix, shift, z, xp))
 
 
 def inverse_residual(
@@ -46,17 +74,26 @@ def inverse_residual(
     """Return ``|(A + shift I) X z - z| / |z|``, shape (...)."""
     z = _probe_for(matrix.array, xp)
     y = multiply_symmetric(inverse, z, xp=xp)
-    return _relative(_shifted(matrix, shift, y, xp) - z, z, xp)
+    return relative_norm(_shifted(matrix, shift, y, xp) - z, z, xp=xp)
 
 
 def cholesky_residual(
-    matrix: SymmetricMatrix, shift: Array, lower: Array, /, *, xp: Namespace
+    matrix: SymmetricMatrix,
+    shift: Array,
+    lower: Array,
+    /,
+    *,
+    known: Probed | None = None,
+    xp: Namespace,
 ) -> Array:
-    """Return ``|L L^T z - M z| / |M z|`` with ``M = A + shift I``, shape (...)."""
-    z = _probe_for(matrix.array, xp)
-    expected = _shifted(matrix, shift, z, xp)
-    got = xp.matmul(lower, xp.matmul(xp.matrix_transpose(lower), z))
-    return _relative(got - expected, expected, xp)
+    """Return ``|L L^T z - M z| / |M z|`` with ``M = A + shift I``, shape (...).
+
+    `known` is what `probed` returns for the same, where that was called before.
+    """
+    z, expected = known or probed(matrix, shift, xp=xp)
+    half = multiply_triangular(lower, z, transpose=True, xp=xp)
+    got = multiply_triangular(lower, half, transpose=False, xp=xp)
+    return relative_norm(got - expected, expected, xp=xp)
 
 
 def basis_residual(
@@ -65,19 +102,20 @@ def basis_residual(
     eigenvectors: Array,
     /,
     *,
+    known: Probed | None = None,
     xp: Namespace,
 ) -> Array:
     """Return the larger of two residuals of an eigendecomposition, shape (...).
 
-    ``|Q diag(w) Q^T z - A z| / (max|w| |z|)`` and ``|Q Q^T z - z| / |z|``.
+    ``|Q diag(w) Q^T z - A z| / (max|w| |z|)`` and ``|Q Q^T z - z| / |z|``; `known` as for
+    `cholesky_residual`, of A.
     """
-    z = _probe_for(matrix.array, xp)
+    z, expected = known or probed(matrix, None, xp=xp)
     turned = xp.matmul(xp.matrix_transpose(eigenvectors), z)
-    got = xp.matmul(eigenvectors, eigenvalues[..., None] * turned)
-    error = got - multiply_symmetric(matrix, z, xp=xp)
+    error = xp.matmul(eigenvectors, eigenvalues[..., None] * turned) - expected
     largest = xp.max(xp.abs(eigenvalues), axis=-1)[..., None, None]
-    backward = _relative(error, largest * z, xp)
-    orthogonality = _relative(xp.matmul(eigenvectors, turned) - z, z, xp)
+    backward = relative_norm(error, largest * z, xp=xp)
+    orthogonality = relative_norm(xp.matmul(eigenvectors, turned) - z, z, xp=xp)
     return xp.where(orthogonality > backward, orthogonality, backward)
 
 
@@ -90,13 +128,29 @@ def _shifted(matrix: SymmetricMatrix, shift: Array, v: Array, xp: Namespace) -> 
     return multiply_symmetric(matrix, v, xp=xp) + shift[..., None, None] * v
 
 
-def _relative(error: Array, scale: Array, xp: Namespace) -> Array:
-    """Return ``|error| / |scale|``: 0 for 0/0, infinity where it is no number."""
+@dispatched
+def relative_norm(error: Array, scale: Array, /, *, xp: Namespace) -> Array:
+    """Return ``|error| / |scale|``: 0 for 0/0, infinity where it is no number.
+
+    Parameters
+    ----------
+    error : array, shape (..., n, 1)
+        Columns.
+    scale : array, shape (..., n, 1) or (n, 1)
+        What they are measured by.
+    xp : namespace
+        Of both.
+
+    Returns
+    -------
+    array, shape (...)
+        The ratios of Euclidean norms.
+    """
     # Dividing by the largest entry first keeps the squares of huge and tiny matrices
     # inside the range of float32.
     largest = xp.max(xp.abs(scale), axis=(-2, -1), keepdims=True)
     unit = xp.where(largest > 0, largest, xp.ones_like(largest))
     top = xp.linalg.vector_norm(error / unit, axis=(-2, -1))
     bottom = xp.linalg.vector_norm(scale / unit, axis=(-2, -1))
-    ratio = top / xp.where(bottom > 0, bottom, xp.ones_like(bottom))
+    ratio = top / xp.where(bottom == 0, xp.ones_like(bottom), bottom)
     return xp.where(xp.isfinite(ratio), ratio, xp.full_like(ratio, xp.inf))

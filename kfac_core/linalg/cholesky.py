@@ -63,20 +63,26 @@ def damped_cholesky(
     return xp.stack(parts)
 
 
-def inverse_from_cholesky(lower: Array, /, *, xp: Namespace) -> SymmetricMatrix:
+def inverse_from_cholesky(
+    lower: Array, /, *, overwrite: bool = False, xp: Namespace
+) -> SymmetricMatrix:
     """Return `cholesky_inverse` as a `SymmetricMatrix`."""
-    array, whole = cholesky_inverse(lower, xp=xp)
+    array, whole = cholesky_inverse(lower, overwrite=overwrite, xp=xp)
     return SymmetricMatrix(array, whole)
 
 
 @dispatched
-def cholesky_inverse(lower: Array, /, *, xp: Namespace) -> tuple[Array, bool]:
+def cholesky_inverse(
+    lower: Array, /, *, overwrite: bool = False, xp: Namespace
+) -> tuple[Array, bool]:
     """Return ``(L L^T)^-1``, as LAPACK's POTRI does.
 
     Parameters
     ----------
     lower : array, shape (..., n, n)
-        The factor, zero above the diagonal and nonzero on it; never modified.
+        The factor, zero above the diagonal and nonzero on it.
+    overwrite : bool
+        Whether its memory may become the inverse's; it is then not to be used again.
     xp : namespace
         Of the array.
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from kfac_core.backend import OPERATIONS, Namespace, native_operation
+from kfac_core.backend import OPERATIONS, native_operation
 
 __all__ = ["dispatched", "is_factorization_failure"]
 
@@ -34,8 +34,7 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
 
     @functools.wraps(definition)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        xp: Namespace = kwargs["xp"]
-        native = native_operation(name, xp)
+        native = native_operation(name, kwargs["xp"])
         if native is not None:
             result: Any = native(*args, **kwargs)
             if result is not NotImplemented:

@@ -24,10 +24,11 @@ from kfac_core.backend import Array, Namespace
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
+    Probed,
     basis_residual,
     cholesky_residual,
     inverse_residual,
-    probe_image,
+    probed,
 )
 from kfac_core.linalg.cholesky import (
     damped_cholesky,
@@ -96,8 +97,8 @@ def cholesky_factor(
     """
     if check == "status":
         return _reported_factor(matrix, shift, xp=xp)
-    image = _fit_image(matrix, shift, name, xp=xp)
-    made = _tried_factor(matrix, shift, "working", image=image, xp=xp)
+    known = _fit_probed(matrix, shift, name, xp=xp)
+    made = _tried_factor(matrix, shift, "working", known=known, xp=xp)
     if made is not None:
         return made
     wide = widened(matrix, xp=xp)
@@ -199,9 +200,8 @@ def symmetric_basis(
     """
     if check == "status":
         return _reported_basis(matrix, xp=xp)
-    zero = xp.zeros_like(matrix.array[..., 0, 0])
-    image = _fit_image(matrix, zero, name, xp=xp)
-    made = _made_basis(matrix, "working", image=image, xp=xp)
+    known = _fit_probed(matrix, None, name, xp=xp)
+    made = _made_basis(matrix, "working", known=known, xp=xp)
     if bool(xp.all(made.status == 0)):
         return made
     wide = widened(matrix, xp=xp)
@@ -217,19 +217,22 @@ def symmetric_basis(
     )
 
 
-def _fit_image(
-    matrix: SymmetricMatrix, shift: Array, name: str, /, *, xp: Namespace
-) -> Array:
+def _fit_probed(
+    matrix: SymmetricMatrix, shift: Array | None, name: str, /, *, xp: Namespace
+) -> Probed:
     """Return ``M z`` for the certificates; raise for a problem that is unfit.
 
     The one guard before any factorization.  The image is finite only where all of M
     is, so that a matrix is read once for both; only one that is not, or whose image
     overflows, is looked at number by number.
     """
-    image = probe_image(matrix, shift, xp=xp)
-    if not bool(xp.all(xp.isfinite(image)) & xp.all(shift >= 0)):
+    known = probed(matrix, shift, xp=xp)
+    good = xp.all(xp.isfinite(known.image))
+    if shift is not None:
+        good = good & xp.all(shift >= 0)
+    if not bool(good):
         require_fit(unfit_flags(matrix, shift, xp=xp), name, xp=xp)
-    return image
+    return known
 
 
 def _tried_factor(
@@ -238,12 +241,12 @@ def _tried_factor(
     rung: Rung,
     /,
     *,
-    image: Array | None = None,
+    known: Probed | None = None,
     xp: Namespace,
 ) -> Positive | None:
     """Factorize a fit problem on one rung; None where that does not hold."""
     lower = damped_cholesky(matrix, shift, xp=xp)
-    residual = cholesky_residual(matrix, shift, lower, image=image, xp=xp)
+    residual = cholesky_residual(matrix, shift, lower, known=known, xp=xp)
     # What is not finite in L is not in the residual either.
     positive = xp.all(xp.linalg.diagonal(lower) > 0, axis=-1)
     if not bool(xp.all(positive & (residual <= RESIDUAL_LIMIT))):
@@ -275,12 +278,12 @@ def _made_basis(
     rung: Rung,
     /,
     *,
-    image: Array | None = None,
+    known: Probed | None = None,
     xp: Namespace,
 ) -> Basis:
     """Decompose a fit matrix on one rung; its status says whether that holds."""
     w, Q = eigh(matrix, xp=xp)
-    residual = basis_residual(matrix, w, Q, image=image, xp=xp)
+    residual = basis_residual(matrix, w, Q, known=known, xp=xp)
     status = status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
     zeros = xp.zeros_like(w)
     clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import array_api_compat
-
+from kfac_core.arrays import Scalar, own_namespace
 from kfac_core.backend import Array, Namespace
 from kfac_core.linalg.dispatch import dispatched
 from kfac_core.structure import structure
 
-__all__ = ["SymmetricMatrix", "multiply_symmetric", "symmetric_identity"]
+__all__ = [
+    "SymmetricMatrix",
+    "multiply_symmetric",
+    "scale_symmetric",
+    "symmetric_identity",
+]
 
 
 def _whole_if_all_are(*fields: dict[str, Any]) -> dict[str, Any]:
@@ -48,23 +52,49 @@ class SymmetricMatrix:
         """Return both triangles, shape (..., n, n); a copy only where one was missing."""
         if self.whole:
             return self.array
-        xp = array_api_compat.array_namespace(self.array)
+        xp = own_namespace(self.array)
         below = xp.tril(self.array, k=-1)
         return xp.tril(self.array) + xp.matrix_transpose(below)
 
     def diagonal(self) -> Array:
         """Return the diagonal, shape (..., n)."""
-        xp = array_api_compat.array_namespace(self.array)
+        xp = own_namespace(self.array)
         return xp.linalg.diagonal(self.array)
 
     def trace(self) -> Array:
         """Return the trace, shape (...)."""
-        xp = array_api_compat.array_namespace(self.array)
+        xp = own_namespace(self.array)
         return xp.linalg.trace(self.array)
 
-    def scaled(self, factor: Any, /) -> SymmetricMatrix:
+    def scaled(self, factor: Scalar, /) -> SymmetricMatrix:
         """Return the matrix times a number."""
-        return SymmetricMatrix(self.array * factor, self.whole)
+        array, whole = scale_symmetric(self, factor, xp=own_namespace(self.array))
+        return SymmetricMatrix(array, whole)
+
+
+@dispatched
+def scale_symmetric(
+    matrix: SymmetricMatrix, factor: Scalar, /, *, xp: Namespace
+) -> tuple[Array, bool]:
+    """Multiply a symmetric matrix by a number.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix
+        Never modified.
+    factor : float or 0-d array
+        The number.
+    xp : namespace
+        Of the matrix.
+
+    Returns
+    -------
+    array : array, shape (..., n, n)
+        A new array.
+    whole : bool
+        Whether both triangles of it hold the matrix.
+    """
+    return matrix.array * factor, matrix.whole
 
 
 @dispatched

@@ -1,0 +1,84 @@
+"""SciPy's BLAS and LAPACK by their addresses: in place, on parts, and without the lock.
+
+SciPy's own wrappers hold the interpreter's lock, so that no two factorizations run at
+the same time, and copy a matrix that is a part of another.  The routines behind them
+are in ``scipy.linalg.cython_blas`` and ``cython_lapack`` for callers in C, whose
+conventions hold here: matrices are in Fortran order, a part of a matrix has the leading
+dimension of the whole, and what is written is written in place.  A call costs some
+microseconds more than a wrapper's, so that small matrices go to the wrappers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+from scipy.linalg import cython_blas, cython_lapack
+
+__all__ = ["lauum", "potrf", "trmm"]
+
+_PREFIX = {np.dtype(np.float32): "s", np.dtype(np.float64): "d"}
+
+_Matrix = np.ndarray[Any, Any]
+
+
+def potrf(a: _Matrix, /) -> int:
+    """Put the lower Cholesky factor in place of the lower triangle.
+
+    Returns
+    -------
+    int
+        Zero where there is one; else something else is left.
+    """
+    n, info = _int(a.shape[0]), ctypes.c_int()
+    potrf = _routine(cython_lapack, "potrf", a.dtype, 5)
+    potrf(b"L", n, *_part(a), ctypes.byref(info))
+    return info.value
+
+
+def lauum(a: _Matrix, /) -> None:
+    """Put the lower triangle of ``W^T W`` in place of the lower triangle W."""
+    n, info = _int(a.shape[0]), ctypes.c_int()
+    lauum = _routine(cython_lapack, "lauum", a.dtype, 5)
+    lauum(b"L", n, *_part(a), ctypes.byref(info))
+
+
+def trmm(alpha: float, lower: _Matrix, b: _Matrix, /, *, right: bool) -> None:
+    """Put ``alpha L B`` in place of B, or ``alpha B L`` where `right` is true."""
+    side, (m, n) = b"R" if right else b"L", b.shape
+    scalar = np.asarray(alpha, b.dtype)
+    trmm = _routine(cython_blas, "trmm", b.dtype, 11)
+    shape = _int(m), _int(n)
+    trmm(side, b"L", b"N", b"N", *shape, _address(scalar), *_part(lower), *_part(b))
+
+
+@functools.cache
+def _routine(module: Any, name: str, dtype: np.dtype[Any], arguments: int) -> Any:
+    """Return a routine as a function of so many pointers, which frees the lock."""
+    capsule = module.__pyx_capi__[_PREFIX[dtype] + name]
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.argtypes = [ctypes.py_object]
+    api.PyCapsule_GetName.restype = ctypes.c_char_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    signature = api.PyCapsule_GetName(capsule)
+    address = api.PyCapsule_GetPointer(capsule, signature)
+    if b"int *" not in signature or signature.count(b"*") != arguments:
+        raise ImportError(f"SciPy's {name} has the signature {signature!r}")
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * arguments)(address)
+
+
+def _int(value: int) -> Any:
+    return ctypes.byref(ctypes.c_int(value))
+
+
+def _address(array: _Matrix) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _part(a: _Matrix) -> tuple[int, Any]:
+    """Return the address and the leading dimension of a matrix or a part of one."""
+    return _address(a), _int(max(a.strides[1] // a.itemsize, a.shape[0], 1))

@@ -1,0 +1,237 @@
+"""Blocks of equal shape as one stack: small matrices are factorized together.
+
+For matrices of few rows nearly all of the time goes into calls, not into numbers.  A
+stack of them is factorized and certified in as many calls as one of them.
+What comes out for a block is what it would have been alone, up to rounding: a block
+that fails in its stack is done again by itself, where it climbs the ladder or raises.
+
+Conventions.  A stack is made of blocks with `Kronecker`, full factors and no groups, of
+one shape, library, device, dtype and damping; whatever else there is, is done one by
+one.  The order of the results is that of the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from kfac_core.approximations.kronecker import Kronecker
+from kfac_core.arrays import Scalar, device_of, own_namespace
+from kfac_core.backend import Namespace, backend_of
+from kfac_core.block import Block
+from kfac_core.blocks.kronecker import FactoredKronecker
+from kfac_core.blocks.operator import CurvatureOperator
+from kfac_core.errors import FactorizationError, NotFiniteError
+from kfac_core.factors.average import Average
+from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.factorizations import Basis, Inverse, Positive
+from kfac_core.linalg.parallel import in_threads
+from kfac_core.linalg.shifted import ShiftedMatrix
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.status import Check
+
+__all__ = [
+    "STACKED_UP_TO",
+    "operators_of_blocks",
+]
+
+STACKED_UP_TO = 64
+"""The number of rows up to which factors are stacked; above it nothing is gained."""
+
+Made: TypeAlias = CurvatureOperator | FactorizationError | NotFiniteError
+"""An operator, or why there is none."""
+
+
+def operators_of_blocks(
+    blocks: Mapping[str, Block],
+    statistics: Mapping[str, Statistics],
+    dampings: Mapping[str, Scalar],
+    /,
+    *,
+    workers: int = 1,
+    **options: Any,
+) -> dict[str, Made]:
+    """Make the curvature operators of some blocks.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        The blocks by name.
+    statistics : mapping of str to Statistics
+        Of each.
+    dampings : mapping of str to float or 0-d array
+        Of each.
+    workers : int
+        The number of threads; see `kfac_core.linalg.parallel`.
+    **options
+        The other keyword arguments of `kfac_core.Block.operator`, but for ``name``.
+
+    Returns
+    -------
+    dict of str to CurvatureOperator or error
+        By name; for a block that cannot be factorized, the error that
+        `kfac_core.Block.operator` raises for it.
+
+    Raises
+    ------
+    ConventionError, DampingError
+        As `kfac_core.Block.operator`.
+    """
+
+    def one(name: str) -> Made:
+        try:
+            return blocks[name].operator(
+                statistics[name], damping=dampings[name], name=name, **options
+            )
+        except (FactorizationError, NotFiniteError) as error:
+            return error
+
+    def several(names: list[str]) -> dict[str, Made]:
+        if len(names) == 1:
+            return {names[0]: one(names[0])}
+        block, damping = blocks[names[0]], dampings[names[0]]
+        made = _of_stack(block, [statistics[n] for n in names], damping, options)
+        parts = _taken_apart(made, names, options.get("check", "raise"))
+        return {n: part or one(n) for n, part in zip(names, parts, strict=True)}
+
+    stacks: dict[Any, list[str]] = {}
+    for name, block in blocks.items():
+        alike = _alike(block, statistics[name], dampings[name], options)
+        stacks.setdefault(name if alike is None else alike, []).append(name)
+    # The largest first, so that no thread is left with it at the end.
+    ordered = sorted(
+        stacks.values(), key=lambda n: -sum(blocks[n[0]].layer.matrix_shape)
+    )
+    found: dict[str, Made] = {}
+    for part in in_threads(several, ordered, workers=workers):
+        found |= part
+    return {name: found[name] for name in blocks}
+
+
+def _alike(
+    block: Block, statistics: Statistics, damping: Scalar, options: Mapping[str, Any]
+) -> Any:
+    """Return what blocks of one stack have in common; None for a block by itself."""
+    approximation, layer = block.approximation, block.layer
+    if (
+        options.get("rule") == "exact"
+        or options.get("check", "raise") != "raise"
+        or type(approximation) is not Kronecker
+        or (approximation.input, approximation.output) != ("full", "full")
+        or layer.groups > 1
+        or max(layer.matrix_shape) > STACKED_UP_TO
+    ):
+        return None
+    array = statistics.any_weight
+    place = statistics.namespace.__name__, str(device_of(array)), array.dtype
+    known = damping if isinstance(damping, int | float) else id(damping)
+    whole = tuple(statistics.averages[s].sum.whole for s in ("input", "output"))
+    return layer.matrix_shape, place, known, whole
+
+
+def _of_stack(
+    block: Block,
+    statistics: list[Statistics],
+    damping: Scalar,
+    options: Mapping[str, Any],
+) -> FactoredKronecker:
+    """Make the operators of blocks of equal shape as one, of independent groups.
+
+    Where all of them hold on the first rung, nothing has to be looked at again.
+    """
+    xp = statistics[0].namespace
+    averages = {
+        side: _stacked_average([held.averages[side] for held in statistics], xp)
+        for side in statistics[0].averages
+    }
+    stack = Statistics(averages, statistics[0].status)
+    # What is remembered for blocks that share factors is remembered by the identity of
+    # an average, and the stack's are gone after this.
+    options = {**options, "memo": None}
+    made: Any
+    try:
+        made = block.operator(stack, damping=damping, name="stack", **options)
+        if all(part.rung == "working" for part in _factorizations(made)):
+            return made  # type: ignore[no-any-return]
+    except (FactorizationError, NotFiniteError):
+        pass
+    reported = {**options, "check": "status"}
+    made = block.operator(stack, damping=damping, name="stack", **reported)
+    return made  # type: ignore[no-any-return]
+
+
+def _factorizations(made: Any) -> Iterator[Any]:
+    """Yield what was prepared of the two factors."""
+    for side in (made.input, made.output):
+        for field in ("positive", "inverse", "basis"):
+            part = getattr(side, field)
+            if part is not None:
+                yield part
+
+
+def _stacked_average(averages: list[Average], xp: Namespace) -> Average:
+    weight = xp.stack([average.weight for average in averages])
+    if not isinstance(averages[0].sum, SymmetricMatrix):
+        return Average(xp.stack([average.sum for average in averages]), weight)
+    array = xp.stack([average.sum.array for average in averages])
+    matrices = SymmetricMatrix(array, averages[0].sum.whole).full()
+    # The weights are broadcast against matrices.
+    return Average(SymmetricMatrix(matrices, whole=True), weight[:, None, None])
+
+
+def _taken_apart(
+    made: FactoredKronecker, names: list[str], check: Check
+) -> Iterator[FactoredKronecker | None]:
+    """Yield the operator of each block of a stack; None where it failed."""
+    xp = own_namespace(made.scale)
+    flags = xp.zeros_like(made.scale, dtype=xp.int32)
+    for part in _factorizations(made):
+        flags = flags | part.status
+    failed = backend_of(xp).to_numpy(flags)
+    scales = xp.unstack(made.scale)
+    inputs = _each(made.input, [f"{name}/input" for name in names], check, xp)
+    outputs = _each(made.output, [f"{name}/output" for name in names], check, xp)
+    for bad, A, G, S in zip(failed, inputs, outputs, scales, strict=True):
+        yield None if bad else FactoredKronecker(A, G, S)
+
+
+def _each(
+    stack: Any, names: list[str], check: Check, xp: Namespace
+) -> list[ShiftedMatrix]:
+    """Return each matrix of a stack."""
+    none: list[Any] = [None] * len(names)
+    positive, inverse, basis = none, none, none
+    if stack.positive is not None:
+        lower = xp.unstack(stack.positive.lower)
+        positive = _certified(Positive, stack.positive, xp, lower)
+    if stack.inverse is not None:
+        inverses = _matrices(stack.inverse.matrix, xp)
+        inverse = _certified(Inverse, stack.inverse, xp, inverses)
+    if stack.basis is not None:
+        w, Q = xp.unstack(stack.basis.eigenvalues), xp.unstack(stack.basis.eigenvectors)
+        basis = _certified(Basis, stack.basis, xp, w, Q)
+    matrices = applied = _matrices(stack.matrix, xp)
+    if stack.applied is not stack.matrix:
+        applied = _matrices(stack.applied, xp)
+    shifts = xp.unstack(stack.shift)
+    fields = zip(
+        matrices, shifts, applied, positive, inverse, basis, names, strict=True
+    )
+    return [
+        ShiftedMatrix(A, a, B, L, X, Q, name, check)
+        for A, a, B, L, X, Q, name in fields
+    ]
+
+
+def _certified(
+    cls: Callable[..., Any], stack: Any, xp: Namespace, *parts: Sequence[Any]
+) -> list[Any]:
+    """Return each factorization of a stack, from its parts and its certificates."""
+    certificates = [
+        xp.unstack(x) for x in (stack.status, stack.residual, stack.clipped)
+    ]
+    return [cls(*own, stack.rung) for own in zip(*parts, *certificates, strict=True)]
+
+
+def _matrices(stack: SymmetricMatrix, xp: Namespace) -> list[SymmetricMatrix]:
+    return [SymmetricMatrix(x, stack.whole) for x in xp.unstack(stack.array)]
