@@ -519,7 +519,7 @@ def test_a_tensor_that_nothing_names_is_ignored(tmp_path):
 
 def test_a_kind_that_is_not_built_yet_is_refused(tmp_path, monkeypatch):
     """A description can be older than what this version can make of it."""
-    monkeypatch.delattr(kc, "Kronecker")
+    monkeypatch.setattr(kc, "Kronecker", None)
 
     message = refused(write(tmp_path, "early", Good().bytes()))
 
