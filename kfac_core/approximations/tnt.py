@@ -28,8 +28,8 @@ from typing import Any, Literal, get_args
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
 from kfac_core.approximations.kronecker import kronecker_operator
 from kfac_core.approximations.options import NOTHING, OperatorOptions
-from kfac_core.arrays import Scalar
-from kfac_core.backend import Namespace
+from kfac_core.arrays import Scalar, cast
+from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.exact_kronecker import ExactKronecker
 from kfac_core.blocks.kronecker import FactoredKronecker
 from kfac_core.blocks.many_kronecker import ManyKronecker
@@ -39,6 +39,7 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import Rows
 
 __all__ = ["TNT", "Positions"]
 
@@ -120,7 +121,8 @@ class TNT:
 
         Notes
         -----
-        The examples' gradients are formed: ``M N n m`` numbers.
+        ``M R (n^2 + m^2)`` flops for R gradients of one row each, which are not formed;
+        elsewhere the examples' gradients are: ``M N n m`` numbers.
         """
         shares = update_shares(
             statistics, rows, conventions=conventions, weight=weight, xp=xp
@@ -128,9 +130,8 @@ class TNT:
         if layer.kind == "parameters":
             return updated_axes(statistics, rows, layer, shares, decay=decay, xp=xp)
         alone = self.positions == "independent"
-        D = rows.per_position() if alone else rows
-        D = D.per_example(statistics.dtype, xp=xp)
-        lead, (n, m) = D.shape[:-4], D.shape[-2:]
+        used = rows.per_position() if alone else rows
+        columns, across = _gram_rows(used, statistics.dtype, xp)
         share = shares.rows if alone else shares.examples
         common: dict[str, Any] = {
             "tail": None,
@@ -139,9 +140,7 @@ class TNT:
             "weight": shares.row_weight if alone else shares.example_weight,
             "xp": xp,
         }
-        columns = xp.reshape(xp.matrix_transpose(D), (*lead, -1, n))
         A = FullFactor().updated(statistics.averages["input"], columns, **common)
-        across = xp.reshape(D, (*lead, -1, m))
         G = FullFactor().updated(statistics.averages["output"], across, **common)
         old = statistics.averages["repeats"]
         repeats = shares.repeats if alone else 1.0
@@ -165,3 +164,22 @@ class TNT:
         S = S / xp.where(trace > 0, trace, xp.ones_like(trace))
         kinds = FullFactor(), FullFactor()
         return kronecker_operator(statistics, kinds, S, options)
+
+
+def _gram_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:
+    """Return rows whose Gram matrices are ``sum D D^T`` and ``sum D^T D``.
+
+    Those of D itself; for ``D = x g^T`` of one position ``|g| x`` and ``|x| g``.
+    """
+    if rows.positions == 1:
+        x = rows.full_inputs(dtype, xp=xp)[..., 0, :]
+        g = cast(xp, rows.output_grads, dtype)[..., 0, :]
+        g_norms = xp.sqrt(xp.sum(g * g, axis=(-3, -1)))
+        x_norms = xp.sqrt(xp.sum(x * x, axis=-1))
+        across = g * x_norms[..., None, :, None]
+        flat = (*g.shape[:-3], -1, g.shape[-1])
+        return x * g_norms[..., None], xp.reshape(across, flat)
+    D = rows.per_example(dtype, xp=xp)
+    lead, (n, m) = D.shape[:-4], D.shape[-2:]
+    columns = xp.reshape(xp.matrix_transpose(D), (*lead, -1, n))
+    return columns, xp.reshape(D, (*lead, -1, m))

@@ -132,7 +132,7 @@ class Rows:
     def per_example(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return each example's gradient ``D = sum_s x g^T``, shape ((Q,) M, N, n, m)."""
         self.require_all_positions()
-        x = self._full_inputs(dtype, xp)
+        x = self.full_inputs(dtype, xp=xp)
         across = xp.matrix_transpose(x)[..., None, :, :, :]
         return xp.matmul(across, cast(xp, self.output_grads, dtype))
 
@@ -182,7 +182,7 @@ class Rows:
         x, homogeneous = cast(xp, self.inputs, dtype), self.homogeneous
         g = cast(xp, self.output_grads, dtype)
         if input_basis is not None:
-            x = xp.matmul(self._full_inputs(dtype, xp), input_basis[..., None, :, :])
+            x = xp.matmul(self.full_inputs(dtype, xp=xp), input_basis[..., None, :, :])
             homogeneous = False
         if output_basis is not None:
             g = xp.matmul(g, output_basis[..., None, None, :, :])
@@ -228,7 +228,7 @@ class Rows:
         """Return which of the two arrays is not finite, 0-d int32 of `Status` flags."""
         return _finite_status(self.inputs, self.output_grads, xp)
 
-    def _full_inputs(self, dtype: object, xp: Namespace) -> Array:
+    def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return the x with their homogeneous coordinate."""
         x = cast(xp, self.inputs, dtype)
         if not self.homogeneous:
