@@ -114,11 +114,13 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Leave out what runs elsewhere, and what JAX compiles longest.
 
-    Tests of no array library run with NumPy's, and not again with those of others.
+    Tests of no array library run with NumPy's, and not again with those of others, nor
+    without adapters.
     Eager JAX compiles every operation anew for each shape and dtype, which is nearly all
     of the time that its tests take.  Every test runs on it, in a few of its cases.
     """
-    if "numpy" not in config.getoption("--backend").split(","):
+    backends = config.getoption("--backend").split(",")
+    if "numpy" not in backends or WITHOUT_ADAPTERS:
         elsewhere = [item for item in items if not _of_a_library(item)]
         config.hook.pytest_deselected(items=elsewhere)
         items[:] = [item for item in items if _of_a_library(item)]
