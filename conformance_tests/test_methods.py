@@ -75,7 +75,7 @@ def test_a_method_learns(part, problems, catalogue, name, problem):
     assert run.failure is None
     assert run.steps[-1] == 8
     assert run.losses[-1] < 0.95 * run.losses[0]
-    assert np.all(np.diff(run.seconds) > 0)
+    assert np.all(np.diff(run.seconds) >= 0)
 
 
 def test_every_method_that_was_asked_for_is_there(catalogue, problems):
