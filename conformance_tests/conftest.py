@@ -227,6 +227,13 @@ def requires_backend(request: pytest.FixtureRequest) -> Callable[..., BackendUnd
 
 
 @pytest.fixture
+def compiles_long(request: pytest.FixtureRequest, backend: BackendUnderTest) -> None:
+    """For tests whose shapes stand nowhere else: JAX runs them with ``--thorough``."""
+    if backend.name == "jax" and not request.config.getoption("--thorough"):
+        pytest.skip("shapes that JAX compiles for seconds; see --thorough")
+
+
+@pytest.fixture
 def requires_adapters() -> None:
     """For tests of what adapters do: skip where they are hidden."""
     if WITHOUT_ADAPTERS:

@@ -13,7 +13,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import pytest
 
 import kfac_core as kc
 
@@ -82,9 +81,8 @@ class Case:
 
 def case_of(request: Any, backend: Any, dtype: str, kind: str) -> Case:
     """Return the case of a kind; on JAX those that compile long only if asked for."""
-    thorough = request.config.getoption("--thorough")
-    if backend.name == "jax" and kind in LONG_TO_COMPILE and not thorough:
-        pytest.skip("shapes that JAX compiles for seconds; see --thorough")
+    if kind in LONG_TO_COMPILE:
+        request.getfixturevalue("compiles_long")
     return make_case(backend, dtype, kind)
 
 

@@ -539,10 +539,9 @@ def test_what_float32_cannot_certify_is_made_in_float64(
     assert_close(got, value, "inverse", dtype)
 
 
+@pytest.mark.usefixtures("compiles_long")
 def test_layers_of_any_width_are_ordinary(backend, rng):
     """Neighbors of different shapes, of one input and of one output among them."""
-    if backend.name == "jax":
-        pytest.skip("JAX compiles every operation anew for each shape")
     layers = {
         "wide": kc.Dense(in_features=3, out_features=1, bias=False, weight_layout="io"),
         "thin": kc.Dense(in_features=1, out_features=2, bias=True, weight_layout="oi"),

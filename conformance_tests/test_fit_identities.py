@@ -383,10 +383,9 @@ def test_tiny_and_huge_gradients_stay_in_range(backend, dtype, rng, power):
     assert float(statistics.averages["block"].change) < 1e-5
 
 
+@pytest.mark.usefixtures("compiles_long")
 def test_half_precision_is_summed_in_float32(backend, rng):
     """Rows of 16 bits give the statistics of those rows, in float32."""
-    if backend.name == "jax":
-        pytest.skip("JAX compiles every operation anew for float32")
     if not hasattr(backend.xp, "float16"):
         pytest.skip(f"{backend.name} has no float16")
     x, g = (np.asarray(part, np.float16) for part in draw(rng))

@@ -209,10 +209,9 @@ def test_a_useless_start_is_no_trouble(backend, rng, bad):
 
 
 @pytest.mark.parametrize("value", [1e-20, 3.0, 1e20])
+@pytest.mark.usefixtures("compiles_long")
 def test_a_number_is_a_matrix(backend, dtype, value):
     """Width 1, and sizes whose squares float32 does not have."""
-    if backend.name == "jax":
-        pytest.skip("JAX compiles every operation anew")
     made = refreshed_inverse(
         backend.asarray([[0.9 / value]], dtype),
         backend.asarray([[value]], dtype),

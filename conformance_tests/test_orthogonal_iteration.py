@@ -258,10 +258,9 @@ def test_a_refresh_that_raises_the_ratio_is_refused(backend, rng):
     assert_close(backend.to_numpy(made.eigenvalues), quotients, "product", "float64")
 
 
+@pytest.mark.usefixtures("compiles_long")
 def test_a_refusal_is_of_one_matrix_of_a_stack(backend, rng):
     """Its neighbors are refreshed."""
-    if backend.name == "jax":
-        pytest.skip("JAX compiles every operation anew; the drift above is a stack")
     R, _ = np.linalg.qr(rng.normal(size=(4, 4)))
     A = np.stack([(R * w) @ R.T for w in ([4, 2, 1, 0.5], [0.5, 0.3, 0.2, -1.0])])
     Q, _ = np.linalg.qr(R + 0.01 * rng.normal(size=(4, 4)))
@@ -292,10 +291,9 @@ def test_rank_deficient_matrices(backend, dtype, rng, rank):
     assert_close(backend.to_numpy(X), expected, "identity", dtype, condition=100)
 
 
+@pytest.mark.usefixtures("compiles_long")
 def test_a_number_has_a_basis(backend):
     """Width 1, of any size."""
-    if backend.name == "jax":
-        pytest.skip("JAX compiles every operation anew")
     basis = ordered_basis(backend.asarray([[3.0]]))
 
     made = refreshed_basis(basis, backend.asarray([[1e-30]]))

@@ -77,7 +77,7 @@ def test_the_sampler_has_the_posterior_covariance(case):
 
 
 @pytest.mark.parametrize("name", ["factored", "tnt", "uncorrelated", "identity"])
-def test_other_blocks_have_the_basis_of_their_dense_form(backend, rng, name):
+def test_other_blocks_have_the_basis_of_their_dense_form(backend, rng, request, name):
     """Whatever the damping and its rule: ``Q diag(s) Q^T`` is the undamped operator."""
     layer = kc.Dense(in_features=3, out_features=3, bias=True, weight_layout="oi")
     kind = {"tnt": kc.TNT(), "identity": kc.ScaledIdentity(scale=2.0)}.get(
@@ -85,8 +85,7 @@ def test_other_blocks_have_the_basis_of_their_dense_form(backend, rng, name):
     )
     shape = (EXAMPLES,)
     if name == "uncorrelated":
-        if backend.name == "jax":
-            pytest.skip("another size of decomposition, which compiles for seconds")
+        request.getfixturevalue("compiles_long")
         shape, kind = (EXAMPLES, 2), kc.Kronecker(input="uncorrelated")
         layer = kc.Conv(
             in_channels=3,

@@ -120,8 +120,8 @@ class Refresh:
             For a damping that is negative or not finite.
         """
         marks = {name: self._marks(name) for name in self.blocks}
-        moved = [name for name in self.blocks if self._has_moved(name, marks[name])]
-        together = [name for name in moved if self._is_plain(name)]
+        moved = {name for name in self.blocks if self._has_moved(name, marks[name])}
+        together = [n for n in self.blocks if n in moved and self._is_plain(n)]
         found: dict[str, Any] = self._operators(together) if together else {}
         made: dict[str, Made] = {}
         for name in self.blocks:
@@ -180,7 +180,8 @@ class Refresh:
         if not _same(state.damping, self.dampings[name]):
             return True
         xp = self.statistics[name].namespace
-        return float(movement(marks, state.marks, xp=xp)) > threshold
+        # One that is no number is no reason to keep an operator.
+        return not float(movement(marks, state.marks, xp=xp)) <= threshold
 
     def of(self, names: Iterable[str], /) -> Refresh:
         """Return the refresh of some of the blocks."""
