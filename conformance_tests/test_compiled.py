@@ -55,6 +55,9 @@ def test_compiled_steps_are_the_steps(jax_backend, rng):
     }
     assert all(seconds > 0 for seconds in compiled.compilation.seconds.values())
     assert plain.compilation is None
+    compiled.update({})
+    assert compiled.precondition({}) == {}
+    assert compiled.state("a").updates == 4
 
 
 def test_statistics_are_given_up_and_operators_are_not(jax_backend, rng):

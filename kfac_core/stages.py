@@ -65,7 +65,7 @@ class CompiledStages:
     ) -> tuple[dict[str, Statistics], dict[str, Array]]:
         """Return what `kfac_core.updating.updated_blocks` does; gives up `statistics`."""
         chosen = [getattr(b, "chosen", None) is not None for b in batches.values()]
-        if any(chosen):
+        if any(chosen) or not batches:
             return self._updated(statistics, batches, decays, weights)
         xp = next(iter(statistics.values())).namespace
         found: tuple[dict[str, Statistics], dict[str, Array]] = self._update(
@@ -105,6 +105,8 @@ class CompiledStages:
         /,
     ) -> dict[str, dict[str, Any]]:
         """Return the inverse of each block times its gradients."""
+        if not operators:
+            return {}
         first: Any = next(iter(operators.values()))
         xp = array_api_compat.array_namespace(first.status())
         given = {name: dict(gradient) for name, gradient in gradients.items()}
