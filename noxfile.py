@@ -93,6 +93,16 @@ def tests_jax(session: nox.Session) -> None:
     )
 
 
+@nox.session(name="tests-shims", venv_backend="virtualenv")
+def tests_shims(session: nox.Session) -> None:
+    """Run the tests of the shims, with every framework that they feed from."""
+    session.install(
+        *("-e", ".[scipy,torch,flax,keras]", *group("test")),
+        *TORCH_CPU,
+    )
+    session.run("pytest", "conformance_tests/shims", *PARALLEL, *session.posargs)
+
+
 @nox.session(name="no-backends", venv_backend="virtualenv")
 def no_backends(session: nox.Session) -> None:
     """Run the conformance tests without any backend file: the generic path alone."""
@@ -181,6 +191,7 @@ def wheel(session: nox.Session) -> None:
     source = folder / sdist.name.removesuffix(".tar.gz")
     shutil.rmtree(source / "kfac_core")
     shutil.rmtree(source / "backends")
+    shutil.rmtree(source / "shims")
     session.chdir(source)
     session.run(python, "-m", "pytest", *session.posargs)
 

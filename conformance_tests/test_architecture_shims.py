@@ -1,0 +1,75 @@
+"""The form of the shims: how long they are, what they import, what of the core they use."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+import kfac_core
+import kfac_core_shims
+
+ROOT = Path(kfac_core_shims.__file__).parent
+FILES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
+
+# What each shim may import, besides the standard library.
+OWN = {
+    "__init__": set(),
+    "torch": {"torch", "kfac_core"},
+    "jax": {"jax", "numpy", "optax", "flax", "kfac_core"},
+    "keras": {"keras", "numpy", "kfac_core"},
+    "numpy": {"numpy", "kfac_core"},
+}
+
+LINES = 250
+"""What makes a shim longer belongs in the core."""
+
+
+def test_the_shims_are_these():
+    """A new shim has to say what it may import; none lies in a folder of its own."""
+    assert set(FILES) <= set(OWN)
+    assert [path for path in ROOT.iterdir() if path.is_dir()] in (
+        [],
+        [ROOT / "__pycache__"],
+    )
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_shim_is_short(name):
+    """No shim is longer than a reader will read."""
+    assert len(FILES[name].read_text(encoding="utf-8").splitlines()) <= LINES
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_shim_uses_public_names_only(name):
+    """A shim imports ``kfac_core`` itself and no module of it, and nothing private."""
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    roots = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            roots |= {n.split(".")[0] for n in names}
+            assert [n for n in names if n.startswith("kfac_core.")] == []
+        if isinstance(node, ast.ImportFrom):
+            root = node.module.split(".")[0]
+            roots.add(root)
+            if root == "kfac_core":
+                assert node.module == "kfac_core"
+                used = {alias.name for alias in node.names}
+                assert used <= set(kfac_core.__all__)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert not (node.value.id in ("kc", "kfac_core") and node.attr[0] == "_")
+
+    assert roots - OWN[name] - set(sys.stdlib_module_names) == set()
+
+
+def test_the_folder_imports_no_framework():
+    """Importing ``kfac_core_shims`` imports none of what its modules need."""
+    assert importlib.import_module("kfac_core_shims").__doc__
+    tree = ast.parse(FILES["__init__"].read_text(encoding="utf-8"))
+    assert [
+        n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)
+    ] == []
