@@ -26,7 +26,7 @@ LAYERS = (
     {"block"},
     {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
     | {"costs", "movement", "compiled", "stages", "updating", "refreshing", "stacking"}
-    | {"stacked_inverses"}
+    | {"stacked_inverses", "stacked_updates"}
     | {"background", "estimator_state", "spectral_blocks"}
     | {"estimator"},
     {
@@ -38,6 +38,7 @@ LAYERS = (
         "checkpoint",
         "distributed",
     },
+    {"conformance"},
     {"cli", "__init__", "__main__"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

@@ -239,12 +239,19 @@ class _Completed:
 
     def __getattr__(self, member: str) -> Any:
         found = getattr(self._adapter, member, None)
-        return found if found is not None else getattr(self._generic, member)
+        found = found if found is not None else getattr(self._generic, member)
+        # The next time it is found before this is asked.
+        self.__dict__[member] = found
+        return found
 
 
 def _root(xp: Namespace) -> str:
     """Return the root package of a namespace: ``array_api_compat.torch`` -> ``torch``."""
-    name: str = xp.__name__
+    return _root_of(xp.__name__)
+
+
+@functools.cache
+def _root_of(name: str) -> str:
     return name.removeprefix("array_api_compat.").partition(".")[0]
 
 

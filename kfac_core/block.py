@@ -37,13 +37,14 @@ from kfac_core.errors import (
     MixedArraysError,
     UnsupportedError,
 )
-from kfac_core.factors.average import require_decay, require_weight
+from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch, Rows, join_uses, require_finite
 from kfac_core.linalg.shifted import Factorization
+from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.precision import Precision
 from kfac_core.status import Check, Status
 from kfac_core.structure import map_structure, replaced
@@ -250,8 +251,7 @@ class Block:
             )
         new = replaced(new, status=status)
         # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
-        scalars = isinstance(status, (np.generic, np.ndarray))
-        return map_structure(np.asarray, new) if scalars else new
+        return _of_arrays(new) if isinstance(status, (np.generic, np.ndarray)) else new
 
     def moments(
         self,
@@ -535,6 +535,18 @@ class Block:
             raise MixedArraysError(
                 f"{error} (The statistics stay where their first batch was.)"
             ) from None
+
+
+def _of_arrays(statistics: Statistics) -> Statistics:
+    """Return statistics with 0-d arrays in place of NumPy's scalars."""
+    averages = {
+        # Of a matrix only the weight can have become one: the common case, done quickly.
+        name: Average(average.sum, np.asarray(average.weight))
+        if type(average) is Average and type(average.sum) is SymmetricMatrix
+        else map_structure(np.asarray, average)
+        for name, average in statistics.averages.items()
+    }
+    return Statistics(averages, np.asarray(statistics.status), statistics.bases)
 
 
 def _emptied(statistics: Statistics) -> Statistics:

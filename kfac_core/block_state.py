@@ -53,3 +53,33 @@ class BlockState:
     moments_missing: bool = False
     marks: Mapping[str, Array] | None = None
     mean_gradient: Array | None = None
+
+    def updated(
+        self, statistics: Statistics, mean_gradient: Array | None, /
+    ) -> BlockState:
+        """Return the state after an update.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            As they are now.
+        mean_gradient : array or None
+            Of the batch.
+
+        Returns
+        -------
+        BlockState
+            With every count one higher.
+        """
+        return BlockState(
+            statistics=statistics,
+            operator=self.operator,
+            updates=self.updates + 1,
+            age=self.age + 1,
+            failures=self.failures,
+            damping=self.damping,
+            basis_age=None if self.basis_age is None else self.basis_age + 1,
+            moments_missing=False,
+            marks=self.marks,
+            mean_gradient=mean_gradient,
+        )

@@ -345,6 +345,47 @@ class Estimator:
         fed = {self._known(name): detached(batch) for name, batch in grouped.items()}
         self._states.update(self._updated(fed, check))
 
+    def absorb(self, moments: Mapping[str, Statistics], /) -> None:
+        """Feed the statistics of some or all blocks with batches that came in parts.
+
+        To roundoff what one `update` with the whole batch would have done, whatever the
+        sizes of the parts.
+
+        Parameters
+        ----------
+        moments : mapping of str to Statistics
+            As `kfac_core.Block.moments` makes them of a part, with this estimator's
+            ``conventions`` and ``precision``, and `kfac_core.Block.merge` adds them up.
+            (The N of a mean loss is then that of each part.)
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        """
+        states: dict[str, BlockState] = {}
+        for name, given in moments.items():
+            block, state = self.blocks[self._known(name)], self._states[name]
+            old = state.statistics
+            if old is None:
+                old = block.initial(given.any_weight, precision=self.precision)
+            burning = state.updates < self.burn_in
+            states[name] = dataclasses.replace(
+                state,
+                statistics=block.absorb(
+                    old,
+                    given,
+                    decay=1.0 if burning else self._decay,
+                    weight=1.0 if burning else self._weight,
+                ),
+                updates=state.updates + 1,
+                age=state.age + 1,
+                basis_age=None if state.basis_age is None else state.basis_age + 1,
+                moments_missing=False,
+                mean_gradient=None,
+            )
+        self._states.update(states)
+
     def rebase(
         self,
         names: Iterable[str] | None = None,
@@ -702,15 +743,7 @@ class Estimator:
         if check == "raise":
             require_finite_rows({name: new.status for name, new in statistics.items()})
         return {
-            name: dataclasses.replace(
-                state,
-                statistics=statistics[name],
-                updates=state.updates + 1,
-                age=state.age + 1,
-                basis_age=None if state.basis_age is None else state.basis_age + 1,
-                moments_missing=False,
-                mean_gradient=gradients.get(name),
-            )
+            name: state.updated(statistics[name], gradients.get(name))
             for name, state in states.items()
         }
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import array_api_compat
-
-from kfac_core.arrays import device_of
+from kfac_core.arrays import device_of, own_namespace
 from kfac_core.backend import Array, backend_of
 from kfac_core.layers.rows import require_finite
-from kfac_core.structure import map_structure
+from kfac_core.structure import leaves, map_structure
 
 __all__ = ["detached", "detached_array", "require_finite_rows"]
 
@@ -30,14 +28,15 @@ def detached(batch: Any, /) -> Any:
     """
     if isinstance(batch, list | tuple):
         return tuple(detached(use) for use in batch)
-
+    if all(array is detached_array(array) for _, array in leaves(batch)):
+        return batch
     return map_structure(detached_array, batch)
 
 
 def detached_array(x: Array, /) -> Array:
     """Return an array without its gradient graph; anything else as it is."""
     try:
-        xp = array_api_compat.array_namespace(x)
+        xp = own_namespace(x)
     except TypeError:
         return x  # Not an array; whoever takes it says so, with its name.
     return backend_of(xp).detach(x)
@@ -57,19 +56,20 @@ def require_finite_rows(statuses: Mapping[str, Array], /) -> None:
         Naming the block and the argument.
     """
     for name, flags in _read(statuses).items():
-        require_finite(flags, name=name)
+        if flags:
+            require_finite(flags, name=name)
 
 
 def _read(statuses: Mapping[str, Array]) -> dict[str, int]:
     """Bring 0-d integers to the host, in one transfer for each device."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, status in statuses.items():
-        library = array_api_compat.array_namespace(status).__name__
+        library = own_namespace(status).__name__
         groups.setdefault((library, str(device_of(status))), []).append(name)
     values: dict[str, int] = {}
     for names in groups.values():
         stacked = [statuses[name] for name in names]
-        xp = array_api_compat.array_namespace(*stacked)
+        xp = own_namespace(stacked[0])
         host = backend_of(xp).to_numpy(xp.stack(stacked))
         values.update(zip(names, host.tolist(), strict=True))
     return values

@@ -33,6 +33,7 @@ from kfac_core.status import Check
 __all__ = [
     "STACKED_UP_TO",
     "operators_of_blocks",
+    "stacked_statistics",
 ]
 
 STACKED_UP_TO = 64
@@ -139,12 +140,7 @@ def _of_stack(
 
     Where all of them hold on the first rung, nothing has to be looked at again.
     """
-    xp = statistics[0].namespace
-    averages = {
-        side: _stacked_average([held.averages[side] for held in statistics], xp)
-        for side in statistics[0].averages
-    }
-    stack = Statistics(averages, statistics[0].status)
+    stack = stacked_statistics(statistics, statistics[0].namespace)
     # What is remembered for blocks that share factors is remembered by the identity of
     # an average, and the stack's are gone after this.
     options = {**options, "memo": None}
@@ -167,6 +163,29 @@ def _factorizations(made: Any) -> Iterator[Any]:
             part = getattr(side, field)
             if part is not None:
                 yield part
+
+
+def stacked_statistics(statistics: list[Statistics], xp: Namespace, /) -> Statistics:
+    """Return the statistics of blocks of equal shape as those of independent groups.
+
+    Parameters
+    ----------
+    statistics : list of Statistics
+        Of `Kronecker` blocks, one or more; never modified.
+    xp : namespace
+        Of their arrays.
+
+    Returns
+    -------
+    Statistics
+        With a leading axis of blocks in every array but the status, which is the first
+        block's.
+    """
+    averages = {
+        side: _stacked_average([held.averages[side] for held in statistics], xp)
+        for side in statistics[0].averages
+    }
+    return Statistics(averages, statistics[0].status)
 
 
 def _stacked_average(averages: list[Average], xp: Namespace) -> Average:

@@ -36,6 +36,8 @@ Registrar = Callable[[type[Any], tuple[str, ...], tuple[str, ...]], None]
 
 _static: dict[type[Any], tuple[str, ...]] = {}
 _arrays: dict[type[Any], tuple[str, ...]] = {}
+_fields: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
+"""The fields of each class in order, and whether they are static."""
 _meet: dict[type[Any], Callable[..., Any] | None] = {}
 _registrars: dict[str, Registrar] = {}
 
@@ -66,6 +68,7 @@ def structure(
         _static[made] = static
         _meet[made] = meet
         _arrays[made] = tuple(name for name in names if name not in static)
+        _fields[made] = tuple((name, name in static) for name in names)
         for registrar in _registrars.values():
             registrar(made, _arrays[made], static)
         return made
@@ -149,23 +152,28 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
     """
     if first is None:
         return first
-    if isinstance(first, dict):
+    cls = type(first)
+    fields = _fields.get(cls)
+    if fields is None:
+        if not isinstance(first, dict):
+            mapped: T = function(first, *others)
+            return mapped
         others_at: Any = others
         parts: Any = {
             name: map_structure(function, part, *(other[name] for other in others_at))
             for name, part in first.items()
         }
         return parts  # type: ignore[no-any-return]
-    if not is_structure(first):
-        mapped: T = function(first, *others)
-        return mapped
-    changes = {
-        name: map_structure(
-            function, getattr(first, name), *(getattr(other, name) for other in others)
-        )
-        for name in _arrays[type(first)]
-    }
-    return replaced(first, **changes, **(_met(first, others) if others else {}))
+    met = _met(first, others) if others else None
+    values: list[Any] = []
+    for name, static in fields:
+        mine = getattr(first, name)
+        if not static:
+            theirs = (getattr(other, name) for other in others)
+            values.append(map_structure(function, mine, *theirs))
+        else:
+            values.append(mine if met is None else met[name])
+    return cls(*values)
 
 
 def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:
@@ -198,8 +206,10 @@ def replaced(value: T, /, **changes: Any) -> T:
         Of the same class.
     """
     cls = type(value)
-    kept = {name: getattr(value, name) for name in (*_arrays[cls], *_static[cls])}
-    return cls(**(kept | changes))
+    names = [name for name, _ in _fields[cls]]
+    if not changes.keys() <= set(names):
+        raise TypeError(f"{cls.__name__} has the fields {names}, got {list(changes)}")
+    return cls(*[changes.get(name, getattr(value, name)) for name in names])
 
 
 def form(value: Any, /) -> Any:

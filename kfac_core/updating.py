@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kfac_core.arrays import Scalar
 from kfac_core.backend import Array
@@ -15,6 +16,7 @@ from kfac_core.block import Block, Fed
 from kfac_core.conventions import Conventions
 from kfac_core.errors import KFACError
 from kfac_core.factors.statistics import Statistics
+from kfac_core.stacked_updates import update_stacks, updated_stack
 from kfac_core.status import Check
 
 __all__ = ["UpdateSettings", "updated_blocks"]
@@ -81,36 +83,66 @@ def updated_blocks(
     KFACError
         For arrays that do not fit, with the name of the block.
     """
+    arguments = blocks, statistics, batches, decays, weights
+    whole = {name: batches[name] for name in batches if not settings.skip[name]}
     new: dict[str, Statistics] = {}
+    for names in update_stacks(blocks, statistics, whole, decays, weights):
+        new |= _of_stack(names, *arguments, settings)
     gradients: dict[str, Array] = {}
     for name, batch in batches.items():
-        block = blocks[name]
         try:
-            if settings.check == "status":
-                new[name] = block.update(
-                    statistics[name],
-                    batch,
-                    conventions=settings.conventions,
-                    decay=decays[name],
-                    weight=weights[name],
-                    check="status",
-                    skip=settings.skip[name],
-                    max_patch_elements=settings.max_patch_elements,
-                )
-            else:
-                new[name] = block.unchecked_update(
-                    statistics[name],
-                    batch,
-                    conventions=settings.conventions,
-                    decay=decays[name],
-                    weight=weights[name],
-                    skip=settings.skip[name],
-                    max_patch_elements=settings.max_patch_elements,
-                )
+            if name not in new:
+                new[name] = _alone(name, *arguments, settings)
             if settings.mean_gradients:
-                gradients[name] = block.mean_gradient(
+                gradients[name] = blocks[name].mean_gradient(
                     batch, conventions=settings.conventions
                 )
         except KFACError as error:
             raise type(error)(f"Block {name!r}: {error}") from None
-    return new, gradients
+    return {name: new[name] for name in batches}, gradients
+
+
+def _alone(
+    name: str,
+    blocks: Mapping[str, Block],
+    statistics: Mapping[str, Statistics],
+    batches: Mapping[str, Fed],
+    decays: Mapping[str, Scalar],
+    weights: Mapping[str, Scalar],
+    settings: UpdateSettings,
+) -> Statistics:
+    options: dict[str, Any] = {
+        "conventions": settings.conventions,
+        "decay": decays[name],
+        "weight": weights[name],
+        "skip": settings.skip[name],
+        "max_patch_elements": settings.max_patch_elements,
+    }
+    block, old, batch = blocks[name], statistics[name], batches[name]
+    if settings.check == "status":
+        return block.update(old, batch, check="status", **options)
+    return block.unchecked_update(old, batch, **options)
+
+
+def _of_stack(
+    names: list[str],
+    blocks: Mapping[str, Block],
+    statistics: Mapping[str, Statistics],
+    batches: Mapping[str, Fed],
+    decays: Mapping[str, Scalar],
+    weights: Mapping[str, Scalar],
+    settings: UpdateSettings,
+) -> dict[str, Statistics]:
+    first = names[0]
+    try:
+        return updated_stack(
+            blocks[first],
+            {name: statistics[name] for name in names},
+            {name: batches[name] for name in names},
+            conventions=settings.conventions,
+            decay=decays[first],
+            weight=weights[first],
+            check=settings.check,
+        )
+    except KFACError as error:
+        raise type(error)(f"Block {first!r}: {error}") from None

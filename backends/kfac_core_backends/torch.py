@@ -62,8 +62,8 @@ def to_numpy(x: Any, /) -> np.ndarray[Any, Any]:
 
 
 def detach(x: Any, /) -> Any:
-    """Return the tensor without its gradient graph."""
-    return x.detach()
+    """Return the tensor without its gradient graph, itself where it has none."""
+    return x.detach() if x.requires_grad else x
 
 
 def register_structure(

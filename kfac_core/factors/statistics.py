@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import array_api_compat
-
-from kfac_core.arrays import Scalar
+from kfac_core.arrays import Scalar, own_namespace
 from kfac_core.backend import Array, Namespace
 from kfac_core.factors.average import Average
 from kfac_core.linalg.factorizations import Basis
@@ -52,7 +50,7 @@ class Statistics:
     @property
     def namespace(self) -> Namespace:
         """The namespace of the arrays."""
-        return array_api_compat.array_namespace(self.any_weight)
+        return own_namespace(self.any_weight)
 
     def merged(self, other: Statistics, /) -> Statistics:
         """Return the statistics of both data sets together, in the first's bases."""
