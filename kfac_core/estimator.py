@@ -22,6 +22,7 @@ from kfac_core.approximations.eigen import Eigen, MomentStart
 from kfac_core.arrays import Scalar
 from kfac_core.backend import Array
 from kfac_core.background import BackgroundRefresh
+from kfac_core.batch_directions import direction_of_batch
 from kfac_core.block import Block, Fed
 from kfac_core.block_state import BlockState
 from kfac_core.blocks.operator import CurvatureOperator
@@ -48,6 +49,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.feeding import detached, require_finite_rows
 from kfac_core.linalg.shifted import Factorization
 from kfac_core.losses.modes import EstimationMode
+from kfac_core.output_buffers import write_into
 from kfac_core.precision import Precision
 from kfac_core.products import (
     VECTOR_PRODUCTS,
@@ -543,7 +545,11 @@ class Estimator:
         return operator
 
     def precondition(
-        self, gradients: Mapping[str, Mapping[str, Any]], /
+        self,
+        gradients: Mapping[str, Mapping[str, Any]],
+        /,
+        *,
+        out: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, dict[str, Any]]:
         """Multiply gradients by the inverse of each block's damped curvature.
 
@@ -551,18 +557,23 @@ class Estimator:
         ----------
         gradients : mapping of str to mapping of str to array
             For some or all blocks, the parameters' gradients in the layer's layout.
+        out : mapping of str to mapping of str to array, optional
+            Arrays of the same form that the result is written into, step after step; of
+            a library whose arrays can be written to.  They may be the gradients.
 
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form, dtypes and devices; new arrays.
+            Of the same form, dtypes and devices; new arrays, or those of `out`.
 
         Raises
         ------
         UnknownBlockError, NotReadyError
             As `operator`.
         ShapeError, DtypeError, MixedArraysError
-            For gradients that do not fit.
+            For gradients, or buffers, that do not fit; nothing is written then.
+        UnsupportedError
+            For buffers that cannot be written to.
 
         Notes
         -----
@@ -570,11 +581,58 @@ class Estimator:
         """
         if self._stages is not None:
             operators = {name: self.operator(name) for name in gradients}
-            return self._stages.precondition(operators, gradients)
-        stacked = self._stacked_directions(gradients)
-        others = {n: given for n, given in gradients.items() if n not in stacked}
-        found = stacked | self.apply("multiply_inverse", others)
-        return {name: found[name] for name in gradients}
+            found = self._stages.precondition(operators, gradients)
+        else:
+            found = self._stacked_directions(gradients)
+            others = {n: given for n, given in gradients.items() if n not in found}
+            found = found | self.apply("multiply_inverse", others)
+        directions = {name: found[name] for name in gradients}
+        return directions if out is None else write_into(out, directions)
+
+    def precondition_batches(
+        self, batches: Mapping[str, Fed], /
+    ) -> dict[str, dict[str, Any]]:
+        """Multiply the mean gradients of batches by the inverse of each damped block.
+
+        What `precondition` gives for the mean gradient over the examples, without the
+        gradient: for a batch of fewer rows than the layer is wide, the inverse acts on
+        the rows.
+
+        Parameters
+        ----------
+        batches : mapping of str to Batch, GradientBatch or sequence of Batch
+            For some or all blocks, with the gradients of the loss that is minimized (not
+            with sampled ones).
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            By block and parameter, in the layer's layout.
+
+        Raises
+        ------
+        UnknownBlockError, NotReadyError
+            As `operator`.
+        ShapeError, DtypeError, MixedArraysError
+            For arrays that do not fit.
+
+        Notes
+        -----
+        The smaller of ``2 R (n^2 + m^2 + n m)`` and ``2 n m (n + m + R)`` flops a block
+        for R rows; never waits for a device.
+        """
+        grouped = self.tied_weights.grouped(batches)
+        directions: dict[str, dict[str, Any]] = {}
+        for name, batch in grouped.items():
+            block, operator = self.blocks[self._known(name)], self.operator(name)
+            try:
+                direction = direction_of_batch(
+                    block, operator, detached(batch), conventions=self.conventions
+                )
+            except KFACError as error:
+                raise type(error)(f"Block {name!r}: {error}") from None
+            directions[name] = block.matrix_to_parameters(direction)
+        return directions
 
     def _stacked_directions(
         self, gradients: Mapping[str, Mapping[str, Any]]
