@@ -97,6 +97,17 @@ LIBRARIES = {
         core=False,
         includes="as kfac-jax, with set_use_cholesky_inversion(True)",
     ),
+    "torch-kernels": Entry(
+        module="torch_kernels",
+        argument="",
+        title="plain PyTorch",
+        needs=("torch",),
+        devices=_BOTH,
+        core=False,
+        includes="no library but PyTorch's own calls in the plainest order: ADDMM with the "
+        "average in beta (the column of ones is given), cholesky_ex, cholesky_inverse, "
+        "MM, eigh; no guards, no certificates, no layouts",
+    ),
     "lapack": Entry(
         module="lapack",
         argument="",
