@@ -151,6 +151,7 @@ WORKLOADS = (
         ALL,
         memory=True,
     ),
+    Workload("200 of 1", _square(1, 200, 1), CORE_STAGES),
     Workload("200 of 16", _square(16, 200, 256), CORE_STAGES + LOOPED_STAGES),
     Workload("200 of 64", _square(64, 200, 256), CORE_STAGES + LOOPED_STAGES),
     Workload("resnet50", _resnet50(32, 1024), MAIN_STAGES),
