@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.growth import growth
@@ -14,6 +15,7 @@ from benchmarks.options import Options
 from benchmarks.run import run
 from benchmarks.stages import chosen_stages
 from benchmarks.workloads import chosen_workloads
+from kfac_core.cli.screen import Progress, complain, print_json
 
 __all__ = ["main"]
 
@@ -38,19 +40,18 @@ def main(arguments: argparse.Namespace, /) -> int:
         cannot be run.
     """
     if importlib.util.find_spec("rich") is None:
-        print("The benchmark's tables need rich: pip install rich", file=sys.stderr)
-        return 2
-    try:
-        options = _options(arguments)
-    except ValueError as error:
-        print(f"kfac-core bench: {error}", file=sys.stderr)
-        return 2
-    found = run(options)
+        return complain("bench", "its tables need rich: pip install rich")
+    with Progress() as progress:
+        try:
+            options = _options(arguments, say=progress.begin)
+        except ValueError as error:
+            return complain("bench", error)
+        # Before minutes of work, and not after them.
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        found = run(options)
     if all("error" in said for said in found["libraries"].values()):
-        print("kfac-core bench: no library could be started", file=sys.stderr)
-        if options.device == "cuda":
-            print("This has not been run on a GPU: none was found.", file=sys.stderr)
-        return 2
+        missing = " (no GPU was found)" if options.device == "cuda" else ""
+        return complain("bench", f"no library could be started{missing}")
     found["growth"] = growth(found["workloads"])
     _show(found, arguments)
     differing = [
@@ -63,7 +64,7 @@ def main(arguments: argparse.Namespace, /) -> int:
     return 1 if differing else 0
 
 
-def _options(arguments: argparse.Namespace) -> Options:
+def _options(arguments: argparse.Namespace, say: Callable[[str], None]) -> Options:
     quick = arguments.quick
     libraries = tuple(arguments.libraries or _installed(arguments.device, quick))
     unknown = [name for name in libraries if name not in LIBRARIES]
@@ -91,7 +92,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         device=arguments.device,
         memory=not (quick or arguments.no_memory),
         pythons=pythons,
-        say=lambda text: print(text, file=sys.stderr, flush=True),
+        say=say,
     )
 
 
@@ -115,15 +116,17 @@ def _show(found: dict[str, object], arguments: argparse.Namespace) -> None:
     from benchmarks.plot import draw
     from benchmarks.report import print_report
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    print_report(found, console)
+    if arguments.json:
+        print_json(found)
+    else:
+        # Asked of the stream, as rich takes a variable's word for what a terminal is.
+        pretty = sys.stdout.isatty()
+        console = Console() if pretty else Console(width=120, force_terminal=False)
+        print_report(found, console)
     folder: Path = arguments.output
-    folder.mkdir(parents=True, exist_ok=True)
     numbers = folder / "benchmarks.json"
     numbers.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"Numbers: {numbers}")
+    written = [f"Numbers: {numbers}"]
     curves: object = found["growth"]
     libraries: object = found["libraries"]
     assert isinstance(curves, list)
@@ -131,4 +134,6 @@ def _show(found: dict[str, object], arguments: argparse.Namespace) -> None:
     if curves and importlib.util.find_spec("matplotlib") is not None:
         titles = {name: said["title"] for name, said in libraries.items()}
         draw(curves, titles, folder / "benchmarks.png")
-        print(f"Picture: {folder / 'benchmarks.png'}")
+        written.append(f"Picture: {folder / 'benchmarks.png'}")
+    if not arguments.json:
+        print("\n".join(written))

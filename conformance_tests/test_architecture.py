@@ -26,8 +26,8 @@ LAYERS = (
     {"block"},
     {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
     | {"costs", "movement", "compiled", "stages", "updating", "refreshing", "stacking"}
-    | {"stacked_inverses", "stacked_updates"}
-    | {"background", "estimator_state", "spectral_blocks"}
+    | {"stacked_inverses", "stacked_updates", "batch_directions", "output_buffers"}
+    | {"background", "estimator_state", "spectra"}
     | {"estimator"},
     {
         "records",

@@ -8,7 +8,7 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.influence import Influence, mean_eigenvalue_damping
-from kfac_core.spectral_blocks import spectral_blocks
+from kfac_core.spectra import spectral_blocks
 from kfac_core.status import Status
 from kfac_core.structure import replaced
 

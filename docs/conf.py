@@ -14,7 +14,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
 ]
-exclude_patterns = ["_build", "_generated"]
+exclude_patterns = ["_build", "_generated", "examples"]
 
 myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -25,6 +25,8 @@ html_title = f"kfac_core {release}"
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # Parameters give types together with shapes
+# The shims import their frameworks, which need not be here.
+autodoc_mock_imports = ["flax", "jax", "keras", "optax", "torch"]
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True

@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from kfac_core.layers.dense import Dense
     from kfac_core.layers.embedding import Embedding
     from kfac_core.layers.example_gradients import GradientBatch
+    from kfac_core.layers.framework_conv import framework_conv
     from kfac_core.layers.layer import Layer
     from kfac_core.layers.parameters import Parameters
     from kfac_core.layers.rows import Batch
@@ -119,8 +120,16 @@ if TYPE_CHECKING:
         to_numpy,
         use_backend,
     )
-    from kfac_core.spectral_blocks import spectral_blocks
+    from kfac_core.spectra import spectral_blocks
     from kfac_core.status import Status
+    from kfac_core.steps.traced import TracedEstimator, TracedState
+    from kfac_core.steps.wiring import (
+        Captured,
+        Recorder,
+        Use,
+        Wiring,
+        usual_approximation,
+    )
 
 __version__ = "0.1.0"
 
@@ -137,6 +146,7 @@ __all__ = [
     "BlockReport",
     "BlockState",
     "BlockTridiagonal",
+    "Captured",
     "ChainStatistics",
     "Conv",
     "ConventionError",
@@ -186,6 +196,7 @@ __all__ = [
     "Queries",
     "Rates",
     "RecordError",
+    "Recorder",
     "ScaleShift",
     "ScaledIdentity",
     "Selection",
@@ -197,11 +208,15 @@ __all__ = [
     "Statistics",
     "Status",
     "TNT",
+    "TracedEstimator",
+    "TracedState",
     "TridiagonalOperator",
     "UnknownBackendError",
     "UnknownBlockError",
     "UnsupportedError",
+    "Use",
     "WarmInverse",
+    "Wiring",
     "asarray",
     "backend_names",
     "block_posterior",
@@ -211,6 +226,7 @@ __all__ = [
     "example_gram_operator",
     "factor_root",
     "factored_shifts",
+    "framework_conv",
     "get_backend",
     "gram",
     "ikfac_updated",
@@ -243,6 +259,7 @@ __all__ = [
     "to_numpy",
     "unfold_time",
     "use_backend",
+    "usual_approximation",
 ]
 
 _HOMES = {
@@ -258,6 +275,7 @@ _HOMES = {
     "BlockReport": "kfac_core.report",
     "BlockState": "kfac_core.block_state",
     "BlockTridiagonal": "kfac_core.chain.tridiagonal",
+    "Captured": "kfac_core.steps.wiring",
     "ChainStatistics": "kfac_core.chain.statistics",
     "Conv": "kfac_core.layers.conv",
     "ConventionError": "kfac_core.errors",
@@ -307,6 +325,7 @@ _HOMES = {
     "Queries": "kfac_core.influence.queries",
     "Rates": "kfac_core.costs",
     "RecordError": "kfac_core.errors",
+    "Recorder": "kfac_core.steps.wiring",
     "ScaleShift": "kfac_core.layers.scale_shift",
     "ScaledIdentity": "kfac_core.approximations.scaled_identity",
     "Selection": "kfac_core.selection",
@@ -318,11 +337,15 @@ _HOMES = {
     "Statistics": "kfac_core.factors.statistics",
     "Status": "kfac_core.status",
     "TNT": "kfac_core.approximations.tnt",
+    "TracedEstimator": "kfac_core.steps.traced",
+    "TracedState": "kfac_core.steps.traced",
     "TridiagonalOperator": "kfac_core.chain.operator",
     "UnknownBackendError": "kfac_core.errors",
     "UnknownBlockError": "kfac_core.errors",
     "UnsupportedError": "kfac_core.errors",
+    "Use": "kfac_core.steps.wiring",
     "WarmInverse": "kfac_core.linalg.newton_schulz",
+    "Wiring": "kfac_core.steps.wiring",
     "asarray": "kfac_core.selection",
     "backend_names": "kfac_core.backend",
     "block_posterior": "kfac_core.posterior.block",
@@ -332,6 +355,7 @@ _HOMES = {
     "example_gram_operator": "kfac_core.blocks.example_gram",
     "factor_root": "kfac_core.factors.factor_root",
     "factored_shifts": "kfac_core.damping",
+    "framework_conv": "kfac_core.layers.framework_conv",
     "get_backend": "kfac_core.backend",
     "gram": "kfac_core.linalg.gram",
     "ikfac_updated": "kfac_core.factors.inverse_free",
@@ -359,15 +383,16 @@ _HOMES = {
     "set_default_backend": "kfac_core.selection",
     "solve_rows": "kfac_core.blocks.of_rows",
     "spectral_block": "kfac_core.blocks.spectral",
-    "spectral_blocks": "kfac_core.spectral_blocks",
+    "spectral_blocks": "kfac_core.spectra",
     "steps_of": "kfac_core.layers.time",
     "to_numpy": "kfac_core.selection",
     "unfold_time": "kfac_core.layers.time",
     "use_backend": "kfac_core.selection",
+    "usual_approximation": "kfac_core.steps.wiring",
 }
 """Where each public name is defined; a test holds it equal to the imports above."""
 
-_PACKAGES = ("losses", "records")
+_PACKAGES = ("losses", "records", "steps")
 """The public packages with names of their own."""
 
 

@@ -17,7 +17,7 @@ from kfac_core.backend import Array
 from kfac_core.blocks.spectral import SpectralBlock
 from kfac_core.damping import require_damping
 from kfac_core.errors import DampingError
-from kfac_core.spectral_blocks import require_same_blocks
+from kfac_core.spectra import require_same_blocks
 
 __all__ = ["given_damping", "mean_eigenvalue_damping"]
 
@@ -30,7 +30,7 @@ def mean_eigenvalue_damping(
     Parameters
     ----------
     blocks : mapping of str to SpectralBlock
-        As `kfac_core.spectral_blocks.spectral_blocks` gives them.
+        As `kfac_core.spectral_blocks` gives them.
     fraction : float or 0-d array
         Of the mean eigenvalue; finite and >= 0.
 

@@ -48,7 +48,7 @@ from kfac_core.influence.queries import (
 )
 from kfac_core.layers.rows import Batch
 from kfac_core.precision import Precision
-from kfac_core.spectral_blocks import require_same_blocks, spectral_blocks
+from kfac_core.spectra import require_same_blocks, spectral_blocks
 from kfac_core.status import Check, Status
 
 __all__ = ["Gradients", "Influence"]
@@ -109,7 +109,7 @@ class Influence:
         Parameters
         ----------
         blocks, statistics, debias, precision, check
-            As for `kfac_core.spectral_blocks.spectral_blocks`.
+            As for `kfac_core.spectral_blocks`.
         damping : float, 0-d array, or mapping of str to these
             lam, of all blocks or of each.
         damping_fraction : float or 0-d array

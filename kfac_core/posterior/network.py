@@ -32,7 +32,7 @@ from kfac_core.posterior.functional import (
     variance_of_rows,
 )
 from kfac_core.precision import Precision
-from kfac_core.spectral_blocks import require_same_blocks, spectral_blocks
+from kfac_core.spectra import require_same_blocks, spectral_blocks
 from kfac_core.status import Check
 
 __all__ = ["Jacobians", "Parameters", "Posterior"]
@@ -89,7 +89,7 @@ class Posterior:
         Parameters
         ----------
         blocks, statistics, debias, precision, check
-            As for `kfac_core.spectral_blocks.spectral_blocks`.
+            As for `kfac_core.spectral_blocks`.
         examples : float or 0-d array
             N; see `block_posterior`.
         prior_precision : float, 0-d array, or mapping of str to these
