@@ -100,7 +100,9 @@ def tests_shims(session: nox.Session) -> None:
         *("-e", ".[scipy,torch,flax,keras]", *group("test")),
         *TORCH_CPU,
     )
-    session.run("pytest", "conformance_tests/shims", *PARALLEL, *session.posargs)
+    # The documentation's pages that need a framework are run here too.
+    tests = "conformance_tests/shims", "conformance_tests/test_documentation.py"
+    session.run("pytest", *tests, *PARALLEL, *session.posargs)
 
 
 @nox.session(name="no-backends", venv_backend="virtualenv")
@@ -133,6 +135,18 @@ def gpu(session: nox.Session) -> None:
         session.log(f"{backend}: {description}")
     backends = ",".join(found)
     session.run("python", "-m", "pytest", f"--backend={backends}", *session.posargs)
+
+
+@nox.session(name="third-party", venv_backend="virtualenv")
+def third_party(session: nox.Session) -> None:
+    """Run the conformance tests on the documentation's own backend, dpnp (3 GB)."""
+    example = "./docs/examples/third_party_backend[cpu]"
+    session.install("-e", ".[scipy]", example, *group("test"))
+    driver = Path(session.virtualenv.location).resolve() / "lib" / "libintelocl.so"
+    session.run(
+        *("pytest", "--backend=dpnp", *PARALLEL, *session.posargs),
+        env={"OCL_ICD_FILENAMES": str(driver)},
+    )
 
 
 @nox.session(name="cupy-signatures")

@@ -38,8 +38,8 @@ def transposed(backend, values):
 
 def reversed_(backend, values):
     """Return the values as a view with negative strides."""
-    if backend.name != "numpy":
-        pytest.skip(f"negative strides are NumPy's alone, not {backend.name}'s")
+    if backend.name in ("torch", "jax"):
+        pytest.skip(f"{backend.name} has no negative strides")
     return backend.asarray(values[::-1, ::-1].copy())[::-1, ::-1]
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from kfac_core.errors import UnknownBackendError
-from kfac_core.generic_backend import GenericBackend
+from kfac_core.generic_backend import BrokenBackend, GenericBackend
 from kfac_core.structure import Registrar, register_structures_with
 
 if TYPE_CHECKING:
@@ -269,15 +270,43 @@ def _load(name: str) -> None:
         entry = _entry_points().get(name)
         if entry is not None:
             try:
-                register_backend(entry.load())
+                register_backend(_adapter(entry))
             except ImportError as error:
                 # The adapter (or its library) is not there.  Arrays of the library may
                 # be all the same, and the definitions serve them.
                 _problems[name] = str(error)
+            except Exception as error:
+                _problems[name] = f"{type(error).__name__}: {error}"
+                _publish(name, {})
+                reason = _broken(entry, _problems[name])
+                _loaded[name] = BrokenBackend(name, reason)
+                # Arrays get this far without anybody asking what the problem is.
+                warnings.warn(f"Backend {name!r}: {reason}.", stacklevel=2)
+                return
             else:
                 return
         _publish(name, {})
         _loaded[name] = GenericBackend(name)
+
+
+def _adapter(entry: EntryPoint) -> Any:
+    """Import an adapter, which must bear the name that it is registered by."""
+    adapter = entry.load()
+    found = getattr(adapter, "name", None)
+    if found != entry.name:
+        raise ValueError(f"expected its `name` to be {entry.name!r}, got {found!r}")
+    return adapter
+
+
+def _broken(entry: EntryPoint, error: str) -> str:
+    """Say whose adapter is broken, and what to do."""
+    package = "an unknown package"
+    if entry.dist is not None:
+        package = f"the package {entry.dist.name} {entry.dist.version}"
+    return (
+        f"its adapter {entry.value!r}, of {package}, cannot be loaded ({error}); "
+        "update that package, or uninstall it"
+    )
 
 
 @functools.cache

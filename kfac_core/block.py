@@ -82,7 +82,7 @@ class Block:
         problem = self.approximation.problem_with(self.layer)
         if problem is not None:
             raise UnsupportedError(
-                f"{type(self.approximation).__name__} for a {self.layer.kind} layer: "
+                f"{type(self.approximation).__name__} for layers of kind {self.layer.kind}: "
                 f"{problem}."
             )
 
@@ -423,7 +423,11 @@ class Block:
             name=name,
             memo={} if memo is None else memo,
         )
-        return self.approximation.operator(statistics, self.layer, options)
+        if check == "status":  # inside compilers too, which know no `errstate`
+            return self.approximation.operator(statistics, self.layer, options)
+        # What is infinite is found by its status; NumPy would also warn on the way.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self.approximation.operator(statistics, self.layer, options)
 
     def rows(self, batch: Fed, /) -> Any:
         """Turn what the layer saw into the rows that the statistics are made of.

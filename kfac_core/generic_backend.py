@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["GenericBackend"]
+__all__ = ["BrokenBackend", "GenericBackend"]
 
 
 class GenericBackend:
@@ -171,6 +171,29 @@ class GenericBackend:
     def _all_devices(self) -> list[Any]:
         info = self.namespace().__array_namespace_info__()
         return [d for d in info.devices() if d is not None]
+
+
+class BrokenBackend(GenericBackend):
+    """What stands in for an adapter that is registered but could not be loaded.
+
+    It cannot be chosen by its name.  Arrays of the library are computed with by the
+    definitions all the same.
+
+    Parameters
+    ----------
+    name : str
+        The root package of the library.
+    reason : str
+        What `problem` says.
+    """
+
+    def __init__(self, name: str, reason: str, /) -> None:
+        super().__init__(name)
+        self._reason = reason
+
+    def problem(self) -> str | None:
+        """Say which adapter is broken, and how."""
+        return self._reason
 
 
 def _device_name(device: Any) -> str:
