@@ -1,5 +1,6 @@
 """Estimators in files: whole or not at all, and the same on every backend."""
 
+import hashlib
 import json
 import struct
 
@@ -155,8 +156,10 @@ def rewritten(path, change):
     header = json.loads(raw[8 : 8 + length])
     document = json.loads(header["__metadata__"]["kfac_core_checkpoint"])
     change(document, header)
-    if document is not None and "kfac_core_checkpoint" in header["__metadata__"]:
-        header["__metadata__"]["kfac_core_checkpoint"] = json.dumps(document)
+    if "kfac_core_checkpoint" in header["__metadata__"]:
+        header["__metadata__"]["kfac_core_checkpoint"] = document = json.dumps(document)
+        digest = hashlib.sha256(document.encode()).hexdigest()
+        header["__metadata__"]["kfac_core_checkpoint_sha256"] = digest
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
 
@@ -227,6 +230,106 @@ def test_a_part_of_a_file_is_refused(rng, tmp_path, kept):
         kc.read_header(path)
 
 
+@pytest.mark.parametrize("bit", range(8))
+@pytest.mark.parametrize("place", ["document", "digest", "tensor", "last byte"])
+def test_a_flipped_bit_is_refused(rng, tmp_path, place, bit):
+    """Wherever one bit of a name, a count or a number is another, the file is damaged."""
+    path = tmp_path / "state.safetensors"
+    kc.save_checkpoint(path, trained_on_numpy(rng))
+    raw = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", raw[:8])
+    raw[
+        {
+            "document": raw.index(b"updates") + 11,  # the count itself
+            "digest": raw.index(b"kfac_core_checkpoint_sha256") + 32,
+            "tensor": 8 + length + 3,
+            "last byte": len(raw) - 1,
+        }[place]
+    ] ^= 1 << bit
+    path.write_bytes(raw)
+    estimator = make()
+    before = frozen(estimator.state_dict())
+
+    with pytest.raises(kc.StateError, match=r"damaged|no JSON|no \.safetensors"):
+        kc.load_checkpoint(path, estimator)
+
+    assert differences(before, frozen(estimator.state_dict())) == []
+
+
+def _again(document):
+    """Let one tensor stand in two places."""
+    averages = document["state"]["blocks"]["a"]["statistics"]["averages"]
+    averages["output"]["weight"] = averages["input"]["weight"]
+
+
+def _nested(document):
+    deep = {}
+    for _ in range(40):
+        deep = {"part": deep}
+    document["state"]["blocks"]["a"]["statistics"] = deep
+
+
+def _tensor(document):
+    """Return the reference to a tensor, which stands nowhere else from now on."""
+    taken = dict(_input(document)["weight"])
+    _input(document)["weight"] = 1.0
+    return taken
+
+
+def _settings(document):
+    return document["state"]["settings"]
+
+
+FORGED = {
+    # Documents that are whole and say what no estimator would: name -> change, message.
+    "one tensor twice": (_again, "stands in two places"),
+    "deep": (_nested, "nested too deeply"),
+    "no digests": (lambda d: d.pop("digests"), "no digests"),
+    "other digest": (
+        lambda d: d["digests"].update(dict.fromkeys(d["digests"], "0" * 64)),
+        "is damaged",
+    ),
+    "array for a name": (
+        lambda d: d["state"]["blocks"]["a"]["layer"].update(kind=_tensor(d)),
+        "expected layer",
+    ),
+    "array for a convention": (
+        lambda d: d["state"]["conventions"].update(loss=_tensor(d)),
+        "conventions",
+    ),
+    "array for a rule": (
+        lambda d: _settings(d).update(damping_rule=_tensor(d)),
+        "damping rule",
+    ),
+    "damping of another block": (
+        lambda d: _settings(d).update(damping={"b": 0.1}),
+        "damping of each of the blocks",
+    ),
+    "huge damping": (lambda d: _settings(d).update(damping=10**400), "finite number"),
+    "damping of a name": (
+        lambda d: d["state"]["blocks"]["a"].update(damping="large"),
+        "finite number",
+    ),
+    "half a burn-in": (lambda d: _settings(d).update(burn_in=0.5), "count"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_document_of_nonsense_is_refused(rng, tmp_path, case):
+    """Only `StateError` comes out, and the estimator is as it was."""
+    change, message = FORGED[case]
+    path = tmp_path / "state.safetensors"
+    kc.save_checkpoint(path, trained_on_numpy(rng))
+    rewritten(path, lambda document, header: change(document))
+    estimator = make()
+    before = frozen(estimator.state_dict())
+
+    with pytest.raises(kc.StateError, match=message):
+        kc.load_checkpoint(path, estimator)
+
+    assert differences(before, frozen(estimator.state_dict())) == []
+
+
 def test_values_that_are_not_finite_are_refused(rng, tmp_path):
     """The file is whole and its statistics are not."""
     path = tmp_path / "state.safetensors"
@@ -234,8 +337,11 @@ def test_values_that_are_not_finite_are_refused(rng, tmp_path):
     with safetensors.safe_open(str(path), "numpy") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    tensors["/blocks/a/statistics/averages/input/sum"][0, 0] = np.nan
+    name = "/blocks/a/statistics/averages/input/sum"
+    tensors[name][0, 0] = np.nan
     safetensors.numpy.save_file(tensors, path, metadata=metadata)
+    digest = hashlib.sha256(b"float64 (5, 2) " + tensors[name].tobytes()).hexdigest()
+    rewritten(path, lambda d, h: d["digests"].update({name: digest}))
 
     with pytest.raises(kc.StateError, match="NaN or infinity"):
         kc.load_checkpoint(path, make())

@@ -264,7 +264,12 @@ def any_status(status: Array, /, *, xp: Namespace) -> Array:
 
 def is_finite_number(value: object, /) -> bool:
     """Whether a value is a Python number that is neither NaN nor infinite."""
-    return isinstance(value, numbers.Real) and math.isfinite(float(value))
+    if not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an integer beyond the range of floats
+        return False
 
 
 def _known_namespace(given: Mapping[str, Any]) -> Namespace | None:

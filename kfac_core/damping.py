@@ -15,7 +15,7 @@ from typing import Literal
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar, full_of
+from kfac_core.arrays import Scalar, full_of, is_finite_number
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import DampingError
 
@@ -167,7 +167,7 @@ def require_damping(damping: Scalar, /, *, name: str = "damping") -> None:
     holds is checked where factors are damped with it.
     """
     if isinstance(damping, numbers.Real) and not (
-        math.isfinite(float(damping)) and float(damping) >= 0
+        is_finite_number(damping) and float(damping) >= 0
     ):
         raise DampingError(
             f"Expected `{name}` to be a finite number >= 0, got {damping}. Zero is "

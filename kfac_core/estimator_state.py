@@ -9,9 +9,11 @@ conventions, shapes, dtypes, and that no number is NaN or infinite.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin, get_type_hints
 
 import array_api_compat
 import numpy as np
@@ -26,8 +28,8 @@ from kfac_core.blocks.kronecker import FactoredKronecker
 from kfac_core.blocks.low_rank import LowRankOperator
 from kfac_core.blocks.many_kronecker import ManyKronecker
 from kfac_core.blocks.series import SeriesOperator
-from kfac_core.damping import DampingRule, require_damping
-from kfac_core.errors import KFACError, StateError
+from kfac_core.damping import DampingRule
+from kfac_core.errors import DtypeError, FactorizationError, KFACError, StateError
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.low_rank import LowRankAverage
 from kfac_core.factors.product import RunningProduct
@@ -92,7 +94,11 @@ _STATIC: dict[str, Callable[[Any], bool]] = {
     "solving": lambda value: value in get_args(Solving),
     "rung": lambda value: value in get_args(Rung),
     "name": lambda value: isinstance(value, str),
-    "shape": lambda value: isinstance(value, tuple) and len(value) == 2,
+    "shape": lambda value: (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(length, int) and length > 0 for length in value)
+    ),
     "repeats": lambda value: isinstance(value, int) and value > 0,
     "exact": lambda value: isinstance(value, bool),
     "tail": lambda value: value in (0, 1),
@@ -172,15 +178,18 @@ def parse_state(
     StateError
         Saying what came, what was expected and where.
     """
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+    if not isinstance(state, Mapping):
         raise StateError(f"Expected a state of format {FORMAT!r}.")
-    if state.get("version") != VERSION:
+    named = state.get("format"), state.get("version")
+    if _holds_arrays(named) or named[0] != FORMAT:
+        raise StateError(f"Expected a state of format {FORMAT!r}.")
+    if named[1] != VERSION:
         raise StateError(
             f"Expected version {VERSION} of {FORMAT!r}, got {state.get('version')!r}. "
             "It was written by another release of kfac_core."
         )
     _require_equal(state, "conventions", dict(promises))
-    settings = _settings(_part(state, "settings", "the state"))
+    settings = _settings(_part(state, "settings", "the state"), blocks)
     parts = _part(state, "blocks", "the state")
     if set(parts) != set(blocks):
         raise StateError(
@@ -195,10 +204,9 @@ def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise StateError(f"Expected {where} of the state to be a mapping.")
     for field, expected in _description(block).items():
-        if part.get(field) != expected:
-            raise StateError(
-                f"{where}: expected {field} {expected}, got {part.get(field)}."
-            )
+        found = part.get(field)
+        if _holds_arrays(found) or found != expected:
+            raise StateError(f"{where}: expected {field} {expected}, got {found}.")
     for field in ("statistics", "operator", "damping"):
         if field not in part:
             raise StateError(f"{where}: expected a field {field!r}, which is missing.")
@@ -216,6 +224,8 @@ def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
     if operator is not None:
         _check_operator(operator, block, where)
     damping = _parse(part.get("damping"), f"{where}, damping")
+    if damping is not None:
+        _check_damping(damping, where)
     return {
         "statistics": statistics,
         "operator": operator,
@@ -239,12 +249,21 @@ def _bases(part: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _check_statistics(statistics: Any, block: Block, where: str) -> None:
-    names = set(block.initial(np.zeros(())).averages)
-    if not isinstance(statistics, Statistics) or set(statistics.averages) != names:
-        raise StateError(f"{where}: the statistics are of another kind of block.")
+    # Of any library: only its classes are looked at.
+    classes, found = _classes(block.initial(np.zeros(()))), _classes(statistics)
+    for path in sorted(classes.keys() | found.keys()):
+        if classes.get(path) != found.get(path):
+            raise StateError(
+                f"{where}: the statistics are of another kind of block: expected "
+                f"statistics{path} to be {classes.get(path)}, got {found.get(path)}."
+            )
     try:
-        expected = block.initial(statistics.any_weight)
-    except KFACError as error:
+        like = statistics.any_weight
+        xp = array_api_compat.array_namespace(like)
+        if not xp.isdtype(like.dtype, "real floating"):
+            raise DtypeError(f"expected a real floating dtype, got {like.dtype}.")
+        expected = block.initial(like)
+    except (KFACError, TypeError, AttributeError) as error:
         raise StateError(
             f"{where}: a weight of the statistics is damaged: {error}"
         ) from None
@@ -278,16 +297,23 @@ def _check_operator(operator: Any, block: Block, where: str) -> None:
         chained = isinstance(operator, SeriesOperator | ManyKronecker)
         prepared = [] if chained else _prepared_products(found)
         prepared = [p for p in prepared if p not in block.approximation.lacks]
-        for product in ("multiply", *prepared):
-            result = getattr(operator, product)(vector)
+        probes = [(operator, product) for product in ("multiply", *prepared)]
+        if _inverts_at_once(operator, found):
+            with contextlib.suppress(
+                FactorizationError
+            ):  # undamped, and so without one
+                probes.append((operator.prepared("inverse"), "multiply_inverse"))
+        for probed, product in probes:
+            result = getattr(probed, product)(vector)
             if tuple(result.shape) != shape or bool(xp.any(result != 0)):
                 raise StateError(f"{where}: the operator's {product} is damaged.")
-    except StateError:
+    except (StateError, MemoryError):
         raise
     except Exception as error:
         # Whatever a damaged operator runs into, the state is what is wrong.
         raise StateError(f"{where}: the operator is damaged: {error}") from error
-    if not isinstance(operator, _OPERATORS) or bool(status != 0):
+    sound = isinstance(operator, _OPERATORS) and status.shape == ()
+    if not sound or bool(status != 0):
         raise StateError(f"{where}: the operator is of another kind, or had failed.")
 
 
@@ -301,6 +327,29 @@ _OPERATORS = (
     ManyKronecker,
     SeriesOperator,
 )
+
+
+def _classes(value: Any, path: str = "") -> dict[str, str]:
+    """Return what each part of statistics is, by its path; arrays are all alike."""
+    parts: dict[str, Any] = {}
+    found = type(value).__name__
+    if isinstance(value, dict):
+        parts = value
+    elif is_structure(value):
+        static = static_fields(value)
+        names = (field.name for field in dataclasses.fields(value))
+        parts = {name: getattr(value, name) for name in names if name not in static}
+    elif array_api_compat.is_array_api_obj(value):
+        found = "array"
+    below = [_classes(part, f"{path}.{name}") for name, part in parts.items()]
+    return {path: found} | {k: v for classes in below for k, v in classes.items()}
+
+
+def _inverts_at_once(operator: Any, found: Mapping[str, Any]) -> bool:
+    """Whether the inverse is there in another form than a factorization named for it."""
+    if isinstance(operator, ExactKronecker):
+        return any(".basis." in f".{path}" for path in found)
+    return isinstance(operator, SeriesOperator | LowRankOperator)
 
 
 def _prepared_products(found: Mapping[str, Any]) -> list[str]:
@@ -341,24 +390,49 @@ def _require_finite(x: Any, where: str) -> None:
         raise StateError(f"{where} holds NaN or infinity.")
 
 
-def _settings(part: Mapping[str, Any]) -> dict[str, Any]:
+def _check_damping(damping: Any, where: str) -> None:
+    """Check that a damping is a number, or an array of one; this waits for it."""
+    if array_api_compat.is_array_api_obj(damping):
+        xp = array_api_compat.array_namespace(damping)
+        if damping.shape != () or not xp.isdtype(damping.dtype, "real floating"):
+            raise StateError(
+                f"{where}: expected one number, got shape {tuple(damping.shape)} and "
+                f"dtype {damping.dtype}."
+            )
+        damping = float(damping)
+    if not is_finite_number(damping) or damping < 0:
+        raise StateError(
+            f"{where}: expected `damping` to be a finite number >= 0, got {damping!r}."
+        )
+
+
+def _settings(part: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[str, Any]:
     names = ("damping", "damping_rule", "decay", "weight", "burn_in")
     if set(part) != set(names):
         raise StateError(f"Expected the settings {sorted(names)}, got {sorted(part)}.")
     settings = {name: _parse(part[name], f"setting {name!r}") for name in names}
-    if settings["damping_rule"] not in get_args(DampingRule):
-        raise StateError(f"Unknown damping rule {settings['damping_rule']!r}.")
+    rule, burn_in, damping = (
+        settings[n] for n in ("damping_rule", "burn_in", "damping")
+    )
+    if not isinstance(rule, str) or rule not in get_args(DampingRule):
+        raise StateError(f"Unknown damping rule {rule!r}.")
     for name in ("decay", "weight", "burn_in"):
         if not is_finite_number(settings[name]):
             raise StateError(f"Expected setting {name!r} to be a number.")
+    if not isinstance(burn_in, int) or isinstance(burn_in, bool):
+        raise StateError(f"Expected setting 'burn_in' to be a count, got {burn_in!r}.")
     try:
         require_decay(settings["decay"])
         require_weight(settings["weight"])
-        damping = settings["damping"]
-        for value in damping.values() if isinstance(damping, dict) else (damping,):
-            require_damping(value)
     except KFACError as error:
         raise StateError(str(error)) from None
+    if isinstance(damping, dict) and set(damping) != set(blocks):
+        raise StateError(
+            f"Expected a damping of each of the blocks {sorted(blocks)}, got them of "
+            f"{sorted(damping)}."
+        )
+    for value in damping.values() if isinstance(damping, dict) else (damping,):
+        _check_damping(value, "the settings")
     return settings
 
 
@@ -404,9 +478,16 @@ def _parse(value: Any, where: str) -> Any:
                 f"{sorted(set(value) - {'structure'})}."
             )
         made = {name: _parse(value[name], f"{where}.{name}") for name in names}
+        for name, classes in _structures_in(cls.__name__).items():
+            if not isinstance(made[name], classes):
+                raise StateError(
+                    f"{where}.{name}: expected {' or '.join(c.__name__ for c in classes)}, "
+                    f"got {type(made[name]).__name__}."
+                )
         structure = cls(**made)
         for name, static in static_fields(structure).items():
-            if name in _STATIC and not _STATIC[name](static):
+            plain = not _holds_arrays(static)  # an array has no truth to ask for
+            if name in _STATIC and not (plain and _STATIC[name](static)):
                 raise StateError(f"{where}: {name} cannot be {static!r}.")
         return structure
     if value is None or isinstance(value, str | int | float | bool):
@@ -416,6 +497,19 @@ def _parse(value: Any, where: str) -> Any:
     if not array_api_compat.is_array_api_obj(value):
         raise StateError(f"{where}: expected an array, got {type(value).__name__}.")
     return _copied(value)
+
+
+@functools.cache
+def _structures_in(known: str) -> dict[str, tuple[type[Any], ...]]:
+    """Return the fields of a known class that hold structures, and of which classes."""
+    found: dict[str, tuple[type[Any], ...]] = {}
+    for name, hint in get_type_hints(_KNOWN[known]).items():
+        if get_origin(hint) is dict:
+            found[name] = (dict,)
+        classes = get_args(hint) or (hint,)
+        if any(part in _KNOWN.values() for part in classes) and name not in found:
+            found[name] = classes
+    return found
 
 
 def _copied(x: Any) -> Any:
@@ -429,11 +523,20 @@ def _part(state: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
     return part
 
 
+def _holds_arrays(value: Any) -> bool:
+    """Whether there are arrays in a description, whose ``==`` gives no bool."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_arrays, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_arrays, value))
+    return bool(array_api_compat.is_array_api_obj(value))
+
+
 def _require_equal(
     state: Mapping[str, Any], name: str, expected: dict[str, Any]
 ) -> None:
     found = state.get(name)
-    if found != expected:
+    if _holds_arrays(found) or found != expected:
         raise StateError(
             f"Expected {name} {expected}, got {found}. A state means something only under "
             "the conventions that it was made with."

@@ -16,9 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from kfac_core.checkpoint.digest import tensor_digest, text_digest
 from kfac_core.checkpoint.tree import HostArray, unfolded
-from kfac_core.checkpoint.writing import FORMAT, METADATA_KEY, VERSION, load_library
-from kfac_core.errors import StateError
+from kfac_core.checkpoint.writing import (
+    DIGEST_KEY,
+    FORMAT,
+    METADATA_KEY,
+    VERSION,
+    load_library,
+)
+from kfac_core.errors import KFACError, StateError
 from kfac_core.estimator import Estimator
 from kfac_core.selection import asarray
 
@@ -98,13 +105,19 @@ def _read(path: str | os.PathLike[str]) -> Any:
         def load(name: str) -> HostArray:
             if name not in names:
                 raise StateError(f"{path}: the tensor {name!r} is missing.")
+            if name in used:
+                # A small file could ask for any amount of memory in this way.
+                raise StateError(f"{path}: the tensor {name!r} stands in two places.")
             used.add(name)
-            return _tensor(file, name, path)
+            values = _tensor(file, name, path)
+            if document["digests"].get(name) != tensor_digest(values):
+                raise StateError(f"{path}: the tensor {name!r} is damaged.")
+            return values
 
         try:
             state = unfolded(document["state"], load, where="state")
-        except RecursionError:
-            raise StateError(f"{path}: the document is nested too deeply.") from None
+        except KFACError as error:
+            raise StateError(str(error)) from None
         if names - used:
             raise StateError(
                 f"{path}: the tensors {sorted(names - used)[:3]} belong to nothing."
@@ -149,8 +162,12 @@ def _document(file: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{document.get('version')!r}; it was written by "
             f"{document.get('producer', 'an unknown release')!r}."
         )
+    if (file.metadata() or {}).get(DIGEST_KEY) != text_digest(text):
+        raise StateError(f"{path}: the document is damaged.")
     if "state" not in document:
         raise StateError(f"{path}: the document holds no state.")
+    if not isinstance(document.get("digests"), dict):
+        raise StateError(f"{path}: the document holds no digests of tensors.")
     return document
 
 

@@ -15,7 +15,7 @@ import array_api_compat
 import numpy as np
 
 from kfac_core.errors import StateError
-from kfac_core.linalg.packing import pack_triangle, unpack_triangle
+from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
 from kfac_core.selection import to_numpy
 
 __all__ = ["HostArray", "folded", "unfolded"]
@@ -23,6 +23,8 @@ __all__ = ["HostArray", "folded", "unfolded"]
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _SYMMETRIC = "SymmetricMatrix"
+_DEPTH = 32
+"""How deep a tree may be: three times what any state needs."""
 
 
 def folded(state: Any, path: str, tensors: dict[str, HostArray], /) -> Any:
@@ -57,7 +59,9 @@ def folded(state: Any, path: str, tensors: dict[str, HostArray], /) -> Any:
     return state
 
 
-def unfolded(tree: Any, load: Callable[[str], HostArray], /, *, where: str) -> Any:
+def unfolded(
+    tree: Any, load: Callable[[str], HostArray], /, *, where: str, depth: int = _DEPTH
+) -> Any:
     """Return the state of a JSON tree, with arrays on the host.
 
     Parameters
@@ -68,6 +72,8 @@ def unfolded(tree: Any, load: Callable[[str], HostArray], /, *, where: str) -> A
         Returns the tensor of a name, or raises `StateError`.
     where : str
         What a message should call the place.
+    depth : int
+        How much deeper the tree may go.
 
     Returns
     -------
@@ -77,15 +83,18 @@ def unfolded(tree: Any, load: Callable[[str], HostArray], /, *, where: str) -> A
     Raises
     ------
     StateError
-        For a tensor that is missing or of another form.
+        For a tensor that is missing or of another form, and for a tree that is too
+        deep.
     """
     if isinstance(tree, Mapping):
+        if depth == 0:
+            raise StateError("the document is nested too deeply.")
         if set(tree) == {"tensor"}:
             return load(_name(tree["tensor"], where))
         if set(tree) == {"packed", "n"}:
             return _symmetric(tree, load, where)
         return {
-            name: unfolded(part, load, where=f"{where}/{name}")
+            name: unfolded(part, load, where=f"{where}/{name}", depth=depth - 1)
             for name, part in tree.items()
         }
     if isinstance(tree, list):
@@ -125,8 +134,7 @@ def _symmetric(
     if not isinstance(n, int) or isinstance(n, bool) or n < 0:
         raise StateError(f"{where}: expected a number of rows, got {n!r}.")
     packed = load(_name(tree["packed"], where))
-    rows, columns = packed.shape[-2:] if packed.ndim >= 2 else (-1, -1)
-    if rows * columns != n * (n + 1) // 2:
+    if packed.shape[-2:] != packed_shape(n) or packed.size == 0 < n:
         raise StateError(
             f"{where}: expected {n * (n + 1) // 2} numbers of a triangle of {n} rows, got "
             f"shape {packed.shape}."

@@ -1,9 +1,10 @@
 """Writing an estimator to a file, all of it or nothing.
 
 Conventions.  A ``.safetensors`` file whose metadata hold one JSON document under
-`METADATA_KEY`: format, version, the release that wrote it, and the tree of
-`kfac_core.checkpoint.tree`, in which layers (with the order of their kernels' axes),
-approximations, conventions, decays, weights and ages are written out.
+`METADATA_KEY`: format, version, the release that wrote it, the digest of each tensor, and
+the tree of `kfac_core.checkpoint.tree`, in which layers (with the order of their kernels'
+axes), approximations, conventions, decays, weights and ages are written out.  The digest
+of the document stands under `DIGEST_KEY`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,22 @@ from pathlib import Path
 from types import ModuleType
 
 import kfac_core
+from kfac_core.checkpoint.digest import tensor_digest, text_digest
 from kfac_core.checkpoint.tree import HostArray, folded
 from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
 
-__all__ = ["FORMAT", "METADATA_KEY", "VERSION", "load_library", "save_checkpoint"]
+__all__ = [
+    "DIGEST_KEY",
+    "FORMAT",
+    "METADATA_KEY",
+    "VERSION",
+    "load_library",
+    "save_checkpoint",
+]
 
 METADATA_KEY = "kfac_core_checkpoint"
+DIGEST_KEY = "kfac_core_checkpoint_sha256"
 FORMAT = "kfac_core.checkpoint"
 VERSION = 1
 
@@ -54,9 +64,11 @@ def save_checkpoint(path: str | os.PathLike[str], estimator: Estimator, /) -> No
         "format": FORMAT,
         "version": VERSION,
         "producer": f"kfac_core {kfac_core.__version__}",
+        "digests": {name: tensor_digest(values) for name, values in tensors.items()},
         "state": tree,
     }
-    metadata = {METADATA_KEY: json.dumps(document, allow_nan=False)}
+    text = json.dumps(document, allow_nan=False)
+    metadata = {METADATA_KEY: text, DIGEST_KEY: text_digest(text)}
     target = Path(path)
     handle, temporary = tempfile.mkstemp(
         dir=target.parent, prefix=f".{target.name}.", suffix=".part"

@@ -12,11 +12,10 @@ number of rows, an average of micro-batches is exactly that of the whole batch.
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any
 
-from kfac_core.arrays import Scalar, own_namespace
+from kfac_core.arrays import Scalar, is_finite_number, own_namespace
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import DecayError
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -107,14 +106,16 @@ def paper_decay(k: int, /, *, limit: float) -> float:
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
     """Raise `DecayError` where a Python number lies outside [0, 1]."""
-    if isinstance(decay, numbers.Real) and not 0.0 <= float(decay) <= 1.0:
+    if isinstance(decay, numbers.Real) and not (
+        is_finite_number(decay) and 0.0 <= float(decay) <= 1.0
+    ):
         raise DecayError(f"Expected `{name}` in [0, 1], got {decay}.")
 
 
 def require_weight(weight: Scalar, /) -> None:
     """Raise `DecayError` where a Python number is no weight of an update."""
     if isinstance(weight, numbers.Real) and not (
-        math.isfinite(float(weight)) and float(weight) > 0
+        is_finite_number(weight) and float(weight) > 0
     ):
         raise DecayError(
             f"Expected `weight` to be a finite number > 0, got {weight}. To leave an "

@@ -1,0 +1,1 @@
+"""What must survive: long, hostile and unlucky runs, at a small and at the full size."""

@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of the readers of files: ``python -m fuzzing checkpoint``."""
