@@ -1,6 +1,5 @@
 """The demo: one curve on every backend, and what the command prints and writes."""
 
-import json
 import sys
 
 import numpy as np
@@ -34,12 +33,11 @@ def test_another_seed_is_another_run():
 
 
 def test_the_command_prints_a_table_and_writes_a_picture(tmp_path, capsys):
-    """A short run names its grids, prints a row a method and leaves PNG and JSON."""
+    """A short run names its grids, prints a row a method and leaves a PNG."""
     pytest.importorskip("sklearn", reason="the demo needs its extra")
-    report = tmp_path / "report.json"
     options = ["--quick", "--steps", "10", "--output", str(tmp_path)]
 
-    code = main(["demo", *options, "--json", str(report)])
+    code = main(["demo", *options])
 
     printed = capsys.readouterr().out
     assert code == 0
@@ -47,7 +45,6 @@ def test_the_command_prints_a_table_and_writes_a_picture(tmp_path, capsys):
         assert word in printed
     (picture,) = tmp_path.glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(report.read_text())
 
 
 def test_without_its_extra_the_demo_says_what_to_install(monkeypatch, capsys):

@@ -2,8 +2,6 @@
 
 The benchmark itself is the folder ``benchmarks`` of the source tree, beside this package,
 and no part of an installation: it drives other libraries, in processes of their own.
-Exit codes: 0 where it ran, 1 where a library's answers are not right, 2 where it could
-not be run.
 """
 
 from __future__ import annotations
@@ -15,8 +13,28 @@ import sys
 from pathlib import Path
 
 import kfac_core
+from kfac_core.cli.options import add_json, positive
+from kfac_core.cli.screen import complain
 
-__all__ = ["add_arguments", "find_benchmarks", "run"]
+__all__ = [
+    "EXAMPLES",
+    "EXIT_CODES",
+    "SUMMARY",
+    "add_arguments",
+    "find_benchmarks",
+    "run",
+]
+
+SUMMARY = "time it beside other libraries and the machine's floor"
+EXAMPLES = (
+    "kfac-core bench --quick",
+    "kfac-core bench --workloads transformer --libraries numpy lapack --json",
+)
+EXIT_CODES = {
+    0: "it ran, and all answers are right",
+    1: "a library's answers are not right",
+    2: "it cannot be run here",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
@@ -37,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         "--libraries", nargs="+", metavar="NAME", help="default: all that are installed"
     )
     parser.add_argument(
-        "--threads", type=_positive, default=1, help="of each library (default: 1)"
+        "--threads", type=positive, default=1, help="of each library (default: 1)"
     )
     parser.add_argument(
-        "--repetitions", type=_positive, metavar="N", help="samples of each stage"
+        "--repetitions", type=positive, metavar="N", help="samples of each stage"
     )
     parser.add_argument(
         "--device",
@@ -53,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     )
     parser.add_argument(
         "--patience",
-        type=_positive,
+        type=positive,
         default=600,
         metavar="SECONDS",
         help="how long one library may take for one answer (default: 600)",
@@ -71,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         metavar="DIR",
         help="where numbers and picture are written (default: here)",
     )
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace, /) -> int:
@@ -84,16 +103,15 @@ def run(arguments: argparse.Namespace, /) -> int:
     Returns
     -------
     int
-        The exit code; see the module's text.
+        The exit code; see `EXIT_CODES`.
     """
     folder = find_benchmarks()
     if folder is None:
-        print(
-            "kfac-core bench: needs the source tree of kfac_core, in which it is the "
-            "folder `benchmarks`; an installed wheel does not have it.",
-            file=sys.stderr,
+        return complain(
+            "bench",
+            "needs the source tree of kfac_core, in which it is the folder "
+            "`benchmarks`; an installed wheel does not have it.",
         )
-        return 2
     if "benchmarks" not in sys.modules:
         _import_from(folder)
     code: int = importlib.import_module("benchmarks.command").main(arguments)
@@ -118,13 +136,3 @@ def _import_from(folder: Path) -> None:
     package = importlib.util.module_from_spec(spec)
     sys.modules["benchmarks"] = package
     spec.loader.exec_module(package)
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
-    return number

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 from typing import Any
 
 import kfac_core
 from kfac_core.backend import adapter_problem, backend_names, get_backend
 from kfac_core.capabilities import capability_table
+from kfac_core.cli.options import add_json
+from kfac_core.cli.screen import Progress, print_json, print_table, printable
 from kfac_core.errors import KFACError
 from kfac_core.selection import selected_backend
 
-__all__ = ["add_arguments", "diagnosis", "run"]
+__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "diagnosis", "run"]
+
+SUMMARY = "say what was found, what is chosen and why"
+EXAMPLES = ("kfac-core doctor", "KFAC_CORE_BACKEND=torch:cuda:0 kfac-core doctor")
+EXIT_CODES = {
+    0: "the chosen backend can be used",
+    2: "it cannot, and the text says why",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Declare the options of the subcommand."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace, /) -> int:
@@ -34,27 +42,38 @@ def run(arguments: argparse.Namespace, /) -> int:
     int
         0 where the chosen backend can be used, else 2.
     """
-    found = diagnosis()
+    with Progress() as progress:
+        found = diagnosis(progress)
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print_json(found)
     else:
-        print("\n".join(_lines(found)))
+        _print(found)
     return 0 if found["selected"]["problem"] is None else 2
 
 
-def diagnosis() -> dict[str, Any]:
+def diagnosis(progress: Progress | None = None, /) -> dict[str, Any]:
     """Return what there is to say, as plain data.
+
+    Parameters
+    ----------
+    progress : Progress, optional
+        Is told which backend is looked at: some take seconds to import.
 
     Returns
     -------
     dict
         Of ``kfac_core``, ``python``, ``selected``, ``backends`` and ``operations``.
     """
+    backends = {}
+    for name in backend_names():
+        if progress is not None:
+            progress.begin(f"looking at {name}")
+        backends[name] = _backend(name)
     return {
         "kfac_core": kfac_core.__version__,
         "python": platform.python_version(),
         "selected": _selected(),
-        "backends": {name: _backend(name) for name in backend_names()},
+        "backends": backends,
         "operations": capability_table(),
     }
 
@@ -80,25 +99,43 @@ def _backend(name: str) -> dict[str, Any]:
     }
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
+def _print(found: dict[str, Any]) -> None:
     selected = found["selected"]
-    lines = [f"kfac_core {found['kfac_core']}, Python {found['python']}", ""]
+    print(f"kfac_core {found['kfac_core']}, Python {found['python']}")
     if selected["problem"] is None:
-        lines.append(f"chosen: {selected['spec']} ({selected['reason']})")
+        chosen = f"{selected['spec']} ({selected['reason']})"
     else:
-        lines.append(f"chosen: nothing usable. {selected['problem']}")
-    lines.append("")
-    for name, backend in found["backends"].items():
-        versions = ", ".join(f"{k} {v}" for k, v in backend["versions"].items())
-        if backend["usable"]:
-            devices = ", ".join(backend["devices"])
-            lines.append(f"{name:8} usable: {versions}; devices: {devices}")
-            if backend["adapter"] != "loaded":
-                lines.append(f"{'':8} adapter not loaded: {backend['adapter']}")
-        else:
-            lines.append(f"{name:8} not usable: {backend['problem']}")
+        chosen = f"nothing usable. {selected['problem']}"
+    print(printable(f"chosen: {chosen}"))
+    print()
     names = list(found["backends"])
-    lines += ["", f"{'operation':20}" + "".join(f"{name:>13}" for name in names)]
-    for operation, row in found["operations"].items():
-        lines.append(f"{operation:20}" + "".join(f"{row[name]:>13}" for name in names))
-    return lines
+    usable = sum(backend["usable"] for backend in found["backends"].values())
+    print_table(
+        f"{usable} of {len(names)} backends can be used",
+        ("backend", "versions", "devices", "adapter", "state"),
+        [_cells(name, backend) for name, backend in found["backends"].items()],
+    )
+    print()
+    print_table(
+        f"{len(found['operations'])} operations",
+        ("operation", *names),
+        [
+            (operation, *(row[name] for name in names))
+            for operation, row in found["operations"].items()
+        ],
+    )
+
+
+def _cells(name: str, backend: dict[str, Any]) -> tuple[str, ...]:
+    if not backend["usable"]:
+        return (name, "", "", "", f"not usable: {backend['problem']}")
+    state = "usable"
+    if backend["adapter"] != "loaded":
+        state += f", more slowly: {backend['adapter']}"
+    return (
+        name,
+        ", ".join(f"{k} {v}" for k, v in backend["versions"].items()),
+        ", ".join(backend["devices"]),
+        "loaded" if backend["adapter"] == "loaded" else "not loaded",
+        state,
+    )

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.checkpoint import read_header
+from kfac_core.cli.options import add_json
+from kfac_core.cli.screen import print_json, printable
 from kfac_core.errors import StateError
 
-__all__ = ["add_arguments", "contents", "run"]
+__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "contents", "run"]
+
+SUMMARY = "say what is in a checkpoint"
+EXAMPLES = ("kfac-core inspect curvature.safetensors",)
+EXIT_CODES = {0: "it was read", 2: "it is no checkpoint, or a damaged one"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Declare the arguments of the subcommand."""
     parser.add_argument("file", help="a checkpoint, *.safetensors")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace, /) -> int:
@@ -31,14 +35,19 @@ def run(arguments: argparse.Namespace, /) -> int:
     Returns
     -------
     int
-        0, or 2 where the file cannot be read.
+        0.
+
+    Raises
+    ------
+    StateError
+        Where the file cannot be read.
     """
-    try:
-        found = contents(arguments.file)
-    except StateError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(json.dumps(found, indent=2) if arguments.json else "\n".join(_lines(found)))
+    found = contents(arguments.file)
+    if arguments.json:
+        print_json(found)
+    else:
+        # Names in a file are not to steer a terminal.
+        print("\n".join(map(printable, _lines(found))))
     return 0
 
 

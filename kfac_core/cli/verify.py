@@ -1,18 +1,16 @@
 """``kfac-core verify``: recompute the answers of verification records.
 
-Exit codes: 0 where every answer agrees, 1 where one differs, 2 where a file could not be
-read, whatever the others say.  Each file is read and checked on its own, so that a bad
+Each file is read and checked on its own, so that a bad
 one costs one line on standard error and nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import sys
 from typing import Any
 
+from kfac_core.cli.options import add_json, positive
+from kfac_core.cli.screen import Progress, complain, print_json, print_table
 from kfac_core.errors import RecordError
 from kfac_core.records.check import CheckDtype, Verdict, check_record
 from kfac_core.records.container import load_library
@@ -20,7 +18,18 @@ from kfac_core.records.fields import one_line
 from kfac_core.records.record import read_record
 from kfac_core.selection import enable_float64, selected_backend
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY = "recompute the answers in verification records"
+EXAMPLES = (
+    "kfac-core verify step.safetensors",
+    "kfac-core verify --backend torch:cuda:0 --dtype float32 --json *.safetensors",
+)
+EXIT_CODES = {
+    0: "every answer agrees",
+    1: "an answer differs",
+    2: "a file cannot be read, whatever the others say, or the backend not be used",
+}
 
 _COLUMNS = ("block", "operation", "damping", "error", "tolerance", "verdict")
 
@@ -43,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     )
     parser.add_argument(
         "--memory-limit",
-        type=_positive,
+        type=positive,
         metavar="MIB",
         help="the largest array that a record may ask for (default: 64 MiB and 64 times "
         "the size of its file)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace, /) -> int:
@@ -62,7 +71,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     Returns
     -------
     int
-        The exit code; see the module's text.
+        The exit code; see `EXIT_CODES`.
 
     Raises
     ------
@@ -75,16 +84,20 @@ def run(arguments: argparse.Namespace, /) -> int:
         enable_float64(backend=arguments.backend)
     limit = arguments.memory_limit
     results = []
-    for path in arguments.records:
-        result = _verified(
-            path,
-            backend=arguments.backend,
-            dtype=arguments.dtype,
-            memory_limit=None if limit is None else limit * 2**20,
-        )
-        results.append(result)
-        if not arguments.json:
-            _print_result(result)
+    with Progress(len(arguments.records)) as progress:
+        for path in arguments.records:
+            progress.begin(path)
+            result = _verified(
+                path,
+                backend=arguments.backend,
+                dtype=arguments.dtype,
+                memory_limit=None if limit is None else limit * 2**20,
+            )
+            results.append(result)
+            progress.advance()
+            if not arguments.json:
+                with progress.paused():
+                    _print_result(result)
     code = _exit_code(results)
     if arguments.json:
         found = {
@@ -93,7 +106,7 @@ def run(arguments: argparse.Namespace, /) -> int:
             "exit_code": code,
             "records": [_plain_result(result) for result in results],
         }
-        print(json.dumps(found, indent=2, allow_nan=False))
+        print_json(found)
     return code
 
 
@@ -122,7 +135,7 @@ def _exit_code(results: list[dict[str, Any]]) -> int:
 
 
 def _plain_result(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result as JSON has it; what is not finite becomes null."""
+    """Return a result as plain data."""
     return {
         "record": one_line(result["record"]),
         "error": result["problem"],
@@ -140,8 +153,8 @@ def _plain_verdict(verdict: Verdict) -> dict[str, Any]:
         "detail": verdict.detail,
         "damping": verdict.damping,
         "damping_rule": verdict.rule,
-        "error": verdict.error if math.isfinite(verdict.error) else None,
-        "tolerance": verdict.tolerance if math.isfinite(verdict.tolerance) else None,
+        "error": verdict.error,
+        "tolerance": verdict.tolerance,
         "agrees": verdict.agrees,
         "problem": verdict.problem,
     }
@@ -150,14 +163,12 @@ def _plain_verdict(verdict: Verdict) -> dict[str, Any]:
 def _print_result(result: dict[str, Any]) -> None:
     """Print one line for a file that is bad, a table for one that is good."""
     if result["problem"] is not None:
-        print(f"kfac-core verify: {result['problem']}", file=sys.stderr)
+        complain("verify", result["problem"])
         return
     rows = [_cells(verdict) for verdict in result["verdicts"]]
     agreeing = sum(verdict.agrees for verdict in result["verdicts"])
     summary = f"{agreeing} of {len(rows)} agree" if rows else "nothing to check"
-    title = f"{one_line(result['record'])}: {summary}"
-    if not (rows and sys.stdout.isatty() and _print_pretty(title, rows)):
-        print("\n".join([title, *_aligned(rows)]))
+    print_table(f"{one_line(result['record'])}: {summary}", _COLUMNS, rows)
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:
@@ -174,44 +185,3 @@ def _cells(verdict: Verdict) -> tuple[str, ...]:
         f"{verdict.tolerance:.1e}",
         word,
     )
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return the lines of a plain table."""
-    if not rows:
-        return []
-    table = [_COLUMNS, *rows]
-    widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
-    return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
-
-
-def _print_pretty(title: str, rows: list[tuple[str, ...]]) -> bool:
-    """Print a table for people; return False where rich is not there to do it."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
-    table = Table(title=Text(title), title_justify="left")
-    for column in _COLUMNS:
-        table.add_column(column)
-    for *cells, word in rows:
-        # `Text` takes what it is given literally: a record's names are not markup.
-        verdict = Text(word, style="green" if word == "agrees" else "bold red")
-        table.add_row(*map(Text, cells), verdict)
-    Console().print(table)
-    return True
-
-
-def _positive(value: str) -> int:
-    try:
-        number = int(value)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {value!r}")
-    return number

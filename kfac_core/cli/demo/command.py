@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,8 +14,20 @@ import kfac_core as kc
 from kfac_core.cli.demo import figure, report
 from kfac_core.cli.demo.search import GRIDS, QUICK_GRIDS, Search, search
 from kfac_core.cli.demo.training import METHODS, Problem
+from kfac_core.cli.options import add_json, not_negative, positive
+from kfac_core.cli.screen import Progress, complain, print_json
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY = "train a deep autoencoder with K-FAC, SGD and Adam"
+EXAMPLES = (
+    "kfac-core demo --quick",
+    "KFAC_CORE_BACKEND=torch kfac-core demo --json > demo.json",
+)
+EXIT_CODES = {
+    0: "all methods were run",
+    2: "a package is missing, or the backend cannot be used",
+}
 
 STEPS = 300
 QUICK_STEPS = 60
@@ -34,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """
     parser.add_argument(
         "--steps",
-        type=_positive,
+        type=positive,
         help=f"steps of a run (default {STEPS}, or {QUICK_STEPS} with --quick)",
     )
     parser.add_argument(
         "--seed",
-        type=_not_negative,
+        type=not_negative,
         default=0,
         help="decides everything that is random (default 0)",
     )
@@ -56,14 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         help="fewer steps, and three learning rates a method instead of five",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every number to a file, too"
-    )
-    parser.add_argument(
         "--dtype",
         choices=("float64", "float32"),
         default="float64",
         help="the precision of all arithmetic (default float64)",
     )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace, /) -> int:
@@ -83,22 +92,26 @@ def run(args: argparse.Namespace, /) -> int:
         name for module, name in REQUIREMENTS.items() if not _is_installed(module)
     ]
     if missing:
-        print(
-            f"The demonstration needs {', '.join(missing)}:"
-            " pip install 'kfac-core[demo]'",
-            file=sys.stderr,
-        )
-        return 2
+        names = ", ".join(missing)
+        return complain("demo", f"needs {names}: pip install 'kfac-core[demo]'")
+    # Before minutes of work, and not after them.
+    args.output.mkdir(parents=True, exist_ok=True)
     if args.dtype == "float64":
         kc.enable_float64()
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
     problem = Problem(seed=args.seed, steps=steps, dtype=args.dtype)
     grids = QUICK_GRIDS if args.quick else GRIDS
-    print(report.settings(problem, grids), flush=True)
+    if not args.json:
+        print(report.settings(problem, grids), flush=True)
     with _one_blas_thread():
         found = _search_with_progress(problem, grids)
-    _show(found, problem)
-    _write(found, problem, output=args.output, json_path=args.json)
+    picture = args.output / "kfac_demo.png"
+    figure.draw(found, problem, picture)
+    if args.json:
+        print_json({**report.as_json(found, problem), "picture": str(picture)})
+    else:
+        _show(found, problem)
+        print(f"Picture: {picture}")
     return 0
 
 
@@ -106,29 +119,14 @@ def _search_with_progress(
     problem: Problem, grids: dict[str, tuple[float, ...]]
 ) -> Search:
     """Run everything under a progress bar, which only a terminal shows."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeElapsedColumn as Elapsed
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description:32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        Elapsed(),
-    )
-    total = problem.steps * sum(len(grids[method]) for method in METHODS)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("", total=total)
+    with Progress(problem.steps * sum(len(grids[m]) for m in METHODS)) as progress:
         return search(
             problem,
             grids=grids,
-            begin=lambda method, rate: progress.update(
-                task, description=f"{method}, learning rate {rate:g}"
+            begin=lambda method, rate: progress.begin(
+                f"{method}, learning rate {rate:g}"
             ),
-            advance=lambda made: progress.advance(task, made),
+            advance=progress.advance,
         )
 
 
@@ -150,41 +148,12 @@ def _one_blas_thread() -> AbstractContextManager[Any]:
 def _show(found: Search, problem: Problem) -> None:
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=100)
+    # Asked of the stream, as rich takes a variable's word for what a terminal is.
+    pretty = sys.stdout.isatty()
+    console = Console() if pretty else Console(width=100, force_terminal=False)
     console.print(report.table(found, problem))
     print(report.verdict(found, problem))
 
 
-def _write(
-    found: Search, problem: Problem, *, output: Path, json_path: Path | None
-) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    picture = output / "kfac_demo.png"
-    figure.draw(found, problem, picture)
-    print(f"Picture: {picture}")
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(
-            json.dumps(report.as_json(found, problem), indent=1) + "\n"
-        )
-        print(f"Numbers: {json_path}")
-
-
 def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected one or more, got {number}")
-    return number
-
-
-def _not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected zero or more, got {number}")
-    return number

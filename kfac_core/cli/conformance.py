@@ -1,0 +1,199 @@
+"""``kfac-core conformance``: what holds, and what does not, in somebody else's library.
+
+The checks are those of `kfac_core.conformance`; an adapter stands between them and the
+library.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from kfac_core.cli.options import add_json
+from kfac_core.cli.screen import Progress, complain, print_json, print_table
+from kfac_core.conformance import (
+    Check,
+    Outcome,
+    identity_checks,
+    load_adapter,
+    record_checks,
+    run_check,
+)
+
+__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY = "check another K-FAC library against identities and records"
+EXAMPLES = (
+    "kfac-core conformance --adapter kfac_core.conformance.own:Own",
+    "kfac-core conformance --adapter my_adapter.py:MyLibrary --only B1 A4",
+    "kfac-core conformance --adapter my_adapter.py:MyLibrary --records *.safetensors",
+)
+EXIT_CODES = {
+    0: "everything that the library offers holds",
+    1: "an answer differs, or the library raised",
+    2: "the adapter or a record cannot be loaded, or nothing was checked",
+}
+
+_STATUSES = ("holds", "differs", "raised", "not offered")
+
+
+def add_arguments(parser: argparse.ArgumentParser, /) -> None:
+    """Declare the options of the subcommand."""
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument(
+        "--adapter",
+        metavar="MODULE:OBJECT",
+        help="where the adapter is; a path to a file is a module, too",
+    )
+    asked.add_argument(
+        "--list", action="store_true", help="say what is checked, and check nothing"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="only the checks whose name begins so (B, B1, 'A4 shared')",
+    )
+    parser.add_argument(
+        "--records",
+        nargs="+",
+        metavar="RECORD",
+        default=(),
+        help="the answers in these verification records, too",
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace, /) -> int:
+    """Run the checks and print what came of them.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        As `add_arguments` declared.
+
+    Returns
+    -------
+    int
+        The exit code; see `EXIT_CODES`.
+
+    Raises
+    ------
+    AdapterError, RecordError
+        Where one cannot be loaded.
+    """
+    checks = _chosen(arguments)
+    if arguments.list:
+        _list(checks, as_json=arguments.json)
+        return 0
+    adapter = load_adapter(arguments.adapter)
+    if not checks:
+        return complain("conformance", "no check has such a name; see --list.")
+    outcomes = []
+    with Progress(len(checks)) as progress:
+        for check in checks:
+            progress.begin(check.name)
+            outcomes.append(run_check(adapter, check))
+            progress.advance()
+    code = _exit_code(outcomes)
+    if arguments.json:
+        found = {
+            "adapter": arguments.adapter,
+            "library": adapter.name,
+            "version": adapter.version,
+            "exit_code": code,
+            "counts": dict(_counts(outcomes)),
+            "checks": [_plain(outcome) for outcome in outcomes],
+        }
+        print_json(found)
+    else:
+        _print(f"{adapter.name} {adapter.version}", outcomes)
+    if code == 2:
+        complain("conformance", "the library offers nothing of what was to be checked.")
+    return code
+
+
+def _chosen(arguments: argparse.Namespace) -> list[Check]:
+    checks = list(identity_checks())
+    for path in dict.fromkeys(arguments.records):
+        checks += record_checks(path)
+    starts = tuple(arguments.only or ("",))
+    return [
+        check
+        for check in checks
+        # "B1" means "B1" and "B1 mse sum", and not "B16".
+        if any(
+            check.name == start
+            or check.name.startswith(start + " ")
+            or (start.isalpha() and check.name.startswith(start))
+            or not start
+            for start in starts
+        )
+    ]
+
+
+def _exit_code(outcomes: Sequence[Outcome]) -> int:
+    counts = _counts(outcomes)
+    if counts["differs"] or counts["raised"]:
+        return 1
+    return 0 if counts["holds"] else 2
+
+
+def _counts(outcomes: Sequence[Outcome]) -> Counter[str]:
+    counts: Counter[str] = Counter(outcome.status for outcome in outcomes)
+    return Counter({status: counts[status] for status in _STATUSES})
+
+
+def _print(library: str, outcomes: Sequence[Outcome]) -> None:
+    """Print a row a check; those that a record alone makes impossible are only counted."""
+    shown = [x for x in outcomes if x.check.obstacle is None]
+    counts = _counts(outcomes)
+    summary = ", ".join(f"{counts[status]} {status}" for status in _STATUSES)
+    print_table(
+        f"{library}: {summary}",
+        ("check", "what has to hold", "error", "allowed", "outcome"),
+        [_cells(outcome) for outcome in shown],
+    )
+    reasons = Counter(x.check.obstacle for x in outcomes if x.check.obstacle)
+    if reasons:
+        print_table(
+            f"{reasons.total()} answers of the records cannot be asked for",
+            ("answers", "why"),
+            [(str(count), str(why)) for why, count in reasons.most_common()],
+        )
+
+
+def _cells(outcome: Outcome) -> tuple[str, ...]:
+    check = outcome.check
+    bound = "> 1.0e-03" if check.must_differ else f"{check.tolerance:.1e}"
+    word: str = outcome.status
+    if outcome.message is not None:
+        word += f": {outcome.message}"
+    error = "" if outcome.error is None else f"{outcome.error:.1e}"
+    return (check.name, check.says, error, bound, word)
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    check = outcome.check
+    return {
+        "check": check.name,
+        "says": check.says,
+        "operation": check.operation,
+        "damping": check.damping if check.rule is not None else None,
+        "damping_rule": check.rule,
+        "outcome": outcome.status,
+        "error": outcome.error,
+        "tolerance": check.tolerance,
+        "must_differ": check.must_differ,
+        "message": outcome.message,
+    }
+
+
+def _list(checks: Sequence[Check], *, as_json: bool) -> None:
+    if as_json:
+        print_json([{"check": check.name, "says": check.says} for check in checks])
+        return
+    rows = [(check.name, check.says) for check in checks]
+    print_table(f"{len(rows)} checks", ("check", "what has to hold"), rows)
