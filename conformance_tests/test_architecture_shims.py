@@ -20,7 +20,8 @@ OWN = {
     "__init__": set(),
     "torch": {"torch", "kfac_core"},
     "jax": {"jax", "numpy", "optax", "flax", "kfac_core"},
-    "keras": {"keras", "numpy", "kfac_core"},
+    # Keras has no vector-Jacobian product of its own: that is its backend's.
+    "keras": {"keras", "jax", "kfac_core"},
     "numpy": {"numpy", "kfac_core"},
 }
 

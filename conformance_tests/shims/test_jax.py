@@ -1,0 +1,439 @@
+"""The JAX shim against dense NumPy references from JAX's own per-example gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+shim = pytest.importorskip("kfac_core_shims.jax")
+
+LAMBDA = 0.1
+LOSS = kc.losses.Categorical()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double():
+    """64-bit floats, so that tolerances mean something."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(5)
+
+
+def settings(network, **options):
+    chosen = {"decay": 0.9, "damping": LAMBDA, "damping_rule": "exact", "loss": "sum"}
+    return kc.Estimator(network.blocks, **(chosen | options))
+
+
+def mlp(params, x):
+    hidden = jnp.tanh(shim.dense("one", x, *params["one"]))
+    return shim.dense("two", hidden, params["two"])
+
+
+def nll(z, y):
+    """Return the summed negative log-likelihood."""
+    return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None], axis=1))
+
+
+@pytest.fixture
+def small(rng):
+    """Parameters, inputs and labels of `mlp`."""
+    params = {
+        "one": [jnp.asarray(rng.normal(size=(4, 3))), jnp.asarray(rng.normal(size=3))],
+        "two": jnp.asarray(rng.normal(size=(3, 3))),
+    }
+    return params, jnp.asarray(rng.normal(size=(6, 4))), jnp.asarray([0, 1, 2, 2, 1, 1])
+
+
+def empirical(network, kfac, *, loss):
+    """Return one step's direction, gradient of the mean and state, to be compiled."""
+
+    def step(params, state, x, y, damping):
+        z, pull = network.vjp(params, x)
+        cotangent = jax.grad(nll)(z, y) / (len(y) if loss == "mean" else 1)
+        gradients, captured = pull(cotangent, loss=loss)
+        gradients = jax.tree.map(
+            lambda g: g / (1 if loss == "mean" else len(y)), gradients
+        )
+        direction, state = kfac.update(
+            gradients, state, captured=captured, damping=damping
+        )
+        return direction, gradients, state
+
+    return step
+
+
+def solved(F, *parts, damping=LAMBDA):
+    """Return ``(F + damping I)^-1`` times the parts, flattened and joined."""
+    v = np.concatenate([np.ravel(part) for part in parts])
+    return np.linalg.solve(F + damping * np.eye(len(v)), v)
+
+
+def flat(*parts):
+    return np.concatenate([np.ravel(part) for part in parts])
+
+
+@pytest.mark.parametrize("loss", ["sum", "mean"])
+def test_directions_are_those_of_the_dense_matrix(small, loss):
+    """One compiled step gives ``(A (x) G + lam I)^-1`` times the mean gradient."""
+    params, x, y = small
+    network = shim.Network(mlp, params, x)
+    kfac = shim.KFAC(network, settings(network, loss=loss), refresh_every=1)
+    step = jax.jit(empirical(network, kfac, loss=loss))
+
+    direction, gradients, _ = step(params, kfac.init(params), x, y, LAMBDA)
+
+    each = jax.vmap(
+        jax.grad(lambda p, x, y: nll(mlp(p, x[None]), y[None])), (None, 0, 0)
+    )
+    per = jax.tree.map(np.asarray, each(params, x, y))
+    g = per["one"][1]
+    rows = np.concatenate([np.asarray(x), np.ones((6, 1))], axis=1)
+    F = np.kron(rows.T @ rows / 6, g.T @ g / 6)
+    mean = [part.mean(axis=0) for part in per["one"]]
+    np.testing.assert_allclose(flat(*gradients["one"]), flat(*mean), rtol=1e-9)
+    np.testing.assert_allclose(flat(*direction["one"]), solved(F, *mean), rtol=1e-7)
+    hidden = np.tanh(np.asarray(x @ params["one"][0] + params["one"][1]))
+    # x g^T of an example times x, over x^T x, is its g.
+    g = np.einsum("nio,ni->no", per["two"], hidden) / np.sum(hidden**2, 1)[:, None]
+    F = np.kron(hidden.T @ hidden / 6, g.T @ g / 6)
+    expected = solved(F, per["two"].mean(axis=0))
+    np.testing.assert_allclose(flat(direction["two"]), expected, rtol=1e-7)
+
+
+def test_one_program_serves_all_steps_and_agrees_with_eager(small):
+    """New dampings and step counts compile nothing; operators change when it is time."""
+    params, x, y = small
+    network = shim.Network(mlp, params, x)
+    estimator = settings(network, damping_rule="factored")
+    kfac = shim.KFAC(network, estimator, refresh_every=2)
+    traces = []
+
+    def counted(*arguments):
+        traces.append(1)
+        return empirical(network, kfac, loss="sum")(*arguments)
+
+    step = jax.jit(counted, donate_argnums=1)
+    state, found = kfac.init(params), []
+    for i in range(4):
+        direction, _, state = step(params, state, x, y, 0.1 * (i + 1.0))
+        found.append(direction)
+
+    def captured(x):
+        z, pull = network.vjp(params, x)
+        return pull(z, loss="sum")[1]
+
+    eager, compiled = captured(x), jax.jit(captured)(x)
+
+    assert len(traces) == 1
+    assert [int(state.updates), int(state.age)] == [4, 1]
+    assert eager.loss == compiled.loss == "sum"
+    for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    one = [flat(*direction["one"]) for direction in found]
+    np.testing.assert_array_equal(one[0], one[1])
+    np.testing.assert_array_equal(one[2], one[3])
+    assert np.linalg.norm(one[2]) < 0.9 * np.linalg.norm(one[0])
+    np.testing.assert_allclose(float(state.dampings["one"]), 0.3)
+
+
+def test_a_bad_batch_changes_nothing_but_the_status(small):
+    """NaN in one example leaves all sums, operators and counts, bit by bit."""
+    params, x, y = small
+    network = shim.Network(mlp, params, x)
+    kfac = shim.KFAC(network, settings(network), refresh_every=1)
+    step = jax.jit(empirical(network, kfac, loss="sum"))
+    _, _, state = step(params, kfac.init(params), x, y, LAMBDA)
+
+    _, _, bad = step(params, state, x.at[0, 0].set(np.nan), y, 0.5)
+    _, _, good = step(params, bad, 2.0 * x, y, 0.5)
+
+    for part in ("updates", "age", "dampings", "statistics", "operators"):
+        before = jax.tree.leaves(getattr(state, part))
+        for a, b in zip(before, jax.tree.leaves(getattr(bad, part)), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=part)
+    flags = {name: kc.Status(int(flag)) for name, flag in bad.status.items()}
+    assert flags["one"] == (
+        kc.Status.INPUTS_NOT_FINITE | kc.Status.OUTPUT_GRADS_NOT_FINITE
+    )
+    assert not any(map(int, jax.tree.leaves(good.status)))
+    assert [int(good.updates), int(state.updates)] == [2, 1]
+    # A damping that is no damping keeps the operators, and is flagged.
+    _, _, worse = step(params, good, x, y, -1.0)
+    assert kc.Status.BAD_DAMPING in kc.Status(int(worse.status["two"]))
+    np.testing.assert_array_equal(worse.dampings["two"], good.dampings["two"])
+
+
+def test_modes_of_the_fisher_matrix(small):
+    """Exact sources give ``mean(diag p - p p^T)``; many samples come near it."""
+    params, x, _ = small
+    network = shim.Network(mlp, params, x)
+    p = jax.nn.softmax(mlp(params, x))
+    expected = np.mean([np.diag(row) - np.outer(row, row) for row in p], axis=0)
+
+    for mode, sources, rtol in (("exact", "sum", 1e-9), ("gradients", "mean", 0.05)):
+        estimator = settings(network, sources=sources)
+        kfac = shim.KFAC(network, estimator, refresh_every=1)
+
+        @jax.jit
+        def output_factor(params, state, key, kfac=kfac, mode=mode):
+            z, pull = network.vjp(params, x)
+            spec = kc.losses.noise_spec(LOSS, z, mode=mode, samples=2000)
+            noise = None if spec is None else jax.random.uniform(key, spec.shape)
+            made = kc.losses.vectors(LOSS, z, mode=mode, noise=noise)
+            state = kfac.traced.updated(state, pull(made))
+            return state.statistics["two"].averages["output"].sum.full()
+
+        found = output_factor(params, kfac.init(params), jax.random.key(1))
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert error < rtol, mode
+
+
+def test_a_weight_used_twice_is_one_block_and_ids_are_rows(rng):
+    """Uses are positions, ``S A (x) G``; an embedding's factor counts its ids."""
+    table, W = rng.normal(size=(5, 3)), rng.normal(size=(3, 3))
+    params = {"table": jnp.asarray(table), "W": jnp.asarray(W)}
+    ids, y = jnp.asarray([0, 1, 1, 4]), jnp.asarray([0, 1, 2, 0])
+    layer = kc.Embedding(num_embeddings=5, features=3, weight_layout="io")
+
+    def twice(params, ids):
+        rows = params["table"][ids]
+        rows = shim.tap("ids", layer, ids, rows, weight=params["table"])
+        hidden = jnp.tanh(shim.dense("step", rows, params["W"]))
+        return shim.dense("again", hidden, params["W"])
+
+    network = shim.Network(twice, params, ids)
+    kfac = shim.KFAC(network, settings(network), refresh_every=1)
+    step = jax.jit(empirical(network, kfac, loss="sum"))
+    direction, gradients, _ = step(params, kfac.init(params), ids, y, LAMBDA)
+
+    assert set(network.blocks) == {"ids", "step"}
+    inputs = table[np.asarray(ids)]
+    hidden = np.tanh(inputs @ W)
+    p = np.exp(hidden @ W)
+    g_two = p / p.sum(axis=1, keepdims=True) - np.eye(3)[np.asarray(y)]
+    g_one = (g_two @ W.T) * (1 - hidden**2)
+    A = (inputs.T @ inputs + hidden.T @ hidden) / 8
+    G = (g_one.T @ g_one + g_two.T @ g_two) / 8
+    mean = (inputs.T @ g_one + hidden.T @ g_two) / 4
+    np.testing.assert_allclose(gradients["W"], mean, rtol=1e-9)
+    np.testing.assert_allclose(
+        flat(direction["W"]), solved(2 * np.kron(A, G), mean), rtol=1e-7
+    )
+    g = g_one @ W.T
+    A = np.diag(np.bincount(np.asarray(ids), minlength=5) / 4)
+    mean = np.zeros((5, 3))
+    np.add.at(mean, np.asarray(ids), g / 4)
+    np.testing.assert_allclose(
+        flat(direction["table"]), solved(np.kron(A, g.T @ g / 4), mean), rtol=1e-7
+    )
+
+
+@pytest.fixture
+def convolutional(rng):
+    """A Flax model with a convolution, a normalization and a dense layer."""
+    nn = pytest.importorskip("flax.linen")
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Conv(2, (2, 3), strides=(2, 1), padding=((0, 1), (1, 0)))(x)
+            x = nn.LayerNorm()(jnp.tanh(x))
+            return nn.Dense(3)(x.reshape(x.shape[0], -1))
+
+    model, x = Model(), jnp.asarray(rng.normal(size=(5, 3, 4, 2)))
+    params = model.init(jax.random.key(0), x)["params"]
+    params = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), params)
+    return model, params, x, jnp.asarray([0, 1, 2, 2, 1])
+
+
+def test_flax_layers_are_found(convolutional):
+    """A convolution's, a normalization's and a dense layer's direction are dense ones."""
+    model, params, x, y = convolutional
+    network = shim.Network(lambda p, x: model.apply({"params": p}, x), params, x)
+    kfac = shim.KFAC(network, settings(network), refresh_every=1)
+    step = jax.jit(empirical(network, kfac, loss="sum"))
+    direction, _, state = step(params, kfac.init(params), x, y, LAMBDA)
+
+    def one(p, x, y):
+        return nll(model.apply({"params": p}, x[None]), y[None])
+
+    per = jax.jit(jax.vmap(jax.grad(one), (None, 0, 0)))(params, x, y)
+    mean = jax.tree.map(lambda g: np.asarray(g).mean(axis=0), per)
+    norm = per["LayerNorm_0"]
+    D = np.concatenate([norm["scale"], norm["bias"]], axis=1)
+    expected = solved(D.T @ D / 5, D.mean(axis=0))
+    found = direction["LayerNorm_0"]
+    np.testing.assert_allclose(flat(found["scale"], found["bias"]), expected, rtol=1e-7)
+
+    kernel, bias = (np.asarray(params["Conv_0"][k]) for k in ("kernel", "bias"))
+    padded = np.pad(np.asarray(x), ((0, 0), (0, 1), (1, 0), (0, 0)))
+    places = list(itertools.product((0, 2), range(3)))
+    rows = np.stack(
+        [padded[:, i : i + 2, j : j + 3].reshape(5, -1) for i, j in places], axis=1
+    )
+    outputs = (rows @ kernel.reshape(-1, 2) + bias).reshape(5, 2, 3, 2)
+
+    @jax.jit
+    @jax.vmap
+    @jax.grad
+    def head(outputs, y):
+        h = jnp.tanh(outputs)
+        h = h - h.mean(-1, keepdims=True)
+        h = h / jnp.sqrt((h**2).mean(-1, keepdims=True) + 1e-6)
+        h = h * params["LayerNorm_0"]["scale"] + params["LayerNorm_0"]["bias"]
+        dense = params["Dense_0"]
+        return nll((h.reshape(-1) @ dense["kernel"] + dense["bias"])[None], y[None])
+
+    g = np.asarray(head(jnp.asarray(outputs), y)).reshape(5, 6, 2)
+    rows = np.concatenate([rows, np.ones((5, 6, 1))], axis=2)
+    A = np.einsum("nsi,nsj->ij", rows, rows) / 30
+    G = np.einsum("nsi,nsj->ij", g, g) / 30
+    expected = solved(
+        6 * np.kron(A, G), mean["Conv_0"]["kernel"], mean["Conv_0"]["bias"]
+    )
+    found = direction["Conv_0"]
+    np.testing.assert_allclose(
+        flat(found["kernel"], found["bias"]), expected, rtol=1e-6
+    )
+    assert not any(map(int, jax.tree.leaves(state.status)))
+
+
+def test_flax_and_plain_functions_agree(small):
+    """The same network written both ways has the same directions."""
+    nn = pytest.importorskip("flax.linen")
+    params, x, y = small
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = jnp.tanh(nn.DenseGeneral((1, 3), name="one")(x))
+            return nn.DenseGeneral(3, axis=(-2, -1), use_bias=False, name="two")(x)
+
+    other = {
+        "one": {
+            "kernel": params["one"][0][:, None, :],
+            "bias": params["one"][1][None, :],
+        },
+        "two": {"kernel": params["two"][None]},
+    }
+    directions = []
+    for function, given in (
+        (mlp, params),
+        (lambda p, x: Model().apply({"params": p}, x), other),
+    ):
+        network = shim.Network(function, given, x)
+        kfac = shim.KFAC(network, settings(network), refresh_every=1)
+        step = jax.jit(empirical(network, kfac, loss="sum"))
+        directions.append(step(given, kfac.init(given), x, y, LAMBDA)[0])
+
+    plain, flax = directions
+    assert set(network.blocks) == {"one", "two"}
+    np.testing.assert_allclose(
+        flat(*plain["one"]), flat(flax["one"]["kernel"], flax["one"]["bias"]), rtol=1e-9
+    )
+    np.testing.assert_allclose(
+        flat(plain["two"]), flat(flax["two"]["kernel"]), rtol=1e-9
+    )
+
+
+def test_the_optax_transformation_chains(small):
+    """In a chain with a learning rate it is minus the rate times the direction."""
+    optax = pytest.importorskip("optax")
+    params, x, y = small
+    network = shim.Network(mlp, params, x)
+    kfac = shim.KFAC(network, settings(network), refresh_every=1)
+    chain = optax.chain(kfac.optax(), optax.scale_by_learning_rate(0.5))
+
+    @jax.jit
+    def step(params, held):
+        z, pull = network.vjp(params, x)
+        gradients, captured = pull(jax.grad(nll)(z, y), loss="sum")
+        updates, held = chain.update(gradients, held, params, captured=captured)
+        again, _ = chain.update(gradients, held, params, captured=None)
+        return (
+            updates,
+            again,
+            kfac.update(gradients, kfac.init(params), captured=captured),
+        )
+
+    updates, again, (direction, _) = step(params, chain.init(params))
+
+    np.testing.assert_allclose(updates["two"], -0.5 * direction["two"], rtol=1e-9)
+    np.testing.assert_array_equal(again["two"], updates["two"])
+    with pytest.raises(TypeError, match="captured"):
+        chain.update(params, chain.init(params), params)
+
+
+def test_a_state_goes_through_a_file(small, tmp_path):
+    """What was saved and loaded goes on as if nothing had happened, bit by bit."""
+    pytest.importorskip("safetensors")
+    params, x, y = small
+    network = shim.Network(mlp, params, x)
+    estimator = settings(network, damping_rule="factored")
+    kfac = shim.KFAC(network, estimator, refresh_every=3)
+    step = jax.jit(empirical(network, kfac, loss="sum"))
+    start = kfac.init(params)
+    _, _, state = step(params, start, x, y, LAMBDA)
+    kc.save_checkpoint(tmp_path / "a.safetensors", kfac.traced.estimator(state))
+
+    loaded = settings(network, damping_rule="factored")
+    kc.load_checkpoint(tmp_path / "a.safetensors", loaded, backend="jax")
+    resumed = kfac.traced.state(loaded, start)
+
+    after, expected = (step(params, s, 2.0 * x, y, LAMBDA) for s in (resumed, state))
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert int(after[2].updates) == 2
+
+
+def test_what_cannot_be_captured_is_refused(small):
+    """Each refusal names the layer or parameter, and says what to do."""
+    params, x, y = small
+
+    def mapped(params, x):
+        return jax.vmap(lambda row: mlp(params, row[None])[0])(x)
+
+    def cast(params, x):
+        return shim.dense("one", x, *(p * 1.0 for p in params["one"]))
+
+    def tied(params, x):
+        y = shim.dense("a", x, params["two"])
+        layer = kc.Dense(in_features=3, out_features=3, bias=False, weight_layout="oi")
+        return shim.tap("b", layer, y, y @ params["two"].T, weight=params["two"])
+
+    for function in (mapped, jax.jit(mlp), jax.checkpoint(mlp), cast):
+        with pytest.raises(kc.ConventionError, match=r"'one'.*leaf"):
+            shim.Network(function, params, x)
+    with pytest.raises(kc.UnsupportedError, match=r"\['one'\]\[0\].*not in 0"):
+        shim.Network(lambda p, x: shim.dense("two", x[:, :3], p["two"]), params, x)
+    with pytest.raises(kc.UnsupportedError, match=r"\['two'\].*not in 2"):
+        shim.Network(tied, params, x[:, :3], rest="keep")
+    one = shim.Network(
+        tied,
+        params,
+        x[:, :3],
+        rest="keep",
+        approximation=lambda name, layer: kc.Kronecker() if name == "a" else None,
+    )
+    assert set(one.blocks) == {"a"}
+
+    network = shim.Network(mlp, params, x)
+    kfac = shim.KFAC(network, settings(network, loss="mean"), refresh_every=1)
+    step = empirical(network, kfac, loss="sum")
+    with pytest.raises(kc.ConventionError, match="loss='sum'"):
+        jax.eval_shape(step, params, kfac.init(params), x, y, LAMBDA)
+    z, pull = network.vjp(params, x)
+    with pytest.raises(kc.ConventionError, match="loss"):
+        pull(z)

@@ -1,0 +1,247 @@
+"""K-FAC for JAX: plain functions and Flax modules, a whole step inside one ``jax.jit``.
+
+Conventions.  A network is a pure function ``(params, *inputs) -> outputs`` of a batch
+whose first axis is that of the examples.  Its layers are found while it is traced: those
+of Flax by themselves, others where `dense` or `tap` mark them.  Zeros are added to their
+outputs, and derivatives by these are the output gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import kfac_core as kc
+
+__all__ = ["KFAC", "Network", "dense", "tap"]
+
+_current: ContextVar[kc.Recorder | None] = ContextVar("_current", default=None)
+
+
+def tap(
+    name: str, layer: Any, x: Any, y: Any, /, mask: Any = None, **given: Any
+) -> Any:
+    """Mark ``y`` as the outputs of ``layer`` for the batch ``x``, and return it.
+
+    Parameters
+    ----------
+    name, layer : str, Layer
+        Of the block, and its geometry, such as `kfac_core.Conv`.
+    x, y, mask : array, shape (N, ...)
+        As for `kfac_core.Batch`.
+    **given : array
+        Its parameters by their names there, in any shape: leaves of ``params``.
+
+    Raises
+    ------
+    ConventionError
+        For others.
+    """
+    here = _current.get()
+    return here.met(name, layer, given, x=x, y=y, mask=mask) if here else y
+
+
+def dense(name: str, x: Any, weight: Any, bias: Any = None, /, mask: Any = None) -> Any:
+    """Return ``x @ weight + bias``, marked by `tap`; the weight has shape (in, out)."""
+    y, given = x @ weight, {"weight": weight}
+    if bias is not None:
+        y, given["bias"] = y + bias, bias
+    return tap(name, _dense(weight.shape, "bias" in given), x, y, mask, **given)
+
+
+class Network:
+    """A function, the ``blocks`` found in it, and its derivatives.
+
+    Parameters
+    ----------
+    function : callable
+        ``(params, *inputs) -> outputs``, or ``-> (outputs, aux)`` with `has_aux`.
+    params, *inputs : pytree
+        Arrays, or their shapes and dtypes; the function is traced with them.
+    approximation, rest
+        As for `kfac_core.Wiring`, which raises for layers that do not fit.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        params: Any,
+        /,
+        *inputs: Any,
+        approximation: Callable[[str, Any], Any] = kc.usual_approximation,
+        rest: Literal["refuse", "keep"] = "refuse",
+        has_aux: bool = False,
+    ) -> None:
+        self._function, self._has_aux = function, has_aux
+        paths = jax.tree_util.tree_leaves_with_path(params)
+        leaves = {jax.tree_util.keystr(path): leaf.shape for path, leaf in paths}
+        uses, _ = self._uses(params, inputs)
+        self.wiring = kc.Wiring(uses, leaves, approximation=approximation, rest=rest)
+        self.blocks = self.wiring.blocks
+
+    def vjp(self, params: Any, /, *inputs: Any) -> tuple[Any, Callable[..., Any]]:
+        """Return the outputs (with `has_aux`, and aux), and what pulls vectors back.
+
+        ``pull(cotangent, loss="mean") -> (gradients, Captured)``, with the reduction of
+        the loss whose derivative by the outputs the cotangent is; ``pull(made) ->
+        Captured`` for `kfac_core.losses.SourceVectors`.
+        """
+        uses, shapes = self._uses(params, inputs)
+
+        def run(params: Any, zeros: Any) -> Any:
+            found, trace = self._run(params, inputs, zeros)
+            outputs, aux = found if self._has_aux else (found, None)
+            return outputs, (aux, [(x, mask) for x, mask, _ in trace.seen])
+
+        zeros = [jnp.zeros(y.shape, y.dtype) for y in shapes]
+        outputs, back, (aux, seen) = jax.vjp(run, params, zeros, has_aux=True)
+
+        def pull(cotangent: Any, /, *, loss: Any = None) -> Any:
+            made = cotangent if isinstance(cotangent, kc.losses.SourceVectors) else None
+            vectors = cotangent if made is None else made.vectors
+            vectors = jax.tree.map(
+                lambda v, y: jnp.asarray(v, y.dtype), vectors, outputs
+            )
+            gradients, grads = (back if made is None else jax.vmap(back))(vectors)
+            captured = self.wiring.captured(uses, seen, grads, loss=loss, made=made)
+            return (gradients, captured) if made is None else captured
+
+        return ((outputs, aux) if self._has_aux else outputs), pull
+
+    def _run(self, params: Any, inputs: Any, zeros: Any = None) -> tuple[Any, Any]:
+        linen = sys.modules.get("flax.linen")
+        recorder = kc.Recorder(jax.tree.leaves(params), zeros)
+        token = _current.set(recorder)
+        try:
+            with linen.intercept_methods(_flax) if linen else contextlib.nullcontext():
+                return self._function(params, *inputs), recorder
+        finally:
+            _current.reset(token)
+
+    def _uses(self, params: Any, inputs: Any) -> tuple[list[Any], list[Any]]:
+        uses: list[Any] = []
+
+        def run(params: Any, inputs: Any) -> Any:
+            _, trace = self._run(params, inputs)
+            uses.extend(trace.uses)
+            return trace.seen
+
+        return uses, [y for _, _, y in jax.eval_shape(run, params, inputs)]
+
+
+class KFAC:
+    """A gradient transformation; its state is a `kfac_core.TracedState`.
+
+    Parameters
+    ----------
+    network, settings : Network, Estimator
+        What is trained; decay, damping, conventions and so on of its blocks.
+    refresh_every : int
+        Operators are made at the first update, and each time after so many more.
+    """
+
+    def __init__(self, network: Network, settings: Any, *, refresh_every: int) -> None:
+        self._wiring, self.traced = network.wiring, kc.TracedEstimator(settings)
+        self.refresh_every = refresh_every
+
+    def init(self, params: Any, /) -> Any:
+        """Return the state before the first update; its operators are zero."""
+        state = jax.eval_shape(self.traced.initial, jax.tree.leaves(params)[0])
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+
+    def update(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        captured: Any,
+        **more: Any,
+    ) -> tuple[Any, Any]:
+        """Return the inverse curvature times gradients of the mean loss, and the state.
+
+        Parameters
+        ----------
+        updates, state, params : pytree
+            As optax has them.  A batch that a block flags changes ``state.status`` only.
+        captured : Captured or None
+            From `Network.vjp`; None for a step without statistics.
+        **more : float, array, or mapping of str to these
+            ``damping``, of a refresh in the place of the settings'; else not read.
+        """
+        traced = self.traced
+        if captured is not None:
+            new = traced.updated(state, captured)
+            due = traced.is_good(new) & (state.updates % self.refresh_every == 0)
+            asked = {"damping": more.get("damping")}
+            refreshed = functools.partial(traced.refreshed, **asked)
+            state = jax.lax.cond(due, refreshed, lambda held: held, new)
+        leaves, form = jax.tree.flatten(updates)
+        found = traced.precondition(state, self._wiring.vectors(leaves))
+        return jax.tree.unflatten(form, self._wiring.replaced(leaves, found)), state
+
+    def optax(self) -> Any:
+        """Return the optax transformation, to be chained with a learning rate."""
+        import optax
+
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+
+def _dense(shape: Any, bias: bool, layout: Any = "io") -> kc.Layer:
+    n, m = shape
+    return kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout=layout)
+
+
+def _flax(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Mark what a Flax layer did, where its geometry is known."""
+    y, module, nn = call(*args, **kwargs), context.module, sys.modules["flax.linen"]
+    norms = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.InstanceNorm | nn.BatchNorm
+    known = nn.Dense | nn.DenseGeneral | nn.Conv | nn.Embed | norms
+    own = module.variables.get("params") if isinstance(module, known) else None
+    if not own or context.method_name not in ("__call__", "attend"):
+        return y
+    x, shape = (*args, *kwargs.values())[0], y.shape
+    layer: kc.Layer | None = None
+    name, affine = "/".join(module.path) or type(module).__name__, "kernel" not in own
+    roles = {"kernel": "weight", "embedding": "weight", "scale": "scale"}
+    roles["bias"] = "shift" if affine else "bias"
+    given = {roles[key]: leaf for key, leaf in own.items()}
+    if context.method_name == "attend":
+        name += ".attend"
+        layer = _dense(given["weight"].shape[::-1], False, "oi")
+    elif isinstance(module, norms):
+        places = {getattr(module, key, -1) for key in ("axis", "feature_axes")}
+        off = {key: False for key in ("use_scale", "use_bias") if hasattr(module, key)}
+        rest = {key: held for key, held in module.variables.items() if key != "params"}
+        bare = module.clone(parent=None, **off)
+        x, _ = bare.apply(rest, *args, **kwargs, mutable=[*rest])
+        shapes = {"scale_shape": None, "shift_shape": None}
+        shapes |= {f"{role}_shape": leaf.shape for role, leaf in given.items()}
+        layer = kc.ScaleShift(**shapes) if places == {-1} else None
+    elif isinstance(module, nn.Embed):
+        n, m = given["weight"].shape
+        layer = kc.Embedding(num_embeddings=n, features=m, weight_layout="io")
+    elif isinstance(module, nn.Conv):
+        plain = np.all(np.equal(module.input_dilation or 1, 1)) and module.mask is None
+        if plain and x.ndim == given["weight"].ndim:
+            window = {key: getattr(module, key) for key in ("strides", "padding")}
+            window |= {"dilation": module.kernel_dilation, "bias": module.use_bias}
+            groups = module.feature_group_count
+            layer = kc.framework_conv(given["weight"].shape, groups=groups, **window)
+    else:
+        axes = sorted(a % x.ndim for a in np.atleast_1d(getattr(module, "axis", -1)))
+        if axes == [*range(axes[0], x.ndim)] and not getattr(module, "batch_dims", ()):
+            kernel = given["weight"].shape
+            n, m = math.prod(kernel[: len(axes)]), math.prod(kernel[len(axes) :])
+            x = x.reshape(*x.shape[: axes[0]], n)
+            layer, y = _dense((n, m), "bias" in own), y.reshape(*x.shape[:-1], m)
+    return y if layer is None else tap(name, layer, x, y, **given).reshape(shape)
