@@ -145,7 +145,7 @@ def test_a_wrong_shape_in_every_block_of_a_stack_is_named(backend, rng):
     blocks = {name: kc.Block(layer_of(), kc.Kronecker()) for name in NAMES}
     seen, estimator = data(rng, n=4), estimator_of(blocks)
 
-    with pytest.raises(kc.ShapeError, match="Block 'a'.*`inputs`"):
+    with pytest.raises(kc.ShapeError, match=r"Block 'a'.*`inputs`"):
         estimator.update({n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES})
 
 

@@ -126,7 +126,6 @@ if TYPE_CHECKING:
     from kfac_core.steps.wiring import (
         Captured,
         Recorder,
-        Use,
         Wiring,
         usual_approximation,
     )
@@ -214,7 +213,6 @@ __all__ = [
     "UnknownBackendError",
     "UnknownBlockError",
     "UnsupportedError",
-    "Use",
     "WarmInverse",
     "Wiring",
     "asarray",
@@ -343,7 +341,6 @@ _HOMES = {
     "UnknownBackendError": "kfac_core.errors",
     "UnknownBlockError": "kfac_core.errors",
     "UnsupportedError": "kfac_core.errors",
-    "Use": "kfac_core.steps.wiring",
     "WarmInverse": "kfac_core.linalg.newton_schulz",
     "Wiring": "kfac_core.steps.wiring",
     "asarray": "kfac_core.selection",

@@ -82,8 +82,8 @@ class Block:
         problem = self.approximation.problem_with(self.layer)
         if problem is not None:
             raise UnsupportedError(
-                f"{type(self.approximation).__name__} for layers of kind {self.layer.kind}: "
-                f"{problem}."
+                f"{type(self.approximation).__name__} for layers of kind "
+                f"{self.layer.kind}: {problem}."
             )
 
     def initial(

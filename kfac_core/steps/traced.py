@@ -121,7 +121,7 @@ class TracedEstimator:
         KFACError
             For arrays that do not fit.
         """
-        settings, one = self.settings, 1.0
+        settings = self.settings
         promised = settings.conventions
         same = captured.loss == promised.loss
         if not same or captured.sources not in (None, promised.sources):
@@ -136,6 +136,8 @@ class TracedEstimator:
         weight: Any = settings._weight
         if settings.burn_in:
             burning = state.updates < settings.burn_in
+            held = next(iter(state.dampings.values()))
+            one = xp.ones((), dtype=held.dtype, device=device_of(held))
             decay = xp.where(burning, one, decay)
             weight = xp.where(burning, one, weight)
         new, _ = updated_blocks(
