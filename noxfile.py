@@ -210,6 +210,26 @@ def wheel(session: nox.Session) -> None:
     session.run(python, "-m", "pytest", *session.posargs)
 
 
+@nox.session
+def survival(session: nox.Session) -> None:
+    """Run the long, hostile and unlucky runs at their full size: about half an hour."""
+    session.install("-e", ".[scipy]", *group("test"))
+    session.run(
+        *("pytest", "--backend=numpy", "-s", "conformance_tests/survival"),
+        *session.posargs,
+        env={"KFAC_CORE_SURVIVAL": "full"},
+    )
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Feed mutated files to both readers, guided by coverage; `-- -runs=N` for more."""
+    session.install("-e", ".[scipy,records]", "atheris==3.0.0", "numpy")
+    runs = session.posargs or ["-runs=100000"]
+    for reader in ("checkpoint", "record"):
+        session.run("python", "-m", "fuzzing", reader, *runs)
+
+
 @nox.session(venv_backend="virtualenv")
 def bench(session: nox.Session) -> None:
     """Time the library beside others and the machine's floor; nothing else should run."""

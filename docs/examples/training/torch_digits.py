@@ -23,7 +23,7 @@ def build():
 
 OPTIONS = {
     "fisher": "gradients",
-    "damping": 1e-2,
+    "damping": 0.1,
     "damping_rule": "factored",
     "decay": 0.95,
     "update_every": 2,
@@ -36,7 +36,7 @@ if __name__ == "__main__":
         "torch_digits.png",
         build=build,
         data=digits(),
-        steps=300,
+        steps=150,
         size=128,
         options=OPTIONS,
     )

@@ -46,8 +46,8 @@ OPTIONS = {
     "damping": 1e-2,
     "damping_rule": "factored",
     "decay": 0.95,
-    "update_every": 4,
-    "refresh_every": 20,
+    "update_every": 2,
+    "refresh_every": 10,
 }
 
 if __name__ == "__main__":
@@ -56,7 +56,7 @@ if __name__ == "__main__":
         "torch_text.png",
         build=Transformer,
         data=text(CONTEXT),
-        steps=200,
+        steps=500,
         size=32,
         options=OPTIONS,
     )
