@@ -97,6 +97,14 @@ JAX_FLOAT32 = {
 # What JAX is tested with in all cases without `--thorough`: the answers of others.
 JAX_EVERY_CASE = {"test_smoke", "test_records"}
 
+# What takes JAX half a minute to compile and is otherwise covered in smaller pieces.
+JAX_ONLY_THOROUGH = (
+    "test_an_example_trains[jax-shampoo]",
+    "test_the_first_twenty_steps_are_the_same_on_every_backend[jax]",
+    "test_a_record_agrees[jax-float64-numpy_conv_eigen]",
+    "test_a_record_agrees[jax-float64-numpy_conv_kron_1d]",
+)
+
 JAX_CASES = 2
 """How many cases of any other test JAX runs without `--thorough`, far apart."""
 
@@ -161,7 +169,7 @@ def _compiles_long(item: pytest.Item) -> bool:
     params = item.callspec.params  # type: ignore[attr-defined]
     narrow = params.get("dtype") == "float32" and item.path.stem not in JAX_FLOAT32
     solid = item.path.stem == "test_conv_layer" and 3 in params.values()
-    return narrow or solid
+    return narrow or solid or item.name in JAX_ONLY_THOROUGH
 
 
 @pytest.fixture
