@@ -237,7 +237,7 @@ def bench(session: nox.Session) -> None:
     session.install(
         *("-e", ".[scipy,torch,jax]", "-r", "benchmarks/requirements.txt", *TORCH_CPU)
     )
-    session.run("python", "-m", "benchmarks", *session.posargs)
+    session.run("python", "-m", "benchmarks", "--threads", "1", "2", *session.posargs)
 
 
 @nox.session

@@ -8,7 +8,9 @@ In reading order: `workloads` (what is computed), `stages` (what is timed, and t
 flops that it needs), `libraries` (who computes it), `timing` (one sample), `worker` (one
 process a library), `process` and `crew` (its parent's side), `run` (who is asked what, and
 when), `agreement` (that all compute the same), `growth` (exponents), `report` and `plot`
-(what is shown), `command`.
+(what is shown), `recorded` (what others measured), `limits` (what is to be reached),
+`measured`, `verdict`, `targets` and `call_targets` (whether a run shows it),
+`verdict_table`, `command`.
 
 Conventions.  Rows, vectors and answers are float32.  A layer's vector is a matrix of
 shape ``(in(+1), out)``, the bias its last row.  Seconds are seconds, of the processor or

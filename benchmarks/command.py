@@ -8,12 +8,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.growth import growth
 from benchmarks.libraries import LIBRARIES
 from benchmarks.options import Options
 from benchmarks.run import run
 from benchmarks.stages import chosen_stages
+from benchmarks.targets import verdicts
+from benchmarks.threads import processors
 from benchmarks.workloads import chosen_workloads
 from kfac_core.cli.screen import Progress, complain, print_json
 
@@ -43,19 +46,24 @@ def main(arguments: argparse.Namespace, /) -> int:
         return complain("bench", "its tables need rich: pip install rich")
     with Progress() as progress:
         try:
-            options = _options(arguments, say=progress.begin)
+            several = [
+                _options(arguments, threads, say=progress.begin)
+                for threads in dict.fromkeys(arguments.threads)
+            ]
         except ValueError as error:
             return complain("bench", error)
         # Before minutes of work, and not after them.
         arguments.output.mkdir(parents=True, exist_ok=True)
-        found = run(options)
-    if all("error" in said for said in found["libraries"].values()):
-        missing = " (no GPU was found)" if options.device == "cuda" else ""
+        runs = [run(options) for options in several]
+    if all("error" in said for said in runs[0]["libraries"].values()):
+        missing = " (no GPU was found)" if arguments.device == "cuda" else ""
         return complain("bench", f"no library could be started{missing}")
-    found["growth"] = growth(found["workloads"])
-    _show(found, arguments)
+    for found in runs:
+        found["growth"] = growth(found["workloads"])
+    _show(runs, arguments)
     differing = [
         name
+        for found in runs
         for workload in found["workloads"]
         for of_stage in workload["agreement"].values()
         for name, figures in of_stage.items()
@@ -64,8 +72,15 @@ def main(arguments: argparse.Namespace, /) -> int:
     return 1 if differing else 0
 
 
-def _options(arguments: argparse.Namespace, say: Callable[[str], None]) -> Options:
+def _options(
+    arguments: argparse.Namespace, threads: int, say: Callable[[str], None]
+) -> Options:
     quick = arguments.quick
+    if threads > processors():
+        raise ValueError(
+            f"expected at most {processors()} for --threads, the processors that this "
+            f"process may use, got {threads}"
+        )
     libraries = tuple(arguments.libraries or _installed(arguments.device, quick))
     unknown = [name for name in libraries if name not in LIBRARIES]
     if unknown:
@@ -84,7 +99,7 @@ def _options(arguments: argparse.Namespace, say: Callable[[str], None]) -> Optio
         libraries,
         sys.executable,
         stages=chosen_stages(arguments.stages or ()),
-        threads=arguments.threads,
+        threads=threads,
         repetitions=arguments.repetitions
         or (QUICK_REPETITIONS if quick else REPETITIONS),
         seconds=QUICK_SECONDS if quick else SECONDS,
@@ -110,30 +125,43 @@ def _installed(device: str, quick: bool) -> list[str]:
     ]
 
 
-def _show(found: dict[str, object], arguments: argparse.Namespace) -> None:
+def _show(runs: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from benchmarks.plot import draw
     from benchmarks.report import print_report
+    from benchmarks.verdict_table import print_verdicts
 
+    judged = verdicts(runs)
+    everything = {"runs": runs, "targets": [verdict.to_plain() for verdict in judged]}
     if arguments.json:
-        print_json(found)
+        print_json(everything)
     else:
         # Asked of the stream, as rich takes a variable's word for what a terminal is.
         pretty = sys.stdout.isatty()
         console = Console() if pretty else Console(width=120, force_terminal=False)
-        print_report(found, console)
+        for found in runs:
+            print_report(found, console)
+        print_verdicts(judged, console)
     folder: Path = arguments.output
     numbers = folder / "benchmarks.json"
-    numbers.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    written = [f"Numbers: {numbers}"]
-    curves: object = found["growth"]
-    libraries: object = found["libraries"]
-    assert isinstance(curves, list)
-    assert isinstance(libraries, dict)
-    if curves and importlib.util.find_spec("matplotlib") is not None:
-        titles = {name: said["title"] for name, said in libraries.items()}
-        draw(curves, titles, folder / "benchmarks.png")
-        written.append(f"Picture: {folder / 'benchmarks.png'}")
+    numbers.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+    written = [f"Numbers: {numbers}", *map("Picture: {}".format, _drawn(runs, folder))]
     if not arguments.json:
         print("\n".join(written))
+
+
+def _drawn(runs: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """Draw each run's growth curves, and return the files."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return []
+    from benchmarks.plot import draw
+
+    found = []
+    for plain in runs:
+        if plain["growth"]:
+            titles = {k: said["title"] for k, said in plain["libraries"].items()}
+            more = "" if plain is runs[0] else f"-{plain['threads']}-threads"
+            path = folder / f"benchmarks{more}.png"
+            draw(plain["growth"], titles, path)
+            found.append(path)
+    return found

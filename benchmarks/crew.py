@@ -37,6 +37,7 @@ class Crew:
                 "title": entry.title,
                 "includes": entry.includes,
                 "core": entry.core,
+                "kernels": entry.kernels,
             }
             said |= self.ask(name, "hello")
             if "error" in said:

@@ -3,7 +3,8 @@
 A table's numbers are medians by the clock that counts, with the least and the quartiles;
 ×floor is the median over what the stage's flops take at the best rate of a matrix product
 in the same run (empty above 1000, where a stage is all overhead).  "First" is the first
-call, compiling included.
+call, compiling included.  "Recorded" are multiples of another run's floor, of libraries
+that do not install beside the others.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.measured import with_unit
+from benchmarks.recorded import RECORDED
 from benchmarks.stages import TITLES
 
-__all__ = ["print_report", "seconds_text"]
+__all__ = ["print_report"]
 
 Found = dict[str, Any]
 
@@ -55,14 +58,6 @@ def print_report(found: Found, /, console: Console) -> None:
     if found["growth"]:
         console.print()
         console.print(_growth(found["growth"], titles))
-
-
-def seconds_text(seconds: float, /) -> str:
-    """Return seconds in a unit that suits them, with three digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} µs"
 
 
 def _heading(found: Found) -> Iterable[str]:
@@ -107,6 +102,9 @@ def _times(workload: Found, titles: dict[str, str]) -> Table:
                 best = figures["median"] == min(medians)
                 label = Text(f"  {titles[name]}", style="bold" if best else "")
                 table.add_row(label, *_figures(figures))
+        recorded = RECORDED.get(workload["name"], {}).get(stage, {})
+        for name, floors in recorded.items():
+            table.add_row(f"  {name}, recorded", "", "", "", f"{floors:.2f}", "", "")
         table.add_section()
     return table
 
@@ -115,12 +113,12 @@ def _figures(figures: Found) -> tuple[str, ...]:
     floors = figures.get("floors")
     noisy = " noisy" if figures["noisy"] else ""
     return (
-        seconds_text(figures["median"]),
-        seconds_text(figures["least"]),
-        f"{seconds_text(figures['lower'])} – {seconds_text(figures['upper'])}",
+        with_unit(figures["median"], "s"),
+        with_unit(figures["least"], "s"),
+        f"{with_unit(figures['lower'], 's')} – {with_unit(figures['upper'], 's')}",
         f"{floors:.2f}" if floors is not None and floors < 1000 else "",
         f"{figures['quiet']}/{figures['samples']}{noisy}",
-        seconds_text(figures["first"]),
+        with_unit(figures["first"], "s"),
     )
 
 

@@ -17,7 +17,7 @@ from benchmarks.agreement import Reference
 from benchmarks.crew import Crew
 from benchmarks.machine import describe_machine
 from benchmarks.options import Options
-from benchmarks.stages import MEMORY_STAGES, TITLES, stage_flops
+from benchmarks.stages import GPU_STAGES, MEMORY_LIMITS, TITLES, stage_flops
 from benchmarks.timing import ENOUGH, Sample, summary
 from benchmarks.workloads import Workload
 
@@ -80,6 +80,8 @@ def _best_rates(rates: dict[str, float], crew: Crew, sizes: tuple[int, ...]) -> 
 
 def _run_workload(workload: Workload, crew: Crew, options: Options) -> Found:
     stages = [s for s in workload.stages if not options.stages or s in options.stages]
+    if options.device == "cpu":
+        stages = [s for s in stages if s not in GPU_STAGES]
     found: Found = {
         **{
             k: v
@@ -88,7 +90,7 @@ def _run_workload(workload: Workload, crew: Crew, options: Options) -> Found:
         },
         "layers": len(workload.layers),
         "factor_bytes": workload.factor_bytes,
-        "flops": {stage: stage_flops(stage, workload.layers) for stage in stages},
+        "flops": {s: stage_flops(s, workload.layers) for s in TITLES},
         "unprepared": {},
         "stages": {},
         "agreement": {},
@@ -105,7 +107,7 @@ def _run_workload(workload: Workload, crew: Crew, options: Options) -> Found:
     options.say(f"{workload.name}: agreement")
     found["agreement"] = _agreement(workload, stages, ready, crew)
     if workload.memory and options.memory:
-        for stage in (s for s in stages if s in MEMORY_STAGES):
+        for stage in (s for s in stages if s in MEMORY_LIMITS):
             options.say(f"{workload.name}: memory of {TITLES[stage]}")
             request = {"workload": workload.to_plain(), "stage": stage}
             found["memory"][stage] = {

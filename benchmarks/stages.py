@@ -14,6 +14,10 @@ cycle             all three                       everything refreshed at every 
 The refresh by factorization alone could be had for a third of its floor, and by
 eigendecompositions for 14/3 of it; preconditioning in the eigenbases needs four GEMMs.
 They are put over the same flops, so that the columns of a table compare.
+
+Two stages are of some libraries alone.  "The fastest driver alone" is what LAPACK's own
+eigendecompositions of the same factors take, each by whichever driver is the faster for
+it, in the array library's binding; `GPU_STAGES` are timed on a GPU alone.
 """
 
 from __future__ import annotations
@@ -24,9 +28,10 @@ from typing import Protocol
 __all__ = [
     "CORE_STAGES",
     "EIGEN_STAGES",
+    "GPU_STAGES",
     "LOOPED_STAGES",
     "MAIN_STAGES",
-    "MEMORY_STAGES",
+    "MEMORY_LIMITS",
     "TITLES",
     "chosen_stages",
     "rule_of",
@@ -41,21 +46,35 @@ TITLES = {
     "precondition-inverse": "precondition, inverses",
     "precondition-solve": "precondition, triangular solves",
     "precondition-eigen": "precondition, eigenbases (exact damping)",
+    "refresh-driver": "eigendecompositions, the fastest driver alone",
     "cycle": "whole cycle",
+    "cycle-cheaper": "whole cycle, solved as the cost model says",
+    "cycle-status": "whole cycle, failures as statuses",
     "refresh-looped": "refresh, inverses, a call a layer",
     "precondition-looped": "precondition, inverses, a call a layer",
 }
 CORE_STAGES = ("statistics", "refresh-inverse", "precondition-inverse", "cycle")
 MAIN_STAGES = (
     *("statistics", "refresh-inverse", "refresh-cholesky"),
-    *("precondition-inverse", "precondition-solve", "cycle"),
+    *("precondition-inverse", "precondition-solve", "cycle", "cycle-cheaper"),
 )
-EIGEN_STAGES = ("refresh-eigen", "precondition-eigen")
+EIGEN_STAGES = ("refresh-eigen", "refresh-driver", "precondition-eigen")
+GPU_STAGES = ("cycle-status",)
 LOOPED_STAGES = ("refresh-looped", "precondition-looped")
-MEMORY_STAGES = (
-    *("statistics", "refresh-inverse", "refresh-cholesky"),
-    *("refresh-eigen", "precondition-inverse"),
-)
+MEMORY_LIMITS = {
+    "statistics": 1.1,
+    "refresh-inverse": 2.2,
+    "refresh-cholesky": 2.2,
+    "refresh-eigen": 2.2,
+    "precondition-inverse": 1.0,
+    "precondition-eigen": 1.2,
+    "cycle": 2.5,
+}
+"""What a call may add to the memory that is held, over the factors' own bytes.
+
+An update makes new sums, and a refresh a damped average and its factorization beside the
+operators that there are, which stay until it is done.
+"""
 
 
 class Sized(Protocol):
@@ -87,7 +106,7 @@ def stage_flops(stage: str, layers: Iterable[Sized], /) -> float:
 
 def rule_of(stage: str, /) -> str:
     """Return the damping rule whose answer a stage's work leads to."""
-    return "exact" if stage.endswith("-eigen") else "factored"
+    return "exact" if stage.endswith(("-eigen", "-driver")) else "factored"
 
 
 def chosen_stages(names: Iterable[str], /) -> tuple[str, ...]:

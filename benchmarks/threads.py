@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["describe", "environment", "pin"]
+__all__ = ["describe", "environment", "pin", "processors"]
 
 VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -38,6 +38,13 @@ def environment(threads: int, /, *, device: str) -> dict[str, str]:
     if device == "cpu":
         found["JAX_PLATFORMS"] = "cpu"
     return found
+
+
+def processors() -> int:
+    """Return on how many processors this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def pin(threads: int, /) -> None:

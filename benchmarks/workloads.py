@@ -17,7 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.stages import CORE_STAGES, EIGEN_STAGES, LOOPED_STAGES, MAIN_STAGES
+from benchmarks.stages import (
+    CORE_STAGES,
+    EIGEN_STAGES,
+    GPU_STAGES,
+    LOOPED_STAGES,
+    MAIN_STAGES,
+)
 
 __all__ = ["DAMPING", "DECAY", "Layer", "Workload", "chosen_workloads"]
 
@@ -140,7 +146,7 @@ def _resnet50(images: int, most_rows: int) -> tuple[Layer, ...]:
 
 
 AUTOENCODER = (784, 1000, 500, 250, 30, 250, 500, 1000, 784)
-ALL = MAIN_STAGES + EIGEN_STAGES
+ALL = MAIN_STAGES + EIGEN_STAGES + GPU_STAGES
 WORKLOADS = (
     Workload("autoencoder", _chain(AUTOENCODER, 512), ALL, batches=3, memory=True),
     Workload(

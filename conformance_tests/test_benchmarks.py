@@ -16,6 +16,7 @@ import sys
 import numpy as np
 import pytest
 
+import kfac_core as kc
 from kfac_core.cli import bench
 
 if bench.find_benchmarks() is None:
@@ -232,6 +233,114 @@ def test_a_library_that_takes_too_long_costs_its_own_figures_only():
     process.close()
 
     assert first == second == {"error": "took longer than 0.01 s"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "solving"), [("refresh-inverse", "inverse"), ("refresh-cholesky", "L")]
+)
+def test_guards_and_certificates_are_on_in_what_is_timed(stage, solving):
+    """Each factor has a residual on the first rung, and rows of NaN are refused."""
+    worker = Worker("numpy", device="cpu", threads=1, clock="cpu")
+    worker.answer_to({"do": "prepare", "workload": TINY.to_plain()})
+    worker.answer_to({"do": "setup", "stage": stage})
+    estimator = worker._library._estimator
+
+    for name, block in estimator.report().items():
+        residuals = [factor.residual for factor in block.factors.values()]
+        assert 0 < max(residuals) < 1e-5
+        assert {factor.rung for factor in block.factors.values()} == {"working"}
+        part = estimator.operator(name).input
+        assert (part.inverse is None) == (solving == "L")
+    x, g = (rows.copy() for rows in TINY.rows(0, 0))
+    x[0, 0] = np.nan
+    with pytest.raises(kc.NotFiniteError, match="layer0"):
+        estimator.update({"layer0": kc.Batch(x, g)})
+
+
+def test_another_way_of_solving_keeps_the_statistics():
+    """What a stage is timed on is what was fed, whichever stages came before."""
+    worker = Worker("numpy", device="cpu", threads=1, clock="cpu")
+    worker.answer_to({"do": "prepare", "workload": TINY.to_plain()})
+    library = worker._library
+    held = [library._estimator.state(name).statistics for name in library._blocks]
+
+    for stage in ("refresh-cholesky", "precondition-eigen", "refresh-inverse"):
+        library.stage(stage)
+
+    for name, before in zip(library._blocks, held, strict=True):
+        after = library._estimator.state(name).statistics
+        for side in ("input", "output"):
+            old, new = (
+                held.averages[side].value(debias=True).full()
+                for held in (before, after)
+            )
+            assert np.allclose(old, new, rtol=1e-6, atol=0.0)
+
+
+def test_the_fastest_driver_is_timed_on_the_factors_themselves():
+    """SYEVD or SYEVR, whose eigenvalues are those of float64."""
+    pytest.importorskip("scipy")
+    worker = Worker("lapack", device="cpu", threads=1, clock="cpu")
+    worker.answer_to({"do": "prepare", "workload": TINY.to_plain()})
+
+    found = worker._library.stage("refresh-driver")()
+
+    reference = agreement.Reference(TINY)
+    factors = [M for i in range(len(LAYERS)) for M in reference._factors[i]]
+    for made, M in zip(found, factors, strict=True):
+        expected = np.linalg.eigvalsh(M)
+        assert np.allclose(np.sort(made[0]), expected, atol=1e-5 * expected[-1])
+
+
+def test_the_command_writes_runs_and_targets(tmp_path, capsys, monkeypatch):
+    """A run for each number of threads, and verdicts over all; nothing else is said."""
+    pytest.importorskip("rich")
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    arguments = parser.parse_args(
+        ["--quick", "--json", "--threads", "1", "2", "--output", str(tmp_path)]
+    )
+    command = importlib.import_module("benchmarks.command")
+
+    def measured(options):
+        figures = {"median": 1.0, "wall": 2.0 / options.threads, "noisy": False}
+        of_stage = {"refresh-inverse": {"numpy": figures}}
+        workload = {"name": "transformer", "sweep": "", "stages": of_stage}
+        return {
+            "threads": options.threads,
+            "device": "cpu",
+            "libraries": {"numpy": {"title": "it", "core": True, "kernels": False}},
+            "gemm": {},
+            "workloads": [workload | {"agreement": {}, "memory": {}, "flops": None}],
+        }
+
+    monkeypatch.setattr(command, "run", measured)
+    monkeypatch.setattr(command, "processors", lambda: 2)
+
+    code = bench.run(arguments)
+
+    printed = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert printed == json.loads((tmp_path / "benchmarks.json").read_text())
+    assert [run["threads"] for run in printed["runs"]] == [1, 2]
+    [judged] = [t for t in printed["targets"] if t["figure"] is not None]
+    assert judged["target"].endswith("how many times as fast on two cores")
+    assert judged["figure"] == 2.0
+    assert judged["met"]
+
+
+def test_more_threads_than_processors_are_refused(capsys, monkeypatch):
+    """They would share one, and nobody would see it."""
+    pytest.importorskip("rich")
+    command = importlib.import_module("benchmarks.command")
+    monkeypatch.setattr(command, "run", lambda options: pytest.fail("it was run"))
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+
+    code = bench.run(parser.parse_args(["--quick", "--threads", "1", "100000"]))
+
+    assert code == 2
+    assert "processors" in capsys.readouterr().err
 
 
 def test_the_command_refuses_what_it_does_not_know(capsys):

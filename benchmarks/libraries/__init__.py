@@ -32,6 +32,9 @@ class Entry:
         Whether it is the library that the others are peers of.
     includes : str
         What its figures include and leave out.
+    kernels : bool
+        Whether it is no library but an array library's own calls, with nothing around
+        them.
     """
 
     module: str
@@ -41,6 +44,7 @@ class Entry:
     devices: tuple[str, ...]
     core: bool
     includes: str
+    kernels: bool = False
 
 
 _CPU, _BOTH = ("cpu",), ("cpu", "cuda")
@@ -107,6 +111,7 @@ LIBRARIES = {
         includes="no library but PyTorch's own calls in the plainest order: ADDMM with the "
         "average in beta (the column of ones is given), cholesky_ex, cholesky_inverse, "
         "MM, eigh; no guards, no certificates, no layouts",
+        kernels=True,
     ),
     "lapack": Entry(
         module="lapack",
@@ -118,6 +123,7 @@ LIBRARIES = {
         includes="no library but SciPy's bindings in the best plain order found: SYRK with "
         "the average in beta (the column of ones is given), POTRF, POTRI, SYMM, SYEVD on "
         "one triangle; no guards, no certificates, no layouts",
+        kernels=True,
     ),
 }
 

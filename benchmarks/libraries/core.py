@@ -17,7 +17,20 @@ from benchmarks.workloads import DAMPING, DECAY, Workload
 
 __all__ = ["make"]
 
-PREPARED = {"solve": "cholesky", "eigen": "inverse", "looped": "inverse"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "inverse": {},
+    "looped": {},
+    "cholesky": {"solving": "triangular"},
+    "solve": {"solving": "triangular"},
+    "eigen": {"damping_rule": "exact"},
+}
+"""How the estimator of a stage is made, by the second word of its name."""
+
+CYCLES: dict[str, dict[str, Any]] = {
+    "cycle": {},
+    "cycle-cheaper": {"solving": "cheaper", "refresh_interval": 1},
+    "cycle-status": {},
+}
 
 
 def make(argument: str, /, *, device: str, threads: int) -> Library:
@@ -25,12 +38,15 @@ def make(argument: str, /, *, device: str, threads: int) -> Library:
     if argument == "torch":
         torch = importlib.import_module("torch")
         torch.set_num_threads(threads)
-    return _Core(argument, device)
+    return _Core(argument, device, threads)
 
 
 class _Core:
-    def __init__(self, backend: str, device: str, /) -> None:
+    def __init__(self, backend: str, device: str, threads: int, /) -> None:
         self._backend = backend
+        # JAX and a GPU have schedules of their own.
+        beside = device == "cpu" and backend != "jax"
+        self._workers = threads if beside else 1
         places = {"torch": f"torch:{device}", "jax": "jax:cpu"}
         if backend == "jax" and device == "cuda":
             places = {"jax": "jax:gpu"}
@@ -58,6 +74,7 @@ class _Core:
             for i, layer in enumerate(workload.layers)
         }
         self._timed = self._estimator = self._made()
+        self._settings: dict[str, Any] = {}
         for index in range(workload.batches):
             arrays = [map(self._array, rows) for rows in workload.batch(index)]
             pairs = zip(self._blocks, arrays, strict=True)
@@ -72,19 +89,17 @@ class _Core:
         kind = name.partition("-")[2]
         if kind == "looped" and self._backend == "jax":
             raise AbsentError("it would compile a program for each layer")
-        if name in ("statistics", "cycle"):
+        batch = self._batch
+        if name == "statistics":
             self._timed = estimator = self._made()
-            batch = self._batch
-            if name == "statistics":
-                return lambda: estimator.update(batch)
-            return lambda: self._cycle(estimator)
-        self._timed = estimator = self._estimator
-        estimator.damping_rule = "exact" if kind == "eigen" else "factored"
-        prepared: Any = (PREPARED.get(kind, kind),)
-        estimator.factorizations = prepared
-        if estimator.compilation is not None:
-            # Programs are made with these settings, and are made anew for a loaded state.
-            estimator.load_state_dict(estimator.state_dict())
+            return lambda: estimator.update(batch)
+        if name in CYCLES:
+            check: Any = "status" if name == "cycle-status" else "raise"
+            self._timed = estimator = self._made(**CYCLES[name])
+            return lambda: self._cycle(estimator, check)
+        if kind not in SETTINGS:
+            raise AbsentError("it is the drivers' own")
+        self._timed = estimator = self._set_to(SETTINGS[kind])
         if name == "refresh-looped":
             return self._refresh_looped
         if name.startswith("refresh"):
@@ -92,8 +107,6 @@ class _Core:
         estimator.refresh()
         if name == "precondition-looped":
             return self._precondition_looped
-        if kind == "solve":
-            return self._solve
         return lambda: estimator.precondition(self._gradients)
 
     def answer(self, stage: str, /) -> list[np.ndarray[Any, Any]]:
@@ -121,24 +134,34 @@ class _Core:
         )
         return lambda: self._xp.matmul(a, b)
 
-    def _made(self) -> kc.Estimator:
+    def _made(self, **settings: Any) -> kc.Estimator:
+        """Return an estimator without statistics; guards and certificates are on."""
+        chosen: dict[str, Any] = {"damping_rule": "factored", **settings}
         return kc.Estimator(
             self._blocks,
             decay=DECAY,
             damping=DAMPING,
-            damping_rule="factored",
             loss="sum",
             compiled=self._backend == "jax",
+            workers=self._workers,
+            **chosen,
         )
 
-    def _cycle(self, estimator: kc.Estimator) -> Any:
-        estimator.update(self._batch)
-        estimator.refresh()
-        return estimator.precondition(self._gradients)
+    def _set_to(self, settings: dict[str, Any]) -> kc.Estimator:
+        """Return the estimator that holds the statistics, made with some settings."""
+        if settings != self._settings:
+            estimator = self._made(**settings)
+            for name in self._blocks:
+                statistics = self._estimator.state(name).statistics
+                assert statistics is not None
+                estimator.absorb({name: statistics})
+            self._estimator, self._settings = estimator, settings
+        return self._estimator
 
-    def _solve(self) -> Any:
-        half = self._estimator.apply("multiply_cholesky_inverse", self._gradients)
-        return self._estimator.apply("multiply_cholesky_inverse", half, transpose=True)
+    def _cycle(self, estimator: kc.Estimator, check: Any) -> Any:
+        estimator.update(self._batch, check=check)
+        estimator.refresh(check=check)
+        return estimator.precondition(self._gradients)
 
     def _refresh_looped(self) -> None:
         for name in self._blocks:

@@ -8,6 +8,7 @@ are counted by PyTorch's profiler, which sees the CUDA calls of the whole proces
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,18 @@ from benchmarks.libraries.library import Call, Events
 
 __all__ = ["device_counts", "device_events"]
 
-LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchKernelExC")
+LAUNCHES = (
+    *("cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel"),
+    *("cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel"),
+    *("cudaGraphLaunch", "cuGraphLaunch"),
+)
 WAITS = (
     *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
-    *("cuStreamSynchronize", "cuCtxSynchronize", "cudaMemcpy"),
+    *("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"),
+    *("cudaMemcpy", "cuMemcpyDtoH", "cuMemcpyHtoD"),
 )
+VERSION = re.compile(r"(_v\d+)?(_ptsz)?$")
+"""What CUDA's tracing appends to a function's name."""
 
 
 def device_events(library: str, device: str, /) -> Events | None:
@@ -77,14 +85,20 @@ def device_counts(
     if not torch.cuda.is_available():
         return None
     finish(call())
-    activities = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(
-        activities=[activities.CPU, activities.CUDA]
-    ) as profile:
+    # The profiler waits for the device itself when it ends.
+    nothing, own = _counted(torch, lambda: None, finish), _counted(torch, call, finish)
+    return {name: own[name] - nothing[name] for name in own}
+
+
+def _counted(torch: Any, call: Call, finish: Callable[[Any], None]) -> dict[str, int]:
+    """Return what a call asks of the device, and what counting does."""
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
         result = call()
     finish(result)
     counts = {"launches": 0, "waits": 0}
     for event in profile.key_averages():
-        counts["launches"] += event.count if event.key in LAUNCHES else 0
-        counts["waits"] += event.count if event.key in WAITS else 0
+        name = VERSION.sub("", event.key)
+        counts["launches"] += event.count if name in LAUNCHES else 0
+        counts["waits"] += event.count if name in WAITS else 0
     return counts

@@ -20,6 +20,8 @@ __all__ = ["make"]
 
 Matrix = Any
 
+KINDS = ("inverse", "cholesky", "eigen")
+
 
 def make(argument: str, /, *, device: str, threads: int) -> Library:
     """Return the adapter."""
@@ -62,11 +64,14 @@ class _TorchKernels:
         if name == "cycle":
             self._start()
             return self._cycle
-        if name.endswith("-looped"):
-            raise AbsentError("it is a loop over the layers already")
         kind = name.partition("-")[2]
-        if kind == "solve":
+        if kind in ("solve", "cheaper"):
             raise AbsentError("its triangular solves want transposed copies")
+        if name == "refresh-driver":
+            means = [M / self._weight for sums in self._sums for M in sums]
+            return lambda: [torch.linalg.eigh(M) for M in means]
+        if kind not in KINDS:
+            raise AbsentError("it is a loop over the layers already, without statuses")
         if name.startswith("refresh"):
             return lambda: self._refresh(kind)
         made = self._refresh(kind)
@@ -125,7 +130,7 @@ class _TorchKernels:
         return made
 
     def _precondition(self, kind: str, made: list[Any]) -> list[Matrix]:
-        apply = _by_bases if kind == "eigen" else _by_inverses
+        apply: Any = _by_bases if kind == "eigen" else _by_inverses
         return [apply(*pair, V) for pair, V in zip(made, self._vectors, strict=True)]
 
     def _cycle(self) -> list[Matrix]:

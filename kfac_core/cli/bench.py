@@ -55,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         "--libraries", nargs="+", metavar="NAME", help="default: all that are installed"
     )
     parser.add_argument(
-        "--threads", type=positive, default=1, help="of each library (default: 1)"
+        "--threads",
+        nargs="+",
+        type=positive,
+        default=[1],
+        metavar="N",
+        help="of each library (default: 1); several make a run each",
     )
     parser.add_argument(
         "--repetitions", type=positive, metavar="N", help="samples of each stage"
