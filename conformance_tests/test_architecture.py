@@ -25,6 +25,7 @@ LAYERS = (
     {"approximations"},
     {"block"},
     {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
+    | {"layer_calls"}
     | {"costs", "movement", "compiled", "stages", "updating", "refreshing", "stacking"}
     | {"stacked_inverses", "stacked_updates", "batch_directions", "output_buffers"}
     | {"background", "estimator_state", "spectra"}
@@ -37,6 +38,7 @@ LAYERS = (
         "influence",
         "checkpoint",
         "distributed",
+        "natural_gradient",
     },
     {"conformance"},
     {"cli", "__init__", "__main__"},
@@ -52,6 +54,7 @@ ARRAY_LIBRARIES = {
 OWN = {
     "numpy": {"numpy", "scipy", "kfac_core_backends"},
     "lapack": {"numpy", "scipy"},
+    "blas_threads": {"threadpoolctl"},
     "torch": {"numpy", "torch", "array_api_compat", "kfac_core_backends"},
     "torch_panels": {"torch"},
     "jax": {"numpy", "jax"},

@@ -34,9 +34,28 @@ def test_infinities_do_not_cancel(backend, dtype):
         assert not bool(all_finite(x, xp=backend.xp))
 
 
-def test_the_largest_numbers_are_finite(backend, dtype):
-    """Nothing is added or squared on the way."""
+@pytest.mark.parametrize("copies", [1, 2500])
+def test_the_largest_numbers_are_finite(backend, dtype, copies):
+    """Their sum and their squares are not."""
     largest = np.finfo(dtype).max
-    x = backend.asarray(np.array([largest, -largest, largest, largest]), dtype)
+    x = np.tile([largest, -largest, largest, largest], copies)
 
-    assert bool(all_finite(x, xp=backend.xp))
+    assert bool(all_finite(backend.asarray(x, dtype), xp=backend.xp))
+
+
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("layout", ["C", "F", "every other", "three axes"])
+def test_many_numbers_are_all_read(backend, dtype, rng, bad, layout):
+    """The last of ten thousand is found, however they lie in memory."""
+    x = rng.normal(size=(100, 101))
+    if bad is not None:
+        x[99, 100] = bad
+    x = backend.asarray(x, dtype)
+    if layout == "F":
+        x = backend.xp.asarray(x.T, copy=True).T
+    if layout == "every other":
+        x = x[1::2, ::2]
+    if layout == "three axes":
+        x = backend.xp.permute_dims(backend.xp.reshape(x, (10, 10, 101)), (2, 0, 1))
+
+    assert bool(all_finite(x, xp=backend.xp)) == (bad is None)

@@ -3,6 +3,9 @@
 Backends switch at sizes of their own; 520 rows are above all of them.
 """
 
+import tracemalloc
+
+import array_api_compat.numpy
 import numpy as np
 import pytest
 
@@ -23,6 +26,57 @@ N = 520
 def lower_only(A):
     """Return the lower triangle, with finite garbage above the diagonal."""
     return np.tril(A) + np.triu(np.full_like(A, 3.0), 1)
+
+
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize("order", ["C", "F", "strided", "read-only"])
+def test_rows_are_read_in_any_order(dtype, rng, order, total):
+    """NumPy's rows, with a border, of more numbers than are copied."""
+    wide = np.asarray(rng.normal(size=(300, 40)), dtype)
+    made = {"C": wide[:, :20].copy(), "F": wide[:, :20].copy(order="F")}
+    rows = made.get(order, wide[::2, 1::2])
+    if order == "read-only":
+        rows = made["C"]
+        rows.flags.writeable = False
+    tail = np.asarray(rng.uniform(size=len(rows)), dtype)
+    old = np.eye(21, dtype=dtype)
+    before = rows.copy(), tail.copy()
+
+    got = updated_gram(
+        SymmetricMatrix(old, whole=True) if total else None,
+        rows,
+        tail=tail,
+        decay=0.75,
+        scale=0.5,
+        xp=array_api_compat.numpy,
+    )
+
+    extended = np.column_stack([rows, tail]).astype(np.float64)
+    expected = 0.5 * extended.T @ extended + (0.75 * np.eye(21) if total else 0.0)
+    assert_close(got.full(), expected, "gram", dtype)
+    assert np.array_equal(old, np.eye(21))
+    assert np.array_equal(rows, before[0])
+    assert np.array_equal(tail, before[1])
+
+
+def test_an_update_makes_nothing_larger_than_the_factor(requires_adapters, rng):
+    """With a border too: on NumPy with SciPy the rows are not copied."""
+    pytest.importorskip("scipy")
+    rows, tail = rng.normal(size=(4000, 60)), np.ones(4000)
+    old = SymmetricMatrix(np.eye(61), whole=True)
+
+    def update():
+        return updated_gram(
+            old, rows, tail=tail, decay=0.9, scale=0.1, xp=array_api_compat.numpy
+        )
+
+    update()
+    tracemalloc.start()
+    update()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 1.5 * old.array.nbytes
 
 
 @pytest.mark.parametrize("with_tail", [False, True])

@@ -2,8 +2,10 @@
 
 import threading
 
+import numpy as np
 import pytest
 
+import kfac_core as kc
 from kfac_core.linalg.parallel import in_threads
 
 
@@ -52,3 +54,136 @@ def test_no_workers_are_refused():
     """At least one."""
     with pytest.raises(ValueError, match="workers"):
         in_threads(lambda k: k, [1], workers=0)
+
+
+class Library:
+    """A library that keeps one number of threads, and what was asked of it."""
+
+    def __init__(self, name, threads):
+        self.name = name
+        self.number = threads
+        self.held = []
+
+    def threads(self):
+        return self.number
+
+    def hold_threads(self, number):
+        before, self.number = self.number, number
+        self.held.append(number)
+
+        def undo():
+            self.number = before
+
+        return undo
+
+
+@pytest.mark.parametrize(("threads", "share"), [(8, 4), (2, 1), (1, 1)])
+def test_workers_share_the_threads_of_the_library(threads, share):
+    """Each says so too, and afterwards there are as many as before."""
+    library = Library("it", threads)
+    meeting = threading.Barrier(2, timeout=10.0)
+
+    def look(_):
+        meeting.wait()
+        return library.threads()
+
+    found = in_threads(look, range(2), workers=2, library=library)
+
+    assert found == [share, share]
+    assert set(library.held) == {share}
+    assert library.number == threads
+    in_threads(lambda _: None, range(2), workers=1, library=library)
+    assert len(library.held) == 3
+
+
+def test_threads_are_given_back_after_an_error_and_by_the_last_holder():
+    """Two refreshes at a time share once; whichever ends first takes nothing away."""
+    library = Library("it", 4)
+    inside, outside = threading.Event(), threading.Event()
+
+    def first(k):
+        inside.set()
+        assert outside.wait(10.0)
+        raise KeyError(k)
+
+    def second(_):
+        return library.threads()
+
+    def fail():
+        with pytest.raises(KeyError):
+            in_threads(first, range(2), workers=2, library=library)
+
+    other = threading.Thread(target=fail)
+    other.start()
+    assert inside.wait(10.0)
+    found = in_threads(second, range(2), workers=2, library=library)
+    during = library.number
+    outside.set()
+    other.join()
+
+    assert found == [2, 2]
+    assert during == 2
+    assert library.number == 4
+
+
+def test_blas_is_held_to_its_share(requires_backend, requires_adapters):
+    """OpenBLAS and MKL are asked themselves; PyTorch in each worker."""
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    numpy = kc.get_backend("numpy")
+
+    def pools(_=None):
+        found = threadpoolctl.threadpool_info()
+        return [pool["num_threads"] for pool in found if pool["user_api"] == "blas"]
+
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        before = pools()
+        found = in_threads(pools, range(4), workers=2, library=numpy)
+        after = pools()
+
+    assert before == after
+    assert all(set(of) <= {1} for of in found)
+
+
+def test_pytorch_is_held_in_each_worker(requires_backend, requires_adapters):
+    """Where its number of threads is the worker's own."""
+    requires_backend("torch")
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = in_threads(
+            lambda _: torch.get_num_threads(),
+            range(4),
+            workers=2,
+            library=kc.get_backend("torch"),
+        )
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+    assert set(found) == {1}
+    assert after == 2
+
+
+def test_a_refresh_with_workers_holds_its_library(requires_adapters, rng, monkeypatch):
+    """And makes the operators that it makes alone."""
+    layer = kc.Dense(in_features=70, out_features=3, bias=False, weight_layout="io")
+    blocks = {name: kc.Block(layer, kc.Kronecker()) for name in "ab"}
+    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
+    batches = {
+        name: kc.Batch(rng.normal(size=(9, 70)), rng.normal(size=(9, 3)))
+        for name in blocks
+    }
+    held = []
+    numpy = kc.get_backend("numpy")
+    monkeypatch.setattr(numpy, "threads", lambda: 6)
+    monkeypatch.setattr(numpy, "hold_threads", lambda n: held.append(n) or list)
+    made = []
+    for workers in (1, 2):
+        estimator = kc.Estimator(blocks, **settings, workers=workers)
+        estimator.update(batches)
+        estimator.refresh()
+        made.append(estimator.operator("b").to_dense())
+
+    assert set(held) == {3}
+    assert np.array_equal(*made)

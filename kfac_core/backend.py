@@ -118,6 +118,12 @@ class Backend(Protocol):
     def enable_float64(self) -> None:
         """Let the library make 64-bit floats, where it does not by itself."""
 
+    def threads(self) -> int:
+        """Return how many threads one call of the library computes on."""
+
+    def hold_threads(self, number: int, /) -> Callable[[], None]:
+        """Let calls compute on so many threads; return what undoes it."""
+
 
 _loaded: dict[str, Backend] = {}
 _operations: dict[str, Mapping[str, Callable[..., Any]]] = {}
@@ -238,6 +244,18 @@ class _Completed:
         self._generic = generic
         self.name = generic.name
 
+    def problem(self) -> str | None:
+        """Say what the adapter says; an adapter that cannot say it is the problem."""
+        asked = getattr(self._adapter, "problem", None) or self._generic.problem
+        try:
+            found: str | None = asked()
+        except Exception as error:
+            # Whoever chooses another backend, or asks the doctor, is not to fail here.
+            said = f"{type(error).__name__}: {error}"
+            entry = _entry_points().get(self.name)
+            return _broken(entry, said, "asked for its problem") if entry else said
+        return found
+
     def __getattr__(self, member: str) -> Any:
         found = getattr(self._adapter, member, None)
         found = found if found is not None else getattr(self._generic, member)
@@ -298,13 +316,13 @@ def _adapter(entry: EntryPoint) -> Any:
     return adapter
 
 
-def _broken(entry: EntryPoint, error: str) -> str:
+def _broken(entry: EntryPoint, error: str, use: str = "loaded") -> str:
     """Say whose adapter is broken, and what to do."""
     package = "an unknown package"
     if entry.dist is not None:
         package = f"the package {entry.dist.name} {entry.dist.version}"
     return (
-        f"its adapter {entry.value!r}, of {package}, cannot be loaded ({error}); "
+        f"its adapter {entry.value!r}, of {package}, cannot be {use} ({error}); "
         "update that package, or uninstall it"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,33 @@ class GenericBackend:
 
     def enable_float64(self) -> None:
         """Let the library make 64-bit floats; the standard's libraries do already."""
+
+    def threads(self) -> int:
+        """Return how many threads a call computes on, as far as is known: one.
+
+        Returns
+        -------
+        int
+            At least 1.
+        """
+        return 1
+
+    def hold_threads(self, number: int, /) -> Callable[[], None]:
+        """Let each call compute on so many threads, from this thread or from any.
+
+        Called by the thread that starts others, and by each of these.
+
+        Parameters
+        ----------
+        number : int
+            At least 1.
+
+        Returns
+        -------
+        callable
+            What undoes it.
+        """
+        return lambda: None
 
     @functools.cached_property
     def _module(self) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import array_api_compat
 
@@ -145,28 +145,35 @@ class Refresh:
 
     def _is_plain(self, name: str) -> bool:
         """Whether a block's operator is made as `Block.operator` makes it."""
-        settings = self.settings
-        return (
-            self.check == "raise"
-            and settings.damping_scaling == "none"
-            and settings.solving[name] == "inverse"
-        )
+        return self.check == "raise" and self.settings.damping_scaling == "none"
 
     def _operators(self, names: list[str]) -> dict[str, Any]:
         """Return operators or errors, of blocks of equal shape as one stack."""
         settings = self.settings
-        return operators_of_blocks(
-            {name: self.blocks[name] for name in names},
-            {name: self.statistics[name] for name in names},
-            {name: self.dampings[name] for name in names},
-            workers=settings.workers,
-            rule=settings.rule,
-            debias=settings.debias,
-            factorizations=settings.factorizations,
-            check=self.check,
-            precision=settings.precision,
-            memo=self.memo,
-        )
+        found: dict[str, Any] = {}
+        for way in get_args(Solving):
+            chosen = [name for name in names if settings.solving[name] == way]
+            wanted = settings.factorizations
+            if way == "triangular":
+                swapped = ("cholesky" if f == "inverse" else f for f in wanted)
+                wanted = tuple(dict.fromkeys(swapped))
+            made = operators_of_blocks(
+                {name: self.blocks[name] for name in chosen},
+                {name: self.statistics[name] for name in chosen},
+                {name: self.dampings[name] for name in chosen},
+                workers=settings.workers,
+                rule=settings.rule,
+                debias=settings.debias,
+                factorizations=wanted,
+                check=self.check,
+                precision=settings.precision,
+                memo=self.memo,
+            )
+            for name, operator in made.items():
+                found[name] = operator
+                if way == "triangular" and isinstance(operator, FactoredKronecker):
+                    found[name] = operator.solved_by(way)
+        return found
 
     def _marks(self, name: str) -> Marks | None:
         if self.settings.threshold is None or self.check != "raise":

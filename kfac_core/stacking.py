@@ -104,7 +104,10 @@ def operators_of_blocks(
         stacks.values(), key=lambda n: -sum(blocks[n[0]].layer.matrix_shape)
     )
     found: dict[str, Made] = {}
-    for part in in_threads(several, ordered, workers=workers):
+    library = None
+    if workers > 1 and ordered:
+        library = backend_of(statistics[ordered[0][0]].namespace)
+    for part in in_threads(several, ordered, workers=workers, library=library):
         found |= part
     return {name: found[name] for name in blocks}
 

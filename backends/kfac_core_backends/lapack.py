@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.linalg import cython_blas, cython_lapack
 
-__all__ = ["lauum", "potrf", "trmm"]
+__all__ = ["lauum", "potrf", "syrk", "trmm"]
 
 _PREFIX = {np.dtype(np.float32): "s", np.dtype(np.float64): "d"}
 
@@ -43,6 +43,22 @@ def lauum(a: _Matrix, /) -> None:
     n, info = _int(a.shape[0]), ctypes.c_int()
     lauum = _routine(cython_lapack, "lauum", a.dtype, 5)
     lauum(b"L", n, *_part(a), ctypes.byref(info))
+
+
+def syrk(alpha: float, rows: _Matrix, beta: float, c: _Matrix, /) -> None:
+    """Put ``alpha rows^T rows + beta C`` in place of the lower triangle of C.
+
+    Rows are read where they are, in C order or in Fortran order; another order is copied.
+    """
+    if not (rows.flags.c_contiguous or rows.flags.f_contiguous):
+        rows = np.ascontiguousarray(rows)
+    # In C order BLAS sees the transpose.
+    x, trans = (rows.T, b"N") if rows.flags.c_contiguous else (rows, b"T")
+    sizes = _int(rows.shape[1]), _int(rows.shape[0])
+    scalars = np.asarray([alpha, beta], rows.dtype)
+    factors = _address(scalars), _address(scalars[1:])
+    syrk = _routine(cython_blas, "syrk", rows.dtype, 10)
+    syrk(b"L", trans, *sizes, factors[0], *_part(x), factors[1], *_part(c))
 
 
 def trmm(alpha: float, lower: _Matrix, b: _Matrix, /, *, right: bool) -> None:

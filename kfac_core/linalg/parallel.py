@@ -1,26 +1,39 @@
 """Independent problems on several threads.
 
 Conventions.  Many factorizations of a few hundred rows go faster side by side than one
-after the other on all processors.  Each should then have its library's threads held to
-one: ``OPENBLAS_NUM_THREADS=1`` (and ``MKL_NUM_THREADS=1``) before the start, or
-``torch.set_num_threads(1)``.  Only what a library does without the interpreter's lock
-runs at the same time.
+after the other on all processors.  Each then has its share of the threads that the
+library had: on PyTorch always, on NumPy where threadpoolctl is installed; else say
+``OPENBLAS_NUM_THREADS=1`` before the start.  Only what a library does without the
+interpreter's lock runs at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from kfac_core.backend import Backend
 
 __all__ = ["in_threads"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
+_lock = threading.Lock()
+_holders: dict[str, int] = {}
+_undo: dict[str, Callable[[], None]] = {}
+
 
 def in_threads(
-    function: Callable[[T], R], problems: Sequence[T], /, *, workers: int
+    function: Callable[[T], R],
+    problems: Sequence[T],
+    /,
+    *,
+    workers: int,
+    library: Backend | None = None,
 ) -> list[R]:
     """Return the function of each problem, in the problems' order.
 
@@ -32,6 +45,8 @@ def in_threads(
         Its arguments; started in this order.
     workers : int
         The number of threads, at least 1, which is the calling thread alone.
+    library : Backend, optional
+        What computes, whose own threads are shared out among the workers meanwhile.
 
     Returns
     -------
@@ -48,5 +63,34 @@ def in_threads(
         raise ValueError(f"Expected `workers` >= 1, got {workers}.")
     if workers == 1 or len(problems) < 2:
         return [function(problem) for problem in problems]
-    with ThreadPoolExecutor(min(workers, len(problems))) as pool:
-        return list(pool.map(function, problems))
+    workers = min(workers, len(problems))
+    if library is None:
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(function, problems))
+    with _held(library, workers) as share:
+        hold = library.hold_threads
+        with ThreadPoolExecutor(workers, initializer=hold, initargs=(share,)) as pool:
+            return list(pool.map(function, problems))
+
+
+@contextlib.contextmanager
+def _held(library: Backend, workers: int) -> Iterator[int]:
+    """Hold a library to a share of its threads, and yield how many that is.
+
+    Of several that hold it at a time the first says how many each has, and the last to
+    leave gives them back.
+    """
+    name = library.name
+    with _lock:
+        share = library.threads()
+        if _holders.get(name, 0) == 0:
+            share = max(1, share // workers)
+            _undo[name] = library.hold_threads(share)
+        _holders[name] = _holders.get(name, 0) + 1
+    try:
+        yield share
+    finally:
+        with _lock:
+            _holders[name] -= 1
+            if _holders[name] == 0:
+                _undo.pop(name)()
