@@ -21,7 +21,7 @@ OWN = {
     "torch": {"torch", "kfac_core"},
     "jax": {"jax", "numpy", "optax", "flax", "kfac_core"},
     # Keras has no vector-Jacobian product of its own: that is its backend's.
-    "keras": {"keras", "jax", "kfac_core"},
+    "keras": {"keras", "jax", "torch", "kfac_core"},
     "numpy": {"numpy", "kfac_core"},
 }
 

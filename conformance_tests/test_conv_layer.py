@@ -1,5 +1,6 @@
 """The convolution as a dense layer on patches, in every combination of its options."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -459,3 +460,31 @@ def test_arguments_of_another_kind_are_refused(backend):
     if backend.name == "torch":
         with pytest.raises(MixedArraysError):
             layer.rows(kc.Batch(x, np.ones((2, 6, 5, OUT))))
+
+
+def test_frameworks_with_channels_first_and_last_describe_one_layer():
+    """The same geometry from either order of the weight, in that order's layouts."""
+    options = {"strides": 2, "padding": [1, 0], "dilation": (1, 2), "groups": 2}
+    last, first = (
+        kc.framework_conv(shape, **options, bias=True, channels=channels)
+        for shape, channels in (((3, 2, 4, 6), "last"), ((6, 4, 3, 2), "first"))
+    )
+
+    expected = Conv(
+        in_channels=8,
+        out_channels=6,
+        kernel_size=(3, 2),
+        strides=(2, 2),
+        padding=[(1, 1), (0, 0)],
+        dilation=(1, 2),
+        groups=2,
+        bias=True,
+        weight_layout="oi_spatial",
+        data_layout="channels_first",
+    )
+    assert first == expected
+    assert last == dataclasses.replace(
+        expected, weight_layout="spatial_io", data_layout="channels_last"
+    )
+    with pytest.raises(ConventionError, match="channels"):
+        kc.framework_conv((1, 1, 1), padding=0, bias=True, channels="middle")

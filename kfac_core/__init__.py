@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from kfac_core.influence.damping import mean_eigenvalue_damping
     from kfac_core.influence.network import Influence
     from kfac_core.influence.queries import Queries
+    from kfac_core.layer_calls import LayerCall, batches_of_calls
     from kfac_core.layers.conv import Conv
     from kfac_core.layers.dense import Dense
     from kfac_core.layers.embedding import Embedding
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
     )
     from kfac_core.linalg.patches import choose_patches
     from kfac_core.linalg.roots import inverse_root
+    from kfac_core.natural_gradient import NaturalGradient
     from kfac_core.posterior.block import BlockPosterior, block_posterior
     from kfac_core.posterior.evidence import Evidence
     from kfac_core.posterior.network import Posterior
@@ -183,9 +185,11 @@ __all__ = [
     "Kronecker",
     "KroneckerSum",
     "Layer",
+    "LayerCall",
     "LowRankKronecker",
     "LowRankOperator",
     "MixedArraysError",
+    "NaturalGradient",
     "NotFiniteError",
     "NotReadyError",
     "OrderedBasis",
@@ -217,6 +221,7 @@ __all__ = [
     "Wiring",
     "asarray",
     "backend_names",
+    "batches_of_calls",
     "block_posterior",
     "choose_patches",
     "damped_factor",
@@ -311,9 +316,11 @@ _HOMES = {
     "Kronecker": "kfac_core.approximations.kronecker",
     "KroneckerSum": "kfac_core.linalg.kronecker_sum",
     "Layer": "kfac_core.layers.layer",
+    "LayerCall": "kfac_core.layer_calls",
     "LowRankKronecker": "kfac_core.approximations.low_rank",
     "LowRankOperator": "kfac_core.blocks.low_rank",
     "MixedArraysError": "kfac_core.errors",
+    "NaturalGradient": "kfac_core.natural_gradient",
     "NotFiniteError": "kfac_core.errors",
     "NotReadyError": "kfac_core.errors",
     "OrderedBasis": "kfac_core.linalg.orthogonal_iteration",
@@ -345,6 +352,7 @@ _HOMES = {
     "Wiring": "kfac_core.steps.wiring",
     "asarray": "kfac_core.selection",
     "backend_names": "kfac_core.backend",
+    "batches_of_calls": "kfac_core.layer_calls",
     "block_posterior": "kfac_core.posterior.block",
     "choose_patches": "kfac_core.linalg.patches",
     "damped_factor": "kfac_core.factors.damped",

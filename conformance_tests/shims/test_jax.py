@@ -310,6 +310,31 @@ def test_flax_layers_are_found(convolutional):
     assert not any(map(int, jax.tree.leaves(state.status)))
 
 
+def test_a_subclass_of_a_flax_layer_is_not_taken_for_the_layer(rng):
+    """What it computes is its own affair: g behind a relu is no g of a dense layer."""
+    nn = pytest.importorskip("flax.linen")
+
+    class Own(nn.Dense):
+        @nn.compact
+        def __call__(self, x):
+            return nn.relu(super().__call__(x))
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(Own(4)(x))
+
+    x = jnp.asarray(rng.normal(size=(5, 2)))
+    params = Model().init(jax.random.key(0), x)["params"]
+
+    def function(params, x):
+        return Model().apply({"params": params}, x)
+
+    with pytest.raises(kc.UnsupportedError, match="Own_0"):
+        shim.Network(function, params, x)
+    assert set(shim.Network(function, params, x, rest="keep").blocks) == {"Dense_0"}
+
+
 def test_flax_and_plain_functions_agree(small):
     """The same network written both ways has the same directions."""
     nn = pytest.importorskip("flax.linen")

@@ -166,9 +166,15 @@ def numerical_gradients(model, x, y, layer):
     return found
 
 
-def test_embeddings_and_shared_positions():
-    """Ids, positions as rows (N, T), and the mean over rows of a loss in each of them."""
-    model = network(layers.Embedding(6, 4), layers.Dense(3), shape=(5,), dtype="int32")
+@pytest.mark.parametrize("mask_zero", [False, True], ids=["plain", "masked"])
+def test_embeddings_and_shared_positions(mask_zero):
+    """Ids, positions as rows (N, T), and the mean over rows of a loss in each of them.
+
+    Also where 0 is called padding and no layer leaves it out: a gradient comes back, and
+    an id that A does not count would be moved by a step of any size.
+    """
+    embedding = layers.Embedding(6, 4, mask_zero=mask_zero)
+    model = network(embedding, layers.Dense(3), shape=(5,), dtype="int32")
     ids = np.random.default_rng(4).integers(0, 6, size=(4, 5)).astype("int32")
 
     _, given, made = directions(model, ids)
@@ -191,6 +197,20 @@ def test_embeddings_and_shared_positions():
     counts = np.bincount(ids.ravel(), minlength=6) / R
     G = np.einsum("mnti,mntj->ij", g1, g1) / R * 4 / 20
     close(made[0], damped_inverse(np.diag(counts), G, given[0], S=5.0))
+
+
+def test_padding_that_is_left_out_counts_for_nothing():
+    """Of an average over what is not padding; the divisor is the number of other ids."""
+    embedding = layers.Embedding(6, 4, mask_zero=True)
+    pooled = layers.GlobalAveragePooling1D()
+    model = network(embedding, pooled, layers.Dense(3), shape=(5,), dtype="int32")
+    ids = np.asarray([[1, 2, 0, 0, 0], [3, 1, 5, 0, 0], [4, 4, 2, 1, 0]], "int32")
+
+    kfac, _, _ = directions(model, ids)
+
+    averages = kfac.estimator.state("Embedding_0").statistics.averages
+    counts = host(averages["input"].sum) / host(averages["input"].weight)
+    np.testing.assert_allclose(counts, np.asarray([0, 3, 2, 1, 2, 1]) / 9, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["LayerNormalization", "BatchNormalization"])
@@ -253,6 +273,31 @@ def test_what_is_not_covered_stays_as_it_is():
     assert sorted(kfac.skipped.values()) == ["Own", "PReLU"]
     assert all(np.array_equal(a, b) for a, b in zip(given[:3], made[:3], strict=True))
     assert not np.allclose(given[3], made[3])
+
+
+def test_a_layer_that_is_computed_for_nothing_stays_as_it_is():
+    """Its output gradients are zero, and PyTorch gives it no gradient at all."""
+
+    class Wasteful(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = layers.Dense(3), layers.Dense(2)
+
+        def call(self, x):
+            self.unused(x)
+            return self.used(x)
+
+    model = Wasteful()
+    x = np.random.default_rng(6).normal(size=(4, 3)).astype("float32")
+    model(x)
+    kfac = KFAC(model, fisher="exact", **SETTINGS)
+    kfac.observe(x)
+    gradients = [*gradients_of(model)[:2], None, None]
+
+    made = kfac.precondition(gradients)
+
+    assert made[2:] == [None, None]
+    assert np.abs(host(made[0]) - host(gradients[0])).max() > 0.1
 
 
 def test_the_summed_loss_is_that_of_the_mean():
@@ -385,7 +430,7 @@ def test_the_other_backend():
     pytest.importorskip("jax")
     if BACKEND == "jax":
         pytest.skip("this is it")
-    chosen = "dense_layers or embeddings or LayerNormalization or bad_input"
+    chosen = "dense_layers or masked or LayerNormalization or bad_input"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
     here = Path(__file__)
     run = subprocess.run(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from kfac_core.conventions import require_one_of
 from kfac_core.layers.conv import Conv
 
 __all__ = ["framework_conv"]
+
+Channels = Literal["first", "last"]
 
 
 def framework_conv(
@@ -21,13 +24,15 @@ def framework_conv(
     dilation: Any = None,
     groups: int = 1,
     bias: bool,
+    channels: Channels = "last",
 ) -> Conv | None:
-    """Return the geometry of a convolution with channels last.
+    """Return the geometry of a convolution as a framework's layer describes it.
 
     Parameters
     ----------
     kernel_shape : sequence of int
-        Of the weight, ``(*kernel_size, in_channels / groups, out_channels)``.
+        Of the weight: ``(*kernel_size, in_channels / groups, out_channels)``, or with
+        ``channels="first"`` ``(out_channels, in_channels / groups, *kernel_size)``.
     strides, dilation : int or sequence of int, optional
         One number for all spatial axes, or one for each; 1 where left out.
     padding : str, int, or sequence of int or of pairs
@@ -37,6 +42,8 @@ def framework_conv(
         As for `kfac_core.Conv`.
     bias : bool
         Whether there is one.
+    channels : {"last", "first"}
+        Which axis of inputs, outputs and weight the channels are.
 
     Returns
     -------
@@ -47,8 +54,13 @@ def framework_conv(
     ------
     ShapeError
         As `kfac_core.Conv`.
+    ConventionError
+        For unknown `channels`.
     """
-    *kernel, channels, out = map(int, kernel_shape)
+    require_one_of("channels", channels, get_args(Channels))
+    last = channels == "last"
+    lengths = [int(length) for length in kernel_shape]
+    *kernel, width, out = lengths if last else (*lengths[2:], lengths[1], lengths[0])
     d = len(kernel)
     if isinstance(padding, str):
         padding = padding.lower()
@@ -63,13 +75,13 @@ def framework_conv(
         for name, given in (("strides", strides), ("dilation", dilation))
     }
     return Conv(
-        in_channels=channels * groups,
+        in_channels=width * groups,
         out_channels=out,
         kernel_size=tuple(kernel),
         padding=padding,
         groups=groups,
         bias=bias,
-        weight_layout="spatial_io",
-        data_layout="channels_last",
+        weight_layout="spatial_io" if last else "oi_spatial",
+        data_layout="channels_last" if last else "channels_first",
         **window,
     )

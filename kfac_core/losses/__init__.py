@@ -9,6 +9,7 @@ Randomness is always an argument.
 
 from kfac_core.losses.bernoulli import Bernoulli
 from kfac_core.losses.categorical import Categorical
+from kfac_core.losses.drawn import drawn_vectors
 from kfac_core.losses.gaussian import Gaussian
 from kfac_core.losses.gaussian_variance import GaussianLearnedVariance
 from kfac_core.losses.loss import Loss
@@ -37,6 +38,7 @@ __all__ = [
     "SquaredError",
     "curvature_matrix",
     "draw_noise",
+    "drawn_vectors",
     "noise_spec",
     "source_reduction_of",
     "vectors",

@@ -206,7 +206,9 @@ def _flax(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     y, module, nn = call(*args, **kwargs), context.module, sys.modules["flax.linen"]
     norms = nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.InstanceNorm | nn.BatchNorm
     known = nn.Dense | nn.DenseGeneral | nn.Conv | nn.Embed | norms
-    own = module.variables.get("params") if isinstance(module, known) else None
+    # A subclass may compute anything: only what is known exactly is marked.
+    exact = type(module) in known.__args__
+    own = module.variables.get("params") if exact else None
     if not own or context.method_name not in ("__call__", "attend"):
         return y
     x, shape = (*args, *kwargs.values())[0], y.shape

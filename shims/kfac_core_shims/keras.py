@@ -119,8 +119,9 @@ class KFAC:
         pulled = zip(*map(pull, made.vectors), strict=True)
         for (name, inputs, _), grads in zip(uses, pulled, strict=True):
             g = ops.stack(grads) * (inputs.shape[0] / rows) ** 0.5
-            layer = self.sites[name][0]
-            mask = inputs != 0 if getattr(layer, "mask_zero", False) else None
+            padded = getattr(self.sites[name][0], "mask_zero", False)
+            # Padding that the layers above do not leave out is an id like others.
+            mask = (inputs != 0) | ops.any(g != 0, axis=(0, -1)) if padded else None
             batches.setdefault(name, []).append(kc.Batch(inputs, g, mask, len(grads)))
         self.estimator.update({n: b if b[1:] else b[0] for n, b in batches.items()})
         self.rows = rows
@@ -134,8 +135,10 @@ class KFAC:
             self.estimator.refresh()
         vector: dict[str, Any] = {}
         for name, (_, own) in self.sites.items():
-            if self.estimator.state(name).operator is not None:
-                vector[name] = {p: gradients[place[id(v)]] for p, v in own.items()}
+            found = {p: gradients[place[id(v)]] for p, v in own.items()}
+            unused = any(g is None for g in found.values())
+            if not unused and self.estimator.state(name).operator is not None:
+                vector[name] = found
         result, scale = list(gradients), self.rows if self.loss == "sum" else 1
         for name, arrays in self.estimator.precondition(vector).items():
             for parameter, array in arrays.items():
@@ -238,13 +241,9 @@ def _pullback(run: Any, zeros: list[Any]) -> tuple[Any, Any]:
 
         outputs, pulled = jax.vjp(run, zeros)
         return outputs, lambda vector: pulled(vector)[0]
+    import torch
+
     outputs = run([zero.requires_grad_() for zero in zeros])
-
-    def pull(vector: Any) -> list[Any]:
-        outputs.backward(gradient=vector, retain_graph=True)
-        grads = [zero.grad for zero in zeros]
-        for zero in zeros:
-            zero.grad = None
-        return grads
-
-    return outputs, pull
+    # What a layer computes for nothing has the gradient zero, as on JAX.
+    keep: Any = {"retain_graph": True, "materialize_grads": True}
+    return outputs, lambda v: torch.autograd.grad(outputs, zeros, v, **keep)

@@ -1,30 +1,30 @@
 """K-FAC for PyTorch models: `observe` the outputs, then `step` before the optimizer.
 
-Conventions.  The curvature is that of the likelihood's mean over the R rows of the outputs
-(``outputs[..., 0]`` has an element a row).  The g of a layer that saw N examples are scaled
-by ``sqrt(N / R)``: its block is right whichever axes are flattened into the batch, and
-several calls of a module are further examples.
+Conventions.  The rows are the elements of ``outputs[..., 0]``; see
+`kfac_core.batches_of_calls`.  A module's call is remembered in its own node of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 from warnings import warn
+from weakref import ref
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 import kfac_core as kc
 
 __all__ = ["KFAC"]
 
 
-class KFAC:
+class KFAC(kc.NaturalGradient):
     """Turns a model's gradients into natural gradients, by hooks on its modules.
 
     Parameters
@@ -61,18 +61,18 @@ class KFAC:
         refresh_every: int = 1,
         **options: Any,
     ) -> None:
-        sources = kc.losses.source_reduction_of(fisher)
-        self.loss = kc.Conventions(loss=loss, sources=sources).loss
-        self.likelihood, self.mode, self.steps = likelihood, fisher, 0
-        self.update_every, self.refresh_every = update_every, refresh_every
-        self.model = getattr(model, "_orig_mod", model)
+        every = {"update_every": update_every, "refresh_every": refresh_every}
+        options |= {"sources": kc.losses.source_reduction_of(fisher), "mode": fisher}
+        self.model, self.likelihood = getattr(model, "_orig_mod", model), likelihood
+        self.skipped: list[str] = []
         self._sites: dict[str, _Site] = {}
-        self._attach()
-        self._forget()
-        sites, kinds = self._sites.items(), self.approximations
+        self._hooks = [*self._hooked()]
+        kinds, sites = self.approximations, self._sites.items()
         blocks = {n: kc.Block(site.layer, kinds[site.layer.kind]) for n, site in sites}
-        options |= {"loss": "sum", "sources": sources, "mode": fisher}
-        self.estimator = kc.Estimator(blocks, **options)
+        estimator = kc.Estimator(blocks, loss="sum", **options)
+        super().__init__(estimator, loss=loss, **every)
+        self._rows, self._calls = 0, dict[kc.LayerCall, None]()
+        self._name_others(self._sites)
 
     def observe(self, outputs: Any, /) -> None:
         """Take the statistics of a forward pass, before its loss is differentiated.
@@ -82,15 +82,23 @@ class KFAC:
         outputs : torch.Tensor, shape (N, ..., P)
             What the likelihood is of, with its graph: the rows that the loss reads.
         """
-        calls, self._pending[:] = self._pending[:], []
+        if len(shape := tuple(outputs.shape)) < 2:
+            raise kc.ShapeError(f"Expected `outputs` of (N, ..., P), got {shape}.")
+        found = self._calls_below(outputs) if self.wants_statistics else []
+        calls = dict.fromkeys(call for _, call in found)
+        if self._calls.keys() & calls.keys():
+            raise kc.UnsupportedError(
+                "These `outputs` depend on calls that were observed already. Observe all "
+                "that is made in one forward pass as one tensor."
+            )
         self._rows += outputs[..., 0].numel()
-        self._observed += [use for _, use in calls]
-        if self.mode == "empirical":
-            for edge, use in calls:
-                edge.node.register_prehook(partial(use.add_at, edge.output_nr))
-        elif calls:
+        self._calls |= calls
+        if self.estimator.mode == "empirical":
+            for edge, call in found:
+                edge.node.register_prehook(partial(_add, call, edge.output_nr))
+        elif found:
             with torch.autocast(outputs.device.type, enabled=False):
-                self._pull_back(outputs, *zip(*calls, strict=True))
+                self._pull_back(outputs, *zip(*found, strict=True))
 
     def step(self) -> None:
         """Replace ``.grad`` by the natural gradient, where there is a block for it.
@@ -98,152 +106,145 @@ class KFAC:
         `NotReadyError` where nothing was observed, `NotFiniteError` where a gradient or
         a row is not finite; nothing has changed then.
         """
-        observed, rows = [use for use in self._observed if use.grads], self._rows
-        self._forget()
-        if not rows:
-            raise kc.NotReadyError("Call `observe(outputs)` before the backward pass.")
-        over = rows if self.loss == "sum" else 1
-        scale = rows / over if self.mode == "empirical" else 1.0
-        grads, batches = {}, {}
+        calls, rows, refreshes, given = self._calls, self._rows, self.wants_refresh, {}
+        self._rows, self._calls = 0, {}
         for name, site in self._sites.items():
             pairs, like = site.parameters.items(), site.layer.parameter_shapes
             if all(p.grad is not None and p.requires_grad for _, p in pairs):
-                grads[name] = {n: p.grad.reshape(like[n]) / over for n, p in pairs}
-                if not all(g.isfinite().all() for g in grads[name].values()):
-                    raise kc.NotFiniteError(f"The gradient of {name!r} is not finite.")
-            if uses := [use for use in observed if use.site is site]:
-                batches[name] = site.batch(uses, scale * rows**-0.5)
+                given[name] = {n: p.grad.reshape(like[n]) for n, p in pairs}
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            self.estimator.update(batches)
-            if self.steps % self.refresh_every == 0:
-                self.estimator.refresh()
-            ready = {n: g for n, g in grads.items() if self.estimator.state(n).operator}
-            for name, direction in self.estimator.precondition(ready).items():
+            found = self.directions(given, calls, rows=rows)
+            for name, direction in found.items():
                 for key, p in self._sites[name].parameters.items():
                     p.grad.copy_(direction[key].reshape(p.shape))
-        self.steps += 1
+        if refreshes:
+            self._name_others(found)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to go on, for ``torch.save``, between two steps."""
-        return {"steps": self.steps, "estimator": self.estimator.state_dict()}
+    def remove(self) -> None:
+        """Take the hooks off the model again."""
+        for hook in self._hooks:
+            hook.remove()
 
-    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take over a state; `StateError`, and no change, where it does not fit."""
-        if type(state.get("steps")) is not int:
-            raise kc.StateError(f"Expected a number of `steps` in {[*state]}.")
-        self.estimator.load_state_dict(state.get("estimator", {}))
-        self.steps = state["steps"]
-
-    def _attach(self) -> None:
+    def _hooked(self) -> Iterator[Any]:
         users: dict[int, list[Any]] = {}
         for m in self.model.modules():
-            users.setdefault(id(getattr(m, "weight", m)), []).append(type(m).forward)
+            if isinstance(weight := getattr(m, "weight", None), nn.Parameter):
+                kind = type(m).forward, m.extra_repr()
+                users.setdefault(id(weight), []).append(kind)
         of_weight: dict[int, _Site] = {}
         for name, m in self.model.named_modules():
-            key = id(getattr(m, "weight", m))
-            if site := _found(m, users[key]):
-                if key not in of_weight:
-                    of_weight[key] = self._sites[name] = site
-                hook = partial(self._record, of_weight[key], site.plain)
-                m.register_forward_hook(hook, with_kwargs=True)
-        taken = {id(p) for s in self._sites.values() for p in s.parameters.values()}
-        named = self.model.named_parameters()
-        self.skipped = [n for n, p in named if p.requires_grad and id(p) not in taken]
-        if self.skipped:
-            warn(f"K-FAC leaves the gradients of {self.skipped} alone.", stacklevel=3)
+            key = id(getattr(m, "weight", None))
+            if key not in of_weight and (site := _found(m, users.get(key, []))):
+                site.name, site.key, site.kfac = name, key, ref(self)
+                of_weight[key] = self._sites[name] = site
+            if key in of_weight:
+                yield m.register_forward_hook(of_weight[key], with_kwargs=True)
 
-    def _forget(self) -> None:
-        self._rows, self._pending, self._observed = 0, list[Any](), list[_Use]()
+    def _name_others(self, blocks: Iterable[str]) -> None:
+        """Warn, once of each, of trained parameters that are in none of these blocks."""
+        known = {id(p) for n in blocks for p in self._sites[n].parameters.values()}
+        others = []
+        for name, p in self.model.named_parameters():
+            trained = p.requires_grad and (p.grad is not None or self.steps == 0)
+            if trained and id(p) not in known and name not in self.skipped:
+                others.append(name)
+        self.skipped += others
+        if others:
+            warn(f"K-FAC leaves the gradients of {others} alone.", stacklevel=3)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _record(self, site: _Site, plain: Any, m: Any, a: Any, k: Any, y: Any) -> None:
-        if m.training and y.requires_grad and self.steps % self.update_every == 0:
-            x = (*a, *k.values())[0].detach()
-            if plain is not None:
-                x = plain(x).reshape(len(x), *site.flat)
-            self._pending.append((get_gradient_edge(y), _Use(site, x)))
+    def _calls_below(self, outputs: Any) -> list[tuple[Any, kc.LayerCall]]:
+        """Return the calls in a graph, of weights that nothing but calls has used."""
+        found, uses, seen, todo = [], Counter[int](), set(), [outputs.grad_fn]
+        while todo:
+            if (node := todo.pop()) and node not in seen:
+                seen.add(node)
+                calls = node.metadata.get(id(self), ())
+                found += [(GradientEdge(node, index), call) for index, call in calls]
+                below = [node for node, _ in node.next_functions]
+                uses.update(id(getattr(node, "variable", None)) for node in below)
+                todo += below
+        own = Counter(call.block for _, call in found)
+        whole = [n for n in own if uses[self._sites[n].key] <= own[n]]
+        return [(edge, call) for edge, call in found if call.block in whole]
 
-    def _pull_back(self, outputs: Any, edges: Any, uses: Any) -> None:
-        loss, z, losses = self.likelihood, outputs.detach(), kc.losses
+    def _pull_back(self, outputs: Any, edges: Any, calls: Any) -> None:
+        z, mode = outputs.detach(), self.estimator.mode
+        # Where the rows of one example share a source, they must not add up.
+        shared = min(len(call.inputs) for call in calls) < z[..., 0].numel()
         # A seed of its own for each part of each step, and the same in a resumed run.
-        draw = partial(losses.draw_noise, like=z, rng=(self.steps << 40) + self._rows)
-        spec = losses.noise_spec(loss, z, mode=self.mode)
-        noise = None if spec is None else draw(spec)
-        made = losses.vectors(loss, z, mode=self.mode, noise=noise)
-        if spec is None and min(len(use.x) for use in uses) < z[..., 0].numel():
-            # The rows of one example share a source here, and must not add up.
-            spec = losses.NoiseSpec("uniform", tuple(made.vectors.shape[:-1]))
-            made = losses.with_random_signs(made, draw(spec))
+        options = {"shared": shared, "seed": (self.steps << 40) + self._rows}
+        made = kc.losses.drawn_vectors(self.likelihood, z, mode=mode, **options)
         pull = partial(torch.autograd.grad, allow_unused=True, retain_graph=True)
         for v in made.vectors.to(outputs.dtype):
-            for use, g in zip(uses, pull(outputs, edges, v), strict=True):
-                use.add(g)
+            for call, g in zip(calls, pull(outputs, edges, v), strict=True):
+                call.add_source(g)
+
+
+def _add(call: kc.LayerCall, index: int, grads: Any) -> None:
+    # A pass that makes a graph, as for a penalty, is not the loss's own.
+    if not torch.is_grad_enabled():
+        call.add_to_source(grads[index])
 
 
 @dataclass(eq=False)
 class _Site:
-    """A weight: its layer and parameters; a norm without them, and how x is flattened."""
+    """A weight's layer and parameters, and its modules' hook; a copy does nothing."""
 
-    layer: Any
-    parameters: dict[str, Any]
-    padding: int | None
-    plain: Any
-    flat: tuple[int, ...]
+    layer: Any = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    padding: int | None = None
+    plain: Any = None
+    flat: tuple[int, ...] = ()
+    key: int = 0
+    name: str = ""
+    kfac: Any = bool
 
-    def batch(self, uses: list[_Use], scale: float) -> kc.Batch:
-        x = torch.cat([use.x for use in uses])
-        g = torch.cat([torch.stack(use.grads) for use in uses], 1)
-        mask = None if self.padding is None else x != self.padding
-        return kc.Batch(x, g * scale * len(x) ** 0.5, mask=mask, sources=len(g))
+    def __reduce__(self) -> Any:
+        return _Site, ()
 
-
-@dataclass(eq=False)
-class _Use:
-    """One call of a module: x, and the output gradients that came back to it."""
-
-    site: _Site
-    x: Any
-    grads: list[Any] = field(default_factory=list)
-
-    def add(self, g: Any) -> None:
-        if g is not None:
-            g = g.detach().to(torch.promote_types(g.dtype, torch.float32))
-            self.grads.append(g.reshape(self.x.shape) if self.site.flat else g)
-
-    def add_at(self, index: int, grads: Any) -> None:
-        self.add(grads[index])
-        self.grads = self.grads and [sum(self.grads)]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, m: Any, a: Any, k: Any, y: Any) -> None:
+        """Remember a call, in the node of what it returned."""
+        if (kfac := self.kfac()) and y.requires_grad and kfac.wants_statistics:
+            x = (*a, *k.values())[0].detach()
+            mask = None if self.padding is None else x != self.padding
+            if self.plain:
+                self.plain.training = m.training
+                for mine, its in zip(self.plain.buffers(), m.buffers(), strict=True):
+                    mine.copy_(its)
+                x = self.plain.forward(x).reshape(len(x), *self.flat)
+            shape = self.flat and x.shape
+            call = kc.LayerCall(self.name, x, mask=mask, grad_shape=shape)
+            edge = get_gradient_edge(y)
+            edge.node.metadata.setdefault(id(kfac), []).append((edge.output_nr, call))
 
 
 def _found(m: Any, users: list[Any]) -> _Site | None:
-    """Return how a module is read; None for one, or for a tie of kinds, not known."""
+    """Return how a module is read; None for one, or for a tie of unlike ones, not known."""
     convs = nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward
     norms = nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d
-    kind, weight = users[0] if len({*users}) == 1 else None, getattr(m, "weight", None)
-    if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
+    if len({*users}) != 1 or not m.weight.requires_grad:
         return None
-    bias: Any = getattr(m, "bias", None)
+    kind, weight, bias = users[0][0], m.weight, getattr(m, "bias", None)
     own = len(users) == 1 and isinstance(bias, nn.Parameter) and bias.requires_grad
-    layer: Any = None
+    layer: Any
     plain, flat, out, n = None, (), *(*weight.shape, 0)[:2]
     if kind is nn.Linear.forward:
         layer = kc.Dense(in_features=n, out_features=out, bias=own, weight_layout="oi")
     elif kind in convs and m.padding_mode == "zeros":
-        pads = m.padding if isinstance(m.padding, str) else [(p, p) for p in m.padding]
-        names = "in_channels", "out_channels", "kernel_size", "dilation", "groups"
-        options: Any = {n: getattr(m, n) for n in names}
-        options |= {"strides": m.stride, "padding": pads, "weight_layout": "oi_spatial"}
-        layer = kc.Conv(**options, bias=own, data_layout="channels_first")
+        options: Any = {n: getattr(m, n) for n in ("padding", "dilation", "groups")}
+        options |= {"strides": m.stride, "bias": own, "channels": "first"}
+        layer = kc.framework_conv(weight.shape, **options)
     elif kind is nn.Embedding.forward and not (m.sparse or m.scale_grad_by_freq):
         layer = kc.Embedding(num_embeddings=out, features=n, weight_layout="io")
     elif kind in [norm.forward for norm in norms]:
         shape = tuple(getattr(m, "normalized_shape", (len(weight), 1)))
         layer = kc.ScaleShift(scale_shape=shape, shift_shape=shape if own else None)
         flat = (-1, *shape) if hasattr(m, "normalized_shape") else (len(weight), -1)
-        plain = deepcopy(m).train().requires_grad_(False)
+        plain = deepcopy(m).requires_grad_(False)
         plain.reset_parameters()
-    if layer is None:
+    else:
         return None
     parameters = dict(zip(layer.parameter_shapes, (weight, bias), strict=False))
     return _Site(layer, parameters, getattr(m, "padding_idx", None), plain, flat)

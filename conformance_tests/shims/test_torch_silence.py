@@ -1,0 +1,282 @@
+"""What a PyTorch program may do that K-FAC was not made for.
+
+Never wrong in silence: a right number, an error, or a warning with a name.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as fn  # noqa: E402
+
+import kfac_core as kc  # noqa: E402
+from kfac_core.losses import Categorical  # noqa: E402
+
+from .test_torch import (  # noqa: E402
+    DAMPING,
+    Network,
+    attached,
+    close,
+    doubles,
+    half_squares,
+    seeded,
+    step,
+)
+
+__all__ = ["seeded"]  # used by itself, in every test
+
+
+@pytest.mark.filterwarnings("ignore:K-FAC leaves")
+def test_a_weight_used_without_its_module_is_named():
+    """Attention reads ``out_proj.weight`` itself; logits may read an embedding's."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.ids, self.mix = nn.Embedding(4, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return fn.linear(torch.tanh(self.mix(self.ids(x))), self.ids.weight)
+
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    encoder = nn.Sequential(layer, nn.Linear(4, 3))
+    tokens, ids = torch.randn(2, 5, 4), torch.randint(0, 4, (9,))
+
+    def loss_of(outputs, targets):
+        return fn.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    for model, x, y, names in (
+        (encoder, tokens, torch.randint(0, 3, (2, 5)), ["in_proj", "out_proj"]),
+        (Tied(), ids, torch.randint(0, 4, (9,)), ["ids"]),
+    ):
+        kfac = attached(model, likelihood=Categorical())
+        known = [*kfac.skipped]
+        with pytest.warns(UserWarning, match=names[-1]):
+            before, after = step(model, kfac, x, y, loss_of)
+        kept = [n for n in before if torch.equal(before[n], after[n])]
+        assert kept == kfac.skipped
+        assert all(any(part in n for part in names) for n in kept)
+        assert len(known) < len(kept) < len(before)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_checkpointed_model_gives_the_same_step(fisher):
+    """Parts of a batch, whose forward passes run again on the way back."""
+
+    class Checkpointed(Network):
+        def forward(self, x):
+            again = torch.utils.checkpoint.checkpoint
+            return again(super().forward, x, use_reentrant=False)
+
+    model = Network().double()
+    other = Checkpointed().double()
+    other.load_state_dict(model.state_dict())
+    x, y = doubles(12, 4), torch.randint(0, 3, (12,))
+    for own in (model, other):
+        kfac = attached(own, likelihood=Categorical(), fisher=fisher)
+        for rows in (slice(0, 5), slice(5, 12)):
+            outputs = own(x[rows])
+            kfac.observe(outputs)
+            (fn.cross_entropy(outputs, y[rows], reduction="sum") / 12).backward()
+        kfac.step()
+
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        close(p.grad, q.grad)
+
+
+def test_a_reentrant_checkpoint_is_named():
+    """Its layers have no part in the graph that is observed."""
+    model = Network()
+    kfac = attached(model, fisher="empirical")
+    again = torch.utils.checkpoint.checkpoint
+    hidden = again(model.one, torch.randn(5, 4, requires_grad=True), use_reentrant=True)
+    outputs = model.two(torch.tanh(hidden))
+    kfac.observe(outputs)
+    half_squares(outputs, torch.randn(5, 3)).backward()
+    with pytest.warns(UserWarning, match=r"one\.weight.*one\.bias"):
+        kfac.step()
+
+    assert kfac.skipped == ["one.weight", "one.bias"]
+
+
+def test_a_batch_norm_in_eval_mode_has_its_running_statistics():
+    """Fine-tuning with a frozen norm: x is normalized by what the module holds."""
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm, nn.Flatten()).double()
+    kfac = attached(model)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(0.5, 2.0)
+    norm.eval()
+    x, y = doubles(5, 4), doubles(5, 4)
+    before, after = step(model, kfac, x, y, half_squares)
+
+    unit = (x - norm.running_mean) / torch.sqrt(norm.running_var + norm.eps)
+    close(after["0.weight"], before["0.weight"] / ((unit**2).mean(0) + DAMPING))
+    close(after["0.bias"], before["0.bias"] / (1 + DAMPING))
+
+
+def test_a_parameter_frozen_or_freed_later_is_named():
+    """Neither block can be preconditioned as it was made."""
+    x, y = torch.randn(6, 4), torch.randn(6, 3)
+    freed = Network()
+    freed.one.requires_grad_(False)
+    kfac = attached(freed, refresh_every=2)
+    step(freed, kfac, x, y, half_squares)
+    freed.one.requires_grad_(True)
+    step(freed, kfac, x, y, half_squares)
+    with pytest.warns(UserWarning, match=r"one\.weight.*one\.bias"):
+        step(freed, kfac, x, y, half_squares)
+    frozen = Network()
+    other = attached(frozen)
+    frozen.one.bias.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"one\.weight"):
+        step(frozen, other, x, y, half_squares)
+
+    assert kfac.skipped == ["one.weight", "one.bias"]
+    assert other.skipped == ["one.weight"]
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_only_what_was_observed_is_read(fisher):
+    """Not another forward pass that is differentiated too, nor a pass for a penalty."""
+    model = Network().double()
+    other = copy.deepcopy(model)
+    x, y = doubles(7, 4), torch.randint(0, 3, (7,))
+    options = {"likelihood": Categorical(), "fisher": fisher}
+    kfac = attached(model, **options)
+    step(model, kfac, x, y, fn.cross_entropy)
+
+    second = attached(other, **options)
+    inputs = x.clone().requires_grad_()
+    aside, outputs = other(doubles(3, 4)), other(inputs)
+    second.observe(outputs)
+    torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+    (fn.cross_entropy(outputs, y) + aside.square().mean()).backward()
+    second.step()
+
+    for name in ("one", "two"):
+        found = second.estimator.operator(name).to_dense()
+        close(found, kfac.estimator.operator(name).to_dense())
+
+
+def test_forward_passes_that_nobody_observes_are_freed():
+    """In train mode and with gradients, as in a validation without ``no_grad``."""
+    model = Network()
+    kfac = attached(model)
+    hidden = model.one(torch.randn(5, 4))
+    calls = [weakref.ref(call) for _, call in hidden.grad_fn.metadata[id(kfac)]]
+    gc.disable()
+    try:
+        del hidden
+        assert len(calls) == 1
+        assert [call() for call in calls] == [None]
+    finally:
+        gc.enable()
+
+
+def test_one_forward_pass_is_observed_once():
+    """A second head, or the same outputs again, would count the layers' calls twice."""
+    model = Network().double()
+    kfac, x, y = attached(model), doubles(6, 4), doubles(6, 3)
+    twin = copy.deepcopy(model)
+    _, expected = step(twin, attached(twin), x, y, half_squares)
+    outputs = model(x)
+    kfac.observe(outputs)
+    with pytest.raises(kc.UnsupportedError, match="one tensor"):
+        kfac.observe(outputs[:, :2])
+    with pytest.raises(kc.ShapeError, match=r"\(N, \.\.\., P\)"):
+        kfac.observe(outputs[:, 0])
+    half_squares(outputs, y).backward()
+    kfac.step()
+
+    close(model.one.weight.grad, expected["one.weight"])
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_outputs_that_say_nothing_are_an_error(fisher):
+    """Observed after the backward pass, or without their graph, in a later step."""
+    model = Network()
+    kfac, x, y = attached(model, fisher=fisher), torch.randn(5, 4), torch.randn(5, 3)
+    step(model, kfac, x, y, half_squares)
+    for detached in (True, False):
+        outputs = model(x)
+        half_squares(outputs, y).backward()
+        if detached or fisher == "empirical":
+            kfac.observe(outputs.detach() if detached else outputs)
+            with pytest.raises(kc.NotReadyError, match="before each backward"):
+                kfac.step()
+
+    assert kfac.steps == 1
+
+
+def test_parts_of_a_loss_are_one_gradient():
+    """The backward pass of each of two parts, through one graph."""
+    model = Network().double()
+    other = copy.deepcopy(model)
+    x, y = doubles(7, 4), torch.randint(0, 3, (7,))
+    options = {"likelihood": Categorical(), "fisher": "empirical"}
+    _, expected = step(model, attached(model, **options), x, y, fn.cross_entropy)
+    kfac = attached(other, **options)
+    outputs = other(x)
+    kfac.observe(outputs)
+    loss = fn.cross_entropy(outputs, y)
+    (0.25 * loss).backward(retain_graph=True)
+    (0.75 * loss).backward()
+    kfac.step()
+
+    for name, parameter in other.named_parameters():
+        close(parameter.grad, expected[name])
+
+
+def test_copies_of_a_model_and_removed_hooks_record_nothing(tmp_path):
+    """A copy, a pickle, a model whose K-FAC is gone, and one that was given back."""
+    model, x = Network(), torch.randn(5, 4)
+    kfac = attached(model)
+    torch.save(model, tmp_path / "model.pt")
+    copies = [
+        copy.deepcopy(model),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+        torch.optim.swa_utils.AveragedModel(model),
+    ]
+    for other in copies:
+        assert torch.equal(other(x), model(x))
+        assert calls_of(other(x)) == 0
+    assert calls_of(model(x)) == 2
+    held = weakref.ref(kfac)
+    other = attached(model)
+    assert calls_of(model(x)) == 4
+    other.remove()
+    assert calls_of(model(x)) == 2
+    del kfac
+    gc.collect()
+    assert held() is None
+    assert calls_of(model(x)) == 0
+
+
+def calls_of(outputs):
+    """How many calls are remembered in a graph."""
+    found, todo = 0, [outputs.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None:
+            found += sum(map(len, node.metadata.values()))
+            todo += [below for below, _ in node.next_functions]
+    return found
+
+
+def test_weights_made_of_others_and_unlike_ties_are_named():
+    """Weight norm has no weight of its own; two strides make two layers of one weight."""
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    first, second = nn.Conv1d(1, 1, 2, bias=False), nn.Conv1d(1, 1, 2, bias=False)
+    second.weight, second.dilation = first.weight, (2,)
+    with pytest.warns(UserWarning, match=r"0\.bias.*original0.*1\.weight"):
+        kfac = attached(nn.Sequential(normed, first, second, nn.Linear(3, 3)))
+
+    assert list(kfac.estimator.blocks) == ["3"]
