@@ -11,6 +11,7 @@ import pytest
 import kfac_core as kc
 from kfac_core import backend as registry
 from kfac_core.backend import native_operation, native_operations
+from kfac_core.cli.doctor import diagnosis
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -114,6 +115,33 @@ def test_an_adapter_that_is_out_of_order_is_refused(forgotten):
         kc.BackendUnavailableError, match=r"it is out of order.*Usable here: .*numpy"
     ):
         kc.selected_backend("array_api_strict")
+
+
+def test_an_adapter_that_raises_stops_nobody_else(forgotten):
+    """What it raises is what is wrong with it; the doctor and other choices go on."""
+
+    def raising(*args):
+        raise RuntimeError("the driver has gone")
+
+    adapter = types.SimpleNamespace(name="array_api_strict", problem=raising)
+    kc.register_backend(adapter)
+    found = diagnosis()["backends"]["array_api_strict"]
+
+    assert not found["usable"]
+    assert "RuntimeError: the driver has gone" in found["problem"]
+    with pytest.raises(kc.BackendUnavailableError, match="the driver has gone"):
+        kc.selected_backend("array_api_strict")
+    assert kc.selected_backend("numpy").name == "numpy"
+
+    members = {"versions": raising, "devices": raising, "problem": lambda: None}
+    kc.register_backend(types.SimpleNamespace(name="array_api_strict", **members))
+    found = diagnosis()["backends"]["array_api_strict"]
+
+    assert found["usable"]
+    assert (found["versions"], found["devices"]) == ({}, [])
+    assert ["`versions`" in said for said in found["trouble"]] == [True, False]
+    assert all("the driver has gone" in said for said in found["trouble"])
+    assert diagnosis()["backends"]["numpy"]["trouble"] == []
 
 
 @pytest.mark.parametrize("name", ["jax", "torch"])

@@ -1,7 +1,23 @@
 """Configuration of the documentation build, and the pages made from the library."""
 
+import importlib
+import importlib.util
+import inspect
+import re
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+# Of whose public names the modules' texts are shown.
+PACKAGES = (
+    "kfac_core",
+    "kfac_core.conformance",
+    "kfac_core.influence",
+    "kfac_core.losses",
+    "kfac_core.posterior",
+    "kfac_core.records",
+    "kfac_core.steps",
+)
 
 project = "kfac_core"
 author = "The kfac_core developers"
@@ -51,4 +67,57 @@ def write_capability_table() -> None:
     (folder / "capabilities.md").write_text(table.rstrip() + "\n", encoding="utf-8")
 
 
+def public_modules() -> list[str]:
+    """Return the modules that public names are defined in, or whose docstrings name."""
+    found = set()
+    for package in PACKAGES:
+        root = importlib.import_module(package)
+        for value in (getattr(root, name) for name in root.__all__):
+            defined = getattr(value, "__module__", None) or ""
+            found |= {defined} if defined.startswith("kfac_core.") else set()
+            members = vars(value).values() if inspect.isclass(value) else ()
+            texts = [inspect.getdoc(part) or "" for part in (value, *members)]
+            found |= set(re.findall(r"`(kfac_core(?:\.\w+)+)`", " ".join(texts)))
+    return sorted(name for name in found - {*PACKAGES} if _is_module(name))
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def as_written(app: Any, what: str, *rest: Any) -> None:
+    """Show the indented formulas of a module's docstring as they stand."""
+    lines: list[str] = rest[-1]
+    starts = [
+        i
+        for i, line in enumerate(lines)
+        if line.startswith("    ") and i and not lines[i - 1]
+    ]
+    # Of paragraphs in a row the first starts the block; what comes before is at the margin.
+    for i in reversed(starts):
+        before = next((line for line in reversed(lines[:i]) if line), "")
+        if what == "module" and before and not before.startswith(" "):
+            lines[i:i] = ["::", ""]
+
+
+def setup(app: Any) -> None:
+    """Connect this file to Sphinx."""
+    app.connect("autodoc-process-docstring", as_written, priority=400)
+
+
+def write_module_texts() -> None:
+    """Write what `module_texts.md` includes: the docstring of each of these modules."""
+    lines = []
+    for name in public_modules():
+        lines += [f"## {name.removeprefix('kfac_core.')}", "", "```{eval-rst}"]
+        lines += [f".. automodule:: {name}", "   :no-index:", "```", ""]
+    folder = Path(__file__).parent / "_generated"
+    text = "\n".join(lines).rstrip() + "\n"
+    (folder / "module_texts.md").write_text(text, encoding="utf-8")
+
+
 write_capability_table()
+write_module_texts()

@@ -4,13 +4,13 @@ Conventions.  Costs are in flops of a matrix product: an operation of c flops at
 relative to that of a matrix product on the same machine, costs ``c / r``.  For a damped
 factor of n rows that is applied to k columns at each step,
 
-=====================  ================================  ==============================
-way of solving         at a refresh                      at a step
-=====================  ================================  ==============================
+=====================  ==================================  ====================
+way of solving         at a refresh                        at a step
+=====================  ==================================  ====================
 explicit inverse       ``n^3/3 / potrf + 2n^3/3 / potri``  ``2 n^2 k / symm``
 triangular solves      ``n^3/3 / potrf``                   ``2 n^2 k / trsm``
 eigenbasis             ``9 n^3 / eigh``                    ``4 n^2 k``
-=====================  ================================  ==============================
+=====================  ==================================  ====================
 
 Triangular solves are cheaper while there are fewer steps between refreshes than the
 break-even interval, at which the inverse has paid for itself.

@@ -147,7 +147,7 @@ class Estimator:
         How fast this machine is at what; see `kfac_core.costs`.
     workers : int
         How many threads factorize at a refresh; see `kfac_core.linalg.parallel`.  With
-        more than one, let the array library itself use one.
+        more than one, the array library's own threads are shared out among them.
 
     Raises
     ------
@@ -703,7 +703,9 @@ class Estimator:
                 name=name,
             )
             # What was prepared for this call is kept for the next one.
-            prepared[name] = dataclasses.replace(self._states[name], operator=operator)
+            state = self._states[name]
+            if operator is not state.operator:
+                prepared[name] = dataclasses.replace(state, operator=operator)
         self._states.update(prepared)
         return results
 

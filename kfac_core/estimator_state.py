@@ -194,7 +194,7 @@ def parse_state(
     if set(parts) != set(blocks):
         raise StateError(
             f"Expected the blocks {sorted(blocks)}, got {sorted(parts)}. Load it into an "
-            "estimator with the same blocks."
+            "estimator with the same blocks; `load_checkpoint` takes other `names`."
         )
     return {name: _block(parts[name], blocks[name], name) for name in blocks}, settings
 
@@ -206,7 +206,10 @@ def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
     for field, expected in _description(block).items():
         found = part.get(field)
         if _holds_arrays(found) or found != expected:
-            raise StateError(f"{where}: expected {field} {expected}, got {found}.")
+            raise StateError(
+                f"{where}: expected {field} {expected}, got {found}."
+                f"{_layouts_hint(found, expected)}"
+            )
     for field in ("statistics", "operator", "damping"):
         if field not in part:
             raise StateError(f"{where}: expected a field {field!r}, which is missing.")
@@ -232,6 +235,15 @@ def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
         "damping": damping,
         **fields,
     }
+
+
+def _layouts_hint(found: Any, expected: dict[str, Any]) -> str:
+    """Say what to do where layers differ in nothing but how parameters are kept."""
+    if not isinstance(found, Mapping) or _holds_arrays(found):
+        return ""
+    own = {key: expected[key] for key in expected if key.endswith("_layout")}
+    fits = own.keys() <= found.keys() and {**found, **own} == expected
+    return " The layouts alone differ: load a file with layouts='any'." if fits else ""
 
 
 def _bases(part: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -464,7 +476,8 @@ def _dump(value: Any) -> Any:
 
 def _parse(value: Any, where: str) -> Any:
     """Turn dicts back into structures of known classes, and copy arrays."""
-    if isinstance(value, Mapping) and "structure" not in value:
+    # A block of dampings may be called so, too; then no class stands there.
+    if isinstance(value, Mapping) and not isinstance(value.get("structure"), str):
         parts = value.items()
         return {str(name): _parse(part, f"{where}.{name}") for name, part in parts}
     if isinstance(value, Mapping):

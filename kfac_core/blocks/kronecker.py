@@ -49,11 +49,12 @@ class FactoredKronecker:
 
     def prepared(self, *factorizations: Factorization) -> FactoredKronecker:
         """Return the same operator with factorizations made that were missing."""
-        return replaced(
-            self,
-            input=self.input.prepared(*factorizations),
-            output=self.output.prepared(*factorizations),
-        )
+        A = self.input.prepared(*factorizations)
+        G = self.output.prepared(*factorizations)
+        # In every step but the first nothing is missing.
+        if A is self.input and G is self.output:
+            return self
+        return replaced(self, input=A, output=G)
 
     def solved_by(self, solving: Solving, /) -> FactoredKronecker:
         """Return the same operator, whose full factors are divided by in a given way."""

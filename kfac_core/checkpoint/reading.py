@@ -10,13 +10,14 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
+from kfac_core.checkpoint.translation import Layouts, renamed, with_layouts_of
 from kfac_core.checkpoint.tree import HostArray, unfolded
 from kfac_core.checkpoint.writing import (
     DIGEST_KEY,
@@ -25,6 +26,7 @@ from kfac_core.checkpoint.writing import (
     VERSION,
     load_library,
 )
+from kfac_core.conventions import require_one_of
 from kfac_core.errors import KFACError, StateError
 from kfac_core.estimator import Estimator
 from kfac_core.selection import asarray
@@ -35,7 +37,13 @@ _DTYPES = ("F32", "F64", "I32")
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], estimator: Estimator, /, *, backend: str | None = None
+    path: str | os.PathLike[str],
+    estimator: Estimator,
+    /,
+    *,
+    backend: str | None = None,
+    names: Mapping[str, str] | None = None,
+    layouts: Layouts = "same",
 ) -> None:
     """Let an estimator take over what a file holds.
 
@@ -49,17 +57,31 @@ def load_checkpoint(
     backend : str, optional
         ``name[:device]`` on which the arrays are to be; the selected one where left
         out.
+    names : mapping of str to str, optional
+        By names of blocks in the file, those in the estimator, where they differ.
+    layouts : {"same", "any"}
+        Whether layers must keep weights and data in the layouts of the file.  Statistics
+        and operators are of the block's matrix and have no layout, so that ``"any"``
+        changes no number; the order of a layer's inputs and outputs must be the same.
 
     Raises
     ------
+    ConventionError
+        For other `layouts`.
+    DtypeError
+        For float64 on a library in which it is switched off.
     StateError
         For a file that is damaged, incomplete, no checkpoint, of another version, or of
         an estimator with other blocks or conventions.
     UnknownBackendError, BackendUnavailableError
         For a backend that there is not.
     """
+    require_one_of("layouts", layouts, get_args(Layouts))
     state = _read(path)
     try:
+        state = renamed(state, names) if names else state
+        if layouts == "any":
+            state = with_layouts_of(state, estimator.blocks)
         estimator.load_state_dict(_placed(state, backend))
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
@@ -148,7 +170,8 @@ def _document(file: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
     text = (file.metadata() or {}).get(METADATA_KEY)
     if text is None:
         raise StateError(
-            f"{path}: no checkpoint: expected the metadata key {METADATA_KEY!r}."
+            f"{path}: no checkpoint: expected the metadata key {METADATA_KEY!r}. "
+            "Verification records are for `kfac-core verify`."
         )
     try:
         document = json.loads(text)

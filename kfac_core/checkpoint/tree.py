@@ -2,8 +2,9 @@
 
 Conventions.  The tree is that of `kfac_core.Estimator.state_dict`.  In the place of an
 array stands ``{"tensor": name}``; in that of a symmetric matrix ``{"packed": name, "n":
-rows}``, a triangle as `kfac_core.linalg.packing` packs it.  A name is the path of the
-array, its parts joined by slashes.  A tuple of numbers is a list.
+rows}``, a triangle as `kfac_core.linalg.packing` packs it; in that of a mapping that
+could be taken for one of these, since a block may have any name, ``{"mapping": it}``.  A
+name is the path of the array, its parts joined by slashes.  A tuple of numbers is a list.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ __all__ = ["HostArray", "folded", "unfolded"]
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _SYMMETRIC = "SymmetricMatrix"
+_SIGNS = ({"tensor"}, {"packed", "n"}, {"mapping"})
+"""The keys of the mappings that stand for something else."""
 _DEPTH = 32
 """How deep a tree may be: three times what any state needs."""
 
@@ -47,10 +50,11 @@ def folded(state: Any, path: str, tensors: dict[str, HostArray], /) -> Any:
     if isinstance(state, Mapping):
         if state.get("structure") == _SYMMETRIC:
             return _packed(state, path, tensors)
-        return {
+        tree = {
             str(name): folded(part, f"{path}/{name}", tensors)
             for name, part in state.items()
         }
+        return {"mapping": tree} if set(tree) in _SIGNS else tree
     if isinstance(state, tuple | list):
         return list(state)
     if array_api_compat.is_array_api_obj(state):
@@ -93,6 +97,8 @@ def unfolded(
             return load(_name(tree["tensor"], where))
         if set(tree) == {"packed", "n"}:
             return _symmetric(tree, load, where)
+        if set(tree) == {"mapping"}:
+            tree = _mapping(tree["mapping"], where)
         return {
             name: unfolded(part, load, where=f"{where}/{name}", depth=depth - 1)
             for name, part in tree.items()
@@ -144,7 +150,15 @@ def _symmetric(
     return {"structure": _SYMMETRIC, "array": whole, "whole": True}
 
 
+def _mapping(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        found = type(value).__name__
+        raise StateError(f"{where}: expected a mapping, got {found}.")
+    return value
+
+
 def _name(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise StateError(f"{where}: expected the name of a tensor, got {value!r}.")
+        found = type(value).__name__
+        raise StateError(f"{where}: expected the name of a tensor, got {found}.")
     return value

@@ -12,13 +12,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Literal, TypeAlias, get_args
 
 import kfac_core
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
 from kfac_core.checkpoint.tree import HostArray, folded
+from kfac_core.conventions import require_one_of
 from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
 
@@ -27,6 +29,7 @@ __all__ = [
     "FORMAT",
     "METADATA_KEY",
     "VERSION",
+    "Parts",
     "load_library",
     "save_checkpoint",
 ]
@@ -36,12 +39,16 @@ DIGEST_KEY = "kfac_core_checkpoint_sha256"
 FORMAT = "kfac_core.checkpoint"
 VERSION = 1
 
+Parts: TypeAlias = Literal["all", "statistics", "operators"]
 
-def save_checkpoint(path: str | os.PathLike[str], estimator: Estimator, /) -> None:
-    """Write everything that an estimator holds to a file.
+
+def save_checkpoint(
+    path: str | os.PathLike[str], estimator: Estimator, /, *, parts: Parts = "all"
+) -> None:
+    """Write what an estimator holds to a file.
 
     To a temporary file beside it, which takes its name when it is complete: a file of
-    that name is the old one or the new one, never a part of one.
+    that name is the old one or the new one, never a part of one.  A link is followed.
 
     Parameters
     ----------
@@ -49,17 +56,24 @@ def save_checkpoint(path: str | os.PathLike[str], estimator: Estimator, /) -> No
         The file, usually ``*.safetensors``; replaced where it exists.
     estimator : Estimator
         Not modified.  This copies its arrays to the host, and waits for them.
+    parts : {"all", "statistics", "operators"}
+        Everything; or the statistics alone, of which a refresh makes the operators
+        again; or the operators with their factorizations alone, which multiply as they
+        did, while the next update begins new statistics.
 
     Raises
     ------
+    ConventionError
+        For other `parts`.
     StateError
         Where safetensors is not installed.
     OSError
         As writing a file.
     """
+    require_one_of("parts", parts, get_args(Parts))
     library = load_library()
     tensors: dict[str, HostArray] = {}
-    tree = folded(estimator.state_dict(), "", tensors)
+    tree = folded(_only(estimator.state_dict(), parts), "", tensors)
     document = {
         "format": FORMAT,
         "version": VERSION,
@@ -69,12 +83,11 @@ def save_checkpoint(path: str | os.PathLike[str], estimator: Estimator, /) -> No
     }
     text = json.dumps(document, allow_nan=False)
     metadata = {METADATA_KEY: text, DIGEST_KEY: text_digest(text)}
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(
-        dir=target.parent, prefix=f".{target.name}.", suffix=".part"
-    )
+    target = Path(os.path.realpath(path))
+    # Not of `tempfile`, whose files nobody else may read, whatever the umask says.
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.part"
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(library.numpy.save(tensors, metadata=metadata))
             file.flush()
             os.fsync(file.fileno())
@@ -83,6 +96,24 @@ def save_checkpoint(path: str | os.PathLike[str], estimator: Estimator, /) -> No
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def _only(state: dict[str, Any], parts: Parts) -> dict[str, Any]:
+    """Return a state with the statistics or the operators of its blocks left out."""
+    left_out: dict[Parts, dict[str, Any]] = {
+        "all": {},
+        "statistics": {"operator": None, "damping": None, "failures": 0},
+        "operators": {
+            "statistics": None,
+            "updates": 0,
+            "basis_age": None,
+            "moments_missing": False,
+        },
+    }
+    blocks = {
+        name: {**block, **left_out[parts]} for name, block in state["blocks"].items()
+    }
+    return {**state, "blocks": blocks}
 
 
 def load_library() -> ModuleType:

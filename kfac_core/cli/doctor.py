@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import kfac_core
@@ -83,6 +84,9 @@ def _selected() -> dict[str, str | None]:
         selection = selected_backend()
     except KFACError as error:
         return {"spec": None, "reason": None, "problem": str(error)}
+    except Exception as error:
+        problem = f"its adapter raised {type(error).__name__}: {error}"
+        return {"spec": None, "reason": None, "problem": problem}
     return {"spec": selection.spec, "reason": selection.reason, "problem": None}
 
 
@@ -90,13 +94,35 @@ def _backend(name: str) -> dict[str, Any]:
     backend = get_backend(name)
     problem = backend.problem()
     usable = problem is None
+    trouble: list[str] = []
+    versions = _asked(
+        lambda: {str(k): str(v) for k, v in backend.versions().items()},
+        "versions",
+        trouble,
+    )
+    devices = (
+        _asked(lambda: list(map(str, backend.devices())), "devices", trouble)
+        if usable
+        else None
+    )
     return {
         "usable": usable,
         "problem": problem,
         "adapter": adapter_problem(name) or "loaded",
-        "versions": dict(backend.versions()),
-        "devices": list(backend.devices()) if usable else [],
+        "versions": versions or {},
+        "devices": devices or [],
+        "trouble": trouble,
     }
+
+
+def _asked(question: Callable[[], Any], member: str, trouble: list[str]) -> Any:
+    """Ask an adapter, which may be anybody's; note what it raises, and go on."""
+    try:
+        return question()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        trouble.append(f"its adapter's `{member}` raised {reason}")
+    return None
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -132,6 +158,8 @@ def _cells(name: str, backend: dict[str, Any]) -> tuple[str, ...]:
     state = "usable"
     if backend["adapter"] != "loaded":
         state += f", more slowly: {backend['adapter']}"
+    if backend["trouble"]:
+        state += f", but {'; '.join(backend['trouble'])}"
     return (
         name,
         ", ".join(f"{k} {v}" for k, v in backend["versions"].items()),

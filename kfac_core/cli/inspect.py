@@ -72,7 +72,10 @@ def contents(path: str, /) -> dict[str, Any]:
     header = read_header(path)
     document = header["document"]
     state = document["state"]
-    if not isinstance(state, Mapping) or not isinstance(state.get("blocks"), Mapping):
+    blocks = state.get("blocks") if isinstance(state, Mapping) else None
+    if isinstance(blocks, Mapping) and set(blocks) == {"mapping"}:
+        blocks = blocks["mapping"]  # See `kfac_core.checkpoint.tree`.
+    if not isinstance(blocks, Mapping):
         raise StateError(f"{path}: the document holds no blocks.")
     return {
         "file": str(path),
@@ -83,7 +86,7 @@ def contents(path: str, /) -> dict[str, Any]:
         "settings": state.get("settings"),
         "blocks": {
             name: _block(name, block, header["tensors"])
-            for name, block in state["blocks"].items()
+            for name, block in blocks.items()
         },
     }
 
@@ -92,10 +95,12 @@ def _block(name: str, block: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(block, Mapping):
         raise StateError(f"block {name!r} of the document is no mapping.")
     prefix = f"/blocks/{name}/"
+    # By what the block refers to: another's name may begin with its name and a slash.
+    referred = _references(block)
     own = {
         path.removeprefix(prefix): found
         for path, found in tensors.items()
-        if path.startswith(prefix)
+        if path in referred
     }
     described = {
         key: block.get(key)
@@ -109,6 +114,19 @@ def _block(name: str, block: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
             for path, (dtype, shape) in own.items()
         },
     }
+
+
+def _references(block: Mapping[str, Any]) -> set[str]:
+    """Return the names of the tensors that a block of a document refers to."""
+    names, parts = set(), [block]
+    while parts:  # No recursion: a document may be nested more deeply than that goes.
+        part = parts.pop()
+        for key, inner in part.items():
+            if isinstance(inner, Mapping):
+                parts.append(inner)
+            elif key in ("tensor", "packed") and isinstance(inner, str):
+                names.add(inner)
+    return names
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:

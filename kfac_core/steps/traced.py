@@ -284,9 +284,15 @@ class TracedEstimator:
         Raises
         ------
         StateError
-            Where its blocks are of another form, or were updated differently often.
+            Where its blocks are of another form, were updated differently often, or have
+            statistics and no operators, whose products would be zero.
         """
         held = {name: estimator.state(name) for name in self.blocks}
+        if bare := [n for n, s in held.items() if s.updates and s.operator is None]:
+            raise StateError(
+                f"Expected operators of {bare}: call the estimator's "
+                'refresh(check="status") first.'
+            )
         if len({state.updates for state in held.values()}) > 1:
             raise StateError(
                 "Expected blocks that saw the same number of updates, got "
@@ -312,7 +318,8 @@ class TracedEstimator:
         if form(found) != form(start):
             raise StateError(
                 "Expected an estimator whose blocks and damping rule are those of the "
-                "settings; its statistics or operators are of another form."
+                "settings; its statistics or operators are of another form. For operators "
+                'that an ordinary refresh made, call its refresh(check="status").'
             )
         return found
 

@@ -1,0 +1,110 @@
+"""A state of the same network under other names and layouts.
+
+Conventions.  Frameworks name a layer differently and keep its weight in other orders, and
+a state has both written down.  Statistics and operators do not depend on them: they are
+of the block's matrix, ``(in (+1), out)`` with the kernel's positions before its channels,
+whatever the layout (`docs/conventions.md`).  So only descriptions change here, and no
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from kfac_core.block import Block
+from kfac_core.errors import StateError
+
+__all__ = ["Layouts", "renamed", "with_layouts_of"]
+
+Layouts: TypeAlias = Literal["same", "any"]
+
+_LAYOUTS = ("weight_layout", "data_layout")
+
+
+def renamed(state: Any, names: Mapping[str, str], /) -> Any:
+    """Return a state with other names of blocks.
+
+    Parameters
+    ----------
+    state : dict
+        Of an estimator.
+    names : mapping of str to str
+        New names by those of the state; a block that is left out keeps its own.
+
+    Returns
+    -------
+    dict
+        With the arrays of `state`.
+
+    Raises
+    ------
+    StateError
+        For a name of no block, and where two blocks would have one name.
+    """
+    blocks = _blocks(state)
+    if unknown := sorted(names.keys() - blocks.keys()):
+        raise StateError(f"There are no blocks {unknown}; it has {sorted(blocks)}.")
+    new = {name: names.get(name, name) for name in blocks}
+    if len({*new.values()}) < len(new):
+        raise StateError(f"Expected `names` to give each block its own, got {new}.")
+    settings = state.get("settings")
+    damping = settings.get("damping") if isinstance(settings, Mapping) else None
+    if isinstance(settings, Mapping) and isinstance(damping, Mapping):
+        of_each = {new.get(name, name): value for name, value in damping.items()}
+        settings = {**settings, "damping": of_each}
+    found = {
+        new[name]: _relabeled(part, name, new[name]) for name, part in blocks.items()
+    }
+    return {**state, "settings": settings, "blocks": found}
+
+
+def with_layouts_of(state: Any, blocks: Mapping[str, Block], /) -> Any:
+    """Return a state whose layers have the layouts of an estimator's.
+
+    Parameters
+    ----------
+    state : dict
+        Of an estimator.
+    blocks : mapping of str to Block
+        Of the estimator that wants it.
+
+    Returns
+    -------
+    dict
+        With the arrays of `state`; what else differs, differs still.
+    """
+    found = dict(_blocks(state))
+    for name, block in blocks.items():
+        part = found.get(name)
+        layer = part.get("layer") if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and isinstance(layer, Mapping):
+            own = {
+                key: getattr(block.layer, key, None) for key in _LAYOUTS if key in layer
+            }
+            found[name] = {**part, "layer": {**layer, **own}}
+    return {**state, "blocks": found}
+
+
+def _blocks(state: Any) -> Mapping[str, Any]:
+    blocks = state.get("blocks") if isinstance(state, Mapping) else None
+    if not isinstance(blocks, Mapping):
+        raise StateError("Expected a state with blocks.")
+    return blocks
+
+
+def _relabeled(part: Any, old: str, new: str) -> Any:
+    """Return a block whose operator names itself by its new name in errors."""
+    if not isinstance(part, Mapping):
+        return part
+
+    def walked(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        found = {key: walked(inner) for key, inner in value.items()}
+        name = found.get("name")
+        if isinstance(name, str) and (name == old or name.startswith(f"{old}/")):
+            found["name"] = new + name.removeprefix(old)
+        return found
+
+    return {**part, "operator": walked(part.get("operator"))}
