@@ -6,6 +6,9 @@ import sys
 from benchmarks.command import main
 from kfac_core.cli.bench import add_arguments
 
-parser = argparse.ArgumentParser(prog="python -m benchmarks", description=main.__doc__)
+parser = argparse.ArgumentParser(
+    prog="python -m benchmarks",
+    description="Time the library beside others and the machine's floor.",
+)
 add_arguments(parser)
 sys.exit(main(parser.parse_args()))

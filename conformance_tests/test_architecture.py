@@ -55,6 +55,7 @@ OWN = {
     "numpy": {"numpy", "scipy", "kfac_core_backends"},
     "lapack": {"numpy", "scipy"},
     "blas_threads": {"threadpoolctl"},
+    "reused_memory": {"numpy"},
     "torch": {"numpy", "torch", "array_api_compat", "kfac_core_backends"},
     "torch_panels": {"torch"},
     "jax": {"numpy", "jax"},

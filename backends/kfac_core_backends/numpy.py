@@ -18,6 +18,7 @@ import numpy as np
 
 from kfac_core_backends.blas_threads import hold_threads as hold_threads
 from kfac_core_backends.blas_threads import threads as threads
+from kfac_core_backends.reused_memory import empty
 
 try:
     from scipy.linalg import blas, lapack
@@ -124,9 +125,10 @@ if lapack is not None:
         By panels, so that half of the matrix is neither read nor written.
         """
         n = array.shape[0]
-        copy = np.zeros((n, n), array.dtype, order="F")
+        copy = empty((n, n), array.dtype)
         for start in range(0, n, _LEAF):
             stop = min(start + _LEAF, n)
+            copy[:stop, start:stop] = 0.0
             corner = slice(start, stop), slice(start, stop)
             below = _BELOW[: stop - start, : stop - start]
             np.copyto(copy[corner], array[corner], where=below)
@@ -154,13 +156,15 @@ if lapack is not None:
         d = rows.shape[1]
         n = d if tail is None else d + 1
         if total is None:
-            c = np.zeros((n, n), rows.dtype, order="F")
+            c = empty((n, n), rows.dtype)
+            c[...] = 0.0
         else:
             old = total.array
             if total.whole and old.flags.c_contiguous:
                 old = old.T
             # SYRK adds to a copy: the caller's running sum is not ours to overwrite.
-            c = np.array(old, order="F")
+            c = empty(old.shape, old.dtype)
+            c[...] = old
         alpha, beta = float(scale), 0.0 if total is None else float(decay)
         if tail is None:
             # The rows transposed are in Fortran order already.
@@ -242,23 +246,29 @@ if lapack is not None:
 
     def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
         """Solve with L or its transpose by TRTRS."""
-        if lower.ndim != 2 or b.ndim != 2 or lower.dtype not in _FLOATS:
+        if lower.ndim != 2 or b.ndim != 2 or lower.dtype not in _FLOATS or b.size == 0:
             return NotImplemented
         a, is_lower = _stored(lower)
         trans = int(transpose) if is_lower else 1 - int(transpose)
-        x, info = _TRTRS[lower.dtype](a, b, lower=is_lower, trans=trans)
+        x = empty(b.shape, lower.dtype)
+        x[...] = b
+        trtrs = _TRTRS[lower.dtype]
+        x, info = trtrs(a, x, lower=is_lower, trans=trans, overwrite_b=1)
         return np.full_like(b, np.nan) if info != 0 else x
 
     def multiply_triangular(lower: Any, v: Any, /, *, transpose: bool, xp: Any) -> Any:
         """Return ``L v`` or ``L^T v`` by TRMM; TRMV for one column."""
-        if lower.ndim != 2 or v.ndim != 2 or lower.dtype not in _FLOATS:
+        if lower.ndim != 2 or v.ndim != 2 or lower.dtype not in _FLOATS or v.size == 0:
             return NotImplemented
         a, is_lower = _stored(lower)
         trans = int(transpose) if is_lower else 1 - int(transpose)
         if v.shape[1] == 1:
             product = _TRMV[lower.dtype](a, v[:, 0], lower=is_lower, trans=trans)
             return product[:, None]
-        return _TRMM[lower.dtype](1.0, a, v, lower=is_lower, trans_a=trans)
+        product = empty(v.shape, lower.dtype)
+        product[...] = v
+        trmm = _TRMM[lower.dtype]
+        return trmm(1.0, a, product, lower=is_lower, trans_a=trans, overwrite_b=1)
 
     def eigh(matrix: Any, /, *, xp: Any) -> Any:
         """Return eigenvalues and eigenvectors by SYEVD."""
@@ -276,8 +286,9 @@ if lapack is not None:
         n = array.shape[-1]
         if matrix.whole or array.ndim != 2 or n <= _LEAF:
             return NotImplemented
-        scaled = np.zeros((n, n), array.dtype, order="F")
+        scaled = empty((n, n), array.dtype)
         for rows, columns in _panels(n):
+            scaled[: columns.stop, columns] = 0.0
             np.multiply(array[rows, columns], factor, out=scaled[rows, columns])
         return scaled, False
 
@@ -289,11 +300,16 @@ if lapack is not None:
         a, is_lower = _stored(array)
         if v.shape[1] == 1:
             return _SYMV[a.dtype](1.0, a, v[:, 0], lower=is_lower)[:, None]
-        if matrix.whole:
+        if matrix.whole or v.size == 0:
             return NotImplemented
-        if v.flags.f_contiguous and not v.flags.c_contiguous:
-            return _SYMM[a.dtype](1.0, a, v, lower=is_lower)
-        return _SYMM[a.dtype](1.0, a, v.T, side=1, lower=is_lower).T
+        symm, side = _SYMM[a.dtype], 0
+        transposed = v.flags.c_contiguous or not v.flags.f_contiguous
+        if transposed:
+            v, side = v.T, 1
+        out = empty(v.shape, a.dtype)
+        options = {"side": side, "lower": is_lower, "c": out, "overwrite_c": 1}
+        product = symm(1.0, a, v, beta=0.0, **options)
+        return product.T if transposed else product
 
     def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
         """Return ``|error| / |scale|`` by NRM2, which neither over- nor underflows."""

@@ -1,0 +1,88 @@
+"""Memory of arrays that are gone, for new ones of the same size.
+
+Conventions.  Fresh memory costs as much as the numbers that are put there: the system
+maps and clears it page by page, a quarter of a microsecond for each kilobyte.  Running
+sums and inverses are replaced by others of the same size again and again.  So when the
+last view of an array of `empty` is gone, its memory is kept for the next one.  No more
+is kept than is in use, so that what is held at most doubles, and nothing is held when
+nothing is in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import weakref
+from typing import Any
+
+import numpy as np
+
+__all__ = ["empty"]
+
+_SMALLEST = 1 << 17
+"""Bytes from which on the system's own allocator maps memory anew."""
+
+
+class _Store:
+    """What is in use, in bytes, and what is kept for use, by size."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # collecting garbage may enter it a second time
+        self.used = self.kept = 0
+        self.spare: dict[int, list[Any]] = {}
+
+    def take(self, size: int, /) -> Any:
+        """Return memory of a size, kept or new."""
+        with self.lock:
+            self.used += size
+            if same := self.spare.get(size):
+                self.kept -= size
+                return same.pop()
+        return np.empty(size, np.uint8)
+
+    def give(self, memory: Any, /) -> None:
+        """Keep what is no longer in use, and let go of what is too much."""
+        size = memory.nbytes
+        with self.lock:
+            self.used -= size
+            self.kept += size
+            self.spare.setdefault(size, []).append(memory)
+            while self.kept > self.used:
+                # The sizes that were asked for longest ago go first.
+                oldest = next(iter(self.spare))
+                if self.spare[oldest]:
+                    self.kept -= oldest
+                    self.spare[oldest].pop()
+                if not self.spare[oldest]:
+                    del self.spare[oldest]
+
+
+_store = _Store()
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], /) -> np.ndarray[Any, Any]:
+    """Return an array in Fortran order that holds whatever the memory held.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the array.
+    dtype : numpy.dtype
+        Of its numbers.
+
+    Returns
+    -------
+    numpy.ndarray
+        Contiguous and writeable.  Its memory goes to another array only after the last
+        reference to it or to a view of it is gone.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _SMALLEST:
+        return np.empty(shape, dtype, order="F")
+    memory = _store.take(size)
+    # Views refer to their array, and it to this.  (NumPy refers to the owner of the
+    # memory itself where it is given another array or a memoryview.)
+    lease: Any = (ctypes.c_char * size).from_buffer(memory)
+    weakref.finalize(lease, _store.give, memory).atexit = False
+    return np.ndarray(shape, dtype, buffer=lease, order="F")

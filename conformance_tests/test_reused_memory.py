@@ -1,0 +1,129 @@
+"""Memory that is used again is nobody's, and no more is kept than is in use."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core_backends import reused_memory
+from kfac_core_backends.reused_memory import empty
+
+SHAPE, DTYPE = (300, 200), np.dtype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch):
+    """An own store for each test."""
+    gc.collect()
+    found = reused_memory._Store()
+    monkeypatch.setattr(reused_memory, "_store", found)
+    return found
+
+
+def address(x):
+    return x.__array_interface__["data"][0]
+
+
+def test_an_array_is_like_any_other():
+    """In Fortran order, writeable, of the shape and dtype; small ones too."""
+    for shape in (SHAPE, (3, 2), (0, 5)):
+        x = empty(shape, DTYPE)
+        assert (x.shape, x.dtype) == (shape, DTYPE)
+        assert x.flags.f_contiguous
+        assert x.flags.writeable
+
+
+def test_memory_comes_back_when_the_last_view_is_gone(store):
+    """Not before: a view of a view holds it, and so does what shares the buffer."""
+    other = empty(SHAPE, DTYPE)
+    x = empty(SHAPE, DTYPE)
+    before, view = address(x), x[3:].T[::2]
+    shared = np.asarray(memoryview(x.T))
+    del x
+    for held in (view, shared):
+        held[...] = 7.0
+        assert address(empty(SHAPE, DTYPE)) != before
+        assert np.all(held == 7.0)
+    store.spare.clear()
+    store.kept = 0
+
+    del view, held
+    assert store.kept == 0
+    del shared
+    assert store.kept == other.nbytes
+
+    assert address(empty(SHAPE, DTYPE)) == before
+
+
+def test_no_more_is_kept_than_is_used(store):
+    """And nothing is left when everything is gone, whatever the order and the sizes."""
+    rng = np.random.default_rng(0)
+    held = []
+    for _ in range(300):
+        if held and rng.random() < 0.5:
+            held.pop(int(rng.integers(len(held))))
+        else:
+            held.append(empty((200, 200 + 10 * int(rng.integers(4))), DTYPE))
+        assert store.used == sum(x.nbytes for x in held)
+        assert 0 <= store.kept <= store.used
+        assert store.kept == sum(n * len(same) for n, same in store.spare.items())
+    held.clear()
+
+    assert (store.used, store.kept) == (0, 0)
+    assert not any(store.spare.values())
+
+
+def test_threads_have_arrays_of_their_own():
+    """What one writes no other sees."""
+    wrong = []
+
+    def run(number):
+        for turn in range(200):
+            x = empty(SHAPE, DTYPE)
+            x[...] = number
+            y = empty(SHAPE, DTYPE)
+            y[...] = -number
+            if not (np.all(x == number) and np.all(y == -number)):
+                wrong.append((number, turn))
+
+    threads = [threading.Thread(target=run, args=(i + 1.0,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert wrong == []
+
+
+def test_what_an_estimator_gave_out_stays_as_it_was(rng):
+    """Statistics, operators and directions, while later ones are computed."""
+    n = 200
+    layer = kc.Dense(in_features=n, out_features=n, bias=True, weight_layout="io")
+    estimator = kc.Estimator(
+        {"fc": kc.Block(layer, kc.Kronecker())},
+        decay=0.9,
+        damping=0.1,
+        damping_rule="factored",
+        loss="sum",
+    )
+    V = rng.normal(size=(n + 1, n))
+    gradient = {"weight": rng.normal(size=(n, n)), "bias": rng.normal(size=n)}
+    given = []
+    for _ in range(4):
+        x, g = rng.normal(size=(50, n)), rng.normal(size=(50, n))
+        estimator.update({"fc": kc.Batch(x, g)})
+        estimator.refresh()
+        direction = estimator.precondition({"fc": gradient})["fc"]["weight"]
+        state = estimator.state("fc")
+        A = state.statistics.averages["input"].value(debias=True).full()
+        again = state.operator.multiply_inverse(V)
+        given.append((state, direction, direction.copy(), A.copy(), again.copy()))
+
+    for state, direction, copy, A, again in given:
+        np.testing.assert_array_equal(direction, copy)
+        average = state.statistics.averages["input"].value(debias=True).full()
+        np.testing.assert_array_equal(average, A)
+        product = state.operator.multiply_inverse(V)
+        np.testing.assert_array_equal(product, again)
