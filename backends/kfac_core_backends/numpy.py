@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,7 @@ if lapack is not None:
     _POTRF = _by_dtype(lapack.spotrf, lapack.dpotrf)
     _POTRI = _by_dtype(lapack.spotri, lapack.dpotri)
     _TRTRI = _by_dtype(lapack.strtri, lapack.dtrtri)
-    _TRTRS = _by_dtype(lapack.strtrs, lapack.dtrtrs)
+    _TRSM = _by_dtype(blas.strsm, blas.dtrsm)
     _SYEVD = _by_dtype(lapack.ssyevd, lapack.dsyevd)
 
     _LEAF = 64
@@ -113,11 +112,6 @@ if lapack is not None:
     def _is_ours(array: Any) -> bool:
         """Whether LAPACK can write to an array that we may overwrite."""
         return bool(array.flags.f_contiguous and array.flags.writeable)
-
-    def _panels(n: int) -> Iterator[tuple[slice, slice]]:
-        """Yield what lies on and below the diagonal, by rows and columns of panels."""
-        for start in range(0, n, _LEAF):
-            yield slice(start, n), slice(start, min(start + _LEAF, n))
 
     def _lower_copy(array: Any) -> Any:
         """Return the lower triangle in Fortran order, zero above the diagonal.
@@ -245,30 +239,39 @@ if lapack is not None:
         trmm(1.0, second, coupling, right=False)
 
     def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
-        """Solve with L or its transpose by TRTRS."""
+        """Solve with L or its transpose by TRSM."""
         if lower.ndim != 2 or b.ndim != 2 or lower.dtype not in _FLOATS or b.size == 0:
             return NotImplemented
-        a, is_lower = _stored(lower)
-        trans = int(transpose) if is_lower else 1 - int(transpose)
-        x = empty(b.shape, lower.dtype)
-        x[...] = b
-        trtrs = _TRTRS[lower.dtype]
-        x, info = trtrs(a, x, lower=is_lower, trans=trans, overwrite_b=1)
-        return np.full_like(b, np.nan) if info != 0 else x
+        x = _beside(_TRSM, lower, b, transpose=transpose)
+        # A zero on the diagonal is divided by.
+        return x if lower.diagonal().all() else np.full_like(b, np.nan)
 
     def multiply_triangular(lower: Any, v: Any, /, *, transpose: bool, xp: Any) -> Any:
         """Return ``L v`` or ``L^T v`` by TRMM; TRMV for one column."""
         if lower.ndim != 2 or v.ndim != 2 or lower.dtype not in _FLOATS or v.size == 0:
             return NotImplemented
-        a, is_lower = _stored(lower)
-        trans = int(transpose) if is_lower else 1 - int(transpose)
         if v.shape[1] == 1:
+            a, is_lower = _stored(lower)
+            trans = int(transpose) if is_lower else 1 - int(transpose)
             product = _TRMV[lower.dtype](a, v[:, 0], lower=is_lower, trans=trans)
             return product[:, None]
-        product = empty(v.shape, lower.dtype)
-        product[...] = v
-        trmm = _TRMM[lower.dtype]
-        return trmm(1.0, a, product, lower=is_lower, trans_a=trans, overwrite_b=1)
+        return _beside(_TRMM, lower, v, transpose=transpose)
+
+    def _beside(
+        routine: dict[np.dtype[Any], Any], lower: Any, v: Any, /, *, transpose: bool
+    ) -> Any:
+        """Return what TRMM or TRSM makes of a copy of v, with L or its transpose.
+
+        In C order BLAS sees ``v^T``, with the transposed triangle on its right.
+        """
+        a, is_lower = _stored(lower)
+        trans = int(transpose) if is_lower else 1 - int(transpose)
+        turned = v.flags.c_contiguous or not v.flags.f_contiguous
+        x = empty(v.shape[::-1] if turned else v.shape, lower.dtype)
+        x[...] = v.T if turned else v
+        options = {"lower": is_lower, "trans_a": trans ^ turned, "overwrite_b": 1}
+        x = routine[lower.dtype](1.0, a, x, side=int(turned), **options)
+        return x.T if turned else x
 
     def eigh(matrix: Any, /, *, xp: Any) -> Any:
         """Return eigenvalues and eigenvectors by SYEVD."""
@@ -286,10 +289,9 @@ if lapack is not None:
         n = array.shape[-1]
         if matrix.whole or array.ndim != 2 or n <= _LEAF:
             return NotImplemented
+        # One pass over all of it takes a third of the time of one over the triangle.
         scaled = empty((n, n), array.dtype)
-        for rows, columns in _panels(n):
-            scaled[: columns.stop, columns] = 0.0
-            np.multiply(array[rows, columns], factor, out=scaled[rows, columns])
+        np.multiply(array, factor, out=scaled)
         return scaled, False
 
     def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
