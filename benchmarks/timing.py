@@ -26,6 +26,11 @@ QUIET = 1.15
 ENOUGH = 3
 
 
+REST = 0.3
+"""Seconds before a sample on several threads: those of BLAS, of this process and of the one
+before it, go on spinning for a while after their last call."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """Seconds a call: of the wall clock, of the processor, of the device (or None)."""
@@ -53,6 +58,7 @@ class Clock:
 
     def __init__(self, name: str, /) -> None:
         self._cpu = name == "cpu"
+        self._rest = REST if name == "wall" else 0.0
         generator = np.random.default_rng(0)
         self._probe = generator.standard_normal((384, 384), dtype=np.float32)
         self._fastest = min(self._calibration() for _ in range(8))
@@ -86,7 +92,9 @@ class Clock:
         gc.collect()
         gc.disable()
         try:
+            time.sleep(self._rest)
             before = self._calibration()
+            time.sleep(self._rest)
             stop = None if events is None else events()
             wall, cpu = time.perf_counter(), time.process_time()
             result = None
