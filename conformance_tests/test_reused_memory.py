@@ -75,6 +75,26 @@ def test_no_more_is_kept_than_is_used(store):
     assert not any(store.spare.values())
 
 
+def test_garbage_may_be_collected_at_any_moment(store, monkeypatch):
+    """What comes back while memory is taken is put in order by the next call."""
+    first, second = empty(SHAPE, DTYPE), empty(SHAPE, DTYPE)
+    held = [first, second]
+    del first, second
+    fresh = np.empty
+
+    def collecting(*arguments, **options):
+        held.clear()
+        return fresh(*arguments, **options)
+
+    monkeypatch.setattr(reused_memory.np, "empty", collecting)
+    x = empty((400, 200), DTYPE)
+
+    assert not held
+    y = empty((400, 200), DTYPE)
+    assert store.used == x.nbytes + y.nbytes
+    assert 0 < store.kept <= store.used
+
+
 def test_threads_have_arrays_of_their_own():
     """What one writes no other sees."""
     wrong = []

@@ -291,6 +291,8 @@ if lapack is not None:
             return NotImplemented
         # One pass over all of it takes a third of the time of one over the triangle.
         scaled = empty((n, n), array.dtype)
+        if array.flags.c_contiguous:
+            scaled = scaled.T
         np.multiply(array, factor, out=scaled)
         return scaled, False
 

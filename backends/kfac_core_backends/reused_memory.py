@@ -14,6 +14,7 @@ import ctypes
 import math
 import threading
 import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -25,37 +26,53 @@ _SMALLEST = 1 << 17
 
 
 class _Store:
-    """What is in use, in bytes, and what is kept for use, by size."""
+    """What is in use, in bytes, and what is kept for use, by size.
+
+    Memory comes back from wherever garbage is collected, which may be in here: so
+    `give` waits for nobody, and what comes while another is in here is put in order by
+    whoever is next.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # collecting garbage may enter it a second time
         self.used = self.kept = 0
         self.spare: dict[int, list[Any]] = {}
+        self._back: deque[Any] = deque()
+        self._lock = threading.Lock()
 
     def take(self, size: int, /) -> Any:
         """Return memory of a size, kept or new."""
-        with self.lock:
+        with self._lock:
+            self._order()
             self.used += size
-            if same := self.spare.get(size):
-                self.kept -= size
-                return same.pop()
-        return np.empty(size, np.uint8)
+            same = self.spare.get(size)
+            if not same:
+                return np.empty(size, np.uint8)
+            self.kept -= size
+            return same.pop()
 
     def give(self, memory: Any, /) -> None:
         """Keep what is no longer in use, and let go of what is too much."""
-        size = memory.nbytes
-        with self.lock:
-            self.used -= size
-            self.kept += size
-            self.spare.setdefault(size, []).append(memory)
-            while self.kept > self.used:
-                # The sizes that were asked for longest ago go first.
-                oldest = next(iter(self.spare))
-                if self.spare[oldest]:
-                    self.kept -= oldest
-                    self.spare[oldest].pop()
-                if not self.spare[oldest]:
-                    del self.spare[oldest]
+        self._back.append(memory)
+        while self._back and self._lock.acquire(blocking=False):
+            try:
+                self._order()
+            finally:
+                self._lock.release()
+
+    def _order(self) -> None:
+        while self._back:
+            memory = self._back.popleft()
+            self.used -= memory.nbytes
+            self.kept += memory.nbytes
+            self.spare.setdefault(memory.nbytes, []).append(memory)
+        while self.kept > self.used:
+            # Any would do; the size that came back first goes first.
+            oldest = next(iter(self.spare))
+            if self.spare[oldest]:
+                self.kept -= oldest
+                self.spare[oldest].pop()
+            else:
+                del self.spare[oldest]
 
 
 _store = _Store()
