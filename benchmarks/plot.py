@@ -38,7 +38,7 @@ def draw(curves: list[dict[str, Any]], titles: dict[str, str], path: Path, /) ->
     rows = -(-len(panels) // columns)
     figure: Any = Figure(figsize=(4.2 * columns, 3.6 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False).flat
+    grid = [*figure.subplots(rows, columns, squeeze=False).flat]
     libraries = list(titles)
     for axes, (sweep, stage) in zip(grid, panels, strict=False):
         of_panel = [c for c in curves if (c["sweep"], c["stage"]) == (sweep, stage)]
@@ -54,11 +54,14 @@ def draw(curves: list[dict[str, Any]], titles: dict[str, str], path: Path, /) ->
             )
         _draw_slope(axes, of_panel, STEEPNESS.get((sweep, stage), 1))
         axes.set_title(TITLES[stage], fontsize=9)
+        sizes = [size for size, _ in of_panel[0]["points"]]
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_xticks([], minor=True)
         axes.set_xlabel(sweep)
         axes.set_ylabel("seconds a call")
         axes.legend(fontsize=6, frameon=False)
         axes.grid(True, which="major", color="0.9")
-    for axes in list(grid):
+    for axes in grid[len(panels) :]:
         axes.set_visible(False)
     figure.savefig(path, dpi=150)
 

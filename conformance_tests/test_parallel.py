@@ -167,11 +167,11 @@ def test_pytorch_is_held_in_each_worker(requires_backend, requires_adapters):
 
 def test_a_refresh_with_workers_holds_its_library(requires_adapters, rng, monkeypatch):
     """And makes the operators that it makes alone."""
-    layer = kc.Dense(in_features=70, out_features=3, bias=False, weight_layout="io")
+    layer = kc.Dense(in_features=130, out_features=3, bias=False, weight_layout="io")
     blocks = {name: kc.Block(layer, kc.Kronecker()) for name in "ab"}
     settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
     batches = {
-        name: kc.Batch(rng.normal(size=(9, 70)), rng.normal(size=(9, 3)))
+        name: kc.Batch(rng.normal(size=(9, 130)), rng.normal(size=(9, 3)))
         for name in blocks
     }
     held = []

@@ -25,11 +25,14 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.dense import Dense
 from kfac_core.layers.rows import Batch, Rows
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.stacking import STACKED_UP_TO, stacked_statistics
+from kfac_core.stacking import stacked_statistics
 from kfac_core.status import Check, Status
 from kfac_core.structure import map_structure
 
 __all__ = ["update_stacks", "updated_stack"]
+
+STACKED_UP_TO = 64
+"""The width up to which updates are stacked: above it, copying costs what is saved."""
 
 
 def update_stacks(

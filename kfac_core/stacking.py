@@ -36,8 +36,8 @@ __all__ = [
     "stacked_statistics",
 ]
 
-STACKED_UP_TO = 64
-"""The number of rows up to which factors are stacked; above it nothing is gained."""
+STACKED_UP_TO = 128
+"""The number of rows up to which factors are stacked; from 256 on NumPy loses by it."""
 
 Made: TypeAlias = CurvatureOperator | FactorizationError | NotFiniteError
 """An operator, or why there is none."""
