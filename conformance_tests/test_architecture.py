@@ -58,6 +58,7 @@ OWN = {
     "reused_memory": {"numpy"},
     "torch": {"numpy", "torch", "array_api_compat", "kfac_core_backends"},
     "torch_panels": {"torch"},
+    "torch_lapack": {"torch", "kfac_core_backends", "threadpoolctl"},
     "jax": {"numpy", "jax"},
     "cupy": {"numpy", "cupy", "cupyx", "array_api_compat"},
 }

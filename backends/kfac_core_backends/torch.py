@@ -3,8 +3,8 @@
 Conventions.  A running Gram matrix keeps its lower triangle (``addmm`` fuses the moving
 average, but its result is symmetric only up to rounding); inverses have both.  On the
 CPU, where PyTorch has no SYRK and its LAPACK calls are slow, matrices are worked through
-in panels, by products.  Nothing here waits for a GPU, but for ``eigh``, which PyTorch
-itself lets wait on CUDA.
+in panels, by products; on one thread by SciPy's routines, see `torch_lapack`.  Nothing
+here waits for a GPU, but for ``eigh``, which PyTorch itself lets wait on CUDA.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import array_api_compat.torch as namespace_module
 import numpy as np
 import torch
 
+from kfac_core_backends import blas_threads
+from kfac_core_backends import torch_lapack as lapack
 from kfac_core_backends import torch_panels as panels
 
 name = "torch"
@@ -73,13 +75,20 @@ def threads() -> int:
 
 
 def hold_threads(number: int, /) -> Callable[[], None]:
-    """Let calls compute on so many threads.
+    """Let calls compute on so many threads, those of SciPy's BLAS too.
 
     OpenMP and MKL keep the number for each thread, so that each has to say it.
     """
     before = torch.get_num_threads()
+    release = blas_threads.hold_threads(number)
     torch.set_num_threads(number)
-    return lambda: torch.set_num_threads(before)
+
+    def undo() -> None:
+        release()
+        # Last: a BLAS may share its threads with PyTorch.
+        torch.set_num_threads(before)
+
+    return undo
 
 
 def register_structure(
@@ -134,6 +143,8 @@ def gram_update(
         x for x in (rows, tail, None if total is None else total.array) if x is not None
     ]
     if _plain(*known):
+        if (found := lapack.gram_update(total, rows, tail, decay, scale)) is not None:
+            return found
         return panels.gram(total, rows, tail, decay, scale), False
     if tail is not None:
         rows = torch.cat([rows, tail[:, None]], dim=1)
@@ -158,6 +169,8 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
     """Return the lower factor of ``A + shift I``, NaN where it fails."""
     array = matrix.array
     if array.ndim == 2 and _plain(array, *([shift] if torch.is_tensor(shift) else [])):
+        if (found := lapack.damped_cholesky(matrix, shift)) is not None:
+            return found
         if array.shape[0] >= _CHOLESKY_FROM:
             return panels.cholesky(array, shift)
         damped = array.clone()
@@ -172,9 +185,13 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
 
 
 def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
-    """Return ``(L L^T)^-1``, both triangles."""
-    if lower.ndim == 2 and lower.shape[0] >= _INVERSE_FROM and _plain(lower):
-        return panels.cholesky_inverse(lower), True
+    """Return ``(L L^T)^-1``, both triangles or the lower one."""
+    if lower.ndim == 2 and _plain(lower):
+        found = lapack.cholesky_inverse(lower, overwrite=overwrite)
+        if found is not None:
+            return found
+        if lower.shape[0] >= _INVERSE_FROM:
+            return panels.cholesky_inverse(lower), True
     return torch.cholesky_inverse(lower), True
 
 
@@ -183,14 +200,18 @@ def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
     array = matrix.array
     if matrix.whole or array.ndim != 2 or v.ndim != 2 or not _plain(array, v):
         return NotImplemented
-    return panels.multiply_symmetric(array, v)
+    found = lapack.multiply_symmetric(matrix, v)
+    return panels.multiply_symmetric(array, v) if found is None else found
 
 
 def scale_symmetric(matrix: Any, factor: Any, /, *, xp: Any) -> Any:
-    """Return the lower triangle times a number, mirrored."""
+    """Return the lower triangle times a number, mirrored or not."""
     array = matrix.array
     if matrix.whole or array.ndim != 2 or not _plain(array):
         return NotImplemented
+    plain = not torch.is_tensor(factor) or _plain(factor)
+    if plain and (found := lapack.scale_symmetric(matrix, factor)) is not None:
+        return found
     return panels.scaled_symmetric(array, factor), True
 
 
@@ -217,6 +238,10 @@ def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
 
 def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
     """Solve with L or its transpose."""
+    if _plain(lower, b):
+        found = lapack.solve_triangular(lower, b, transpose=transpose)
+        if found is not None:
+            return found
     if transpose:
         return torch.linalg.solve_triangular(lower.mT, b, upper=True)
     return torch.linalg.solve_triangular(lower, b, upper=False)

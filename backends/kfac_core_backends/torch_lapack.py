@@ -1,0 +1,127 @@
+"""PyTorch's large matrices on the CPU by SciPy's BLAS and LAPACK, on one thread.
+
+Conventions.  PyTorch has no SYRK and no SYMM, and copies what it gives to LAPACK; the
+same routines of SciPy's OpenBLAS, on the same memory, take two thirds of the time.  Two
+libraries with several threads each would wait for each other's by spinning, so that this
+is done only where both compute on one: where a program has said so, and in the workers
+of a refresh.  Every function here returns None where it does not apply.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "cholesky_inverse",
+    "damped_cholesky",
+    "gram_update",
+    "multiply_symmetric",
+    "scale_symmetric",
+    "solve_triangular",
+]
+
+_FROM = 128
+"""Below this size PyTorch's own calls cost no more."""
+
+_FLOATS = (torch.float32, torch.float64)
+
+
+class _Matrix(NamedTuple):
+    """What the functions for NumPy read of a symmetric matrix."""
+
+    array: Any
+    whole: bool
+
+
+class _Host(NamedTuple):
+    """NumPy's functions, and the pools of threads of every BLAS in the process."""
+
+    backend: Any
+    pools: tuple[Any, ...]
+
+
+@functools.cache
+def _installed() -> _Host | None:
+    """Return what is needed, or None where SciPy or threadpoolctl is not installed."""
+    backend = importlib.import_module("kfac_core_backends.numpy")
+    try:
+        threadpoolctl = importlib.import_module("threadpoolctl")
+    except ImportError:
+        return None
+    if backend.lapack is None:
+        return None
+    controller = threadpoolctl.ThreadpoolController()
+    return _Host(backend, tuple(controller.select(user_api="blas").lib_controllers))
+
+
+def _host(matrix: Any, /) -> Any:
+    """Return NumPy's functions where they are to compute with a matrix, else None."""
+    if matrix.shape[-1] < _FROM or matrix.dtype not in _FLOATS:
+        return None
+    if torch.get_num_threads() != 1 or (host := _installed()) is None:
+        return None
+    return host.backend if all(pool.num_threads == 1 for pool in host.pools) else None
+
+
+def _seen(matrix: Any, /) -> _Matrix:
+    return _Matrix(matrix.array.numpy(), matrix.whole)
+
+
+def _taken(made: Any, /) -> Any:
+    """Return an array of NumPy as a tensor on the same memory."""
+    return None if made is NotImplemented else torch.from_numpy(made)
+
+
+def _taken_matrix(made: Any, /) -> Any:
+    return None if made is NotImplemented else (torch.from_numpy(made[0]), made[1])
+
+
+def gram_update(total: Any, rows: Any, tail: Any, decay: Any, scale: Any, /) -> Any:
+    """Return ``decay total + scale rows^T rows`` by SYRK, lower triangle."""
+    if (host := _host(rows)) is None:
+        return None
+    held = None if total is None else _seen(total)
+    tail = None if tail is None else tail.numpy()
+    options = {"tail": tail, "decay": decay, "scale": scale, "xp": None}
+    return _taken_matrix(host.gram_update(held, rows.numpy(), **options))
+
+
+def damped_cholesky(matrix: Any, shift: Any, /) -> Any:
+    """Return the lower factor of ``A + shift I`` by POTRF, NaN where it fails."""
+    if (host := _host(matrix.array)) is None:
+        return None
+    return _taken(host.damped_cholesky(_seen(matrix), float(shift), xp=None))
+
+
+def cholesky_inverse(lower: Any, /, *, overwrite: bool) -> Any:
+    """Return ``(L L^T)^-1``, lower triangle."""
+    if (host := _host(lower)) is None:
+        return None
+    made = host.cholesky_inverse(lower.numpy(), overwrite=overwrite, xp=None)
+    return _taken_matrix(made)
+
+
+def multiply_symmetric(matrix: Any, v: Any, /) -> Any:
+    """Return ``S v`` from the lower triangle of S by SYMM."""
+    if (host := _host(matrix.array)) is None or v.dtype != matrix.array.dtype:
+        return None
+    return _taken(host.multiply_symmetric(_seen(matrix), v.numpy(), xp=None))
+
+
+def scale_symmetric(matrix: Any, factor: Any, /) -> Any:
+    """Return the lower triangle times a number."""
+    if (host := _host(matrix.array)) is None:
+        return None
+    return _taken_matrix(host.scale_symmetric(_seen(matrix), float(factor), xp=None))
+
+
+def solve_triangular(lower: Any, b: Any, /, *, transpose: bool) -> Any:
+    """Solve with L or its transpose by TRSM."""
+    if (host := _host(lower)) is None or lower.ndim != 2 or b.dtype != lower.dtype:
+        return None
+    options = {"transpose": transpose, "xp": None}
+    return _taken(host.solve_triangular(lower.numpy(), b.numpy(), **options))
