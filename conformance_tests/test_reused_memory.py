@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core_backends import reused_memory
-from kfac_core_backends.reused_memory import empty
+
+reused_memory = pytest.importorskip(
+    "kfac_core_backends.reused_memory",
+    reason="a test of an adapter, where all are hidden",
+)
+empty = reused_memory.empty
 
 SHAPE, DTYPE = (300, 200), np.dtype(np.float32)
 
