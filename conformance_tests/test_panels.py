@@ -28,6 +28,27 @@ def lower_only(A):
     return np.tril(A) + np.triu(np.full_like(A, 3.0), 1)
 
 
+def test_sums_may_be_wider_than_rows(rng):
+    """NumPy's: float32 rows, added to a sum and with a border in float64."""
+    rows, tail = rng.normal(size=(300, 20)), rng.uniform(size=300)
+    narrow, old = rows.astype(np.float32), np.asfortranarray(np.eye(21))
+    guard = old.copy()
+
+    got = updated_gram(
+        SymmetricMatrix(old, whole=False),
+        narrow,
+        tail=tail,
+        decay=0.75,
+        scale=0.5,
+        xp=array_api_compat.numpy,
+    )
+
+    extended = np.column_stack([narrow, tail]).astype(np.float64)
+    expected = 0.5 * extended.T @ extended + 0.75 * np.eye(21)
+    assert_close(got.full(), expected, "gram", "float32")
+    assert np.array_equal(old, guard)
+
+
 @pytest.mark.parametrize("total", [False, True])
 @pytest.mark.parametrize("order", ["C", "F", "strided", "read-only"])
 def test_rows_are_read_in_any_order(dtype, rng, order, total):

@@ -145,6 +145,9 @@ if lapack is not None:
         """
         if rows.ndim != 2 or rows.shape[0] == 0 or rows.dtype not in _FLOATS:
             return NotImplemented
+        held = None if total is None else total.array
+        if any(x is not None and x.dtype != rows.dtype for x in (tail, held)):
+            return NotImplemented  # SYRK has the memory's address, not its dtype
         if tail is not None and rows.size <= _FEW:
             rows, tail = np.concatenate([rows, tail[:, None]], axis=1), None
         d = rows.shape[1]
