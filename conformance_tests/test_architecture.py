@@ -23,6 +23,7 @@ LAYERS = (
     {"conventions", "damping", "layers", "factors", "losses"},
     {"blocks"},
     {"approximations"},
+    {"finite_sums"},
     {"block"},
     {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
     | {"layer_calls"}

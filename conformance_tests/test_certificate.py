@@ -9,6 +9,7 @@ from kfac_core.linalg.certificate import (
     cholesky_residual,
     inverse_residual,
     probe,
+    probed,
     relative_norm,
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -43,17 +44,22 @@ def spoiled(rng, X, kind):
 KINDS = ["noise", "scale", "row", "entry", "diagonal only"]
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_residual_of_an_inverse_is_truthful(backend, dtype, rng, kind):
-    """It is the true ``|M X - I|_F / sqrt(n)`` up to the stated factor."""
+def test_the_residual_of_an_inverse_is_truthful(backend, dtype, rng, kind, side):
+    """It is the true ``|M X - I|_F / sqrt(n)`` up to the stated factor, by either product."""
     A = reference.spd(rng, N)
     M = A + SHIFT * np.eye(N)
     X = spoiled(rng, np.linalg.inv(M), kind)
 
-    residual = inverse_residual(
+    problem = (
         SymmetricMatrix(backend.asarray(A, dtype), whole=True),
         backend.asarray(SHIFT, dtype),
+    )
+    residual = inverse_residual(
+        *problem,
         SymmetricMatrix(backend.asarray(X, dtype), whole=True),
+        known=probed(*problem, xp=backend.xp) if side == "left" else None,
         xp=backend.xp,
     )
 

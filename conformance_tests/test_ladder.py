@@ -25,6 +25,14 @@ def climb(backend, dtype, A, shift, *, check="raise", inverse=True):
     options = {"check": check, "name": "fc1/input", "xp": backend.xp}
     factor = cholesky_factor(*problem, **options)
     last = damped_inverse(*problem, factor, **options) if inverse else factor
+    if inverse:
+        alone = damped_inverse(*problem, None, **options)
+        assert alone.rung == last.rung
+        for one, other in ((alone.status, last.status), (alone.matrix, last.matrix)):
+            full = [
+                x.full() if isinstance(x, SymmetricMatrix) else x for x in (one, other)
+            ]
+            np.testing.assert_array_equal(*(backend.to_numpy(x) for x in full))
     return SimpleNamespace(
         lower=factor.lower,
         inverse=last.matrix if inverse else None,

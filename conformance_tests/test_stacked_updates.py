@@ -191,8 +191,8 @@ def test_only_equals_are_stacked(backend, rng):
 
 
 def test_large_layers_are_not_stacked(backend, rng):
-    """Above 64 features a copy of the rows costs more than calls."""
-    for n, expected in ((63, [["a", "b"]]), (64, [])):
+    """Above 128 features a copy of the rows costs more than calls."""
+    for n, expected in ((127, [["a", "b"]]), (128, [])):
         block = kc.Block(layer_of(n=n), kc.Kronecker())
         batch = batch_of(
             backend, "float64", rng.normal(size=(2, n)), rng.normal(size=(2, 2))

@@ -13,7 +13,7 @@ n, m, DECAY = 3, 2, 0.7
 NAMES = ("a", "b")
 
 
-def settings_of(**options):
+def settings_of(n=n, **options):
     """Return an estimator of two layers, of which nothing but the settings is read."""
     layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
     settings = {"decay": DECAY, "damping": 0.2, "damping_rule": "factored"}
@@ -21,7 +21,7 @@ def settings_of(**options):
     return kc.Estimator(blocks, loss="sum", **(settings | options))
 
 
-def rows_of(rng, N=6):
+def rows_of(rng, N=6, n=n):
     return {name: (rng.normal(size=(N, n)), rng.normal(size=(N, m))) for name in NAMES}
 
 
@@ -166,16 +166,36 @@ def test_a_failed_refresh_keeps_the_operator(backend, rng):
     assert_close(backend.to_numpy(got["b"]["weight"]), b[:-1], "inverse", "float64")
 
 
-def test_it_goes_to_an_estimator_and_back(backend, rng):
+@pytest.mark.parametrize("n", [n, 150])
+def test_a_refresh_that_fails_at_first_keeps_the_first_operator(backend, rng, n):
+    """Also where statistics have one triangle by now, and the operator has two."""
+    traced = kc.TracedEstimator(settings_of(n))
+    state = traced.initial(like(backend, "float64"))
+    state = traced.updated(state, captured(backend, "float64", rows_of(rng, n=n)))
+
+    failed = traced.refreshed(state, damping=np.nan)
+
+    assert {int(failed.status[name]) for name in NAMES} != {0}
+    V = backend.asarray(rng.normal(size=(n + 1, m)), "float64")
+    for name in NAMES:
+        before, after = (s.operators[name].multiply(V) for s in (state, failed))
+        before, after = (backend.to_numpy(x) for x in (before, after))
+        assert np.isfinite(before).all()
+        assert_close(after, before, "product", "float64")
+
+
+@pytest.mark.parametrize("n", [n, 150])
+def test_it_goes_to_an_estimator_and_back(backend, rng, n):
     """What an estimator saves and reports is the state, to the bit."""
-    traced = kc.TracedEstimator(settings_of())
+    traced = kc.TracedEstimator(settings_of(n))
     start = traced.initial(like(backend, "float64"))
-    state = traced.updated(start, captured(backend, "float64", rows_of(rng)))
+    rows = rows_of(rng, n=n)
+    state = traced.updated(start, captured(backend, "float64", rows))
     state = traced.refreshed(state)
 
     held = traced.estimator(state)
     saved = held.state_dict()
-    fresh = settings_of()
+    fresh = settings_of(n)
     fresh.load_state_dict(saved)
     back = traced.state(fresh, start)
 

@@ -70,6 +70,7 @@ OPERATIONS = (
     "multiply_symmetric",
     "scale_symmetric",
     "all_finite",
+    "known_finite",
     "relative_norm",
     "count_indices",
     "sum_rows_at",

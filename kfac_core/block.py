@@ -39,6 +39,7 @@ from kfac_core.errors import (
 )
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
+from kfac_core.finite_sums import finite_arguments
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
@@ -225,14 +226,19 @@ class Block:
         total: Statistics | None = None
         for rows in self.row_parts(batch, max_patch_elements=max_patch_elements):
             self._require_place(statistics, rows)
-            status = status | rows.status(xp=xp)
+            together = max_patch_elements is None
+            if not (together and type(rows) is Rows):
+                status = status | rows.status(xp=xp)
             if isinstance(rows, IdRows):
                 # Not every library says so when an index lies outside; some crash.
                 rows = rows.with_ids_inside(xp=xp)
-            if max_patch_elements is None:
+            if together:
                 new = self.approximation.updated(
                     statistics, rows, self.layer, decay=decay, weight=weight, **options
                 )
+                if type(rows) is Rows:
+                    shown = finite_arguments(self.approximation, new, skip=skip, xp=xp)
+                    status = status | rows.status(xp=xp, known=shown)
                 break
             part = self.approximation.updated(
                 _emptied(statistics),

@@ -33,7 +33,7 @@ from kfac_core.movement import Marks, marks_of, movement
 from kfac_core.precision import Precision
 from kfac_core.stacking import operators_of_blocks
 from kfac_core.status import Check
-from kfac_core.structure import form, map_structure
+from kfac_core.structure import combinable, map_structure
 
 __all__ = [
     "DampingScaling",
@@ -256,7 +256,7 @@ def unless_failed(
     new: CurvatureOperator, old: CurvatureOperator | None
 ) -> CurvatureOperator:
     """Return the new operator, or the old one where the new one's status is not zero."""
-    if old is None or form(old) != form(new):
+    if old is None or not combinable(new, old):
         return new
     status = new.status()
     xp = array_api_compat.array_namespace(status)

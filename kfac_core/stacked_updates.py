@@ -22,6 +22,7 @@ from kfac_core.block import Block, Fed
 from kfac_core.conventions import Conventions
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
+from kfac_core.finite_sums import finite_arguments
 from kfac_core.layers.dense import Dense
 from kfac_core.layers.rows import Batch, Rows
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -31,8 +32,8 @@ from kfac_core.structure import map_structure
 
 __all__ = ["update_stacks", "updated_stack"]
 
-STACKED_UP_TO = 64
-"""The width up to which updates are stacked: above it, copying costs what is saved."""
+STACKED_UP_TO = 128
+"""The width up to which updates are stacked: from there on, copying costs what is saved."""
 
 
 def update_stacks(
@@ -122,7 +123,7 @@ def updated_stack(
         None,
         one.homogeneous,
     )
-    old = stacked_statistics([statistics[name] for name in names], xp)
+    old = stacked_statistics([statistics[name] for name in names], xp, mirrored=False)
     stack = block.approximation.updated(
         old,
         rows,
@@ -133,9 +134,12 @@ def updated_stack(
         xp=xp,
         skip=frozenset(),
     )
-    flags = _not_finite(x, Status.INPUTS_NOT_FINITE, xp) | _not_finite(
-        g, Status.OUTPUT_GRADS_NOT_FINITE, xp
-    )
+    shown = finite_arguments(block.approximation, stack, skip=frozenset(), xp=xp)
+    flags = xp.zeros(Q, dtype=xp.int32, device=device_of(x))
+    if "inputs" not in shown:
+        flags = flags | _not_finite(x, Status.INPUTS_NOT_FINITE, xp)
+    if "output_grads" not in shown:
+        flags = flags | _not_finite(g, Status.OUTPUT_GRADS_NOT_FINITE, xp)
     if check == "status":
         stack = _accepted(stack, old, flags == 0, xp)
     return dict(zip(names, _each(stack, flags, xp), strict=True))
@@ -169,7 +173,8 @@ def _alike(
     if device_of(x) != place or device_of(g) != place:
         return None
     arrays = type(x), str(place), x.dtype, g.dtype, held.dtype
-    shapes = tuple(x.shape), tuple(g.shape), batch.sources
+    whole = tuple(statistics.averages[side].sum.whole for side in ("input", "output"))
+    shapes = tuple(x.shape), tuple(g.shape), batch.sources, whole
     return block, arrays, shapes, decay, weight
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.arrays import Scalar, device_of, own_namespace
-from kfac_core.backend import Namespace, backend_of
+from kfac_core.backend import Array, Namespace, backend_of
 from kfac_core.block import Block
 from kfac_core.blocks.kronecker import FactoredKronecker
 from kfac_core.blocks.operator import CurvatureOperator
@@ -143,7 +143,7 @@ def _of_stack(
 
     Where all of them hold on the first rung, nothing has to be looked at again.
     """
-    stack = stacked_statistics(statistics, statistics[0].namespace)
+    stack = stacked_statistics(statistics, statistics[0].namespace, mirrored=True)
     # What is remembered for blocks that share factors is remembered by the identity of
     # an average, and the stack's are gone after this.
     options = {**options, "memo": None}
@@ -168,7 +168,9 @@ def _factorizations(made: Any) -> Iterator[Any]:
                 yield part
 
 
-def stacked_statistics(statistics: list[Statistics], xp: Namespace, /) -> Statistics:
+def stacked_statistics(
+    statistics: list[Statistics], xp: Namespace, /, *, mirrored: bool
+) -> Statistics:
     """Return the statistics of blocks of equal shape as those of independent groups.
 
     Parameters
@@ -177,6 +179,9 @@ def stacked_statistics(statistics: list[Statistics], xp: Namespace, /) -> Statis
         Of `Kronecker` blocks, one or more; never modified.
     xp : namespace
         Of their arrays.
+    mirrored : bool
+        Whether every matrix gets both triangles, as a stack of factorizations needs
+        them; else those that it has, which are to be the same in all.
 
     Returns
     -------
@@ -185,20 +190,24 @@ def stacked_statistics(statistics: list[Statistics], xp: Namespace, /) -> Statis
         block's.
     """
     averages = {
-        side: _stacked_average([held.averages[side] for held in statistics], xp)
+        side: _stacked_average(
+            [held.averages[side] for held in statistics], xp, mirrored
+        )
         for side in statistics[0].averages
     }
     return Statistics(averages, statistics[0].status)
 
 
-def _stacked_average(averages: list[Average], xp: Namespace) -> Average:
+def _stacked_average(averages: list[Average], xp: Namespace, mirrored: bool) -> Average:
     weight = xp.stack([average.weight for average in averages])
     if not isinstance(averages[0].sum, SymmetricMatrix):
         return Average(xp.stack([average.sum for average in averages]), weight)
     array = xp.stack([average.sum.array for average in averages])
-    matrices = SymmetricMatrix(array, averages[0].sum.whole).full()
+    matrices = SymmetricMatrix(array, averages[0].sum.whole)
+    if mirrored:
+        matrices = SymmetricMatrix(matrices.full(), whole=True)
     # The weights are broadcast against matrices.
-    return Average(SymmetricMatrix(matrices, whole=True), weight[:, None, None])
+    return Average(matrices, weight[:, None, None])
 
 
 def _taken_apart(
@@ -211,27 +220,31 @@ def _taken_apart(
         flags = flags | part.status
     failed = backend_of(xp).to_numpy(flags)
     scales = xp.unstack(made.scale)
-    inputs = _each(made.input, [f"{name}/input" for name in names], check, xp)
-    outputs = _each(made.output, [f"{name}/output" for name in names], check, xp)
+    known = None if failed.any() else xp.reshape(flags[:1], ())
+    sides = (made.input, "input"), (made.output, "output")
+    inputs, outputs = (
+        _each(stack, [f"{name}/{side}" for name in names], check, known, xp)
+        for stack, side in sides
+    )
     for bad, A, G, S in zip(failed, inputs, outputs, scales, strict=True):
         yield None if bad else FactoredKronecker(A, G, S)
 
 
 def _each(
-    stack: Any, names: list[str], check: Check, xp: Namespace
+    stack: Any, names: list[str], check: Check, status: Array | None, xp: Namespace
 ) -> list[ShiftedMatrix]:
-    """Return each matrix of a stack."""
+    """Return each matrix of a stack; `status` is that of all, where they have one."""
     none: list[Any] = [None] * len(names)
     positive, inverse, basis = none, none, none
     if stack.positive is not None:
         lower = xp.unstack(stack.positive.lower)
-        positive = _certified(Positive, stack.positive, xp, lower)
+        positive = _certified(Positive, stack.positive, status, xp, lower)
     if stack.inverse is not None:
         inverses = _matrices(stack.inverse.matrix, xp)
-        inverse = _certified(Inverse, stack.inverse, xp, inverses)
+        inverse = _certified(Inverse, stack.inverse, status, xp, inverses)
     if stack.basis is not None:
         w, Q = xp.unstack(stack.basis.eigenvalues), xp.unstack(stack.basis.eigenvectors)
-        basis = _certified(Basis, stack.basis, xp, w, Q)
+        basis = _certified(Basis, stack.basis, status, xp, w, Q)
     matrices = applied = _matrices(stack.matrix, xp)
     if stack.applied is not stack.matrix:
         applied = _matrices(stack.applied, xp)
@@ -246,13 +259,26 @@ def _each(
 
 
 def _certified(
-    cls: Callable[..., Any], stack: Any, xp: Namespace, *parts: Sequence[Any]
+    cls: Callable[..., Any],
+    stack: Any,
+    status: Array | None,
+    xp: Namespace,
+    *parts: Sequence[Any],
 ) -> list[Any]:
-    """Return each factorization of a stack, from its parts and its certificates."""
-    certificates = [
-        xp.unstack(x) for x in (stack.status, stack.residual, stack.clipped)
-    ]
-    return [cls(*own, stack.rung) for own in zip(*parts, *certificates, strict=True)]
+    """Return each factorization of a stack, from its parts and its certificates.
+
+    What is the same for all is one array: a thousand are not made in no time.
+    """
+    Q = stack.status.shape[0]
+    statuses = xp.unstack(stack.status) if status is None else [status] * Q
+    residuals = xp.unstack(stack.residual)
+    if cls is Basis or stack.rung != "working":
+        clipped = xp.unstack(stack.clipped)
+    else:
+        # Nothing is clipped on this rung.
+        clipped = [xp.reshape(stack.clipped[:1], ())] * Q
+    each = zip(*parts, statuses, residuals, clipped, strict=True)
+    return [cls(*own, stack.rung) for own in each]
 
 
 def _matrices(stack: SymmetricMatrix, xp: Namespace) -> list[SymmetricMatrix]:

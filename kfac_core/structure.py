@@ -19,7 +19,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 __all__ = [
     "Registrar",
-    "form",
+    "combinable",
     "is_structure",
     "leaves",
     "map_structure",
@@ -212,25 +212,35 @@ def replaced(value: T, /, **changes: Any) -> T:
     return cls(*[changes.get(name, getattr(value, name)) for name in names])
 
 
-def form(value: Any, /) -> Any:
-    """Return the classes, static fields and absences of a structure, without arrays.
-
-    Two structures of one form can be combined by `map_structure`.
+def combinable(first: Any, second: Any, /) -> bool:
+    """Whether `map_structure` takes two structures together, whatever their shapes.
 
     Parameters
     ----------
-    value : structure, array or None
-        Anything `map_structure` takes.
+    first, second : structure, dict, array or None
+        Anything.
 
     Returns
     -------
-    object
-        To be compared with ``==``.
+    bool
+        True for the same classes with None in the same places, whose static fields go
+        together.
     """
-    if isinstance(value, dict):
-        return {name: form(part) for name, part in value.items()}
-    if not is_structure(value):
-        return None if value is None else "array"
-    cls = type(value)
-    parts = {name: form(getattr(value, name)) for name in _arrays[cls]}
-    return cls.__name__, static_fields(value), parts
+    if isinstance(first, dict):
+        return (
+            isinstance(second, dict)
+            and first.keys() == second.keys()
+            and all(combinable(part, second[name]) for name, part in first.items())
+        )
+    if first is None or second is None:
+        return first is second
+    if not is_structure(first):
+        return not is_structure(second) and not isinstance(second, dict)
+    if type(first) is not type(second):
+        return False
+    try:
+        _met(first, (second,))
+    except ValueError:
+        return False
+    parts = _arrays[type(first)]
+    return all(combinable(getattr(first, p), getattr(second, p)) for p in parts)

@@ -62,6 +62,12 @@ def all_finite(x: Any, /, *, xp: Any) -> Any:
     return np.True_ if np.isfinite(squares) else NotImplemented
 
 
+def known_finite(x: Any, /, *, xp: Any) -> bool:
+    """Whether every number is finite, from their sum."""
+    with np.errstate(all="ignore"):
+        return math.isfinite(x.sum())
+
+
 def count_indices(indices: Any, weights: Any, /, *, size: int, xp: Any) -> Any:
     """Sum the weights of equal indices, in float64, by one ``bincount``."""
     return np.bincount(indices, weights, minlength=size).astype(weights.dtype)
@@ -143,13 +149,18 @@ if lapack is not None:
 
         What the tail adds is a last row of its own, so that no rows are copied.
         """
-        if rows.ndim != 2 or rows.shape[0] == 0 or rows.dtype not in _FLOATS:
+        if rows.ndim not in (2, 3) or 0 in rows.shape or rows.dtype not in _FLOATS:
             return NotImplemented
         held = None if total is None else total.array
         if any(x is not None and x.dtype != rows.dtype for x in (tail, held)):
             return NotImplemented  # SYRK has the memory's address, not its dtype
-        if tail is not None and rows.size <= _FEW:
-            rows, tail = np.concatenate([rows, tail[:, None]], axis=1), None
+        alpha, beta = float(scale), 0.0 if total is None else float(decay)
+        if alpha == 0.0:
+            return NotImplemented  # BLAS would not look at the rows, NaN or not
+        if tail is not None and (rows.size <= _FEW or rows.ndim == 3):
+            rows, tail = np.concatenate([rows, tail[..., None]], axis=-1), None
+        if rows.ndim == 3:
+            return _gram_of_stack(held, rows, beta, alpha)
         d = rows.shape[1]
         n = d if tail is None else d + 1
         if total is None:
@@ -159,18 +170,28 @@ if lapack is not None:
             old = total.array
             if total.whole and old.flags.c_contiguous:
                 old = old.T
-            # SYRK adds to a copy: the caller's running sum is not ours to overwrite.
+            # SYRK adds to a copy, since the caller's running sum is not ours to overwrite.
+            # The decay is multiplied on the way: BLAS would read the copy once more.
             c = empty(old.shape, old.dtype)
-            c[...] = old
-        alpha, beta = float(scale), 0.0 if total is None else float(decay)
+            np.multiply(old, beta, out=c)
         if tail is None:
             # The rows transposed are in Fortran order already.
             wrapper = _SYRK[rows.dtype]
-            updated = wrapper(alpha, rows.T, beta=beta, c=c, lower=1, overwrite_c=1)
+            updated = wrapper(alpha, rows.T, beta=1.0, c=c, lower=1, overwrite_c=1)
             return updated, False
-        syrk(alpha, rows, beta, c[:d, :d])
-        c[d, :d] = beta * c[d, :d] + alpha * (tail @ rows)
-        c[d, d] = beta * c[d, d] + alpha * (tail @ tail)
+        syrk(alpha, rows, 1.0, c[:d, :d])
+        c[d, :d] += alpha * (tail @ rows)
+        c[d, d] += alpha * (tail @ tail)
+        return c, False
+
+    def _gram_of_stack(held: Any, rows: Any, beta: float, alpha: float) -> Any:
+        """Return the same for a stack, each by SYRK in its place, lower triangles."""
+        if held is None or held.ndim != 3:
+            return NotImplemented
+        syrk, c = _SYRK[rows.dtype], np.multiply(held, beta, order="C")
+        for x, mine in zip(rows, c, strict=True):
+            # In C order BLAS sees the transpose, and its upper triangle.
+            syrk(alpha, x.T, beta=1.0, c=mine.T, lower=0, overwrite_c=1)
         return c, False
 
     def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
@@ -216,12 +237,32 @@ if lapack is not None:
         return lower
 
     def _inverse_of_stack(lower: Any) -> Any:
-        """Return ``(L L^T)^-1`` of a stack, both triangles, each by POTRI."""
-        n, potri = lower.shape[-1], _POTRI[lower.dtype]
-        inverse = np.array(lower, order="C")
-        for mine in inverse.reshape(-1, n, n):
-            potri(mine.T, lower=0, overwrite_c=1)
-        return inverse + np.matrix_transpose(np.tril(inverse, k=-1))
+        """Return ``(L L^T)^-1`` of a stack, both triangles, as ``W^T W``."""
+        n = lower.shape[-1]
+        root = np.array(lower, order="C")
+        _invert_stack(root.reshape(-1, n, n))
+        # NumPy knows a product with its own transpose: SYRK, mirrored.
+        return np.matmul(np.matrix_transpose(root), root)
+
+    def _invert_stack(x: Any) -> None:
+        """Put the inverses of lower triangular matrices in their place, by halves.
+
+        As `_invert_lower`, but that the products are those of whole matrices: LAPACK's
+        small triangles are further from the best rate than half of the flops.
+        """
+        n, trtri = x.shape[-1], _TRTRI[x.dtype]
+        if n <= _LEAF // 2:
+            for mine in x:
+                # In C order LAPACK sees the transpose.
+                inverse, info = trtri(mine.T, lower=0)
+                mine[...] = np.nan if info != 0 else inverse.T
+            return
+        h = n // 2
+        first, coupling, second = x[:, :h, :h], x[:, h:, :h], x[:, h:, h:]
+        _invert_stack(first)
+        _invert_stack(second)
+        np.matmul(np.matmul(second, coupling), first, out=coupling)
+        np.negative(coupling, out=coupling)
 
     def _invert_lower(x: Any) -> None:
         """Put the inverse of a lower triangular matrix in its place, by halves.

@@ -27,6 +27,9 @@ __all__ = [
 _FROM = 128
 """Below this size PyTorch's own calls cost no more."""
 
+_STACKED_FROM = 32
+"""Likewise for the matrices of a stack, all of which are one call here."""
+
 _FLOATS = (torch.float32, torch.float64)
 
 
@@ -60,7 +63,8 @@ def _installed() -> _Host | None:
 
 def _host(matrix: Any, /) -> Any:
     """Return NumPy's functions where they are to compute with a matrix, else None."""
-    if matrix.shape[-1] < _FROM or matrix.dtype not in _FLOATS:
+    smallest = _FROM if matrix.ndim == 2 else _STACKED_FROM
+    if matrix.shape[-1] < smallest or matrix.dtype not in _FLOATS:
         return None
     if torch.get_num_threads() != 1 or (host := _installed()) is None:
         return None
@@ -94,7 +98,8 @@ def damped_cholesky(matrix: Any, shift: Any, /) -> Any:
     """Return the lower factor of ``A + shift I`` by POTRF, NaN where it fails."""
     if (host := _host(matrix.array)) is None:
         return None
-    return _taken(host.damped_cholesky(_seen(matrix), float(shift), xp=None))
+    known = shift.numpy() if torch.is_tensor(shift) else shift
+    return _taken(host.damped_cholesky(_seen(matrix), known, xp=None))
 
 
 def cholesky_inverse(lower: Any, /, *, overwrite: bool) -> Any:

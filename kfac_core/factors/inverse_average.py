@@ -50,7 +50,7 @@ from kfac_core.linalg.cholesky import (
     is_positive_factor,
 )
 from kfac_core.linalg.gram import updated_gram
-from kfac_core.linalg.ladder import cholesky_factor, damped_inverse
+from kfac_core.linalg.ladder import damped_inverse
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.linalg.triangular import solve_triangular
 from kfac_core.status import Check, Status
@@ -227,8 +227,7 @@ class InverseAverage:
         )
         options: dict[str, Any] = {"check": check, "name": name, "xp": xp}
         none = xp.zeros_like(floor)
-        factor = cholesky_factor(matrix, none, **options)
-        made = damped_inverse(matrix, none, factor, **options)
+        made = damped_inverse(matrix, none, None, **options)
         return InverseAverage(matrix, made.matrix, floor, made.residual, made.status)
 
     def solve(self, v: Array, /) -> Array:

@@ -224,9 +224,21 @@ class Rows:
             D = xp.permute_dims(D, (1, 2, 3, 0, 4))
         return xp.reshape(D, (self.sources * self.examples, -1))
 
-    def status(self, *, xp: Namespace) -> Array:
-        """Return which of the two arrays is not finite, 0-d int32 of `Status` flags."""
-        return _finite_status(self.inputs, self.output_grads, xp)
+    def status(
+        self, *, xp: Namespace, known: frozenset[str] = frozenset()
+    ) -> Array | int:
+        """Return which of the two arrays is not finite, 0-d int32 of `Status` flags.
+
+        Those in `known` are finite and need not be read; 0 where that is both.
+        """
+        status: Array | int = 0
+        if "inputs" not in known:
+            good = all_finite(self.inputs, xp=xp)
+            status = status_unless(xp, good, Status.INPUTS_NOT_FINITE)
+        if "output_grads" not in known:
+            good = all_finite(self.output_grads, xp=xp)
+            status = status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE) | status
+        return status
 
     def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return the x with their homogeneous coordinate."""

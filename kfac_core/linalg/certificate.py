@@ -1,9 +1,9 @@
 """Residual certificates: what a factorization is worth, for the price of O(n^2).
 
 Conventions.  A residual is relative and is measured on one fixed, spread-out probe
-vector z, the same at every call: ``|M X z - z| / |z|`` for an inverse X of M.  For a
-random z it estimates ``|M X - I|_F / sqrt(n)``; rounding errors have no reason to
-avoid a fixed one.  A residual that is not finite counts as infinitely bad.
+vector z, the same at every call: ``|M X z - z| / |z|``, or with ``X M``, for an inverse X
+of M.  For a random z it estimates ``|M X - I|_F / sqrt(n)``; rounding errors have no
+reason to avoid a fixed one.  A residual that is not finite counts as infinitely bad.
 """
 
 from __future__ import annotations
@@ -69,12 +69,22 @@ def inverse_residual(
     inverse: SymmetricMatrix,
     /,
     *,
+    known: Probed | None = None,
     xp: Namespace,
 ) -> Array:
-    """Return ``|(A + shift I) X z - z| / |z|``, shape (...)."""
-    z = _probe_for(matrix.array, xp)
-    y = multiply_symmetric(inverse, z, xp=xp)
-    return relative_norm(_shifted(matrix, shift, y, xp) - z, z, xp=xp)
+    """Return ``|M X z - z| / |z|`` with ``M = A + shift I``, shape (...).
+
+    With `known`, what `probed` returns for the same, ``|X M z - z| / |z|``: the two
+    errors are each other's transposes, and this one takes half of the products.
+    """
+    if known is not None:
+        z, image = known
+        back = multiply_symmetric(inverse, image, xp=xp)
+    else:
+        z = _probe_for(matrix.array, xp)
+        y = multiply_symmetric(inverse, z, xp=xp)
+        back = _shifted(matrix, shift, y, xp)
+    return relative_norm(back - z, z, xp=xp)
 
 
 def cholesky_residual(

@@ -1,11 +1,15 @@
-"""Whether an array holds NaN or infinity."""
+"""Whether an array holds NaN or infinity.
+
+Conventions.  A Gram matrix shows on its diagonal whether its rows are finite: the squares
+there cancel nothing.  So rows need not be read for it where their sums are at hand.
+"""
 
 from __future__ import annotations
 
 from kfac_core.backend import Array, Namespace
 from kfac_core.linalg.dispatch import dispatched
 
-__all__ = ["all_finite"]
+__all__ = ["all_finite", "known_finite"]
 
 
 @dispatched
@@ -25,3 +29,23 @@ def all_finite(x: Array, /, *, xp: Namespace) -> Array:
         Still on the device: turning it into a ``bool`` is what waits.
     """
     return xp.all(xp.isfinite(x))
+
+
+@dispatched
+def known_finite(x: Array, /, *, xp: Namespace) -> bool:
+    """Whether the host knows at once that every number of an array is finite.
+
+    Parameters
+    ----------
+    x : array
+        Of any shape and real floating dtype.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    bool
+        False where some number is not, and where only waiting for a device, or for a
+        value that is being traced, would say so: this one never waits.
+    """
+    return False

@@ -113,12 +113,11 @@ def cholesky_factor(
 def damped_inverse(
     matrix: SymmetricMatrix,
     shift: Array,
-    factor: Positive,
+    factor: Positive | None,
     /,
     *,
     check: Check,
     name: str,
-    overwrite: bool = False,
     xp: Namespace,
 ) -> Inverse:
     """Invert ``A + shift I``, with a certificate.
@@ -127,12 +126,11 @@ def damped_inverse(
     ----------
     matrix, shift, check, name, xp
         As for `cholesky_factor`.
-    factor : Positive
-        What `cholesky_factor` made of the same; where it holds on the first rung, so
-        does the inverse, unless its own certificate says otherwise.
-    overwrite : bool
-        Whether the factor's memory may become the inverse's; it is then not to be used
-        again.
+    factor : Positive or None
+        What `cholesky_factor` made of the same, where it is kept; where it holds on the
+        first rung, so does the inverse, unless its own certificate says otherwise.
+        Without one a factor is made on the way, whose memory becomes the inverse's, and
+        which the certificate of the inverse is one of too.
 
     Returns
     -------
@@ -141,6 +139,8 @@ def damped_inverse(
 
     Raises
     ------
+    NotFiniteError, DampingError
+        Where A or the shift is unfit (``check="raise"``).
     FactorizationError
         Where no rung holds (``check="raise"``).
 
@@ -149,19 +149,20 @@ def damped_inverse(
     ``2 n^3 / 3`` flops beyond the factor's.
     """
     if check == "status":
-        return _reported_inverse(matrix, shift, factor, xp=xp)
-    if factor.rung == "working":
-        made = _tried_inverse(matrix, shift, factor, overwrite=overwrite, xp=xp)
+        reported = factor or _reported_factor(matrix, shift, xp=xp)
+        return _reported_inverse(matrix, shift, reported, xp=xp)
+    if factor is None or factor.rung == "working":
+        known = _fit_probed(matrix, shift, name, xp=xp)
+        lower = None if factor is None else factor.lower
+        made = _tried_inverse(matrix, shift, lower, "working", known=known, xp=xp)
         if made is not None:
             return made
     wide = widened(matrix, xp=xp)
     if wide is not None:
         wide_shift = cast(xp, shift, xp.float64)
-        wide_factor = _tried_factor(wide, wide_shift, "float64", xp=xp)
-        if wide_factor is not None:
-            made = _tried_inverse(wide, wide_shift, wide_factor, overwrite=True, xp=xp)
-            if made is not None:
-                return narrowed(made, matrix, xp=xp)
+        made = _tried_inverse(wide, wide_shift, None, "float64", xp=xp)
+        if made is not None:
+            return narrowed(made, matrix, xp=xp)
     _, inverse = _by_eigendecomposition(matrix, shift, name=name, xp=xp)
     return inverse
 
@@ -248,8 +249,7 @@ def _tried_factor(
     lower = damped_cholesky(matrix, shift, xp=xp)
     residual = cholesky_residual(matrix, shift, lower, known=known, xp=xp)
     # What is not finite in L is not in the residual either.
-    positive = xp.all(xp.linalg.diagonal(lower) > 0, axis=-1)
-    if not bool(xp.all(positive & (residual <= RESIDUAL_LIMIT))):
+    if not (_has_positive_diagonal(lower, xp) and _holds(residual, xp)):
         return None
     return Positive(
         lower, _no_flags(residual, xp), residual, xp.zeros_like(residual), rung
@@ -259,18 +259,36 @@ def _tried_factor(
 def _tried_inverse(
     matrix: SymmetricMatrix,
     shift: Array,
-    factor: Positive,
+    lower: Array | None,
+    rung: Rung,
     /,
     *,
-    overwrite: bool,
+    known: Probed | None = None,
     xp: Namespace,
 ) -> Inverse | None:
-    """Invert from a factor of the same rung; None where that does not hold."""
-    X = inverse_from_cholesky(factor.lower, overwrite=overwrite, xp=xp)
-    residual = inverse_residual(matrix, shift, X, xp=xp)
-    if not bool(xp.all(residual <= RESIDUAL_LIMIT)):
+    """Invert a fit problem on one rung; None where that does not hold.
+
+    Where a factor of it is given, that is not written to.
+    """
+    own = lower is None
+    if lower is None:
+        lower = damped_cholesky(matrix, shift, xp=xp)
+        if not _has_positive_diagonal(lower, xp):
+            return None
+    X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
+    residual = inverse_residual(matrix, shift, X, known=known, xp=xp)
+    if not _holds(residual, xp):
         return None
-    return Inverse(X, factor.status, residual, factor.clipped, factor.rung)
+    return Inverse(X, _no_flags(residual, xp), residual, xp.zeros_like(residual), rung)
+
+
+def _has_positive_diagonal(lower: Array, xp: Namespace) -> bool:
+    return bool(xp.all(xp.linalg.diagonal(lower) > 0))
+
+
+def _holds(residual: Array, xp: Namespace) -> bool:
+    """Whether all residuals of a stack are small, which waits for their device."""
+    return bool(xp.all(residual <= RESIDUAL_LIMIT))
 
 
 def _made_basis(

@@ -33,7 +33,7 @@ from kfac_core.linalg.fitness import (
     symmetric_argument,
     unfit_flags,
 )
-from kfac_core.linalg.ladder import cholesky_factor, damped_inverse
+from kfac_core.linalg.ladder import damped_inverse
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.status import Check, Status
 from kfac_core.structure import structure
@@ -135,8 +135,7 @@ def refreshed_inverse(
     if not bool(xp.any(made.inverse.status != 0)):
         return made
     options: dict[str, Any] = {"check": check, "name": name, "xp": xp}
-    factor = cholesky_factor(A, shift, **options)
-    inverse = damped_inverse(A, shift, factor, **options)
+    inverse = damped_inverse(A, shift, None, **options)
     return WarmInverse(inverse, made.start, xp.zeros_like(made.steps), "cholesky")
 
 

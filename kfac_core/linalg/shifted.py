@@ -104,16 +104,12 @@ class ShiftedMatrix:
         options: dict[str, Any] = {"check": self.check, "name": self.name, "xp": xp}
         inverse = "inverse" in factorizations and made.inverse is None
         cholesky = "cholesky" in factorizations and made.positive is None
-        if inverse or cholesky:
-            factor = cholesky_factor(*problem, **options)
-            if cholesky:
-                made = replaced(made, positive=self._applied(factor))
-            if inverse:
-                # Where the factor is not kept, its memory becomes the inverse's.
-                solved = damped_inverse(
-                    *problem, factor, overwrite=not cholesky, **options
-                )
-                made = replaced(made, inverse=self._applied(solved))
+        factor = cholesky_factor(*problem, **options) if cholesky else None
+        if factor is not None:
+            made = replaced(made, positive=self._applied(factor))
+        if inverse:
+            solved = damped_inverse(*problem, factor, **options)
+            made = replaced(made, inverse=self._applied(solved))
         if "eigenbasis" in factorizations and made.basis is None:
             basis = symmetric_basis(self.matrix, **options)
             made = replaced(made, basis=self._applied(basis))

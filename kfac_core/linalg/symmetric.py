@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.arrays import Scalar, own_namespace
+from kfac_core.arrays import Scalar, device_of, own_namespace
 from kfac_core.backend import Array, Namespace
 from kfac_core.linalg.dispatch import dispatched
 from kfac_core.structure import structure
@@ -53,8 +53,9 @@ class SymmetricMatrix:
         if self.whole:
             return self.array
         xp = own_namespace(self.array)
-        below = xp.tril(self.array, k=-1)
-        return xp.tril(self.array) + xp.matrix_transpose(below)
+        i = xp.arange(self.size, device=device_of(self.array))
+        mirrored = xp.matrix_transpose(self.array)
+        return xp.where(i[:, None] >= i, self.array, mirrored)
 
     def diagonal(self) -> Array:
         """Return the diagonal, shape (..., n)."""

@@ -16,7 +16,7 @@ from kfac_core.arrays import Scalar, is_finite_number
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import DtypeError, ShapeError
 from kfac_core.feeding import detached_array
-from kfac_core.structure import form, is_structure, map_structure
+from kfac_core.structure import combinable, is_structure, map_structure
 
 __all__ = ["is_accepted", "select"]
 
@@ -56,7 +56,7 @@ def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
     accepted : bool or 0-d array of bool
         Whether the step is taken.  An array is not looked at, and may be traced.
     proposed, current : tree of array
-        States of one form, shapes and dtypes.
+        States of one combinable, shapes and dtypes.
 
     Returns
     -------
@@ -102,7 +102,7 @@ def _selected(
         kind: Any = type(current)
         return kind(*parts) if hasattr(current, "_fields") else kind(parts)
     if is_structure(current):
-        _require(form(proposed) == form(current), path, proposed, current)
+        _require(combinable(proposed, current), path, proposed, current)
         return map_structure(
             lambda new, old: _selected(condition, new, old, path, xp), proposed, current
         )

@@ -26,7 +26,7 @@ from kfac_core.feeding import detached
 from kfac_core.products import apply_product
 from kfac_core.refreshing import Refresh, unless_failed
 from kfac_core.steps.wiring import Captured
-from kfac_core.structure import form, map_structure, replaced, structure
+from kfac_core.structure import combinable, map_structure, replaced, structure
 from kfac_core.updating import updated_blocks
 
 __all__ = ["TracedEstimator", "TracedState"]
@@ -315,7 +315,7 @@ class TracedEstimator:
                 name: s.operator or start.operators[name] for name, s in held.items()
             },
         )
-        if form(found) != form(start):
+        if not combinable(found, start):
             raise StateError(
                 "Expected an estimator whose blocks and damping rule are those of the "
                 "settings; its statistics or operators are of another form. For operators "
