@@ -47,7 +47,7 @@ KINDS = ["noise", "scale", "row", "entry", "diagonal only"]
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_residual_of_an_inverse_is_truthful(backend, dtype, rng, kind, side):
-    """It is the true ``|M X - I|_F / sqrt(n)`` up to the stated factor, by either product."""
+    """It is the true ``|M X - I|_F / sqrt(n)`` up to the stated factor, from both sides."""
     A = reference.spd(rng, N)
     M = A + SHIFT * np.eye(N)
     X = spoiled(rng, np.linalg.inv(M), kind)

@@ -71,6 +71,7 @@ OPERATIONS = (
     "scale_symmetric",
     "all_finite",
     "known_finite",
+    "is_plain",
     "relative_norm",
     "count_indices",
     "sum_rows_at",

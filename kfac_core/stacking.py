@@ -99,17 +99,43 @@ def operators_of_blocks(
     for name, block in blocks.items():
         alike = _alike(block, statistics[name], dampings[name], options)
         stacks.setdefault(name if alike is None else alike, []).append(name)
-    # The largest first, so that no thread is left with it at the end.
-    ordered = sorted(
-        stacks.values(), key=lambda n: -sum(blocks[n[0]].layer.matrix_shape)
-    )
     found: dict[str, Made] = {}
     library = None
-    if workers > 1 and ordered:
-        library = backend_of(statistics[ordered[0][0]].namespace)
-    for part in in_threads(several, ordered, workers=workers, library=library):
+    if workers > 1 and blocks:
+        library = backend_of(statistics[next(iter(blocks))].namespace)
+
+    def all_of(stacks: list[list[str]]) -> dict[str, Made]:
+        return {name: x for names in stacks for name, x in several(names).items()}
+
+    tasks = _tasks(blocks, list(stacks.values()), workers)
+    for part in in_threads(all_of, tasks, workers=workers, library=library):
         found |= part
     return {name: found[name] for name in blocks}
+
+
+def _tasks(
+    blocks: Mapping[str, Block], stacks: list[list[str]], workers: int
+) -> list[list[list[str]]]:
+    """Return what each call of a thread makes: stacks of names, in the order to start.
+
+    The most work first, so that no thread is left with it at the end.  But small
+    problems are mostly Python, for whose lock threads would wait in turn: the smallest,
+    up to half of one worker's share, are made by one thread while others have large
+    ones, half of them at the start and half at the end.
+    """
+
+    def flops(names: list[str]) -> int:
+        n, m = blocks[names[0]].layer.matrix_shape
+        return len(names) * (n**3 + m**3)
+
+    ordered = sorted(stacks, key=flops, reverse=True)
+    room = sum(map(flops, ordered)) // (2 * workers)
+    small: list[list[str]] = []
+    while workers > 1 and len(ordered) > workers and flops(ordered[-1]) <= room:
+        room -= flops(ordered[-1])
+        small.append(ordered.pop())
+    tasks = [small[::2], *([names] for names in ordered), small[1::2]]
+    return [task for task in tasks if task]
 
 
 def _alike(

@@ -5,7 +5,9 @@ Without threadpoolctl nothing is known, and nothing is changed.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +17,33 @@ try:
 except ImportError:
     threadpoolctl = None
 
-__all__ = ["hold_threads", "threads"]
+__all__ = ["hold_threads", "pools", "threads"]
+
+
+def pools() -> tuple[Any, ...] | None:
+    """Return the pools of threads of every BLAS in the process; None where unknown."""
+    if threadpoolctl is None:
+        return None
+    return tuple(_controller(len(sys.modules)).lib_controllers)
+
+
+@functools.lru_cache(maxsize=1)
+def _controller(modules: int) -> Any:
+    """Return what holds the pools, looked for again where modules were imported since.
+
+    Looking through all libraries of the process takes a millisecond.
+    """
+    return threadpoolctl.ThreadpoolController().select(user_api="blas")
 
 
 def threads() -> int:
     """Return how many threads a call of BLAS computes on."""
-    if threadpoolctl is None:
-        return 1
-    pools = threadpoolctl.ThreadpoolController().select(user_api="blas")
-    return max((int(pool.num_threads) for pool in pools.lib_controllers), default=1)
+    return max((int(pool.num_threads) for pool in pools() or ()), default=1)
 
 
 def hold_threads(number: int, /) -> Callable[[], None]:
     """Let BLAS compute on so many threads; return what undoes it."""
     if threadpoolctl is None:
         return lambda: None
-    limits = threadpoolctl.threadpool_limits(number, user_api="blas")
+    limits = _controller(len(sys.modules)).limit(limits=number)
     return lambda: limits.restore_original_limits()

@@ -68,6 +68,11 @@ def known_finite(x: Any, /, *, xp: Any) -> bool:
         return math.isfinite(x.sum())
 
 
+def is_plain(x: Any, /, *, xp: Any) -> bool:
+    """Whether it is an array of NumPy's own class."""
+    return type(x) is np.ndarray
+
+
 def count_indices(indices: Any, weights: Any, /, *, size: int, xp: Any) -> Any:
     """Sum the weights of equal indices, in float64, by one ``bincount``."""
     return np.bincount(indices, weights, minlength=size).astype(weights.dtype)
@@ -102,7 +107,7 @@ if lapack is not None:
     _LEAF = 64
     """Below this size LAPACK's own triangular inverse is the faster one."""
 
-    _BELOW = np.tri(_LEAF, dtype=np.bool_)
+    _BELOW = {dtype: np.asfortranarray(np.tri(_LEAF, dtype=dtype)) for dtype in _FLOATS}
 
     def _stored(array: Any) -> tuple[Any, int]:
         """Return a matrix as LAPACK reads it, and whether it is in its lower triangle.
@@ -122,17 +127,16 @@ if lapack is not None:
     def _lower_copy(array: Any) -> Any:
         """Return the lower triangle in Fortran order, zero above the diagonal.
 
-        By panels, so that half of the matrix is neither read nor written.
+        One copy of all of it takes a third of the time of one that picks the triangle.
         """
-        n = array.shape[0]
+        n, below = array.shape[0], _BELOW[array.dtype]
         copy = empty((n, n), array.dtype)
+        copy[...] = array
         for start in range(0, n, _LEAF):
             stop = min(start + _LEAF, n)
-            copy[:stop, start:stop] = 0.0
-            corner = slice(start, stop), slice(start, stop)
-            below = _BELOW[: stop - start, : stop - start]
-            np.copyto(copy[corner], array[corner], where=below)
-            copy[stop:, start:stop] = array[stop:, start:stop]
+            width = stop - start
+            copy[:start, start:stop] = 0.0
+            copy[start:stop, start:stop] *= below[:width, :width]
         return copy
 
     def gram_update(

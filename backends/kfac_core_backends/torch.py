@@ -258,6 +258,12 @@ def known_finite(x: Any, /, *, xp: Any) -> bool:
     return _plain(x) and math.isfinite(x.sum())
 
 
+def is_plain(x: Any, /, *, xp: Any) -> bool:
+    """Whether it is a tensor on the CPU that nothing looks on at."""
+    # What is made in inference mode cannot take part in gradients later.
+    return _plain(x) and not torch.is_inference_mode_enabled()
+
+
 def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
     """Return ``|error| / |scale|``, of float32 by norms in float64."""
     if error.ndim != 2 or error.dtype != torch.float32 or not _plain(error, scale):

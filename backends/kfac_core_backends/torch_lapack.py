@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kfac_core_backends import blas_threads
+
 __all__ = [
     "cholesky_inverse",
     "damped_cholesky",
@@ -40,25 +42,11 @@ class _Matrix(NamedTuple):
     whole: bool
 
 
-class _Host(NamedTuple):
-    """NumPy's functions, and the pools of threads of every BLAS in the process."""
-
-    backend: Any
-    pools: tuple[Any, ...]
-
-
 @functools.cache
-def _installed() -> _Host | None:
-    """Return what is needed, or None where SciPy or threadpoolctl is not installed."""
+def _installed() -> Any:
+    """Return NumPy's functions, or None where SciPy is not installed."""
     backend = importlib.import_module("kfac_core_backends.numpy")
-    try:
-        threadpoolctl = importlib.import_module("threadpoolctl")
-    except ImportError:
-        return None
-    if backend.lapack is None:
-        return None
-    controller = threadpoolctl.ThreadpoolController()
-    return _Host(backend, tuple(controller.select(user_api="blas").lib_controllers))
+    return None if backend.lapack is None else backend
 
 
 def _host(matrix: Any, /) -> Any:
@@ -68,7 +56,9 @@ def _host(matrix: Any, /) -> Any:
         return None
     if torch.get_num_threads() != 1 or (host := _installed()) is None:
         return None
-    return host.backend if all(pool.num_threads == 1 for pool in host.pools) else None
+    pools = blas_threads.pools()
+    known = pools is not None and all(pool.num_threads == 1 for pool in pools)
+    return host if known else None
 
 
 def _seen(matrix: Any, /) -> _Matrix:

@@ -16,6 +16,7 @@ from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.operator import entering, leaving
 from kfac_core.blocks.sparse_rows import diagonal_at
 from kfac_core.factors.factor import Shifted
+from kfac_core.linalg.finite import is_plain
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, Solving
 from kfac_core.structure import replaced, structure
@@ -103,7 +104,7 @@ class FactoredKronecker:
         V, xp = self._enter(vector, "vector")
         left = self.input.solve(V)
         both = self.output.solve(xp.matrix_transpose(left))
-        return leaving(xp.matrix_transpose(both) / self._scale(), vector)
+        return leaving(self._divided(xp.matrix_transpose(both)), vector)
 
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``S^p (A + a I)^p V (G + b I)^p``.
@@ -187,6 +188,20 @@ class FactoredKronecker:
         left = self.input.lower_solve(V, transpose=transpose)
         both = self.output.lower_solve(xp.matrix_transpose(left), transpose=transpose)
         return xp.matrix_transpose(both) / xp.sqrt(self._scale())
+
+    def _divided(self, product: Array) -> Array:
+        """Return a new array over S, itself where the host knows that S is 1.
+
+        S is the mean number of positions that share the weight, most often 1, and the
+        division a pass over memory.
+        """
+        S = self.scale
+        full = isinstance(self.input, ShiftedMatrix) and isinstance(
+            self.output, ShiftedMatrix
+        )
+        if full and S.ndim == 0 and is_plain(S, xp=self._xp()) and float(S) == 1.0:
+            return product
+        return product / self._scale()
 
     def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
         return entering(

@@ -29,7 +29,9 @@ class FullFactor:
         """Return the average of nothing."""
         zeros = xp.zeros((*shape, shape[-1]), dtype=dtype, device=device)
         weight = zero_weight(xp, dtype=dtype, device=device)
-        return Average(SymmetricMatrix(zeros, whole=True), weight)
+        # Sums that start so stay in the order in which LAPACK reads a lower triangle.
+        turned = xp.matrix_transpose(zeros)
+        return Average(SymmetricMatrix(turned, whole=True), weight)
 
     def updated(
         self,

@@ -8,11 +8,13 @@ reason to avoid a fixed one.  A residual that is not finite counts as infinitely
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 from kfac_core.arrays import device_of
 from kfac_core.backend import Array, Namespace
 from kfac_core.linalg.dispatch import dispatched
+from kfac_core.linalg.finite import is_plain
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.linalg.triangular import multiply_triangular
 
@@ -57,7 +59,7 @@ def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
 
 def probed(matrix: SymmetricMatrix, shift: Array | None, /, *, xp: Namespace) -> Probed:
     """Return the probe vector and its image under ``A + shift I``; under A for None."""
-    z = _probe_for(matrix.array, xp)
+    z = _probe_of(matrix.array, xp)
     if shift is None:
         return Probed(z, multiply_symmetric(matrix, z, xp=xp))
     return Probed(z, _shifted(matrix, shift, z, xp))
@@ -81,7 +83,7 @@ def inverse_residual(
         z, image = known
         back = multiply_symmetric(inverse, image, xp=xp)
     else:
-        z = _probe_for(matrix.array, xp)
+        z = _probe_of(matrix.array, xp)
         y = multiply_symmetric(inverse, z, xp=xp)
         back = _shifted(matrix, shift, y, xp)
     return relative_norm(back - z, z, xp=xp)
@@ -129,9 +131,17 @@ def basis_residual(
     return xp.where(orthogonality > backward, orthogonality, backward)
 
 
-def _probe_for(array: Array, xp: Namespace) -> Array:
-    n = array.shape[-1]
-    return probe(n, dtype=array.dtype, device=device_of(array), xp=xp)
+def _probe_of(array: Array, xp: Namespace) -> Array:
+    """Return the probe vector for a matrix; the same one again where that is safe."""
+    place = array.shape[-1], array.dtype, device_of(array), xp
+    return (_kept_probe if is_plain(array, xp=xp) else _new_probe)(*place)
+
+
+def _new_probe(n: int, dtype: Any, device: Any, xp: Namespace) -> Array:
+    return probe(n, dtype=dtype, device=device, xp=xp)
+
+
+_kept_probe = functools.lru_cache(maxsize=64)(_new_probe)
 
 
 def _shifted(matrix: SymmetricMatrix, shift: Array, v: Array, xp: Namespace) -> Array:

@@ -1,4 +1,4 @@
-"""Whether an array holds NaN or infinity.
+"""Whether an array holds NaN or infinity, and whether the host may look at it.
 
 Conventions.  A Gram matrix shows on its diagonal whether its rows are finite: the squares
 there cancel nothing.  So rows need not be read for it where their sums are at hand.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from kfac_core.backend import Array, Namespace
 from kfac_core.linalg.dispatch import dispatched
 
-__all__ = ["all_finite", "known_finite"]
+__all__ = ["all_finite", "is_plain", "known_finite"]
 
 
 @dispatched
@@ -47,5 +47,25 @@ def known_finite(x: Array, /, *, xp: Namespace) -> bool:
     bool
         False where some number is not, and where only waiting for a device, or for a
         value that is being traced, would say so: this one never waits.
+    """
+    return False
+
+
+@dispatched
+def is_plain(x: Array, /, *, xp: Namespace) -> bool:
+    """Whether an array is nothing but numbers in the host's memory.
+
+    Parameters
+    ----------
+    x : array
+        Any.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    bool
+        False for one that is traced, differentiated or on a device, and where a backend
+        does not say.  Constants that were made for a plain array serve the next one.
     """
     return False

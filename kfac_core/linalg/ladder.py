@@ -37,6 +37,7 @@ from kfac_core.linalg.cholesky import (
 )
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
+from kfac_core.linalg.finite import known_finite
 from kfac_core.linalg.fitness import (
     fit_problem,
     narrowed,
@@ -228,10 +229,8 @@ def _fit_probed(
     overflows, is looked at number by number.
     """
     known = probed(matrix, shift, xp=xp)
-    good = xp.all(xp.isfinite(known.image))
-    if shift is not None:
-        good = good & xp.all(shift >= 0)
-    if not bool(good):
+    good = known_finite(known.image, xp=xp) or bool(xp.all(xp.isfinite(known.image)))
+    if not (good and (shift is None or bool(xp.all(shift >= 0)))):
         require_fit(unfit_flags(matrix, shift, xp=xp), name, xp=xp)
     return known
 
