@@ -68,6 +68,9 @@ def _read(statuses: Mapping[str, Array]) -> dict[str, int]:
         groups.setdefault((library, str(device_of(status))), []).append(name)
     values: dict[str, int] = {}
     for names in groups.values():
+        if len(names) == 1:
+            values[names[0]] = int(statuses[names[0]])
+            continue
         stacked = [statuses[name] for name in names]
         xp = own_namespace(stacked[0])
         host = backend_of(xp).to_numpy(xp.stack(stacked))

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import array_api_compat
-
-from kfac_core.arrays import Scalar
+from kfac_core.arrays import Scalar, own_namespace
 from kfac_core.backend import Namespace
 from kfac_core.damping import DampingRule
 from kfac_core.factors.statistics import Statistics
@@ -59,7 +57,7 @@ class OperatorOptions:
 
     def namespace(self, statistics: Statistics, /) -> Namespace:
         """Return the namespace of the statistics' arrays."""
-        return array_api_compat.array_namespace(statistics.any_weight)
+        return own_namespace(statistics.any_weight)
 
     def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
         """Return the dtypes of computing and of applying."""

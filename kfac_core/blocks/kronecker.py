@@ -10,8 +10,7 @@ is made of independent groups, each with columns of V of its own.
 
 from __future__ import annotations
 
-import array_api_compat
-
+from kfac_core.arrays import own_namespace
 from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.operator import entering, leaving
 from kfac_core.blocks.sparse_rows import diagonal_at
@@ -218,4 +217,4 @@ class FactoredKronecker:
         return self.scale[..., None, None]
 
     def _xp(self) -> Namespace:
-        return array_api_compat.array_namespace(self.scale)
+        return own_namespace(self.scale)

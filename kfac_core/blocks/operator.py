@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import array_api_compat
-
-from kfac_core.arrays import cast, namespace_of, require_floating, require_matrix
+from kfac_core.arrays import (
+    cast,
+    namespace_of,
+    own_namespace,
+    require_floating,
+    require_matrix,
+)
 from kfac_core.backend import Array, Namespace
 from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.linalg.shifted import Factorization
@@ -110,5 +114,5 @@ def entering(
 
 def leaving(result: Array, vector: Array, /) -> Array:
     """Return a result in the dtype of the vector that it was computed from."""
-    xp = array_api_compat.array_namespace(result)
+    xp = own_namespace(result)
     return cast(xp, join_groups(result, xp=xp), vector.dtype)

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
-import array_api_compat
-
-from kfac_core.arrays import Scalar, any_status, cast, device_of, full_of
+from kfac_core.arrays import Scalar, any_status, cast, device_of, full_of, own_namespace
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import FactorizationError, NotReadyError
 from kfac_core.linalg.cholesky import add_to_diagonal
@@ -262,7 +260,7 @@ class ShiftedMatrix:
             )
 
     def _xp(self) -> Namespace:
-        return array_api_compat.array_namespace(self.matrix.array)
+        return own_namespace(self.matrix.array)
 
 
 def shifted_matrix(
@@ -302,7 +300,7 @@ def shifted_matrix(
     NotFiniteError, DampingError, FactorizationError
         As `kfac_core.linalg.ladder.cholesky_factor`.
     """
-    xp = array_api_compat.array_namespace(matrix.array)
+    xp = own_namespace(matrix.array)
     applied = matrix
     if apply_dtype is not None and apply_dtype != matrix.array.dtype:
         applied = SymmetricMatrix(cast(xp, matrix.array, apply_dtype), matrix.whole)

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import array_api_compat
-
-from kfac_core.arrays import Scalar, cast, device_of, full_of, status_unless
+from kfac_core.arrays import (
+    Scalar,
+    cast,
+    device_of,
+    full_of,
+    own_namespace,
+    status_unless,
+)
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
 from kfac_core.linalg.shifted import Factorization
@@ -145,7 +150,7 @@ class ShiftedDiagonal:
         return self.prepared("inverse")._entries(True)
 
     def _xp(self) -> Namespace:
-        return array_api_compat.array_namespace(self.entries)
+        return own_namespace(self.entries)
 
 
 def shifted_diagonal(
@@ -189,7 +194,7 @@ def shifted_diagonal(
         Where an entry of ``a + shift`` is zero and M has to be definite
         (``check="raise"``).
     """
-    xp = array_api_compat.array_namespace(entries)
+    xp = own_namespace(entries)
     shift = full_of(xp, shift, entries)
     good_shift = xp.all(xp.isfinite(shift) & (shift >= 0))
     finite = xp.all(xp.isfinite(entries))
