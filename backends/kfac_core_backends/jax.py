@@ -6,6 +6,7 @@ of float64 in silence unless it was told otherwise at start; `asarray` refuses i
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -72,7 +73,26 @@ def enable_float64() -> None:
 
 def compiled(function: Any, /, *, donate: tuple[int, ...]) -> Any:
     """Return the function as a program for each form of its arguments."""
-    return jax.jit(function, donate_argnums=donate)
+    options = _compiler_options(jax.default_backend())
+    return jax.jit(function, donate_argnums=donate, compiler_options=options)
+
+
+@functools.cache
+def _compiler_options(platform: str) -> dict[str, str] | None:
+    """Return what the compiler is told, None where it does not know it.
+
+    On the CPU to order operations so that little memory is in use at a time.  By default
+    all blocks are begun at once, in fresh memory of a few times the factors' size, and
+    the system's clearing of that takes a third of an update.
+    """
+    if platform != "cpu":
+        return None
+    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    try:
+        jax.jit(jnp.negative, compiler_options=options)(1.0)
+    except jax.errors.JaxRuntimeError:
+        return None
+    return options
 
 
 def register_structure(
@@ -92,18 +112,18 @@ def _panels(n: int) -> list[tuple[int, int]]:
     return [(start, min(start + width, n)) for start in range(0, n, width)]
 
 
-def _symmetric(panels: list[Any]) -> Any:
-    """Return the symmetric matrix of rows of panels that end at the diagonal."""
+def _stacked_up(panels: list[Any]) -> Any:
+    """Return a lower triangle of rows of panels that end at the diagonal."""
     n = panels[-1].shape[1]
-    lower = jnp.concatenate(
+    return jnp.concatenate(
         [jnp.pad(panel, ((0, 0), (0, n - panel.shape[1]))) for panel in panels]
     )
-    return jnp.tril(lower) + jnp.tril(lower, -1).T
 
 
 def _gram_by_panels(rows: Any) -> Any:
-    """Return ``rows^T rows``."""
-    return _symmetric([rows[:, a:b].T @ rows[:, :b] for a, b in _panels(rows.shape[1])])
+    """Return ``rows^T rows``, lower triangle."""
+    panels = [rows[:, a:b].T @ rows[:, :b] for a, b in _panels(rows.shape[1])]
+    return _stacked_up(panels)
 
 
 _compiled_gram: Any = jax.jit(_gram_by_panels)
@@ -112,17 +132,16 @@ _compiled_gram: Any = jax.jit(_gram_by_panels)
 def gram_update(
     total: Any, rows: Any, /, *, tail: Any, decay: Any, scale: Any, xp: Any
 ) -> Any:
-    """Return ``decay total + scale rows^T rows``, in half of the flops of a product."""
+    """Return ``decay total + scale rows^T rows``, lower triangle.
+
+    In half of the flops of a product, and without what mirroring takes.
+    """
     if rows.ndim != 2 or rows.shape[1] < _PANELS_FROM:
         return NotImplemented
-    product = _compiled_gram(rows)
     if tail is not None:
-        border = tail @ rows
-        product = jnp.block(
-            [[product, border[:, None]], [border, jnp.sum(tail * tail)]]
-        )
-    updated = product * scale
-    return updated if total is None else updated + total.full() * decay, True
+        rows = jnp.concatenate([rows, tail[:, None]], axis=1)
+    updated = _compiled_gram(rows) * scale
+    return updated if total is None else updated + total.array * decay, False
 
 
 def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
@@ -146,9 +165,9 @@ def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
 def _inverse_by_panels(lower: Any) -> Any:
     """Return ``L^-T L^-1`` by panels of the triangular inverse."""
     root = _triangular_inverse(lower, max(128, lower.shape[0] // 8))
-    return _symmetric(
-        [root[a:, a:b].T @ root[a:, :b] for a, b in _panels(lower.shape[0])]
-    )
+    panels = [root[a:, a:b].T @ root[a:, :b] for a, b in _panels(lower.shape[0])]
+    inverse = _stacked_up(panels)
+    return jnp.tril(inverse) + jnp.tril(inverse, -1).T
 
 
 _compiled_inverse: Any = jax.jit(_inverse_by_panels)

@@ -29,9 +29,10 @@ class FullFactor:
         """Return the average of nothing."""
         zeros = xp.zeros((*shape, shape[-1]), dtype=dtype, device=device)
         weight = zero_weight(xp, dtype=dtype, device=device)
-        # Sums that start so stay in the order in which LAPACK reads a lower triangle.
+        # Sums that start so stay in the order in which LAPACK reads a lower triangle, and
+        # in one form: what is added to them may be a lower triangle alone.
         turned = xp.matrix_transpose(zeros)
-        return Average(SymmetricMatrix(turned, whole=True), weight)
+        return Average(SymmetricMatrix(turned, whole=False), weight)
 
     def updated(
         self,

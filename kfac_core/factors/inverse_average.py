@@ -317,8 +317,8 @@ def inverse_average(size: int, /, *, damping: Scalar, like: Array) -> InverseAve
     eye = xp.eye(size, dtype=dtype, device=device)
     status = xp.zeros((), dtype=xp.int32, device=device)
     return InverseAverage(
-        SymmetricMatrix(eye * floor, whole=True),
-        SymmetricMatrix(eye / floor, whole=True),
+        SymmetricMatrix(eye * floor, whole=False),
+        SymmetricMatrix(eye / floor, whole=False),
         floor,
         zero,
         status,

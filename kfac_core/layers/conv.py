@@ -267,13 +267,17 @@ class Conv:
         """
         xp = require_parameters(parameters, self.parameter_shapes)
         weight = parameters["weight"]
-        if self.weight_layout == "oi_spatial":
-            weight = xp.permute_dims(weight, (*range(2, weight.ndim), 1, 0))
-        weight = xp.reshape(weight, (self._patch_size, self.out_channels))
-        if not self.bias:
-            return weight
-        bias = xp.reshape(parameters["bias"], (1, self.out_channels))
-        return xp.concat([weight, bias], axis=0)
+        # Joined with the channels as they lie in memory, as `Dense` does.
+        turned = self.weight_layout == "oi_spatial"
+        shape: tuple[int, int] = (self._patch_size, self.out_channels)
+        if turned:
+            weight = xp.permute_dims(weight, (0, *range(2, weight.ndim), 1))
+            shape = shape[::-1]
+        weight = xp.reshape(weight, shape)
+        if self.bias:
+            bias = xp.reshape(parameters["bias"], (-1, 1) if turned else (1, -1))
+            weight = xp.concat([weight, bias], axis=1 if turned else 0)
+        return xp.matrix_transpose(weight) if turned else weight
 
     def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
         """Turn a block's matrix back into parameter-shaped arrays, possibly views.
