@@ -237,7 +237,8 @@ def test_raising_looks_at_a_value(torch, call):
         act = {"update": lambda: kept.update({"fc": rows}), "refresh": kept.refresh}
 
         with pytest.raises(
-            (RuntimeError, AssertionError), match=r"_local_scalar_dense|numpy\(\)|CUDA|cuda"
+            (RuntimeError, AssertionError),
+            match=r"_local_scalar_dense|numpy\(\)|CUDA|cuda",
         ) as caught:
             act[call]()
 

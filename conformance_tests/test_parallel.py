@@ -187,3 +187,75 @@ def test_a_refresh_with_workers_holds_its_library(requires_adapters, rng, monkey
 
     assert set(held) == {3}
     assert np.array_equal(*made)
+
+
+def test_threads_start_and_end_with_small_problems(requires_adapters, rng, monkeypatch):
+    """One has them while the others have large ones; each block is made once."""
+    sizes = {"a": 130, "b": 200, "c": 131, "d": 180, "e": 132, "f": 133}
+    blocks = {
+        name: kc.Block(
+            kc.Dense(in_features=n, out_features=3, bias=False, weight_layout="io"),
+            kc.Kronecker(),
+        )
+        for name, n in sizes.items()
+    }
+    kept = kc.Estimator(
+        blocks,
+        **{"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"},
+        workers=2,
+    )
+    kept.update(
+        {
+            name: kc.Batch(rng.normal(size=(9, n)), rng.normal(size=(9, 3)))
+            for name, n in sizes.items()
+        }
+    )
+    started = []
+
+    def spied(function, problems, *, workers, library):
+        started.extend(problems)
+        return in_threads(function, problems, workers=workers, library=library)
+
+    monkeypatch.setattr("kfac_core.stacking.in_threads", spied)
+    kept.refresh()
+
+    names = [[name for stack in task for name in stack] for task in started]
+    assert sorted(name for task in names for name in task) == sorted(sizes)
+    # Half of one worker's share of the flops is the two smallest.
+    assert names == [["a"], ["b"], ["d"], ["f"], ["e"], ["c"]]
+
+
+def test_an_update_with_workers_is_that_of_one(requires_adapters, rng):
+    """Bit by bit; a batch that is refused changes nothing, and its block is named."""
+    sizes = {"a": 130, "b": 200, "c": 140}
+    blocks = {
+        name: kc.Block(
+            kc.Dense(in_features=n, out_features=3, bias=True, weight_layout="io"),
+            kc.Kronecker(),
+        )
+        for name, n in sizes.items()
+    }
+    batches = [
+        {
+            name: kc.Batch(rng.normal(size=(9, n)), rng.normal(size=(9, 3)))
+            for name, n in sizes.items()
+        }
+        for _ in range(3)
+    ]
+    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
+    kept = [kc.Estimator(blocks, workers=workers, **settings) for workers in (1, 2)]
+    for estimator in kept:
+        for batch in batches[:2]:
+            estimator.update(batch)
+    bad = dict(batches[2])
+    bad["b"] = kc.Batch(bad["b"].inputs * np.inf, bad["b"].output_grads)
+    with pytest.raises(kc.NotFiniteError, match=r"'b'.*`inputs`"):
+        kept[1].update(bad)
+    bad["b"] = kc.Batch(batches[2]["b"].inputs[:, 1:], bad["b"].output_grads)
+    with pytest.raises(kc.ShapeError, match="Block 'b'"):
+        kept[1].update(bad)
+
+    for name in blocks:
+        for side in ("input", "output"):
+            sums = [e.state(name).statistics.averages[side].sum.array for e in kept]
+            np.testing.assert_array_equal(*sums)

@@ -146,8 +146,9 @@ class Estimator:
     rates : Rates, optional
         How fast this machine is at what; see `kfac_core.costs`.
     workers : int
-        How many threads factorize at a refresh; see `kfac_core.linalg.parallel`.  With
-        more than one, the array library's own threads are shared out among them.
+        How many threads feed statistics, and factorize at a refresh; see
+        `kfac_core.linalg.parallel`.  With more than one, the array library's own threads
+        are shared out among them.
 
     Raises
     ------
@@ -854,6 +855,7 @@ class Estimator:
             skip={name: self.shared_factors.taken_by(name) for name in self.blocks},
             max_patch_elements=self.max_patch_elements,
             mean_gradients=self.parameter_statistics,
+            workers=self.workers,
             check=check,
         )
 

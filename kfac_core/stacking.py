@@ -25,7 +25,7 @@ from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive
-from kfac_core.linalg.parallel import in_threads
+from kfac_core.linalg.parallel import bundles, in_threads
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.status import Check
@@ -107,35 +107,14 @@ def operators_of_blocks(
     def all_of(stacks: list[list[str]]) -> dict[str, Made]:
         return {name: x for names in stacks for name, x in several(names).items()}
 
-    tasks = _tasks(blocks, list(stacks.values()), workers)
-    for part in in_threads(all_of, tasks, workers=workers, library=library):
-        found |= part
-    return {name: found[name] for name in blocks}
-
-
-def _tasks(
-    blocks: Mapping[str, Block], stacks: list[list[str]], workers: int
-) -> list[list[list[str]]]:
-    """Return what each call of a thread makes: stacks of names, in the order to start.
-
-    The most work first, so that no thread is left with it at the end.  But small
-    problems are mostly Python, for whose lock threads would wait in turn: the smallest,
-    up to half of one worker's share, are made by one thread while others have large
-    ones, half of them at the start and half at the end.
-    """
-
     def flops(names: list[str]) -> int:
         n, m = blocks[names[0]].layer.matrix_shape
         return len(names) * (n**3 + m**3)
 
-    ordered = sorted(stacks, key=flops, reverse=True)
-    room = sum(map(flops, ordered)) // (2 * workers)
-    small: list[list[str]] = []
-    while workers > 1 and len(ordered) > workers and flops(ordered[-1]) <= room:
-        room -= flops(ordered[-1])
-        small.append(ordered.pop())
-    tasks = [small[::2], *([names] for names in ordered), small[1::2]]
-    return [task for task in tasks if task]
+    tasks = bundles(list(stacks.values()), work=flops, workers=workers)
+    for part in in_threads(all_of, tasks, workers=workers, library=library):
+        found |= part
+    return {name: found[name] for name in blocks}
 
 
 def _alike(

@@ -6,16 +6,20 @@ has changed nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kfac_core.arrays import Scalar
-from kfac_core.backend import Array
+from kfac_core.backend import Array, backend_of
 from kfac_core.block import Block, Fed
 from kfac_core.conventions import Conventions
 from kfac_core.errors import KFACError
 from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.parallel import bundles, in_threads
 from kfac_core.stacked_updates import update_stacks, updated_stack
 from kfac_core.status import Check
 
@@ -36,6 +40,8 @@ class UpdateSettings:
         As for `kfac_core.Block.update`.
     mean_gradients : bool
         Whether the mean gradient of the batch is returned too.
+    workers : int
+        The number of threads, with ``check="raise"``; else nothing may be started.
     check : {"raise", "status"}
         With ``"status"`` a block whose batch is not finite keeps its statistics; with
         ``"raise"`` the caller looks at the statuses, and installs nothing if one is set.
@@ -45,6 +51,7 @@ class UpdateSettings:
     skip: Mapping[str, frozenset[str]]
     max_patch_elements: int | None
     mean_gradients: bool
+    workers: int
     check: Check
 
 
@@ -88,18 +95,45 @@ def updated_blocks(
     new: dict[str, Statistics] = {}
     for names in update_stacks(blocks, statistics, whole, decays, weights):
         new |= _of_stack(names, *arguments, settings)
+    rest = [name for name in batches if name not in new]
+
+    def some(names: list[str]) -> dict[str, Statistics]:
+        # What is infinite is found by its status; NumPy also warns of inf - inf, in
+        # each thread anew.
+        with np.errstate(invalid="ignore"):
+            return {name: _alone(name, *arguments, settings) for name in names}
+
+    workers = settings.workers if settings.check == "raise" else 1
+    if workers == 1:
+        new |= some(rest)
+    elif rest:
+        tasks = bundles(rest, work=lambda n: _numbers(blocks[n]), workers=workers)
+        library = backend_of(statistics[rest[0]].namespace)
+        for part in in_threads(some, tasks, workers=workers, library=library):
+            new |= part
     gradients: dict[str, Array] = {}
-    for name, batch in batches.items():
-        try:
-            if name not in new:
-                new[name] = _alone(name, *arguments, settings)
-            if settings.mean_gradients:
+    if settings.mean_gradients:
+        for name, batch in batches.items():
+            with _naming(name):
                 gradients[name] = blocks[name].mean_gradient(
                     batch, conventions=settings.conventions
                 )
-        except KFACError as error:
-            raise type(error)(f"Block {name!r}: {error}") from None
     return {name: new[name] for name in batches}, gradients
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Let errors name the block."""
+    try:
+        yield
+    except KFACError as error:
+        raise type(error)(f"Block {name!r}: {error}") from None
+
+
+def _numbers(block: Block) -> int:
+    """Return how many numbers a block's factors hold."""
+    n, m = block.layer.matrix_shape
+    return n * n + m * m
 
 
 def _alone(
@@ -119,9 +153,10 @@ def _alone(
         "max_patch_elements": settings.max_patch_elements,
     }
     block, old, batch = blocks[name], statistics[name], batches[name]
-    if settings.check == "status":
-        return block.update(old, batch, check="status", **options)
-    return block.unchecked_update(old, batch, **options)
+    with _naming(name):
+        if settings.check == "status":
+            return block.update(old, batch, check="status", **options)
+        return block.unchecked_update(old, batch, **options)
 
 
 def _of_stack(
@@ -134,7 +169,7 @@ def _of_stack(
     settings: UpdateSettings,
 ) -> dict[str, Statistics]:
     first = names[0]
-    try:
+    with _naming(first):
         return updated_stack(
             blocks[first],
             {name: statistics[name] for name in names},
@@ -144,5 +179,3 @@ def _of_stack(
             weight=weights[first],
             check=settings.check,
         )
-    except KFACError as error:
-        raise type(error)(f"Block {first!r}: {error}") from None

@@ -178,14 +178,15 @@ if lapack is not None:
             # The decay is multiplied on the way: BLAS would read the copy once more.
             c = empty(old.shape, old.dtype)
             np.multiply(old, beta, out=c)
-        if tail is None:
+        if tail is None and d <= _LEAF:
             # The rows transposed are in Fortran order already.
             wrapper = _SYRK[rows.dtype]
             updated = wrapper(alpha, rows.T, beta=1.0, c=c, lower=1, overwrite_c=1)
             return updated, False
         syrk(alpha, rows, 1.0, c[:d, :d])
-        c[d, :d] += alpha * (tail @ rows)
-        c[d, d] += alpha * (tail @ tail)
+        if tail is not None:
+            c[d, :d] += alpha * (tail @ rows)
+            c[d, d] += alpha * (tail @ tail)
         return c, False
 
     def _gram_of_stack(held: Any, rows: Any, beta: float, alpha: float) -> Any:

@@ -102,8 +102,11 @@ class FactoredKronecker:
         """
         V, xp = self._enter(vector, "vector")
         left = self.input.solve(V)
-        both = self.output.solve(xp.matrix_transpose(left))
-        return leaving(self._divided(xp.matrix_transpose(both)), vector)
+        if isinstance(self.output, ShiftedMatrix):
+            both = self.output.solve_right(left)
+        else:
+            both = xp.matrix_transpose(self.output.solve(xp.matrix_transpose(left)))
+        return leaving(self._divided(both), vector)
 
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``S^p (A + a I)^p V (G + b I)^p``.

@@ -18,6 +18,7 @@ from typing import Any
 from kfac_core.arrays import Scalar, is_finite_number, own_namespace
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import DecayError
+from kfac_core.linalg.finite import is_plain
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.structure import map_structure, structure
 
@@ -47,9 +48,15 @@ class Average:
         if not debias:
             return self.sum
         xp = own_namespace(self.weight)
-        inverse = 1.0 / xp.where(
-            self.weight > 0, self.weight, xp.ones_like(self.weight)
-        )
+        inverse: Scalar
+        if self.weight.ndim == 0 and is_plain(self.weight, xp=xp):
+            # Nothing is waited for, and calls on a number cost as much as on a matrix.
+            weight = float(self.weight)
+            inverse = 1.0 / weight if weight > 0 else 1.0
+        else:
+            inverse = 1.0 / xp.where(
+                self.weight > 0, self.weight, xp.ones_like(self.weight)
+            )
         if isinstance(self.sum, SymmetricMatrix):
             return self.sum.scaled(inverse)
         return map_structure(lambda x: x * inverse, self.sum)

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from kfac_core.backend import Backend
 
-__all__ = ["in_threads"]
+__all__ = ["bundles", "in_threads"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -71,6 +71,40 @@ def in_threads(
         hold = library.hold_threads
         with ThreadPoolExecutor(workers, initializer=hold, initargs=(share,)) as pool:
             return list(pool.map(function, problems))
+
+
+def bundles(
+    problems: Sequence[T], /, *, work: Callable[[T], int], workers: int
+) -> list[list[T]]:
+    """Return problems as what each call of a thread is to solve, in the order to start.
+
+    The most work first, so that no thread is left with it at the end.  But small
+    problems are mostly Python, for whose lock threads would wait in turn: the smallest,
+    up to half of one worker's share, are solved by one thread while others have large
+    ones, half of them at the start and half at the end.
+
+    Parameters
+    ----------
+    problems : sequence
+        Any.
+    work : callable
+        How much a problem takes, in any unit.
+    workers : int
+        The number of threads.
+
+    Returns
+    -------
+    list of list
+        Each problem once; with one worker each by itself.
+    """
+    ordered = sorted(problems, key=work, reverse=True)
+    room = sum(map(work, ordered)) // (2 * workers)
+    small: list[T] = []
+    while workers > 1 and len(ordered) > workers and work(ordered[-1]) <= room:
+        room -= work(ordered[-1])
+        small.append(ordered.pop())
+    tasks = [small[::2], *([problem] for problem in ordered), small[1::2]]
+    return [task for task in tasks if task]
 
 
 @contextlib.contextmanager

@@ -140,6 +140,16 @@ class ShiftedMatrix:
         assert made is not None
         return multiply_symmetric(made.matrix, v, xp=self._xp())
 
+    def solve_right(self, v: Array, /) -> Array:
+        """Return ``v M^-1``; of a whole inverse without turning anything around."""
+        xp = self._xp()
+        if self.solving == "inverse":
+            made = self._having("inverse").inverse
+            assert made is not None
+            if made.matrix.whole:
+                return xp.matmul(v, made.matrix.array)
+        return xp.matrix_transpose(self.solve(xp.matrix_transpose(v)))
+
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
 
