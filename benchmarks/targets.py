@@ -59,13 +59,17 @@ def _floors(run: Run) -> Iterator[Verdict]:
     for stage, by_core in OVER_THE_FLOOR.items():
         for place, where in enumerate(PLACES):
             for core, greatest in by_core.items():
-                kernels = run.figure(where, stage, KERNELS[core], "floors")
+                # On one thread PyTorch's matrices go through LAPACK's routines too.
+                bounds = (
+                    run.by_kernels(by, run.figure(where, stage, KERNELS[by], "floors"))
+                    for by in dict.fromkeys((core, "numpy"))
+                )
                 yield Verdict(
                     f"{TITLES[stage]}, over the floor",
                     *(where, core, run.threads),
                     run.figure(where, stage, core, "floors"),
                     greatest=greatest[place],
-                    bound=run.by_kernels(core, kernels),
+                    bound="; ".join(filter(None, bounds)),
                     noisy=run.noisy(where, stage, core),
                 )
 
@@ -125,11 +129,17 @@ def _cycles(run: Run) -> Iterator[Verdict]:
                 run.figure(where, "cycle", "curvlinops", "floors"),
             ),
         }
-        for core, kernels in KERNELS.items():
+        for core in KERNELS:
             way, own = run.fastest(where, ways, core)
-            alone = run.fastest(where, ways, kernels)[1]
+            alone = {
+                by: run.fastest(where, ways, KERNELS[by])[1]
+                for by in dict.fromkeys((core, "numpy"))
+            }
             for other, (name, floors) in others.items():
-                notes = [run.by_kernels(core, ratio(floors, alone)), TITLES[way]]
+                notes = [
+                    *(run.by_kernels(by, ratio(floors, x)) for by, x in alone.items()),
+                    TITLES[way],
+                ]
                 if other == "kfac-pytorch" and own and eigen:
                     notes += [
                         f"{eigen / own:.2f} over its default, eigendecompositions"

@@ -216,7 +216,7 @@ def test_threads_start_and_end_with_small_problems(requires_adapters, rng, monke
         started.extend(problems)
         return in_threads(function, problems, workers=workers, library=library)
 
-    monkeypatch.setattr("kfac_core.stacking.in_threads", spied)
+    monkeypatch.setattr("kfac_core.linalg.parallel.in_threads", spied)
     kept.refresh()
 
     names = [[name for stack in task for name in stack] for task in started]
@@ -259,3 +259,45 @@ def test_an_update_with_workers_is_that_of_one(requires_adapters, rng):
         for side in ("input", "output"):
             sums = [e.state(name).statistics.averages[side].sum.array for e in kept]
             np.testing.assert_array_equal(*sums)
+
+
+def test_products_with_workers_are_those_of_one(requires_adapters, rng, monkeypatch):
+    """Bit by bit; those of little work are the calling thread's."""
+    sizes = {"a": 150, "b": 200, "c": 140}
+    blocks = {
+        name: kc.Block(
+            kc.Dense(in_features=n, out_features=170, bias=True, weight_layout="oi"),
+            kc.Kronecker(),
+        )
+        for name, n in sizes.items()
+    }
+    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
+    batch = {
+        name: kc.Batch(rng.normal(size=(9, n)), rng.normal(size=(9, 170)))
+        for name, n in sizes.items()
+    }
+    gradients = {
+        name: {"weight": rng.normal(size=(170, n)), "bias": rng.normal(size=170)}
+        for name, n in sizes.items()
+    }
+    callers = []
+
+    def spied(function, problems, *, workers, library):
+        callers.append(workers)
+        return in_threads(function, problems, workers=workers, library=library)
+
+    monkeypatch.setattr("kfac_core.linalg.parallel.in_threads", spied)
+    found = []
+    for workers, worth in ((1, 0), (2, 0), (2, 10**12)):
+        monkeypatch.setattr("kfac_core.estimator.WORTH_THREADS", worth)
+        kept = kc.Estimator(blocks, workers=workers, **settings)
+        kept.update(batch)
+        kept.refresh()
+        callers.clear()
+        found.append(kept.precondition(gradients))
+        assert callers == ([2] if (workers, worth) == (2, 0) else [])
+
+    for other in found[1:]:
+        for name, parameters in found[0].items():
+            for key, value in parameters.items():
+                np.testing.assert_array_equal(other[name][key], value)

@@ -19,8 +19,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from kfac_core.approximations.eigen import Eigen, MomentStart
-from kfac_core.arrays import Scalar
-from kfac_core.backend import Array
+from kfac_core.arrays import Scalar, own_namespace
+from kfac_core.backend import Array, backend_of
 from kfac_core.background import BackgroundRefresh
 from kfac_core.batch_directions import direction_of_batch
 from kfac_core.block import Block, Fed
@@ -47,13 +47,16 @@ from kfac_core.estimator_state import dump_state, parse_state
 from kfac_core.factors.average import require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.feeding import detached, require_finite_rows
+from kfac_core.linalg.parallel import in_bundles
 from kfac_core.linalg.shifted import Factorization
 from kfac_core.losses.modes import EstimationMode
 from kfac_core.output_buffers import write_into
 from kfac_core.precision import Precision
 from kfac_core.products import (
     VECTOR_PRODUCTS,
+    WORTH_THREADS,
     apply_product,
+    product_flops,
     require_products,
     vector_of,
 )
@@ -146,9 +149,9 @@ class Estimator:
     rates : Rates, optional
         How fast this machine is at what; see `kfac_core.costs`.
     workers : int
-        How many threads feed statistics, and factorize at a refresh; see
-        `kfac_core.linalg.parallel`.  With more than one, the array library's own threads
-        are shared out among them.
+        How many threads feed statistics, factorize at a refresh and apply products of
+        more than some milliseconds; see `kfac_core.linalg.parallel`.  With more than one,
+        the array library's own threads are shared out among them.
 
     Raises
     ------
@@ -691,24 +694,40 @@ class Estimator:
             As `precondition` and the product itself.
         """
         require_one_of("product", product, VECTOR_PRODUCTS)
-        results: dict[str, dict[str, Any]] = {}
-        prepared: dict[str, BlockState] = {}
-        for name, parameters in vectors.items():
-            results[name], operator = apply_product(
-                self.blocks[self._known(name)],
-                self.operator(name),
-                parameters,
-                product=product,
-                arguments=arguments,
-                options=options,
-                name=name,
-            )
-            # What was prepared for this call is kept for the next one.
-            state = self._states[name]
-            if operator is not state.operator:
-                prepared[name] = dataclasses.replace(state, operator=operator)
-        self._states.update(prepared)
-        return results
+        operators = {name: self.operator(self._known(name)) for name in vectors}
+
+        def applied(names: list[str]) -> dict[str, Any]:
+            return {
+                name: apply_product(
+                    *(self.blocks[name], operators[name], vectors[name]),
+                    product=product,
+                    arguments=arguments,
+                    options=options,
+                    name=name,
+                )
+                for name in names
+            }
+
+        def flops(name: str) -> int:
+            return product_flops(self.blocks[name])
+
+        workers, library = self.workers, None
+        if workers > 1 and sum(map(flops, vectors)) < WORTH_THREADS:
+            workers = 1
+        if workers > 1:
+            library = backend_of(own_namespace(next(iter(operators.values())).status()))
+        found = in_bundles(
+            applied, list(vectors), work=flops, workers=workers, library=library
+        )
+        # What was prepared for this call is kept for the next one.
+        self._states.update(
+            {
+                name: dataclasses.replace(self._states[name], operator=operator)
+                for name, (_, operator) in found.items()
+                if operator is not operators[name]
+            }
+        )
+        return {name: found[name][0] for name in vectors}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the estimator holds, as plain dicts and arrays.

@@ -14,7 +14,14 @@ from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.feeding import detached_array
 from kfac_core.linalg.shifted import Factorization
 
-__all__ = ["VECTOR_PRODUCTS", "apply_product", "require_products", "vector_of"]
+__all__ = [
+    "VECTOR_PRODUCTS",
+    "WORTH_THREADS",
+    "apply_product",
+    "product_flops",
+    "require_products",
+    "vector_of",
+]
 
 VECTOR_PRODUCTS = (
     "multiply",
@@ -77,6 +84,16 @@ def vector_of(block: Block, parameters: Mapping[str, Any], /, *, name: str) -> A
         return block.parameters_to_matrix(given)
     except ShapeError as error:
         raise ShapeError(f"Block {name!r}: {error}") from None
+
+
+WORTH_THREADS = 10**9
+"""The flops from which on products are shared out among threads: 10 ms on one core."""
+
+
+def product_flops(block: Block, /) -> int:
+    """Return how many flops a product with two full factors takes."""
+    n, m = block.layer.matrix_shape
+    return 2 * n * m * (n + m)
 
 
 def apply_product(

@@ -25,7 +25,7 @@ from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive
-from kfac_core.linalg.parallel import bundles, in_threads
+from kfac_core.linalg.parallel import in_bundles
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.status import Check
@@ -99,10 +99,6 @@ def operators_of_blocks(
     for name, block in blocks.items():
         alike = _alike(block, statistics[name], dampings[name], options)
         stacks.setdefault(name if alike is None else alike, []).append(name)
-    found: dict[str, Made] = {}
-    library = None
-    if workers > 1 and blocks:
-        library = backend_of(statistics[next(iter(blocks))].namespace)
 
     def all_of(stacks: list[list[str]]) -> dict[str, Made]:
         return {name: x for names in stacks for name, x in several(names).items()}
@@ -111,9 +107,12 @@ def operators_of_blocks(
         n, m = blocks[names[0]].layer.matrix_shape
         return len(names) * (n**3 + m**3)
 
-    tasks = bundles(list(stacks.values()), work=flops, workers=workers)
-    for part in in_threads(all_of, tasks, workers=workers, library=library):
-        found |= part
+    library = None
+    if workers > 1 and blocks:
+        library = backend_of(statistics[next(iter(blocks))].namespace)
+    found = in_bundles(
+        all_of, list(stacks.values()), work=flops, workers=workers, library=library
+    )
     return {name: found[name] for name in blocks}
 
 

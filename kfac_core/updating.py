@@ -19,7 +19,7 @@ from kfac_core.block import Block, Fed
 from kfac_core.conventions import Conventions
 from kfac_core.errors import KFACError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.linalg.parallel import bundles, in_threads
+from kfac_core.linalg.parallel import in_bundles
 from kfac_core.stacked_updates import update_stacks, updated_stack
 from kfac_core.status import Check
 
@@ -103,14 +103,14 @@ def updated_blocks(
         with np.errstate(invalid="ignore"):
             return {name: _alone(name, *arguments, settings) for name in names}
 
-    workers = settings.workers if settings.check == "raise" else 1
-    if workers == 1:
-        new |= some(rest)
-    elif rest:
-        tasks = bundles(rest, work=lambda n: _numbers(blocks[n]), workers=workers)
-        library = backend_of(statistics[rest[0]].namespace)
-        for part in in_threads(some, tasks, workers=workers, library=library):
-            new |= part
+    workers = settings.workers if settings.check == "raise" and rest else 1
+    new |= in_bundles(
+        some,
+        rest,
+        work=lambda name: _numbers(blocks[name]),
+        workers=workers,
+        library=backend_of(statistics[rest[0]].namespace) if workers > 1 else None,
+    )
     gradients: dict[str, Array] = {}
     if settings.mean_gradients:
         for name, batch in batches.items():

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from scipy.linalg import cython_blas, cython_lapack
 
-__all__ = ["lauum", "potrf", "syrk", "trmm"]
+__all__ = ["lauum", "potrf", "symm", "syrk", "trmm", "trsm"]
 
 _PREFIX = {np.dtype(np.float32): "s", np.dtype(np.float64): "d"}
 
@@ -68,6 +68,26 @@ def trmm(alpha: float, lower: _Matrix, b: _Matrix, /, *, right: bool) -> None:
     trmm = _routine(cython_blas, "trmm", b.dtype, 11)
     shape = _int(m), _int(n)
     trmm(side, b"L", b"N", b"N", *shape, _address(scalar), *_part(lower), *_part(b))
+
+
+def trsm(a: _Matrix, b: _Matrix, /, *, right: bool, lower: bool, trans: bool) -> None:
+    """Put ``L^-1 B`` in place of B, or ``B L^-1`` where `right` is true.
+
+    L is the lower triangle of A, or its upper one, or the transpose of that.
+    """
+    ways = b"R" if right else b"L", b"L" if lower else b"U", b"T" if trans else b"N"
+    shape, one = (_int(b.shape[0]), _int(b.shape[1])), np.ones((), b.dtype)
+    trsm = _routine(cython_blas, "trsm", b.dtype, 11)
+    trsm(*ways, b"N", *shape, _address(one), *_part(a), *_part(b))
+
+
+def symm(a: _Matrix, b: _Matrix, c: _Matrix, /, *, right: bool, lower: bool) -> None:
+    """Put ``S B`` in C, or ``B S`` where `right` is true, from one triangle of S."""
+    ways = b"R" if right else b"L", b"L" if lower else b"U"
+    shape, factors = (_int(b.shape[0]), _int(b.shape[1])), np.asarray([1, 0], b.dtype)
+    one, zero = _address(factors), _address(factors[1:])
+    symm = _routine(cython_blas, "symm", b.dtype, 12)
+    symm(*ways, *shape, one, *_part(a), *_part(b), zero, *_part(c))
 
 
 @functools.cache

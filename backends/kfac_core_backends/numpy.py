@@ -22,7 +22,7 @@ from kfac_core_backends.reused_memory import empty
 try:
     from scipy.linalg import blas, lapack
 
-    from kfac_core_backends.lapack import lauum, potrf, syrk, trmm
+    from kfac_core_backends.lapack import lauum, potrf, symm, syrk, trmm, trsm
 except ImportError:
     blas = lapack = None  # type: ignore[assignment]
 
@@ -318,7 +318,11 @@ if lapack is not None:
         turned = v.flags.c_contiguous or not v.flags.f_contiguous
         x = empty(v.shape[::-1] if turned else v.shape, lower.dtype)
         x[...] = v.T if turned else v
-        options = {"lower": is_lower, "trans_a": trans ^ turned, "overwrite_b": 1}
+        trans ^= turned
+        if routine is _TRSM and a.shape[0] > _LEAF:
+            trsm(a, x, right=turned, lower=bool(is_lower), trans=bool(trans))
+            return x.T if turned else x
+        options = {"lower": is_lower, "trans_a": trans, "overwrite_b": 1}
         x = routine[lower.dtype](1.0, a, x, side=int(turned), **options)
         return x.T if turned else x
 
@@ -355,13 +359,15 @@ if lapack is not None:
             return _SYMV[a.dtype](1.0, a, v[:, 0], lower=is_lower)[:, None]
         if matrix.whole or v.size == 0:
             return NotImplemented
-        symm, side = _SYMM[a.dtype], 0
         transposed = v.flags.c_contiguous or not v.flags.f_contiguous
         if transposed:
-            v, side = v.T, 1
+            v = v.T
         out = empty(v.shape, a.dtype)
-        options = {"side": side, "lower": is_lower, "c": out, "overwrite_c": 1}
-        product = symm(1.0, a, v, beta=0.0, **options)
+        if a.shape[0] > _LEAF and v.flags.f_contiguous and v.dtype == a.dtype:
+            symm(a, v, out, right=transposed, lower=bool(is_lower))
+            return out.T if transposed else out
+        options = {"side": int(transposed), "lower": is_lower, "c": out}
+        product = _SYMM[a.dtype](1.0, a, v, beta=0.0, overwrite_c=1, **options)
         return product.T if transposed else product
 
     def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from kfac_core.backend import Backend
 
-__all__ = ["bundles", "in_threads"]
+__all__ = ["in_bundles", "in_threads"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -73,34 +73,55 @@ def in_threads(
             return list(pool.map(function, problems))
 
 
-def bundles(
-    problems: Sequence[T], /, *, work: Callable[[T], int], workers: int
-) -> list[list[T]]:
-    """Return problems as what each call of a thread is to solve, in the order to start.
+def in_bundles(
+    function: Callable[[list[T]], dict[str, R]],
+    problems: Sequence[T],
+    /,
+    *,
+    work: Callable[[T], int],
+    workers: int,
+    library: Backend | None,
+) -> dict[str, R]:
+    """Return what a function of several problems finds for all of them.
 
-    The most work first, so that no thread is left with it at the end.  But small
-    problems are mostly Python, for whose lock threads would wait in turn: the smallest,
-    up to half of one worker's share, are solved by one thread while others have large
-    ones, half of them at the start and half at the end.
+    The most work is begun first, so that no thread is left with it at the end.  But
+    small problems are mostly Python, for whose lock threads would wait in turn: the
+    smallest, up to half of one worker's share, are solved by one thread while others
+    have large ones, half of them at the start and half at the end.
 
     Parameters
     ----------
+    function : callable
+        Of a list of problems; changes nothing that another call reads.
     problems : sequence
         Any.
     work : callable
         How much a problem takes, in any unit.
-    workers : int
-        The number of threads.
+    workers, library : int, Backend
+        As for `in_threads`; with one worker the calling thread has all problems.
 
     Returns
     -------
-    list of list
-        Each problem once; with one worker each by itself.
+    dict
+        Of all names that were found, in no order.
     """
+    if workers == 1 or len(problems) < 2:
+        return function(list(problems))
+    found: dict[str, R] = {}
+    tasks = _bundles(problems, work, workers)
+    for part in in_threads(function, tasks, workers=workers, library=library):
+        found |= part
+    return found
+
+
+def _bundles(
+    problems: Sequence[T], work: Callable[[T], int], workers: int
+) -> list[list[T]]:
+    """Return each problem once, in lists and in the order to start."""
     ordered = sorted(problems, key=work, reverse=True)
     room = sum(map(work, ordered)) // (2 * workers)
     small: list[T] = []
-    while workers > 1 and len(ordered) > workers and work(ordered[-1]) <= room:
+    while len(ordered) > workers and work(ordered[-1]) <= room:
         room -= work(ordered[-1])
         small.append(ordered.pop())
     tasks = [small[::2], *([problem] for problem in ordered), small[1::2]]
