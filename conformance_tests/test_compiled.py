@@ -110,3 +110,20 @@ def test_a_library_without_a_compiler_says_so(rng):
         estimator.update({"a": batch})
     with pytest.raises(kc.UnsupportedError, match="refresh_threshold"):
         make(compiled=True, refresh_threshold=0.1)
+
+
+def test_a_compiled_stage_may_be_a_part_of_another_program(jax_backend, rng):
+    """Which is compiled as the whole is, and gives what the stage alone gives."""
+    jax = pytest.importorskip("jax")
+    estimator, V = make(compiled=True), gradients(jax_backend, rng)
+    estimator.update({"a": draw(jax_backend, rng)})
+    estimator.refresh()
+
+    alone = estimator.precondition(V)["a"]
+    part = jax.jit(lambda vectors: estimator.precondition(vectors)["a"])(V)
+    constant = jax.jit(lambda: estimator.precondition(V)["a"])()
+
+    for found in (part, constant):
+        for name, expected in alone.items():
+            got, known = (jax_backend.to_numpy(x) for x in (found[name], expected))
+            assert_close(got, known, "inverse", "float64")

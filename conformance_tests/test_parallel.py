@@ -189,27 +189,33 @@ def test_a_refresh_with_workers_holds_its_library(requires_adapters, rng, monkey
     assert np.array_equal(*made)
 
 
-def test_threads_start_and_end_with_small_problems(requires_adapters, rng, monkeypatch):
-    """One has them while the others have large ones; each block is made once."""
-    sizes = {"a": 130, "b": 200, "c": 131, "d": 180, "e": 132, "f": 133}
+def estimator_of(sizes, outputs, *, workers, bias=True):
+    """Return an estimator of dense layers of some widths."""
     blocks = {
         name: kc.Block(
-            kc.Dense(in_features=n, out_features=3, bias=False, weight_layout="io"),
+            kc.Dense(
+                in_features=n, out_features=outputs, bias=bias, weight_layout="oi"
+            ),
             kc.Kronecker(),
         )
         for name, n in sizes.items()
     }
-    kept = kc.Estimator(
-        blocks,
-        **{"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"},
-        workers=2,
-    )
-    kept.update(
-        {
-            name: kc.Batch(rng.normal(size=(9, n)), rng.normal(size=(9, 3)))
-            for name, n in sizes.items()
-        }
-    )
+    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
+    return kc.Estimator(blocks, workers=workers, **settings)
+
+
+def batch_of(rng, sizes, outputs):
+    return {
+        name: kc.Batch(rng.normal(size=(9, n)), rng.normal(size=(9, outputs)))
+        for name, n in sizes.items()
+    }
+
+
+def test_threads_start_and_end_with_small_problems(requires_adapters, rng, monkeypatch):
+    """One has them while the others have large ones; each block is made once."""
+    sizes = {"a": 130, "b": 200, "c": 131, "d": 180, "e": 132, "f": 133}
+    kept = estimator_of(sizes, 3, workers=2, bias=False)
+    kept.update(batch_of(rng, sizes, 3))
     started = []
 
     def spied(function, problems, *, workers, library):
@@ -228,22 +234,8 @@ def test_threads_start_and_end_with_small_problems(requires_adapters, rng, monke
 def test_an_update_with_workers_is_that_of_one(requires_adapters, rng):
     """Bit by bit; a batch that is refused changes nothing, and its block is named."""
     sizes = {"a": 130, "b": 200, "c": 140}
-    blocks = {
-        name: kc.Block(
-            kc.Dense(in_features=n, out_features=3, bias=True, weight_layout="io"),
-            kc.Kronecker(),
-        )
-        for name, n in sizes.items()
-    }
-    batches = [
-        {
-            name: kc.Batch(rng.normal(size=(9, n)), rng.normal(size=(9, 3)))
-            for name, n in sizes.items()
-        }
-        for _ in range(3)
-    ]
-    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
-    kept = [kc.Estimator(blocks, workers=workers, **settings) for workers in (1, 2)]
+    batches = [batch_of(rng, sizes, 3) for _ in range(3)]
+    kept = [estimator_of(sizes, 3, workers=workers) for workers in (1, 2)]
     for estimator in kept:
         for batch in batches[:2]:
             estimator.update(batch)
@@ -255,7 +247,7 @@ def test_an_update_with_workers_is_that_of_one(requires_adapters, rng):
     with pytest.raises(kc.ShapeError, match="Block 'b'"):
         kept[1].update(bad)
 
-    for name in blocks:
+    for name in sizes:
         for side in ("input", "output"):
             sums = [e.state(name).statistics.averages[side].sum.array for e in kept]
             np.testing.assert_array_equal(*sums)
@@ -264,18 +256,7 @@ def test_an_update_with_workers_is_that_of_one(requires_adapters, rng):
 def test_products_with_workers_are_those_of_one(requires_adapters, rng, monkeypatch):
     """Bit by bit; those of little work are the calling thread's."""
     sizes = {"a": 150, "b": 200, "c": 140}
-    blocks = {
-        name: kc.Block(
-            kc.Dense(in_features=n, out_features=170, bias=True, weight_layout="oi"),
-            kc.Kronecker(),
-        )
-        for name, n in sizes.items()
-    }
-    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
-    batch = {
-        name: kc.Batch(rng.normal(size=(9, n)), rng.normal(size=(9, 170)))
-        for name, n in sizes.items()
-    }
+    batch = batch_of(rng, sizes, 170)
     gradients = {
         name: {"weight": rng.normal(size=(170, n)), "bias": rng.normal(size=170)}
         for name, n in sizes.items()
@@ -290,7 +271,7 @@ def test_products_with_workers_are_those_of_one(requires_adapters, rng, monkeypa
     found = []
     for workers, worth in ((1, 0), (2, 0), (2, 10**12)):
         monkeypatch.setattr("kfac_core.estimator.WORTH_THREADS", worth)
-        kept = kc.Estimator(blocks, workers=workers, **settings)
+        kept = estimator_of(sizes, 170, workers=workers)
         kept.update(batch)
         kept.refresh()
         callers.clear()

@@ -16,8 +16,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from kfac_core.approximations.eigen import Eigen, MomentStart
 from kfac_core.arrays import Scalar, own_namespace
 from kfac_core.backend import Array, backend_of
@@ -815,11 +813,9 @@ class Estimator:
                         states[name], statistics=kept
                     )
         else:
-            # What is infinite is found by its status; NumPy also warns of inf - inf.
-            with np.errstate(invalid="ignore"):
-                statistics, gradients = updated_blocks(
-                    self.blocks, *arguments, settings=self._update_settings(check)
-                )
+            statistics, gradients = updated_blocks(
+                self.blocks, *arguments, settings=self._update_settings(check)
+            )
         if check == "raise":
             require_finite_rows({name: new.status for name, new in statistics.items()})
         return {

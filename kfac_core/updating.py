@@ -98,10 +98,7 @@ def updated_blocks(
     rest = [name for name in batches if name not in new]
 
     def some(names: list[str]) -> dict[str, Statistics]:
-        # What is infinite is found by its status; NumPy also warns of inf - inf, in
-        # each thread anew.
-        with np.errstate(invalid="ignore"):
-            return {name: _alone(name, *arguments, settings) for name in names}
+        return {name: _alone(name, *arguments, settings) for name in names}
 
     workers = settings.workers if settings.check == "raise" and rest else 1
     new |= in_bundles(
@@ -114,7 +111,7 @@ def updated_blocks(
     gradients: dict[str, Array] = {}
     if settings.mean_gradients:
         for name, batch in batches.items():
-            with _naming(name):
+            with _quietly(name):
                 gradients[name] = blocks[name].mean_gradient(
                     batch, conventions=settings.conventions
                 )
@@ -122,10 +119,14 @@ def updated_blocks(
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Let errors name the block."""
+def _quietly(name: str) -> Iterator[None]:
+    """Let errors name the block; in each thread anew, NumPy does not warn.
+
+    What is infinite is found by its status, and NumPy would also warn of inf - inf.
+    """
     try:
-        yield
+        with np.errstate(invalid="ignore"):
+            yield
     except KFACError as error:
         raise type(error)(f"Block {name!r}: {error}") from None
 
@@ -153,7 +154,7 @@ def _alone(
         "max_patch_elements": settings.max_patch_elements,
     }
     block, old, batch = blocks[name], statistics[name], batches[name]
-    with _naming(name):
+    with _quietly(name):
         if settings.check == "status":
             return block.update(old, batch, check="status", **options)
         return block.unchecked_update(old, batch, **options)
@@ -169,7 +170,7 @@ def _of_stack(
     settings: UpdateSettings,
 ) -> dict[str, Statistics]:
     first = names[0]
-    with _naming(first):
+    with _quietly(first):
         return updated_stack(
             blocks[first],
             {name: statistics[name] for name in names},

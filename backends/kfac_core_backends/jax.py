@@ -73,8 +73,18 @@ def enable_float64() -> None:
 
 def compiled(function: Any, /, *, donate: tuple[int, ...]) -> Any:
     """Return the function as a program for each form of its arguments."""
+    plain = jax.jit(function, donate_argnums=donate)
     options = _compiler_options(jax.default_backend())
-    return jax.jit(function, donate_argnums=donate, compiler_options=options)
+    if options is None:
+        return plain
+    alone = jax.jit(function, donate_argnums=donate, compiler_options=options)
+
+    def run(*arguments: Any) -> Any:
+        # A part of another program is compiled as that is; JAX refuses options for it.
+        part = isinstance(jnp.zeros(()), jax.core.Tracer)
+        return (plain if part else alone)(*arguments)
+
+    return run
 
 
 @functools.cache

@@ -229,8 +229,11 @@ def _fit_probed(
     overflows, is looked at number by number.
     """
     known = probed(matrix, shift, xp=xp)
-    good = known_finite(known.image, xp=xp) or bool(xp.all(xp.isfinite(known.image)))
-    if not (good and (shift is None or bool(xp.all(shift >= 0)))):
+    # What the host does not know yet it waits for once.
+    good = known_finite(known.image, xp=xp) or xp.all(xp.isfinite(known.image))
+    if shift is not None:
+        good = xp.all(shift >= 0) & good
+    if not bool(good):
         require_fit(unfit_flags(matrix, shift, xp=xp), name, xp=xp)
     return known
 
@@ -248,7 +251,7 @@ def _tried_factor(
     lower = damped_cholesky(matrix, shift, xp=xp)
     residual = cholesky_residual(matrix, shift, lower, known=known, xp=xp)
     # What is not finite in L is not in the residual either.
-    if not (_has_positive_diagonal(lower, xp) and _holds(residual, xp)):
+    if not bool(_has_positive_diagonal(lower, xp) & _holds(residual, xp)):
         return None
     return Positive(
         lower, _no_flags(residual, xp), residual, xp.zeros_like(residual), rung
@@ -272,22 +275,23 @@ def _tried_inverse(
     own = lower is None
     if lower is None:
         lower = damped_cholesky(matrix, shift, xp=xp)
-        if not _has_positive_diagonal(lower, xp):
+        if not bool(_has_positive_diagonal(lower, xp)):
             return None
     X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
     residual = inverse_residual(matrix, shift, X, known=known, xp=xp)
-    if not _holds(residual, xp):
+    if not bool(_holds(residual, xp)):
         return None
     return Inverse(X, _no_flags(residual, xp), residual, xp.zeros_like(residual), rung)
 
 
-def _has_positive_diagonal(lower: Array, xp: Namespace) -> bool:
-    return bool(xp.all(xp.linalg.diagonal(lower) > 0))
+def _has_positive_diagonal(lower: Array, xp: Namespace) -> Array:
+    """Return whether all factors of a stack may be ones, 0-d."""
+    return xp.all(xp.linalg.diagonal(lower) > 0)
 
 
-def _holds(residual: Array, xp: Namespace) -> bool:
-    """Whether all residuals of a stack are small, which waits for their device."""
-    return bool(xp.all(residual <= RESIDUAL_LIMIT))
+def _holds(residual: Array, xp: Namespace) -> Array:
+    """Return whether all residuals of a stack are small, 0-d."""
+    return xp.all(residual <= RESIDUAL_LIMIT)
 
 
 def _made_basis(

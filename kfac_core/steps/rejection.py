@@ -56,7 +56,7 @@ def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
     accepted : bool or 0-d array of bool
         Whether the step is taken.  An array is not looked at, and may be traced.
     proposed, current : tree of array
-        States of one combinable, shapes and dtypes.
+        States of one form, of equal shapes and dtypes.
 
     Returns
     -------
