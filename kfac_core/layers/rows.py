@@ -231,14 +231,7 @@ class Rows:
 
         Those in `known` are finite and need not be read; 0 where that is both.
         """
-        status: Array | int = 0
-        if "inputs" not in known:
-            good = all_finite(self.inputs, xp=xp)
-            status = status_unless(xp, good, Status.INPUTS_NOT_FINITE)
-        if "output_grads" not in known:
-            good = all_finite(self.output_grads, xp=xp)
-            status = status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE) | status
-        return status
+        return _finite_status(self.inputs, self.output_grads, xp, known)
 
     def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return the x with their homogeneous coordinate."""
@@ -355,16 +348,22 @@ class PixelRows:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
 
-    def status(self, *, xp: Namespace) -> Array:
+    def status(self, *, xp: Namespace) -> Array | int:
         """Return which of the two arrays is not finite, 0-d int32 of `Status` flags."""
-        return _finite_status(self.pixels, self.output_grads, xp)
+        return _finite_status(self.pixels, self.output_grads, xp, frozenset())
 
 
-def _finite_status(x: Array, g: Array, xp: Namespace) -> Array:
-    good_inputs, good_grads = all_finite(x, xp=xp), all_finite(g, xp=xp)
-    return status_unless(xp, good_inputs, Status.INPUTS_NOT_FINITE) | status_unless(
-        xp, good_grads, Status.OUTPUT_GRADS_NOT_FINITE
-    )
+def _finite_status(
+    x: Array, g: Array, xp: Namespace, known: frozenset[str]
+) -> Array | int:
+    status: Array | int = 0
+    if "inputs" not in known:
+        good = all_finite(x, xp=xp)
+        status = status_unless(xp, good, Status.INPUTS_NOT_FINITE)
+    if "output_grads" not in known:
+        good = all_finite(g, xp=xp)
+        status = status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE) | status
+    return status
 
 
 def require_finite(status: int, /, *, name: str) -> None:
