@@ -14,6 +14,7 @@ definitions in the pure standard then do everything.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.abc
 import os
 import sys
@@ -211,6 +212,28 @@ def _strictest(name: str) -> None:
 
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
+        if os.environ.get("KFAC_CORE_TEST_TORCH_ON_HOST") != "1":
+            _let_pytorch_compute()
+
+
+def _let_pytorch_compute() -> None:
+    """Keep from NumPy what it computes for PyTorch on one thread, as here.
+
+    ``KFAC_CORE_TEST_TORCH_ON_HOST=1`` leaves it to NumPy, as programs on one thread do;
+    ``test_torch_lapack.py`` always does.
+    """
+    try:
+        lapack = importlib.import_module("kfac_core_backends.torch_lapack")
+    except ModuleNotFoundError:
+        return
+    if hasattr(lapack.on_one_thread, "__wrapped__"):
+        return
+
+    @functools.wraps(lapack.on_one_thread)
+    def never() -> bool:
+        return False
+
+    lapack.on_one_thread = never
 
 
 @pytest.fixture

@@ -17,14 +17,18 @@ N = 150
 
 
 @pytest.fixture
-def on_one_thread(requires_backend):
-    """PyTorch, and every BLAS, on one thread each; tells what was made by LAPACK."""
+def on_one_thread(requires_backend, monkeypatch):
+    """PyTorch, and every BLAS, on one thread each, so that NumPy computes for it."""
     backend = requires_backend("torch", adapter=True)
     if backend.device is not None and backend.device.type != "cpu":
         pytest.skip("a test of the CPU")
     for needed in ("scipy", "threadpoolctl"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
+    lapack = importlib.import_module("kfac_core_backends.torch_lapack")
+    own = lapack.on_one_thread
+    # What `conftest.py` put in its place.
+    monkeypatch.setattr(lapack, "on_one_thread", getattr(own, "__wrapped__", own))
     release = backend.adapter.hold_threads(1)
     yield backend
     release()
@@ -132,7 +136,7 @@ def test_an_estimator_gives_what_numpys_gives(on_one_thread, calls, dtype, rng):
             got = estimator.precondition({"fc": gradient})["fc"]["weight"]
             found.setdefault(solving, []).append(kc.to_numpy(got))
 
-    assert {"gram_update", "scale_symmetric", "multiply_symmetric"} <= set(calls)
+    assert {"gram_update", "multiply_symmetric"} <= set(calls)
     for ours, theirs in found.values():
         assert_close(theirs, ours.astype(np.float64), "inverse", dtype)
 

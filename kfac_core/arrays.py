@@ -102,7 +102,9 @@ def namespace_of(
 def own_namespace(x: Array, /) -> Namespace:
     """Return the namespace of one thing that is known to be an array."""
     xp = _namespaces.get(type(x))
-    return array_api_compat.array_namespace(x) if xp is None else xp
+    if xp is None:
+        xp = _namespaces[type(x)] = array_api_compat.array_namespace(x)
+    return xp
 
 
 def same_place(**arrays: Array | None) -> None:

@@ -75,6 +75,9 @@ OPERATIONS = (
     "relative_norm",
     "count_indices",
     "sum_rows_at",
+    "host_computes",
+    "host_view",
+    "from_host",
 )
 """The operations that a backend may replace by native ones, by these names."""
 

@@ -25,10 +25,12 @@ from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive
+from kfac_core.linalg.host import returned, seen
 from kfac_core.linalg.parallel import in_bundles
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.status import Check
+from kfac_core.structure import replaced
 
 __all__ = [
     "STACKED_UP_TO",
@@ -81,8 +83,8 @@ def operators_of_blocks(
 
     def one(name: str) -> Made:
         try:
-            return blocks[name].operator(
-                statistics[name], damping=dampings[name], name=name, **options
+            return _of_one(
+                name, blocks[name], statistics[name], dampings[name], options
             )
         except (FactorizationError, NotFiniteError) as error:
             return error
@@ -116,6 +118,56 @@ def operators_of_blocks(
     return {name: found[name] for name in blocks}
 
 
+def _of_one(
+    name: str,
+    block: Block,
+    statistics: Statistics,
+    damping: Scalar,
+    options: Mapping[str, Any],
+) -> CurvatureOperator:
+    """Make one block's operator: by NumPy, where its library leaves that to NumPy."""
+    xp, memo, views = statistics.namespace, options.get("memo"), None
+    if type(block.approximation) is Kronecker and isinstance(damping, int | float):
+        views = _seen(statistics, memo, xp)
+    operator = block.operator(
+        views or statistics, damping=damping, name=name, **options
+    )
+    return operator if views is None else _returned(operator, memo, xp)
+
+
+def _seen(
+    statistics: Statistics, memo: dict[Any, Any] | None, xp: Namespace
+) -> Statistics | None:
+    """Return statistics as NumPy sees them, or None; see `kfac_core.linalg.host`.
+
+    An average that several blocks share has one view: what is remembered of it is
+    remembered by its identity.
+    """
+    views = seen(statistics, xp=xp)
+    if views is None or memo is None:
+        return views
+    averages = {
+        side: memo.setdefault(("seen", id(average)), views.averages[side])
+        for side, average in statistics.averages.items()
+    }
+    return replaced(views, averages=averages)
+
+
+def _returned(
+    operator: Any, memo: dict[Any, Any] | None, xp: Namespace
+) -> CurvatureOperator:
+    """Return an operator that NumPy made; a basis that several share is one again."""
+    made = returned(operator, xp=xp)
+    if memo is not None:
+        for side in ("input", "output"):
+            basis = getattr(getattr(operator, side), "basis", None)
+            if basis is not None:
+                part = getattr(made, side)
+                one = memo.setdefault(("returned", id(basis)), part.basis)
+                made = replaced(made, **{side: replaced(part, basis=one)})
+    return made  # type: ignore[no-any-return]
+
+
 def _alike(
     block: Block, statistics: Statistics, damping: Scalar, options: Mapping[str, Any]
 ) -> Any:
@@ -147,19 +199,20 @@ def _of_stack(
 
     Where all of them hold on the first rung, nothing has to be looked at again.
     """
-    stack = stacked_statistics(statistics, statistics[0].namespace, mirrored=True)
+    xp = statistics[0].namespace
+    stack = stacked_statistics(statistics, xp, mirrored=True)
     # What is remembered for blocks that share factors is remembered by the identity of
     # an average, and the stack's are gone after this.
     options = {**options, "memo": None}
     made: Any
     try:
-        made = block.operator(stack, damping=damping, name="stack", **options)
+        made = _of_one("stack", block, stack, damping, options)
         if all(part.rung == "working" for part in _factorizations(made)):
             return made  # type: ignore[no-any-return]
     except (FactorizationError, NotFiniteError):
         pass
     reported = {**options, "check": "status"}
-    made = block.operator(stack, damping=damping, name="stack", **reported)
+    made = _of_one("stack", block, stack, damping, reported)
     return made  # type: ignore[no-any-return]
 
 

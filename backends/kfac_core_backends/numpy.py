@@ -109,6 +109,8 @@ if lapack is not None:
 
     _BELOW = {dtype: np.asfortranarray(np.tri(_LEAF, dtype=dtype)) for dtype in _FLOATS}
 
+    _ABOVE = np.triu(np.ones((_LEAF, _LEAF), dtype=bool), 1)
+
     def _stored(array: Any) -> tuple[Any, int]:
         """Return a matrix as LAPACK reads it, and whether it is in its lower triangle.
 
@@ -217,14 +219,18 @@ if lapack is not None:
         return a
 
     def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
-        """Return ``(L L^T)^-1``, lower triangle, as ``L^-T L^-1``."""
+        """Return ``(L L^T)^-1`` as ``L^-T L^-1``, lower triangle; both of a small one."""
         if lower.dtype not in _FLOATS:
             return NotImplemented
         if lower.ndim != 2:
             return _inverse_of_stack(lower), True
         root = lower if overwrite and _is_ours(lower) else _lower_copy(lower)
-        if root.shape[0] <= _LEAF:
-            return _POTRI[root.dtype](root, lower=1, overwrite_c=1)[0], False
+        n = root.shape[0]
+        if n <= _LEAF:
+            inverse = _POTRI[root.dtype](root, lower=1, overwrite_c=1)[0]
+            # So small a matrix is multiplied with in less time if it is whole.
+            np.copyto(inverse, inverse.T, where=_ABOVE[:n, :n])
+            return inverse, True
         _invert_lower(root)
         lauum(root)
         return root, False

@@ -113,13 +113,18 @@ def _plain(*tensors: Any) -> bool:
     Not where something looks on: autograd, a function transform, a compiler, or a
     subclass of tensors.  A GPU has its own kernels for what is done by panels here.
     """
-    return not torch.compiler.is_compiling() and all(
-        type(x) is torch.Tensor
-        and x.device.type == "cpu"
-        and not x.requires_grad
-        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-        for x in tensors
-    )
+    if torch.compiler.is_compiling():
+        return False
+    # A loop, since this is asked a hundred times in a refresh.
+    for x in tensors:
+        if (
+            type(x) is not torch.Tensor
+            or not x.is_cpu
+            or x.requires_grad
+            or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        ):
+            return False
+    return True
 
 
 def gram_update(
@@ -157,12 +162,20 @@ def gram_update(
     return torch.addmm(total.array, rows.mT, rows, beta=decay, alpha=scale), False
 
 
+_SYRK_FROM = 112
+"""From this width on, half of the flops are worth a call for each matrix of a stack."""
+
+
 def _stacked_gram(total: Any, rows: Any, tail: Any, decay: Any, scale: Any) -> Any:
     """Return `gram_update` of a stack, with the average in ``beta``."""
     if total is None or total.array.ndim != 3:
         return NotImplemented
     if tail is not None:
         rows = torch.cat([rows, tail[..., None]], dim=-1)
+    if rows.shape[-1] >= _SYRK_FROM and _plain(rows, total.array):
+        found = lapack.gram_update(total, rows, None, decay, scale)
+        if found is not None:
+            return found
     return torch.baddbmm(total.array, rows.mT, rows, beta=decay, alpha=scale), False
 
 
@@ -262,6 +275,28 @@ def is_plain(x: Any, /, *, xp: Any) -> bool:
     """Whether it is a tensor on the CPU that nothing looks on at."""
     # What is made in inference mode cannot take part in gradients later.
     return _plain(x) and not torch.is_inference_mode_enabled()
+
+
+_SEEN = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
+"""The dtypes in which NumPy computes as fast as PyTorch."""
+
+
+def host_computes(*, xp: Any) -> bool:
+    """Whether NumPy is to compute: where PyTorch has no threads to win by."""
+    return lapack.on_one_thread()
+
+
+def host_view(x: Any, /, *, xp: Any) -> Any:
+    """Return a NumPy array on the memory of a plain tensor on the CPU."""
+    return x.numpy() if x.dtype in _SEEN and _plain(x) else None
+
+
+def from_host(x: Any, /, *, xp: Any) -> Any:
+    """Return a tensor on the memory of a NumPy array."""
+    # Scalars have no memory to share, and PyTorch warns of what is read-only.
+    if not isinstance(x, np.ndarray) or not x.flags.writeable:
+        x = np.array(x)
+    return torch.from_numpy(x)
 
 
 def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:

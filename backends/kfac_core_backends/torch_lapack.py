@@ -22,11 +22,12 @@ __all__ = [
     "damped_cholesky",
     "gram_update",
     "multiply_symmetric",
+    "on_one_thread",
     "scale_symmetric",
     "solve_triangular",
 ]
 
-_FROM = 128
+_FROM = 65
 """Below this size PyTorch's own calls cost no more."""
 
 _STACKED_FROM = 32
@@ -54,11 +55,15 @@ def _host(matrix: Any, /) -> Any:
     smallest = _FROM if matrix.ndim == 2 else _STACKED_FROM
     if matrix.shape[-1] < smallest or matrix.dtype not in _FLOATS:
         return None
-    if torch.get_num_threads() != 1 or (host := _installed()) is None:
-        return None
+    return _installed() if on_one_thread() else None
+
+
+def on_one_thread() -> bool:
+    """Whether SciPy is there, and PyTorch and every BLAS compute on one thread."""
+    if torch.get_num_threads() != 1 or _installed() is None:
+        return False
     pools = blas_threads.pools()
-    known = pools is not None and all(pool.num_threads == 1 for pool in pools)
-    return host if known else None
+    return pools is not None and all(pool.num_threads == 1 for pool in pools)
 
 
 def _seen(matrix: Any, /) -> _Matrix:

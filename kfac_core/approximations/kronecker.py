@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.options import NOTHING, OperatorOptions
-from kfac_core.arrays import Scalar, as_scalar, cast, full_of, status_unless
+from kfac_core.arrays import Scalar, as_scalar, cast, device_of, full_of, status_unless
 from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.exact_kronecker import ExactKronecker
 from kfac_core.blocks.kronecker import FactoredKronecker
@@ -43,6 +43,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
+from kfac_core.linalg.finite import plain_number
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.status import Status
 from kfac_core.structure import replaced
@@ -330,14 +331,20 @@ def kronecker_operator(
         )
         for kind, side in zip(kinds, sides, strict=True)
     ]
-    S = cast(xp, scale, compute)
-    S = xp.where(S > 0, S, xp.ones_like(S))
+    number = plain_number(scale, xp=xp)
+    if number is not None:
+        number = number if number > 0 else 1.0
+        S = xp.full((), number, dtype=compute, device=device_of(scale))
+    else:
+        S = cast(xp, scale, compute)
+        S = xp.where(S > 0, S, xp.ones_like(S))
     damping = as_scalar(xp, options.damping, compute, "damping")
     lam = full_of(xp, damping, S)
     means = [k.mean_eigenvalue(value) for k, value in zip(kinds, values, strict=True)]
     exact = options.rule == "exact"
-    shifts = [xp.zeros_like(mean) for mean in means]
-    if not exact:
+    if exact:
+        shifts = [xp.zeros_like(mean) for mean in means]
+    else:
         unit_pi = options.rule == "factored_unit_pi"
         shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
     parts = []

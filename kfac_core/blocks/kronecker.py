@@ -15,7 +15,7 @@ from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.operator import entering, leaving
 from kfac_core.blocks.sparse_rows import diagonal_at
 from kfac_core.factors.factor import Shifted
-from kfac_core.linalg.finite import is_plain
+from kfac_core.linalg.finite import plain_number
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, Solving
 from kfac_core.structure import replaced, structure
@@ -201,7 +201,7 @@ class FactoredKronecker:
         full = isinstance(self.input, ShiftedMatrix) and isinstance(
             self.output, ShiftedMatrix
         )
-        if full and S.ndim == 0 and is_plain(S, xp=self._xp()) and float(S) == 1.0:
+        if full and plain_number(S, xp=self._xp()) == 1.0:
             return product
         return product / self._scale()
 

@@ -18,7 +18,7 @@ from typing import Any
 from kfac_core.arrays import Scalar, is_finite_number, own_namespace
 from kfac_core.backend import Array, Namespace
 from kfac_core.errors import DecayError
-from kfac_core.linalg.finite import is_plain
+from kfac_core.linalg.finite import plain_number
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.structure import map_structure, structure
 
@@ -49,9 +49,8 @@ class Average:
             return self.sum
         xp = own_namespace(self.weight)
         inverse: Scalar
-        if self.weight.ndim == 0 and is_plain(self.weight, xp=xp):
-            # Nothing is waited for, and calls on a number cost as much as on a matrix.
-            weight = float(self.weight)
+        weight = plain_number(self.weight, xp=xp)
+        if weight is not None:
             inverse = 1.0 / weight if weight > 0 else 1.0
         else:
             inverse = 1.0 / xp.where(

@@ -6,10 +6,13 @@ there cancel nothing.  So rows need not be read for it where their sums are at h
 
 from __future__ import annotations
 
+import numbers
+
+from kfac_core.arrays import Scalar
 from kfac_core.backend import Array, Namespace
 from kfac_core.linalg.dispatch import dispatched
 
-__all__ = ["all_finite", "is_plain", "known_finite"]
+__all__ = ["all_finite", "is_plain", "known_finite", "plain_number"]
 
 
 @dispatched
@@ -69,3 +72,25 @@ def is_plain(x: Array, /, *, xp: Namespace) -> bool:
         does not say.  Constants that were made for a plain array serve the next one.
     """
     return False
+
+
+def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
+    """Return a scalar as a Python number, where nothing has to be waited for.
+
+    A calculation with numbers takes a tenth of the time of one with 0-d arrays.
+
+    Parameters
+    ----------
+    x : float or array
+        Any.
+    xp : namespace
+        Of the arrays that the scalar goes together with.
+
+    Returns
+    -------
+    float or None
+        None for an array that is not 0-d, or not `is_plain`.
+    """
+    if isinstance(x, numbers.Real):
+        return float(x)
+    return float(x) if x.ndim == 0 and is_plain(x, xp=xp) else None

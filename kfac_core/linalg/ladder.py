@@ -37,7 +37,7 @@ from kfac_core.linalg.cholesky import (
 )
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
-from kfac_core.linalg.finite import known_finite
+from kfac_core.linalg.finite import known_finite, plain_number
 from kfac_core.linalg.fitness import (
     fit_problem,
     narrowed,
@@ -232,7 +232,8 @@ def _fit_probed(
     # What the host does not know yet it waits for once.
     good = known_finite(known.image, xp=xp) or xp.all(xp.isfinite(known.image))
     if shift is not None:
-        good = xp.all(shift >= 0) & good
+        number = plain_number(shift, xp=xp)
+        good = (xp.all(shift >= 0) if number is None else number >= 0) & good
     if not bool(good):
         require_fit(unfit_flags(matrix, shift, xp=xp), name, xp=xp)
     return known
