@@ -132,7 +132,9 @@ def _of_one(
     operator = block.operator(
         views or statistics, damping=damping, name=name, **options
     )
-    return operator if views is None else _returned(operator, memo, xp)
+    if views is None:
+        return operator
+    return _returned(operator, statistics, views, memo, xp)
 
 
 def _seen(
@@ -154,18 +156,34 @@ def _seen(
 
 
 def _returned(
-    operator: Any, memo: dict[Any, Any] | None, xp: Namespace
+    operator: Any,
+    statistics: Statistics,
+    views: Statistics,
+    memo: dict[Any, Any] | None,
+    xp: Namespace,
 ) -> CurvatureOperator:
-    """Return an operator that NumPy made; a basis that several share is one again."""
-    made = returned(operator, xp=xp)
-    if memo is not None:
-        for side in ("input", "output"):
-            basis = getattr(getattr(operator, side), "basis", None)
-            if basis is not None:
-                part = getattr(made, side)
-                one = memo.setdefault(("returned", id(basis)), part.basis)
-                made = replaced(made, **{side: replaced(part, basis=one)})
-    return made  # type: ignore[no-any-return]
+    """Return the operator that NumPy made of views of statistics, of their library.
+
+    Factors that are multiples of the running sums are so of the sums themselves, and a
+    basis that several blocks share is one again.
+    """
+    sides: dict[str, Any] = {}
+    for side in ("input", "output"):
+        part = getattr(operator, side)
+        if not isinstance(part, ShiftedMatrix):
+            continue
+        given: dict[str, Any] = {}
+        base, factor = part.matrix.parts()
+        if base is views.averages[side].sum and part.applied is part.matrix:
+            A = SymmetricMatrix.multiple(statistics.averages[side].sum, factor)
+            given = {"matrix": A, "applied": A}
+        if part.basis is not None and memo is not None:
+            key = ("returned", id(part.basis))
+            given["basis"] = memo.setdefault(key, returned(part.basis, xp=xp))
+        without: Any = replaced(part, **dict.fromkeys(given))
+        sides[side] = replaced(returned(without, xp=xp), **given)
+    made: Any = returned(replaced(operator, **dict.fromkeys(sides)), xp=xp)
+    return replaced(made, **sides)  # type: ignore[no-any-return]
 
 
 def _alike(

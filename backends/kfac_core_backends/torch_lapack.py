@@ -42,6 +42,10 @@ class _Matrix(NamedTuple):
     array: Any
     whole: bool
 
+    def parts(self) -> tuple[_Matrix, float]:
+        """Return itself and 1: it is multiplied out."""
+        return self, 1.0
+
 
 @functools.cache
 def _installed() -> Any:

@@ -52,6 +52,10 @@ class Average:
         weight = plain_number(self.weight, xp=xp)
         if weight is not None:
             inverse = 1.0 / weight if weight > 0 else 1.0
+            if inverse == 1.0:
+                return self.sum
+            if isinstance(self.sum, SymmetricMatrix):
+                return SymmetricMatrix.multiple(self.sum, inverse)
         else:
             inverse = 1.0 / xp.where(
                 self.weight > 0, self.weight, xp.ones_like(self.weight)

@@ -54,7 +54,8 @@ class FullFactor:
 
     def mean_eigenvalue(self, value: SymmetricMatrix, /) -> Array:
         """Return ``tr / n``, shape (...)."""
-        return value.trace() / value.size
+        base, factor = value.parts()
+        return base.trace() * (factor / value.size)
 
     def snapshot(
         self,
@@ -79,4 +80,6 @@ class FullFactor:
 
     def cast(self, value: SymmetricMatrix, dtype: Any, /, *, xp: Namespace) -> Any:
         """Return the value in another dtype."""
+        if value.like.dtype == dtype:
+            return value
         return replaced(value, array=cast(xp, value.array, dtype))

@@ -59,9 +59,9 @@ def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
 
 def probed(matrix: SymmetricMatrix, shift: Array | None, /, *, xp: Namespace) -> Probed:
     """Return the probe vector and its image under ``A + shift I``; under A for None."""
-    z = _probe_of(matrix.array, xp)
+    z = _probe_of(matrix.like, xp)
     if shift is None:
-        return Probed(z, multiply_symmetric(matrix, z, xp=xp))
+        return Probed(z, _times(matrix, z, xp))
     return Probed(z, _shifted(matrix, shift, z, xp))
 
 
@@ -83,7 +83,7 @@ def inverse_residual(
         z, image = known
         back = multiply_symmetric(inverse, image, xp=xp)
     else:
-        z = _probe_of(matrix.array, xp)
+        z = _probe_of(matrix.like, xp)
         y = multiply_symmetric(inverse, z, xp=xp)
         back = _shifted(matrix, shift, y, xp)
     return relative_norm(back - z, z, xp=xp)
@@ -145,7 +145,14 @@ _kept_probe = functools.lru_cache(maxsize=64)(_new_probe)
 
 
 def _shifted(matrix: SymmetricMatrix, shift: Array, v: Array, xp: Namespace) -> Array:
-    return multiply_symmetric(matrix, v, xp=xp) + shift[..., None, None] * v
+    return _times(matrix, v, xp) + shift[..., None, None] * v
+
+
+def _times(matrix: SymmetricMatrix, v: Array, xp: Namespace) -> Array:
+    """Return ``A v`` of one column, without multiplying A out."""
+    base, factor = matrix.parts()
+    product = multiply_symmetric(base, v, xp=xp)
+    return product if factor == 1.0 else product * factor
 
 
 @dispatched

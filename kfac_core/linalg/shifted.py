@@ -79,12 +79,12 @@ class ShiftedMatrix:
     @property
     def lead(self) -> tuple[int, ...]:
         """The shape of the stack; empty for a single matrix."""
-        return tuple(self.matrix.array.shape[:-2])
+        return tuple(self.matrix.like.shape[:-2])
 
     @property
     def dtype(self) -> Any:
         """The dtype of applying."""
-        return self.applied.array.dtype
+        return self.applied.like.dtype
 
     def prepared(self, *factorizations: Factorization) -> ShiftedMatrix:
         """Return the same with factorizations made that were not there yet.
@@ -249,7 +249,7 @@ class ShiftedMatrix:
     def _applied(self, made: T) -> T:
         """Return a factorization in the dtype of applying."""
         xp, dtype = self._xp(), self.dtype
-        if dtype == self.matrix.array.dtype:
+        if dtype == self.matrix.like.dtype:
             return made
         floating = ("float32", "float64")
         return map_structure(
@@ -270,7 +270,7 @@ class ShiftedMatrix:
             )
 
     def _xp(self) -> Namespace:
-        return own_namespace(self.matrix.array)
+        return own_namespace(self.matrix.like)
 
 
 def shifted_matrix(
@@ -310,11 +310,11 @@ def shifted_matrix(
     NotFiniteError, DampingError, FactorizationError
         As `kfac_core.linalg.ladder.cholesky_factor`.
     """
-    xp = own_namespace(matrix.array)
+    xp = own_namespace(matrix.like)
     applied = matrix
-    if apply_dtype is not None and apply_dtype != matrix.array.dtype:
+    if apply_dtype is not None and apply_dtype != matrix.like.dtype:
         applied = SymmetricMatrix(cast(xp, matrix.array, apply_dtype), matrix.whole)
     start = ShiftedMatrix(
-        matrix, full_of(xp, shift, matrix.array), applied, None, None, None, name, check
+        matrix, full_of(xp, shift, matrix.like), applied, None, None, None, name, check
     )
     return start.prepared(*factorizations)

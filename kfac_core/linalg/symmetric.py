@@ -7,7 +7,7 @@ known here and nowhere else.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kfac_core.arrays import Scalar, device_of, own_namespace
 from kfac_core.backend import Array, Namespace
@@ -38,15 +38,58 @@ class SymmetricMatrix:
     whole : bool
         Whether the upper triangle holds it too; else what stands there is finite but
         means nothing.
+
+    Notes
+    -----
+    A debiased average is a `multiple` of a running sum: a refresh would pass over every
+    sum once more for it, and keep a copy of each, which most programs never multiply with.
     """
 
     array: Array
     whole: bool
 
+    @staticmethod
+    def multiple(base: SymmetricMatrix, factor: float, /) -> SymmetricMatrix:
+        """Return a matrix times a number, multiplied out when its array is first read.
+
+        What only passes over the numbers once more, as a damped copy does, takes them
+        from `parts` instead.
+        """
+        made = object.__new__(SymmetricMatrix)
+        made.__dict__["_parts"] = base, factor
+        return made
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Multiply out what `multiple` made: its fields are not there before."""
+            parts = self.__dict__.get("_parts")
+            if parts is None or name not in ("array", "whole"):
+                raise AttributeError(f"SymmetricMatrix has no attribute {name!r}")
+            base, factor = parts
+            array, whole = scale_symmetric(base, factor, xp=own_namespace(base.array))
+            # In another thread the same may be made; either is the matrix.
+            self.__dict__.update(array=array, whole=whole)
+            return self.__dict__[name]
+
+    def parts(self) -> tuple[SymmetricMatrix, float]:
+        """Return a matrix and a number whose product this is, both at hand.
+
+        The same before and after it is multiplied out, so that nothing that is computed
+        from them depends on who has read the array.
+        """
+        found: tuple[SymmetricMatrix, float] = self.__dict__.get("_parts", (self, 1.0))
+        return found
+
+    @property
+    def like(self) -> Array:
+        """An array of the shape, dtype and device of `array`, whatever it holds."""
+        return self.parts()[0].array
+
     @property
     def size(self) -> int:
         """The number n of rows."""
-        return int(self.array.shape[-1])
+        return int(self.like.shape[-1])
 
     def full(self) -> Array:
         """Return both triangles, shape (..., n, n); a copy only where one was missing."""
