@@ -20,20 +20,25 @@ def lower(rng, n):
     return np.linalg.cholesky(reference.spd(rng, n))
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("transpose", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 3), (128, 2)])
-def test_solution_is_the_dense_one(backend, dtype, rng, n, k, transpose):
-    """L x = b (or L^T x = b) is solved, at sizes below and above the leaf."""
+def test_solution_is_the_dense_one(backend, dtype, rng, n, k, transpose, overwrite):
+    """L x = b (or L^T x = b) is solved, at sizes below and above the leaf.
+
+    What was not given away is not written to.
+    """
     L, b = lower(rng, n), rng.normal(size=(n, k))
+    given = backend.asarray(L, dtype), backend.asarray(b, dtype)
+    before = backend.to_numpy(given[1])
 
     got = solve_triangular(
-        backend.asarray(L, dtype),
-        backend.asarray(b, dtype),
-        transpose=transpose,
-        xp=backend.xp,
+        *given, transpose=transpose, overwrite=overwrite, xp=backend.xp
     )
 
     expected = np.linalg.solve(L.T if transpose else L, b)
+    if not overwrite:
+        assert np.array_equal(backend.to_numpy(given[1]), before)
     assert got.dtype == backend.dtype(dtype)
     assert_close(backend.to_numpy(got), expected, "inverse", dtype)
 
@@ -75,12 +80,13 @@ def test_right_hand_sides_may_be_views(backend, dtype, rng, transpose):
     """The memory layout of L and b does not matter."""
     L, b = lower(rng, 4), rng.normal(size=(4, 3))
     view_of_L = backend.xp.matrix_transpose(backend.asarray(L.T, dtype))
-    view_of_b = backend.xp.matrix_transpose(backend.asarray(b.T, dtype))
 
-    got = solve_triangular(view_of_L, view_of_b, transpose=transpose, xp=backend.xp)
-
-    expected = np.linalg.solve(L.T if transpose else L, b)
-    assert_close(backend.to_numpy(got), expected, "inverse", dtype)
+    for overwrite in (False, True):
+        view_of_b = backend.xp.matrix_transpose(backend.asarray(b.T, dtype))
+        options = {"transpose": transpose, "overwrite": overwrite, "xp": backend.xp}
+        got = solve_triangular(view_of_L, view_of_b, **options)
+        expected = np.linalg.solve(L.T if transpose else L, b)
+        assert_close(backend.to_numpy(got), expected, "inverse", dtype)
 
 
 @pytest.mark.parametrize("n", [1, 4, 128])

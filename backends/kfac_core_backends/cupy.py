@@ -82,7 +82,9 @@ def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
     return cupy.matmul(inverse.T, inverse), True
 
 
-def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
+def solve_triangular(
+    lower: Any, b: Any, /, *, transpose: bool, overwrite: bool = False, xp: Any
+) -> Any:
     """Solve with L or its transpose."""
     if lower.ndim != 2 or b.ndim != 2:
         return NotImplemented

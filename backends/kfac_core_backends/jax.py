@@ -197,7 +197,9 @@ def _triangular_inverse(lower: Any, leaf: int) -> Any:
     return jnp.block([[first, zeros], [coupling, second]])
 
 
-def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
+def solve_triangular(
+    lower: Any, b: Any, /, *, transpose: bool, overwrite: bool = False, xp: Any
+) -> Any:
     """Solve with L or its transpose."""
     return jax_solve_triangular(lower, b, lower=True, trans="T" if transpose else "N")
 

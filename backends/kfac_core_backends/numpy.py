@@ -297,11 +297,13 @@ if lapack is not None:
         trmm(-1.0, first, coupling, right=True)
         trmm(1.0, second, coupling, right=False)
 
-    def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
+    def solve_triangular(
+        lower: Any, b: Any, /, *, transpose: bool, overwrite: bool = False, xp: Any
+    ) -> Any:
         """Solve with L or its transpose by TRSM."""
         if lower.ndim != 2 or b.ndim != 2 or lower.dtype not in _FLOATS or b.size == 0:
             return NotImplemented
-        x = _beside(_TRSM, lower, b, transpose=transpose)
+        x = _beside(_TRSM, lower, b, transpose=transpose, overwrite=overwrite)
         # A zero on the diagonal is divided by.
         return x if lower.diagonal().all() else np.full_like(b, np.nan)
 
@@ -317,17 +319,25 @@ if lapack is not None:
         return _beside(_TRMM, lower, v, transpose=transpose)
 
     def _beside(
-        routine: dict[np.dtype[Any], Any], lower: Any, v: Any, /, *, transpose: bool
+        routine: dict[np.dtype[Any], Any],
+        lower: Any,
+        v: Any,
+        /,
+        *,
+        transpose: bool,
+        overwrite: bool = False,
     ) -> Any:
-        """Return what TRMM or TRSM makes of a copy of v, with L or its transpose.
+        """Return what TRMM or TRSM makes of v or a copy, with L or its transpose.
 
         In C order BLAS sees ``v^T``, with the transposed triangle on its right.
         """
         a, is_lower = _stored(lower)
         trans = int(transpose) if is_lower else 1 - int(transpose)
         turned = v.flags.c_contiguous or not v.flags.f_contiguous
-        x = empty(v.shape[::-1] if turned else v.shape, lower.dtype)
-        x[...] = v.T if turned else v
+        x = v.T if turned else v
+        if not (overwrite and _is_ours(x) and x.dtype == lower.dtype):
+            x = empty(x.shape, lower.dtype)
+            x[...] = v.T if turned else v
         trans ^= turned
         if routine is _TRSM and a.shape[0] > _LEAF:
             trsm(a, x, right=turned, lower=bool(is_lower), trans=bool(trans))

@@ -310,10 +310,14 @@ def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
     return torch.tensor(ratio if math.isfinite(ratio) else math.inf)
 
 
-def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
+def solve_triangular(
+    lower: Any, b: Any, /, *, transpose: bool, overwrite: bool = False, xp: Any
+) -> Any:
     """Solve with L or its transpose."""
     if _plain(lower, b):
-        found = lapack.solve_triangular(lower, b, transpose=transpose)
+        found = lapack.solve_triangular(
+            lower, b, transpose=transpose, overwrite=overwrite
+        )
         if found is not None:
             return found
     if transpose:

@@ -123,9 +123,9 @@ def scale_symmetric(matrix: Any, factor: Any, /) -> Any:
     return _taken_matrix(host.scale_symmetric(_seen(matrix), float(factor), xp=None))
 
 
-def solve_triangular(lower: Any, b: Any, /, *, transpose: bool) -> Any:
+def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, overwrite: bool) -> Any:
     """Solve with L or its transpose by TRSM."""
     if (host := _host(lower)) is None or lower.ndim != 2 or b.dtype != lower.dtype:
         return None
-    options = {"transpose": transpose, "xp": None}
+    options = {"transpose": transpose, "overwrite": overwrite, "xp": None}
     return _taken(host.solve_triangular(lower.numpy(), b.numpy(), **options))

@@ -103,7 +103,7 @@ class FactoredKronecker:
         V, xp = self._enter(vector, "vector")
         left = self.input.solve(V)
         if isinstance(self.output, ShiftedMatrix):
-            both = self.output.solve_right(left)
+            both = self.output.solve_right(left, overwrite=True)
         else:
             both = xp.matrix_transpose(self.output.solve(xp.matrix_transpose(left)))
         return leaving(self._divided(both), vector)

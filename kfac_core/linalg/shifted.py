@@ -131,16 +131,19 @@ class ShiftedMatrix:
         product = multiply_symmetric(self.applied, v, xp=self._xp())
         return product + self._shift()[..., None, None] * v if shifted else product
 
-    def solve(self, v: Array, /) -> Array:
-        """Return ``M^-1 v``, as `solving` says; ``2 n^2 k`` flops either way."""
+    def solve(self, v: Array, /, *, overwrite: bool = False) -> Array:
+        """Return ``M^-1 v``, as `solving` says; ``2 n^2 k`` flops either way.
+
+        With `overwrite` the memory of v may become the solution's.
+        """
         if self.solving == "triangular":
-            half = self.lower_solve(v, transpose=False)
-            return self.lower_solve(half, transpose=True)
+            half = self._lower_solve(v, transpose=False, overwrite=overwrite)
+            return self._lower_solve(half, transpose=True, overwrite=True)
         made = self._having("inverse").inverse
         assert made is not None
         return multiply_symmetric(made.matrix, v, xp=self._xp())
 
-    def solve_right(self, v: Array, /) -> Array:
+    def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
         """Return ``v M^-1``; of a whole inverse without turning anything around."""
         xp = self._xp()
         if self.solving == "inverse":
@@ -148,7 +151,8 @@ class ShiftedMatrix:
             assert made is not None
             if made.matrix.whole:
                 return xp.matmul(v, made.matrix.array)
-        return xp.matrix_transpose(self.solve(xp.matrix_transpose(v)))
+        turned = self.solve(xp.matrix_transpose(v), overwrite=overwrite)
+        return xp.matrix_transpose(turned)
 
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
@@ -175,8 +179,7 @@ class ShiftedMatrix:
 
     def lower_solve(self, v: Array, /, *, transpose: bool) -> Array:
         """Return ``L^-1 v`` or ``L^-T v``."""
-        L = self._lower()
-        return solve_triangular(L, v, transpose=transpose, xp=self._xp())
+        return self._lower_solve(v, transpose=transpose, overwrite=False)
 
     def logdet(self) -> Array:
         """Return ``log det M``, shape (...), from the Cholesky factor."""
@@ -242,6 +245,10 @@ class ShiftedMatrix:
         made = self._having("eigenbasis").basis
         assert made is not None
         return made
+
+    def _lower_solve(self, v: Array, /, *, transpose: bool, overwrite: bool) -> Array:
+        options: dict[str, Any] = {"transpose": transpose, "overwrite": overwrite}
+        return solve_triangular(self._lower(), v, **options, xp=self._xp())
 
     def _shift(self) -> Array:
         return cast(self._xp(), self.shift, self.dtype)

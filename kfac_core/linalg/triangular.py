@@ -17,7 +17,13 @@ _LEAF = 64
 
 @dispatched
 def solve_triangular(
-    lower: Array, b: Array, /, *, transpose: bool, xp: Namespace
+    lower: Array,
+    b: Array,
+    /,
+    *,
+    transpose: bool,
+    overwrite: bool = False,
+    xp: Namespace,
 ) -> Array:
     """Solve ``L x = b``, or ``L^T x = b``.
 
@@ -31,6 +37,9 @@ def solve_triangular(
         The right-hand sides.
     transpose : bool
         Whether to solve with the transpose.
+    overwrite : bool
+        Whether the memory of b may become the solution's; it is then not to be used
+        again.
     xp : namespace
         Of both.
 

@@ -71,7 +71,9 @@ def to_numpy(x: Any, /) -> np.ndarray[Any, Any]:
     return host
 
 
-def solve_triangular(lower: Any, b: Any, /, *, transpose: bool, xp: Any) -> Any:
+def solve_triangular(
+    lower: Any, b: Any, /, *, transpose: bool, overwrite: bool = False, xp: Any
+) -> Any:
     """Solve with L or its transpose: the LU factors of ``L^T`` are ``I`` and ``L^T``."""
     if lower.ndim != 2 or lower.shape[0] <= 64:
         return NotImplemented  # for small ones the definition is the faster
