@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.approximations.options import UpdateOptions
 from kfac_core.structure import map_structure
 
 from . import reference
@@ -367,15 +368,10 @@ def test_parts_of_a_batch_merge_to_the_whole(backend, rng):
         batch_of(backend, x[rows], g[rows]) for rows in (slice(0, 4), slice(4, None))
     ]
     # In the same bases: parts of a batch are statistics of their own.
+    options = UpdateOptions(conventions=SUM, decay=0.0, weight=None, xp=backend.xp)
     parts = [
         block.approximation.updated(
-            _emptied(start),
-            block.rows(part),
-            block.layer,
-            conventions=SUM,
-            decay=0.0,
-            weight=None,
-            xp=backend.xp,
+            _emptied(start), block.rows(part), block.layer, options
         )
         for part in cut
     ]

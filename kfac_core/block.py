@@ -9,6 +9,7 @@ the flags come back as an array.
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import array_api_compat
 import numpy as np
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.options import OperatorOptions
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.arrays import (
     Scalar,
     as_scalar,
@@ -222,7 +223,9 @@ class Block:
             if not isinstance(value, float):
                 same_place(**{"statistics": statistics.any_weight, coefficient: value})
         status = _coefficient_flags(decay, weight, statistics)
-        options: dict[str, Any] = {"conventions": conventions, "skip": skip, "xp": xp}
+        options = UpdateOptions(
+            conventions=conventions, decay=decay, weight=weight, skip=skip, xp=xp
+        )
         total: Statistics | None = None
         for rows in self.row_parts(batch, max_patch_elements=max_patch_elements):
             self._require_place(statistics, rows)
@@ -233,20 +236,14 @@ class Block:
                 # Not every library says so when an index lies outside; some crash.
                 rows = rows.with_ids_inside(xp=xp)
             if together:
-                new = self.approximation.updated(
-                    statistics, rows, self.layer, decay=decay, weight=weight, **options
-                )
+                new = self.approximation.updated(statistics, rows, self.layer, options)
                 if type(rows) is Rows:
                     shown = finite_arguments(self.approximation, new, skip=skip, xp=xp)
                     status = status | rows.status(xp=xp, known=shown)
                 break
+            alone = dataclasses.replace(options, decay=0.0, weight=None)
             part = self.approximation.updated(
-                _emptied(statistics),
-                rows,
-                self.layer,
-                decay=0.0,
-                weight=None,
-                **options,
+                _emptied(statistics), rows, self.layer, alone
             )
             total = part if total is None else total.merged(part)
             # The loop's variable would hold this chunk while the next one is made.
@@ -304,16 +301,8 @@ class Block:
         status = rows.status(xp=xp)
         if check == "raise":
             _raise_for(status, name)
-        new = self.approximation.updated(
-            empty,
-            rows,
-            self.layer,
-            conventions=conventions,
-            decay=0.0,
-            weight=None,
-            xp=xp,
-            skip=frozenset(),
-        )
+        options = UpdateOptions(conventions=conventions, decay=0.0, weight=None, xp=xp)
+        new = self.approximation.updated(empty, rows, self.layer, options)
         new = replaced(new, status=status)
         return new if check == "raise" else _accepted(new, empty)
 

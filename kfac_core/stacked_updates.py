@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.approximations.kronecker import Kronecker
+from kfac_core.approximations.options import UpdateOptions
 from kfac_core.arrays import Scalar, device_of, own_namespace, status_unless
 from kfac_core.backend import Array, Namespace
 from kfac_core.block import Block, Fed
@@ -124,16 +125,8 @@ def updated_stack(
         one.homogeneous,
     )
     old = stacked_statistics([statistics[name] for name in names], xp, mirrored=False)
-    stack = block.approximation.updated(
-        old,
-        rows,
-        block.layer,
-        conventions=conventions,
-        decay=decay,
-        weight=weight,
-        xp=xp,
-        skip=frozenset(),
-    )
+    options = UpdateOptions(conventions=conventions, decay=decay, weight=weight, xp=xp)
+    stack = block.approximation.updated(old, rows, block.layer, options)
     shown = finite_arguments(block.approximation, stack, skip=frozenset(), xp=xp)
     flags = xp.zeros(Q, dtype=xp.int32, device=device_of(x))
     if "inputs" not in shown:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from kfac_core.approximations.options import OperatorOptions
-from kfac_core.arrays import Scalar
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.backend import Namespace
 from kfac_core.blocks.operator import CurvatureOperator
-from kfac_core.conventions import Conventions
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 
@@ -42,17 +40,7 @@ class Approximation(Protocol):
         """Return what the layer saw in the form that the statistics are made of."""
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`."""
 

@@ -25,19 +25,19 @@ Eigenbasis", arXiv:1806.03884, section 3.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.kronecker import Kronecker, Sharing
-from kfac_core.approximations.options import NOTHING, OperatorOptions
+from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
 from kfac_core.arrays import Scalar, any_status, as_scalar, cast, full_of
 from kfac_core.backend import Namespace
 from kfac_core.blocks.eigen import EigenOperator
 from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.factors.average import Average, require_decay, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.factorizations import Basis
@@ -128,17 +128,7 @@ class Eigen:
         return Statistics(averages, factors.status, bases)
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return factors and moments after one update; see `Kronecker.updated`.
 
@@ -148,18 +138,10 @@ class Eigen:
         ``2 M R n m`` to square the examples' gradients.  Of these no more are formed at a
         time than take the memory of the rows, and none where an example is one row.
         """
-        common: dict[str, Any] = {
-            "conventions": conventions,
-            "weight": weight,
-            "xp": xp,
-        }
-        factors = self._factors.updated(
-            statistics, rows, layer, decay=decay, **common, skip=skip
-        )
-        moments = self._moments(
-            statistics, rows, decay=self.decays.get("block", decay), **common
-        )
-        averages = {**factors.averages, "block": moments}
+        factors = self._factors.updated(statistics, rows, layer, options)
+        decay = self.decays.get("block", options.decay)
+        own = dataclasses.replace(options, decay=decay)
+        averages = {**factors.averages, "block": self._moments(statistics, rows, own)}
         return Statistics(averages, statistics.status, statistics.bases)
 
     def rebased(
@@ -231,14 +213,13 @@ class Eigen:
         weight: Scalar | None,
     ) -> Statistics:
         """Return statistics with the moments updated and the factors left alone."""
-        moments = self._moments(
-            statistics,
-            rows,
+        options = UpdateOptions(
             conventions=conventions,
             decay=decay,
             weight=weight,
             xp=statistics.namespace,
         )
+        moments = self._moments(statistics, rows, options)
         averages = {**statistics.averages, "block": moments}
         return Statistics(averages, statistics.status, statistics.bases)
 
@@ -271,19 +252,11 @@ class Eigen:
         return Kronecker(input=self.input, output=self.output, sharing=self.sharing)
 
     def _moments(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
+        self, statistics: Statistics, rows: Any, options: UpdateOptions
     ) -> Average:
         """Return E's average after the update."""
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
+        xp = options.xp
         old = statistics.averages["block"]
         bases = [
             statistics.bases[side].eigenvectors if side in statistics.bases else None
@@ -295,7 +268,7 @@ class Eigen:
             split_groups(
                 turned.squares(statistics.dtype, xp=xp), old.sum.shape[:-2], xp=xp
             ),
-            decay=decay,
+            decay=options.decay,
             scale=shares.examples * shares.outer_products,
             weight=shares.example_weight,
         )

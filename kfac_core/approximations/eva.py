@@ -25,14 +25,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.approximations.low_rank import LACKS_CHOLESKY
-from kfac_core.approximations.options import OperatorOptions
-from kfac_core.arrays import Scalar, as_scalar, cast, full_of
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
+from kfac_core.arrays import as_scalar, cast, full_of
 from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.low_rank import LowRankOperator
-from kfac_core.conventions import Conventions
 from kfac_core.errors import UnsupportedError
 from kfac_core.factors.average import Average, zero_weight
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
@@ -74,17 +72,7 @@ class Eva:
         return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -102,9 +90,8 @@ class Eva:
                 f"Eva keeps the mean output gradient, but got {rows.sources} sources. "
                 "Feed one: the gradient for the labels of the data."
             )
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
+        xp, decay = options.xp, options.decay
         dtype, old = statistics.dtype, statistics.averages
         sums = {
             "input": _input_sum(rows, dtype, xp) * shares.rows,
@@ -116,7 +103,7 @@ class Eva:
         weights = {"repeats": shares.example_weight}
         averages = {
             name: old[name]
-            if name in skip
+            if name in options.skip
             else Average(
                 old[name].sum * decay + new,
                 old[name].decayed(decay, weights.get(name, shares.row_weight)),

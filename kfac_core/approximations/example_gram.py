@@ -20,17 +20,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from kfac_core.approximations.options import OperatorOptions
-from kfac_core.arrays import Scalar, as_scalar, cast
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
+from kfac_core.arrays import as_scalar, cast
 from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.example_gram import (
     NO_TRIANGLE,
     ExampleGramOperator,
     example_gram_operator,
 )
-from kfac_core.conventions import Conventions
 from kfac_core.errors import ShapeError
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.window import WindowAverage, window_average
 from kfac_core.layers.layer import Layer
@@ -104,17 +102,7 @@ class ExampleGram:
         return Statistics({"block": window}, status)
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -133,16 +121,15 @@ class ExampleGram:
                 f"Expected {self.positions} shared positions an example, got "
                 f"{rows.positions}. Write ExampleGram(positions={rows.positions})."
             )
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
+        xp = options.xp
         x, g = _gradient_rows(rows, statistics.dtype, xp)
         window = statistics.averages["block"]
         assert isinstance(window, WindowAverage)
         new = window.updated(
             x,
             g,
-            decay=decay,
+            decay=options.decay,
             scale=shares.examples * shares.outer_products,
             weight=shares.example_weight,
             xp=xp,

@@ -37,17 +37,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.approximations.kronecker import kronecker_operator
-from kfac_core.approximations.options import NOTHING, OperatorOptions
+from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
 from kfac_core.arrays import Scalar, cast
 from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.exact_kronecker import ExactKronecker
 from kfac_core.blocks.kronecker import FactoredKronecker
-from kfac_core.conventions import Conventions
 from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.product import RunningProduct
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
@@ -121,17 +119,7 @@ class KFOC:
         return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -141,9 +129,8 @@ class KFOC:
         examples' gradients are formed, ``M N n m`` numbers, and it is
         ``4 M N n m (n + m)``.
         """
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
+        xp, decay = options.xp, options.decay
         average: Any = statistics.averages["block"]
         old: RunningProduct = average
         new = old.decayed(decay, shares.example_weight)

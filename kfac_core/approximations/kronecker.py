@@ -28,17 +28,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kfac_core.approximations.options import NOTHING, OperatorOptions
+from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
 from kfac_core.arrays import Scalar, as_scalar, cast, device_of, full_of, status_unless
 from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.exact_kronecker import ExactKronecker
 from kfac_core.blocks.kronecker import FactoredKronecker
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.conventions import require_one_of
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
@@ -138,17 +137,7 @@ class Kronecker:
         return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update.
 
@@ -160,17 +149,8 @@ class Kronecker:
             Finite; cast to the statistics' dtype before anything is multiplied.
         layer : Layer
             That they are of.
-        conventions : Conventions
-            How the output gradients are scaled.
-        decay : float or 0-d array
-            What the old sums are multiplied with.
-        weight : float, 0-d array or None
-            The weight of this update; None is its number of rows (and of examples, for
-            the mean number of repeats), so that averages of micro-batches merge exactly.
-        xp : namespace
-            Of all arrays.
-        skip : frozenset of str
-            The factors that are left as they are.
+        options : UpdateOptions
+            Conventions, decay and weight, and what is skipped.
 
         Returns
         -------
@@ -181,9 +161,8 @@ class Kronecker:
         -----
         ``R (n^2 + M m^2)`` flops for R rows (twice that without a symmetric update).
         """
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
+        xp, decay = options.xp, options.decay
         reduced = self.sharing == "reduce"
         if reduced:
             rows.require_all_positions()
@@ -194,9 +173,9 @@ class Kronecker:
         }
         old = statistics.averages
         A, G = old["input"], old["output"]
-        if "input" not in skip:
+        if "input" not in options.skip:
             A = self._input(A, rows, layer, share, coefficients, xp)
-        if "output" not in skip:
+        if "output" not in options.skip:
             G = factor_of(self.output, layer).updated(
                 G,
                 self._output_rows(rows, statistics.dtype, xp),

@@ -21,16 +21,15 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from kfac_core.approximations.kronecker import Kronecker, Sharing
-from kfac_core.approximations.options import OperatorOptions
-from kfac_core.arrays import Scalar, as_scalar, cast, full_of
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
+from kfac_core.arrays import as_scalar, cast, full_of
 from kfac_core.backend import Namespace
 from kfac_core.blocks.low_rank import NO_CHOLESKY, LowRankOperator
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.conventions import require_one_of
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import ShapeError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.low_rank import LowRankAverage, low_rank_average
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.low_rank_basis import low_rank_basis
@@ -108,17 +107,7 @@ class LowRankKronecker:
         return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -131,11 +120,10 @@ class LowRankKronecker:
         reduced = self.sharing == "reduce"
         if reduced:
             rows.require_all_positions()
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
+        xp, decay = options.xp, options.decay
         share = shares.examples if reduced else shares.rows
-        options: dict[str, Any] = {
+        coefficients: dict[str, Any] = {
             "decay": decay,
             "weight": shares.example_weight if reduced else shares.row_weight,
             "rows_at_once": self.rows_at_once,
@@ -143,15 +131,15 @@ class LowRankKronecker:
         }
         kronecker, dtype = Kronecker(sharing=self.sharing), statistics.dtype
         new = dict(statistics.averages)
-        if "input" not in skip:
+        if "input" not in options.skip:
             x, tail = kronecker._input_rows(rows, dtype, xp)
             A = _low_rank(new["input"])
-            new["input"] = A.updated(x, tail=tail, scale=share, **options)
-        if "output" not in skip:
+            new["input"] = A.updated(x, tail=tail, scale=share, **coefficients)
+        if "output" not in options.skip:
             g = kronecker._output_rows(rows, dtype, xp)
             G = _low_rank(new["output"])
             scale = share * shares.outer_products
-            new["output"] = G.updated(g, tail=None, scale=scale, **options)
+            new["output"] = G.updated(g, tail=None, scale=scale, **coefficients)
         repeats, S = (1.0 if reduced else shares.repeats), new["repeats"]
         new["repeats"] = Average(
             S.sum * decay + repeats * shares.example_weight,

@@ -1,4 +1,4 @@
-"""What an operator is made with, besides the statistics."""
+"""What an update and an operator are made with, besides the statistics."""
 
 from __future__ import annotations
 
@@ -9,16 +9,54 @@ from typing import Any
 
 from kfac_core.arrays import Scalar, own_namespace
 from kfac_core.backend import Namespace
+from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
+from kfac_core.factors.shares import UpdateShares, update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.shifted import Factorization
 from kfac_core.precision import Precision
 from kfac_core.status import Check
 
-__all__ = ["NOTHING", "OperatorOptions"]
+__all__ = ["NOTHING", "OperatorOptions", "UpdateOptions"]
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 """The `lacks` of an approximation whose operators give every product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """The options of one update of an approximation's statistics.
+
+    Attributes
+    ----------
+    conventions : Conventions
+        How the output gradients are scaled.
+    decay : float or 0-d array
+        What the old sums are multiplied with.
+    weight : float, 0-d array or None
+        The weight of this update; None is its number of rows (and of examples, for
+        the mean number of repeats), so that averages of micro-batches merge exactly.
+    skip : frozenset of str
+        The factors that are left as they are.
+    xp : namespace
+        Of all arrays.
+    """
+
+    conventions: Conventions
+    decay: Scalar
+    weight: Scalar | None
+    skip: frozenset[str] = frozenset()
+    xp: Namespace
+
+    def shares(self, statistics: Statistics, rows: Any, /) -> UpdateShares:
+        """Return the shares of the update with these rows; see `update_shares`."""
+        return update_shares(
+            statistics,
+            rows,
+            conventions=self.conventions,
+            weight=self.weight,
+            xp=self.xp,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.options import NOTHING, OperatorOptions
-from kfac_core.arrays import Scalar, as_scalar, full_of
+from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.arrays import as_scalar, full_of
 from kfac_core.backend import Namespace
 from kfac_core.blocks.flat import FlatOperator
-from kfac_core.conventions import Conventions
 from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.shifted_diagonal import shifted_diagonal
@@ -64,24 +62,12 @@ class ScaledIdentity:
         return Statistics({"count": Average(zero, zero)}, status)
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics with the update counted; the rows are not read."""
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
         old = statistics.averages["count"]
-        new = old.decayed(decay, shares.example_weight)
+        new = old.decayed(options.decay, shares.example_weight)
         return Statistics({"count": Average(new, new)}, statistics.status)
 
     def operator(

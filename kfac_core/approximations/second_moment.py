@@ -18,14 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.options import NOTHING, OperatorOptions
-from kfac_core.arrays import Scalar, as_scalar
+from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.arrays import as_scalar
 from kfac_core.backend import Namespace
 from kfac_core.blocks.flat import FlatOperator
-from kfac_core.conventions import Conventions
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 
@@ -57,17 +55,7 @@ class Diagonal:
         return Statistics({"block": average}, status)
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -76,14 +64,13 @@ class Diagonal:
         ``2 N n m`` flops where nothing is shared, else the examples' gradients are
         formed.
         """
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
+        xp = options.xp
         squares = xp.reshape(rows.squares(statistics.dtype, xp=xp), (-1,))
         average = DiagonalFactor().absorbed(
             statistics.averages["block"],
             squares,
-            decay=decay,
+            decay=options.decay,
             scale=shares.examples * shares.outer_products,
             weight=shares.example_weight,
         )
@@ -121,17 +108,7 @@ class Full:
         return Statistics({"block": average}, status)
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -139,14 +116,13 @@ class Full:
         -----
         ``M N (n m)^2`` flops; the examples' gradients are formed.
         """
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
+        xp = options.xp
         average = FullFactor().updated(
             statistics.averages["block"],
             rows.vectors(statistics.dtype, xp=xp),
             tail=None,
-            decay=decay,
+            decay=options.decay,
             scale=shares.examples * shares.outer_products,
             weight=shares.example_weight,
             xp=xp,

@@ -28,22 +28,22 @@ Recurrent Neural Networks", ICLR.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.kronecker import Kronecker
-from kfac_core.approximations.options import NOTHING, OperatorOptions
+from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
-from kfac_core.arrays import Scalar, cast
+from kfac_core.arrays import cast
 from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.exact_kronecker import ExactKronecker
 from kfac_core.blocks.kronecker import FactoredKronecker
 from kfac_core.blocks.series import SeriesOperator
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.conventions import require_one_of
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.lagged import LaggedFactor, length_shares
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
@@ -145,13 +145,8 @@ class Series:
         statistics: Statistics,
         rows: Rows,
         layer: Layer,
+        options: UpdateOptions,
         /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -166,15 +161,12 @@ class Series:
         -----
         ``3 R (n^2 + M m^2)`` flops for R rows, or ``R (n^2 + M m^2)`` (independent).
         """
-        common: dict[str, Any] = {
-            "conventions": conventions,
-            "weight": weight,
-            "xp": xp,
-        }
-        new = _LAG_0.updated(statistics, rows, layer, decay=decay, **common)
+        whole = dataclasses.replace(options, skip=frozenset())
+        new = _LAG_0.updated(statistics, rows, layer, whole)
         if self.variant == "independent":
             return new
-        shares = update_shares(statistics, rows, **common)
+        shares = options.shares(statistics, rows)
+        xp, decay = options.xp, options.decay
         old, averages = statistics.averages, dict(new.averages)
         x, g, tail = _columns(rows, statistics.dtype, xp)
         averages["lagged_input"] = _LAG_1.updated(

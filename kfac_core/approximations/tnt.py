@@ -27,16 +27,15 @@ from typing import Any, Literal, get_args
 
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
 from kfac_core.approximations.kronecker import kronecker_operator
-from kfac_core.approximations.options import NOTHING, OperatorOptions
-from kfac_core.arrays import Scalar, cast
+from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.arrays import cast
 from kfac_core.backend import Array, Namespace
 from kfac_core.blocks.exact_kronecker import ExactKronecker
 from kfac_core.blocks.kronecker import FactoredKronecker
 from kfac_core.blocks.many_kronecker import ManyKronecker
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.conventions import require_one_of
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.full import FullFactor
-from kfac_core.factors.shares import update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
@@ -105,17 +104,7 @@ class TNT:
         return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
 
     def updated(
-        self,
-        statistics: Statistics,
-        rows: Any,
-        layer: Layer,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar | None,
-        xp: Namespace,
-        skip: frozenset[str] = frozenset(),
+        self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
         """Return the statistics after one update; see `Kronecker.updated`.
 
@@ -124,9 +113,8 @@ class TNT:
         ``M R (n^2 + m^2)`` flops for R gradients of one row each, which are not formed;
         elsewhere the examples' gradients are: ``M N n m`` numbers.
         """
-        shares = update_shares(
-            statistics, rows, conventions=conventions, weight=weight, xp=xp
-        )
+        shares = options.shares(statistics, rows)
+        xp, decay = options.xp, options.decay
         if layer.kind == "parameters":
             return updated_axes(statistics, rows, layer, shares, decay=decay, xp=xp)
         alone = self.positions == "independent"
