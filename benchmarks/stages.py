@@ -63,18 +63,18 @@ GPU_STAGES = ("cycle-status",)
 LOOPED_STAGES = ("refresh-looped", "precondition-looped")
 MEMORY_LIMITS = {
     "statistics": 1.1,
-    "refresh-inverse": 2.7,
-    "refresh-cholesky": 2.2,
-    "refresh-eigen": 2.2,
+    "refresh-inverse": 1.7,
+    "refresh-cholesky": 1.2,
+    "refresh-eigen": 1.3,
     "precondition-inverse": 1.0,
     "precondition-eigen": 1.2,
     "cycle": 2.7,
 }
 """What a call may add to the memory that is held, over the factors' own bytes.
 
-An update makes new sums, and a refresh a damped average and its factorization beside the
-operators that there are, which stay until it is done.  PyTorch's inverse of the largest
-factor has its triangular root beside it; NumPy keeps memory for what is made next.
+An update makes new sums, and a refresh a factorization beside the operators that there
+are, which stay until it is done.  PyTorch's own inverse of the largest factor has its
+triangular root beside it; NumPy keeps memory for what is made next.
 """
 
 

@@ -47,6 +47,22 @@ def test_a_multiple_is_the_product(backend, dtype, dense):
     assert np.array_equal(tell(base.array), tell(lower_of(backend, dense, dtype).array))
 
 
+@pytest.mark.parametrize("size", [3, 150, 600])
+def test_a_multiple_is_factorized_as_it_is(backend, dtype, rng, size):
+    """Alone and in a stack, at the sizes at which backends change their ways."""
+    rows = rng.normal(size=(2 * size, size))
+    A = rows.T @ rows / size
+    damped = 0.3 * A + 0.5 * np.eye(size)
+
+    for stacked in (False, True):
+        given = np.stack([A, A]) if stacked else A
+        base = SymmetricMatrix(backend.asarray(given, dtype), whole=True)
+        made = SymmetricMatrix.multiple(base, 0.3)
+        L = backend.to_numpy(damped_cholesky(made, 0.5, xp=backend.xp))
+        one = L[0] if stacked else L
+        assert_close(one @ one.T, damped, "cholesky", dtype)
+
+
 def test_a_multiple_is_a_structure_like_any_other(backend, dense):
     """Walks, maps, copies and pickles see the product."""
     made = SymmetricMatrix.multiple(lower_of(backend, dense, "float64"), 0.3)

@@ -211,7 +211,7 @@ if lapack is not None:
         if array.dtype not in _FLOATS:
             return NotImplemented
         if array.ndim != 2:
-            return _cholesky_of_stack(matrix.array, shift)
+            return _cholesky_of_stack(array, shift, factor)
         if base.whole and array.flags.c_contiguous:
             array = array.T
         a = _lower_copy(array, factor)
@@ -239,10 +239,10 @@ if lapack is not None:
         lauum(root)
         return root, False
 
-    def _cholesky_of_stack(array: Any, shift: Any) -> Any:
+    def _cholesky_of_stack(array: Any, shift: Any, factor: float) -> Any:
         """Return the lower factors of a stack, each by POTRF in its place."""
         n, wrapper = array.shape[-1], _POTRF[array.dtype]
-        lower = np.array(array, order="C")
+        lower = np.multiply(array, factor, order="C")
         np.einsum("...ii->...i", lower)[...] += np.asarray(shift)[..., None]
         for mine in lower.reshape(-1, n, n):
             # In C order LAPACK sees the transpose, and its upper triangle.

@@ -193,17 +193,18 @@ _INVERSE_FROM = 192
 
 def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
     """Return the lower factor of ``A + shift I``, NaN where it fails."""
-    array = matrix.array
-    if _plain(array, *([shift] if torch.is_tensor(shift) else [])):
-        if (found := lapack.damped_cholesky(matrix, shift)) is not None:
+    base, factor = matrix.parts()
+    if _plain(base.array, *([shift] if torch.is_tensor(shift) else [])):
+        if (found := lapack.damped_cholesky(base, shift, factor)) is not None:
             return found
-        if array.ndim == 2:
-            if array.shape[0] >= _CHOLESKY_FROM:
-                return panels.cholesky(array, shift)
-            damped = array.clone()
+        if base.array.ndim == 2:
+            if base.array.shape[0] >= _CHOLESKY_FROM:
+                return panels.cholesky(base.array, shift, factor)
+            damped = base.array * factor
             damped.diagonal().add_(shift)
             lower, info = torch.linalg.cholesky_ex(damped)
             return lower if int(info) == 0 else lower.fill_(torch.nan)
+    array = matrix.array
     diagonal = torch.diagonal(array, dim1=-2, dim2=-1)
     damped = torch.diagonal_scatter(array, diagonal + _last(shift), dim1=-2, dim2=-1)
     lower, info = torch.linalg.cholesky_ex(damped)

@@ -41,10 +41,11 @@ class _Matrix(NamedTuple):
 
     array: Any
     whole: bool
+    factor: float = 1.0
 
     def parts(self) -> tuple[_Matrix, float]:
-        """Return itself and 1: it is multiplied out."""
-        return self, 1.0
+        """Return what holds the array, and what it is to be multiplied with."""
+        return self, self.factor
 
 
 @functools.cache
@@ -93,12 +94,13 @@ def gram_update(total: Any, rows: Any, tail: Any, decay: Any, scale: Any, /) -> 
     return _taken_matrix(host.gram_update(held, rows.numpy(), **options))
 
 
-def damped_cholesky(matrix: Any, shift: Any, /) -> Any:
-    """Return the lower factor of ``A + shift I`` by POTRF, NaN where it fails."""
+def damped_cholesky(matrix: Any, shift: Any, factor: float, /) -> Any:
+    """Return the lower factor of ``factor A + shift I`` by POTRF, NaN where it fails."""
     if (host := _host(matrix.array)) is None:
         return None
     known = shift.numpy() if torch.is_tensor(shift) else shift
-    return _taken(host.damped_cholesky(_seen(matrix), known, xp=None))
+    seen = _seen(matrix)._replace(factor=factor)
+    return _taken(host.damped_cholesky(seen, known, xp=None))
 
 
 def cholesky_inverse(lower: Any, /, *, overwrite: bool) -> Any:

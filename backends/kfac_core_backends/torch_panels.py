@@ -50,15 +50,19 @@ def gram(total: Any, rows: Any, tail: Any, decay: float, scale: float) -> Any:
     return new
 
 
-def cholesky(array: Any, shift: Any) -> Any:
-    """Return the lower factor by columns of panels, left-looking."""
+def cholesky(array: Any, shift: Any, factor: float = 1.0) -> Any:
+    """Return the lower factor of ``factor A + shift I`` by columns of panels.
+
+    It is left-looking.
+    """
     n, width = array.shape[0], 64 if array.shape[0] < 2560 else 128
     lower = torch.empty((n, n), dtype=array.dtype)
     for start, stop in _panels(n, width):
         mine, rest = slice(start, stop), slice(stop, n)
         done = lower[:, :start]
+        factors: dict[str, float] = {"beta": factor, "alpha": -1.0}
         column = torch.addmm(
-            array[start:, mine], done[start:], done[mine].mT, alpha=-1.0
+            array[start:, mine], done[start:], done[mine].mT, **factors
         )
         column.diagonal().add_(shift)
         corner, info = torch.linalg.cholesky_ex(column[: stop - start])
