@@ -98,12 +98,20 @@ JAX_FLOAT32 = {
 # What JAX is tested with in all cases without `--thorough`: the answers of others.
 JAX_EVERY_CASE = {"test_smoke", "test_records"}
 
-# What takes JAX half a minute to compile and is otherwise covered in smaller pieces.
+# What takes JAX longest to compile and is otherwise covered in smaller pieces.
 JAX_ONLY_THOROUGH = (
     "test_an_example_trains[jax-shampoo]",
     "test_the_first_twenty_steps_are_the_same_on_every_backend[jax]",
     "test_a_record_agrees[jax-float64-numpy_conv_eigen]",
     "test_a_record_agrees[jax-float64-numpy_conv_kron_1d]",
+    "test_a_record_agrees[jax-float64-numpy_conv_kron_groups2]",
+    "test_a_record_agrees[jax-float64-numpy_conv_kron_asymmetric_padding]",
+    "test_a_record_agrees[jax-float64-kfacjax_conv2d_kf_s1same_nobias_first]",
+    "test_a_record_agrees[jax-float64-kfacjax_estimator_fisher_empirical]",
+    "test_factorizations_alone_are_stacked_and_shared_out_too[jax-1]",
+    "test_products_are_dense_while_the_rank_suffices[jax-float64-factored]",
+    "test_weight_gradient_is_the_sum_over_rows[jax-channels_first-2]",
+    "test_every_product_is_that_of_the_dense_block[jax-float64-3-2]",
 )
 
 JAX_CASES = 2
