@@ -92,6 +92,7 @@ def test_parts_do_not_depend_on_who_has_read_it(backend, dense):
     assert made.parts() == before == (base, 0.3)
     assert made.array is read
     assert base.parts() == (base, 1.0)
+    assert SymmetricMatrix.multiple(base, 1.0) is base
 
 
 def test_an_operator_holds_the_sum_and_no_copy_of_it(requires_backend, rng):

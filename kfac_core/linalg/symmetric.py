@@ -55,6 +55,8 @@ class SymmetricMatrix:
         What only passes over the numbers once more, as a damped copy does, takes them
         from `parts` instead.
         """
+        if factor == 1.0:
+            return base
         made = object.__new__(SymmetricMatrix)
         made.__dict__["_parts"] = base, factor
         return made
