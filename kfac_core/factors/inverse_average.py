@@ -28,7 +28,8 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
     cast,
@@ -39,7 +40,8 @@ from kfac_core.arrays import (
     status_unless,
     wide_dtype,
 )
-from kfac_core.backend import Array
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import map_structure, replaced, structure
 from kfac_core.damping import require_damping
 from kfac_core.errors import DampingError, DecayError, NotFiniteError, ShapeError
 from kfac_core.factors.average import require_decay, require_weight
@@ -53,8 +55,6 @@ from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.ladder import damped_inverse
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.linalg.triangular import solve_triangular
-from kfac_core.status import Check, Status
-from kfac_core.structure import map_structure, replaced, structure
 
 __all__ = ["InverseAverage", "inverse_average"]
 
