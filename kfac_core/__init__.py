@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     )
     from kfac_core.estimator import Estimator
     from kfac_core.execution.background import BackgroundRefresh
-    from kfac_core.execution.block_state import BlockState
     from kfac_core.execution.costs import BlockCosts, CostTable, Rates
     from kfac_core.factors.average import Average, paper_decay
     from kfac_core.factors.damped import DampedFactor, damped_factor
@@ -85,7 +84,6 @@ if TYPE_CHECKING:
     from kfac_core.integration.framework_conv import framework_conv
     from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
     from kfac_core.integration.natural_gradient import NaturalGradient
-    from kfac_core.integration.traced import TracedEstimator, TracedState
     from kfac_core.integration.wiring import (
         Captured,
         Recorder,
@@ -105,6 +103,7 @@ if TYPE_CHECKING:
     from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
     from kfac_core.linalg.kronecker_sum import KroneckerSum, kronecker_sum
     from kfac_core.linalg.patches import choose_patches
+    from kfac_core.network import BlockState, Network, NetworkState
     from kfac_core.operators.exact_kronecker import ExactKronecker
     from kfac_core.operators.example_gram import (
         ExampleGramOperator,
@@ -117,6 +116,7 @@ if TYPE_CHECKING:
     from kfac_core.operators.operator import CurvatureOperator
     from kfac_core.operators.sparse_rows import SparseRows
     from kfac_core.operators.spectral import SpectralBlock, spectral_block
+    from kfac_core.options import Averaging, Execution, Refreshing, Sharing
     from kfac_core.posterior.block import BlockPosterior, block_posterior
     from kfac_core.posterior.evidence import Evidence
     from kfac_core.posterior.network import Posterior
@@ -198,6 +198,12 @@ __all__ = [
     "LowRankOperator",
     "MixedArraysError",
     "NaturalGradient",
+    "Sharing",
+    "Refreshing",
+    "Execution",
+    "Averaging",
+    "NetworkState",
+    "Network",
     "NotFiniteError",
     "NotReadyError",
     "OrderedBasis",
@@ -219,8 +225,6 @@ __all__ = [
     "Statistics",
     "Status",
     "TNT",
-    "TracedEstimator",
-    "TracedState",
     "TridiagonalOperator",
     "UnknownBackendError",
     "UnknownBlockError",
@@ -284,7 +288,7 @@ _HOMES = {
     "BlockCosts": "kfac_core.execution.costs",
     "BlockPosterior": "kfac_core.posterior.block",
     "BlockReport": "kfac_core.report",
-    "BlockState": "kfac_core.execution.block_state",
+    "BlockState": "kfac_core.network",
     "BlockTridiagonal": "kfac_core.chain.tridiagonal",
     "Captured": "kfac_core.integration.wiring",
     "ChainStatistics": "kfac_core.chain.statistics",
@@ -328,6 +332,12 @@ _HOMES = {
     "LowRankKronecker": "kfac_core.approximations.low_rank",
     "LowRankOperator": "kfac_core.operators.low_rank",
     "MixedArraysError": "kfac_core.errors",
+    "Network": "kfac_core.network",
+    "NetworkState": "kfac_core.network",
+    "Averaging": "kfac_core.options",
+    "Execution": "kfac_core.options",
+    "Refreshing": "kfac_core.options",
+    "Sharing": "kfac_core.options",
     "NaturalGradient": "kfac_core.integration.natural_gradient",
     "NotFiniteError": "kfac_core.errors",
     "NotReadyError": "kfac_core.errors",
@@ -350,8 +360,6 @@ _HOMES = {
     "Statistics": "kfac_core.factors.statistics",
     "Status": "kfac_core.array.status",
     "TNT": "kfac_core.approximations.tnt",
-    "TracedEstimator": "kfac_core.integration.traced",
-    "TracedState": "kfac_core.integration.traced",
     "TridiagonalOperator": "kfac_core.chain.operator",
     "UnknownBackendError": "kfac_core.errors",
     "UnknownBlockError": "kfac_core.errors",

@@ -5,6 +5,10 @@ ones, or an operator; nothing they are given is modified.  They run inside funct
 compilers and vectorizing transforms when told ``check="status"``: then they look at no
 value, an update with rows that are not finite leaves the statistics as they were, and
 the flags come back as an array.
+
+The stages of a network are loops of the four functions at the end of this file over its
+blocks.  Each is a small description that is called with a name, a block and arguments, and
+says what an executor may want to know of it.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ import array_api_compat
 import numpy as np
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.finite_sums import finite_arguments
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, load_adapters
+from kfac_core.array.backend import Array, Namespace, load_adapters
+from kfac_core.array.finite import known_finite
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -38,22 +42,29 @@ from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     DecayError,
+    FactorizationError,
+    KFACError,
     MixedArraysError,
+    NotFiniteError,
+    ShapeError,
     UnsupportedError,
 )
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.layers.feeding import detached_array
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch, Rows, join_uses, require_finite
-from kfac_core.linalg.shifted import Factorization
+from kfac_core.linalg.shifted import Factorization, Solving
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.operators.sparse_rows import SparseRows
+from kfac_core.options import DampingScaling
 
-__all__ = ["Block", "Fed"]
+__all__ = ["BatchLike", "Block", "Product", "Rebase", "RefreshBlock", "UpdateBlock"]
 
-Fed: TypeAlias = Batch | GradientBatch | Sequence[Batch]
+BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch]
 """What one block can be fed: a batch, or several uses of one layer."""
 
 _FULL_PRECISION = Precision()
@@ -116,7 +127,7 @@ class Block:
     def update(
         self,
         statistics: Statistics,
-        batch: Fed,
+        batch: BatchLike,
         /,
         *,
         conventions: Conventions,
@@ -184,7 +195,7 @@ class Block:
     def unchecked_update(
         self,
         statistics: Statistics,
-        batch: Fed,
+        batch: BatchLike,
         /,
         *,
         conventions: Conventions,
@@ -192,6 +203,7 @@ class Block:
         weight: Scalar = 1.0,
         skip: frozenset[str] = frozenset(),
         max_patch_elements: int | None = None,
+        stack: tuple[int, ...] = (),
     ) -> Statistics:
         """Return what `update` makes before its status is looked at.
 
@@ -203,6 +215,9 @@ class Block:
         ----------
         statistics, batch, conventions, decay, weight, skip, max_patch_elements
             As for `update`.
+        stack : tuple of int
+            The shape of leading axes that all arrays have in common: as many equal
+            blocks, updated together.
 
         Returns
         -------
@@ -226,39 +241,76 @@ class Block:
         options = UpdateOptions(
             conventions=conventions, decay=decay, weight=weight, skip=skip, xp=xp
         )
-        total: Statistics | None = None
-        for rows in self.row_parts(batch, max_patch_elements=max_patch_elements):
+        if max_patch_elements is None:
+            rows = self.rows(batch, stack=stack) if stack else self.rows(batch)
             self._require_place(statistics, rows)
-            together = max_patch_elements is None
-            if not (together and type(rows) is Rows):
-                status = status | rows.status(xp=xp)
             if isinstance(rows, IdRows):
                 # Not every library says so when an index lies outside; some crash.
+                status = status | rows.status(xp=xp)
                 rows = rows.with_ids_inside(xp=xp)
-            if together:
                 new = self.approximation.updated(statistics, rows, self.layer, options)
-                if type(rows) is Rows:
-                    shown = finite_arguments(self.approximation, new, skip=skip, xp=xp)
-                    status = status | rows.status(xp=xp, known=shown)
-                break
-            alone = dataclasses.replace(options, decay=0.0, weight=None)
-            part = self.approximation.updated(
-                _emptied(statistics), rows, self.layer, alone
-            )
-            total = part if total is None else total.merged(part)
-            # The loop's variable would hold this chunk while the next one is made.
-            del rows
-        if total is not None:
-            new = statistics.absorbed(
-                total, decay=decay, weight=weight, decays=self._decays
-            )
+            else:
+                new = self.approximation.updated(statistics, rows, self.layer, options)
+                status = status | self._finite_status(rows, new, skip, stack, xp)
+        else:
+            parts = self.row_parts(batch, max_patch_elements=max_patch_elements)
+            new, flags = self._updated_by_parts(statistics, parts, options)
+            status = status | flags
         new = replaced(new, status=status)
         # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
         return _of_arrays(new) if isinstance(status, (np.generic, np.ndarray)) else new
 
+    def _updated_by_parts(
+        self, statistics: Statistics, parts: Iterator[Any], options: UpdateOptions
+    ) -> tuple[Statistics, Any]:
+        """Return the statistics after a batch that is read in parts, and its flags."""
+        xp = options.xp
+        alone = dataclasses.replace(options, decay=0.0, weight=None)
+        empty = _emptied(statistics)
+        total: Statistics | None = None
+        status: Any = 0
+        for rows in parts:
+            self._require_place(statistics, rows)
+            status = status | rows.status(xp=xp)
+            part = self.approximation.updated(empty, rows, self.layer, alone)
+            total = part if total is None else total.merged(part)
+            # The loop's variable would hold this chunk while the next one is made.
+            del rows
+        assert total is not None
+        new = statistics.absorbed(
+            total, decay=options.decay, weight=options.weight, decays=self._decays
+        )
+        return new, status
+
+    def _finite_status(
+        self,
+        rows: Any,
+        new: Statistics,
+        skip: frozenset[str],
+        stack: tuple[int, ...],
+        xp: Namespace,
+    ) -> Any:
+        """Return the flags of rows that are not finite.
+
+        A running sum whose diagonal is finite had finite rows: an entry of it is a sum of
+        squares.  Only arrays of which no sum says so are read.
+        """
+        known = []
+        for name, argument in self.approximation.sums_of_squares.items():
+            total = new.averages[name].sum
+            if name in skip or not isinstance(total, SymmetricMatrix):
+                continue
+            if known_finite(xp.linalg.diagonal(total.array), xp=xp):
+                known.append(argument)
+        if stack:
+            return rows.status_of_stack(xp=xp, known=frozenset(known))
+        if known:
+            return rows.status(xp=xp, known=frozenset(known))
+        return rows.status(xp=xp)
+
     def moments(
         self,
-        batch: Fed,
+        batch: BatchLike,
         /,
         *,
         conventions: Conventions,
@@ -354,6 +406,7 @@ class Block:
         debias: bool = True,
         factorizations: tuple[Factorization, ...] = ("inverse",),
         check: Check = "raise",
+        solving: Solving = "inverse",
         precision: Precision = _FULL_PRECISION,
         name: str = "block",
         memo: dict[Any, Any] | None = None,
@@ -376,6 +429,9 @@ class Block:
         check : {"raise", "status"}
             Whether trouble raises, which waits for the device, or is in the
             operator's ``status()``.
+        solving : {"inverse", "triangular"}
+            Whether a factored block is divided by with inverses of its factors, or with
+            their Cholesky factors.
         precision : Precision
             Of computing and applying.
         name : str
@@ -408,29 +464,51 @@ class Block:
             same_place(statistics=statistics.any_weight, damping=damping)
             if check == "raise":
                 _require_damping_value(damping, name)
+        wanted = factorizations
+        if solving == "triangular":
+            swapped = ("cholesky" if f == "inverse" else f for f in factorizations)
+            wanted = tuple(dict.fromkeys(swapped))
         options = OperatorOptions(
             damping=damping,
             rule=rule,
             debias=debias,
-            factorizations=factorizations,
+            factorizations=wanted,
             check=check,
             precision=precision,
             name=name,
             memo={} if memo is None else memo,
         )
-        if check == "status":  # inside compilers too, which know no `errstate`
-            return self.approximation.operator(statistics, self.layer, options)
         # What is infinite is found by its status; NumPy would also warn on the way.
         with np.errstate(over="ignore", invalid="ignore"):
-            return self.approximation.operator(statistics, self.layer, options)
+            made = self.approximation.operator(statistics, self.layer, options)
+        if solving == "inverse":
+            return made
+        factored: Any = made
+        solved: CurvatureOperator = factored.solved_by(solving)
+        return solved
 
-    def rows(self, batch: Fed, /) -> Any:
+    def rebased(
+        self, statistics: Statistics, /, *, moments: Any, check: Check = "raise"
+    ) -> Statistics:
+        """Return the statistics in the eigenbases of their factors as they are now.
+
+        Of an approximation that ``has_bases``; `kfac_core.Eigen.rebased` documents it.
+        """
+        approximation: Any = self.approximation
+        made: Statistics = approximation.rebased(
+            statistics, moments=moments, check=check
+        )
+        return made
+
+    def rows(self, batch: BatchLike, /, *, stack: tuple[int, ...] = ()) -> Any:
         """Turn what the layer saw into the rows that the statistics are made of.
 
         Parameters
         ----------
         batch : Batch, GradientBatch or sequence of Batch
             Never modified.
+        stack : tuple of int
+            The shape of leading axes of a stack of batches, for a layer that ``stacks``.
 
         Returns
         -------
@@ -443,6 +521,9 @@ class Block:
         ShapeError, DtypeError, MixedArraysError, UnsupportedError
             For arrays that do not fit.
         """
+        if stack:
+            layer: Any = self.layer
+            return layer.rows(batch, stack=stack)
         if not isinstance(batch, list | tuple):
             return self.approximation.rows(self.layer, batch)
         uses = [self.approximation.rows(self.layer, use) for use in batch]
@@ -453,7 +534,7 @@ class Block:
             )
         return join_uses(uses)
 
-    def mean_gradient(self, batch: Fed, /, *, conventions: Conventions) -> Array:
+    def mean_gradient(self, batch: BatchLike, /, *, conventions: Conventions) -> Array:
         """Return the mean gradient over the examples, summed over sources.
 
         Parameters
@@ -486,8 +567,14 @@ class Block:
         """Turn a block's matrix back into parameter-shaped arrays."""
         return self.layer.matrix_to_parameters(matrix)
 
+    @property
+    def stacks(self) -> bool:
+        """Whether equal blocks can be computed as one, with a leading axis."""
+        layer: Any = self.layer
+        return self.approximation.stacks and layer.groups == 1
+
     def row_parts(
-        self, batch: Fed, /, *, max_patch_elements: int | None
+        self, batch: BatchLike, /, *, max_patch_elements: int | None
     ) -> Iterator[Any]:
         """Yield `rows` of a batch, in chunks of examples where a budget is given.
 
@@ -523,8 +610,7 @@ class Block:
     @property
     def _decays(self) -> Mapping[str, float]:
         """The averages with a decay of their own."""
-        own: Mapping[str, float] = getattr(self.approximation, "decays", {})
-        return own
+        return self.approximation.decays
 
     def _require_place(self, statistics: Statistics, rows: Any) -> None:
         """Raise where a batch is not of one place with the statistics."""
@@ -534,6 +620,286 @@ class Block:
             raise MixedArraysError(
                 f"{error} (The statistics stay where their first batch was.)"
             ) from None
+
+
+@dataclass(frozen=True)
+class UpdateBlock:
+    """The function of one block that `Network.update` runs for each.
+
+    Parameters
+    ----------
+    conventions : Conventions
+        How output gradients are scaled.
+    max_patch_elements : int or None
+        As for `Block.update`.
+    """
+
+    conventions: Conventions
+    max_patch_elements: int | None
+
+    on_host = False
+    worth_threads = 0
+    kept = (1,)
+
+    def __call__(
+        self,
+        name: str,
+        block: Block,
+        statistics: Statistics,
+        batch: BatchLike,
+        decay: Scalar,
+        weight: Scalar,
+        skip: frozenset[str],
+        /,
+        *,
+        stack: tuple[int, ...] = (),
+    ) -> Statistics:
+        """Return the statistics after an update, before their status is looked at."""
+        try:
+            # What is infinite is found by its status; NumPy would also warn of inf - inf.
+            with np.errstate(invalid="ignore"):
+                return block.unchecked_update(
+                    statistics,
+                    batch,
+                    conventions=self.conventions,
+                    decay=decay,
+                    weight=weight,
+                    skip=skip,
+                    max_patch_elements=self.max_patch_elements,
+                    stack=stack,
+                )
+        except KFACError as error:
+            raise type(error)(f"Block {name!r}: {error}") from None
+
+    def stacks(
+        self,
+        block: Block,
+        statistics: Statistics,
+        batch: Any,
+        decay: Scalar,
+        weight: Scalar,
+        skip: frozenset[str],
+        /,
+    ) -> bool:
+        """Whether equal tasks can be run as one."""
+        layer: Any = block.layer
+        return (
+            block.stacks
+            and layer.stacks
+            and self.max_patch_elements is None
+            and not skip
+            and isinstance(batch, Batch)
+            and batch.mask is None
+            and batch.chosen is None
+        )
+
+    def accepts(self, result: Statistics, /) -> bool:
+        """Return True: whoever asked for the update looks at its flags."""
+        return True
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return how many numbers the block's factors hold."""
+        n, m = block.layer.matrix_shape
+        return n * n + m * m
+
+
+@dataclass(frozen=True)
+class Rebase:
+    """The function of one block that `Network.rebase` runs for each.
+
+    Parameters
+    ----------
+    moments : {"kronecker", "carried", "zero"}
+        See `kfac_core.Eigen.rebased`.
+    check : {"raise", "status"}
+        Whether a failed eigendecomposition raises.
+    """
+
+    moments: Any
+    check: Check
+
+    on_host = False
+    worth_threads = 0
+    kept = ()
+
+    def __call__(
+        self, name: str, block: Block, statistics: Statistics, /
+    ) -> Statistics:
+        """Return the statistics in new bases."""
+        try:
+            return block.rebased(statistics, moments=self.moments, check=self.check)
+        except KFACError as error:
+            raise type(error)(f"Block {name!r}: {error}") from None
+
+    def stacks(self, block: Block, statistics: Statistics, /) -> bool:
+        """Whether equal tasks can be run as one."""
+        return False
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return about how many flops a block takes, in any unit."""
+        n, m = block.layer.matrix_shape
+        return n**3 + m**3
+
+
+@dataclass(frozen=True, eq=False)
+class RefreshBlock:
+    """The function of one block that `Network.refresh` runs for each.
+
+    Parameters
+    ----------
+    rule, debias, factorizations, precision, check
+        As for `Block.operator`.
+    damping_scaling : {"none", "mean_eigenvalue"}
+        As in `kfac_core.Refreshing`.
+    memo : dict
+        What blocks that share a factor have in common.
+    """
+
+    rule: DampingRule
+    debias: bool
+    factorizations: tuple[Factorization, ...]
+    damping_scaling: DampingScaling
+    precision: Precision
+    check: Check
+    memo: dict[Any, Any]
+
+    on_host = True
+    worth_threads = 0
+    kept = (1,)
+
+    def __call__(
+        self,
+        name: str,
+        block: Block,
+        statistics: Statistics,
+        damping: Scalar,
+        solving: Solving,
+        /,
+        *,
+        stack: tuple[int, ...] = (),
+    ) -> tuple[CurvatureOperator, Scalar] | KFACError:
+        """Return the operator and the damping that it was made with, or why not.
+
+        A failed factorization is returned and not raised, so that the others' are made.
+        """
+        options: dict[str, Any] = {
+            "rule": self.rule,
+            "debias": self.debias,
+            # A stack is looked at as a whole, by its flags.
+            "check": "status" if stack else self.check,
+            "precision": self.precision,
+            "name": name,
+            "memo": None if stack else self.memo,
+        }
+        try:
+            if self.damping_scaling == "mean_eigenvalue":
+                bare = block.operator(
+                    statistics, damping=0.0, factorizations=(), **options
+                )
+                n, m = bare.shape
+                damping = damping * bare.trace(damped=False) / (n * m)
+            operator = block.operator(
+                statistics,
+                damping=damping,
+                factorizations=self.factorizations,
+                solving=solving,
+                **options,
+            )
+        except (FactorizationError, NotFiniteError) as error:
+            return error
+        return operator, damping
+
+    def stacks(
+        self, block: Block, statistics: Statistics, damping: Scalar, solving: Solving, /
+    ) -> bool:
+        """Whether equal tasks can be run as one."""
+        return (
+            block.stacks
+            and self.check == "raise"
+            and self.rule != "exact"
+            and self.damping_scaling == "none"
+        )
+
+    def accepts(self, result: Any, /) -> bool:
+        """Whether no operator of a stack is flagged; synchronizes with its device."""
+        return not bool(result[0].status())
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return about how many flops a block takes, in any unit."""
+        n, m = block.layer.matrix_shape
+        return n**3 + m**3
+
+
+@dataclass(frozen=True)
+class Product:
+    """The function of one block that `Network.apply` runs for each.
+
+    Parameters
+    ----------
+    product : str
+        A method of `CurvatureOperator` that takes and returns a vector.
+    arguments : tuple
+        What the product takes besides the vector.
+    options : tuple of tuple of str and object
+        Its keyword arguments.
+    """
+
+    product: str
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+    on_host = False
+    worth_threads = 10**9
+    kept = (1,)
+
+    def __call__(
+        self,
+        name: str,
+        block: Block,
+        operator: CurvatureOperator,
+        parameters: Mapping[str, Any],
+        /,
+        *,
+        stack: tuple[int, ...] = (),
+    ) -> dict[str, Any]:
+        """Return the product with parameter-shaped arrays, in the same form."""
+        weight = parameters.get("weight")
+        if isinstance(weight, SparseRows):
+            restricted: Any = operator
+            small = restricted.at_rows(weight.indices)
+            rows = detached_array(weight.rows)
+            return {"weight": SparseRows(weight.indices, self._of(small, rows))}
+        given = {key: detached_array(x) for key, x in parameters.items()}
+        layer: Any = block.layer
+        options: Any = {"stack": stack} if stack else {}
+        try:
+            vector = layer.parameters_to_matrix(given, **options)
+            result = self._of(operator, vector)
+        except ShapeError as error:
+            raise ShapeError(f"Block {name!r}: {error}") from None
+        made: dict[str, Any] = layer.matrix_to_parameters(result, **options)
+        return made
+
+    def _of(self, operator: Any, vector: Array) -> Array:
+        product = getattr(operator, self.product)
+        result: Array = product(vector, *self.arguments, **dict(self.options))
+        return result
+
+    def stacks(
+        self, block: Block, operator: CurvatureOperator, parameters: Any, /
+    ) -> bool:
+        """Whether equal tasks can be run as one."""
+        layer: Any = block.layer
+        return self.product == "multiply_inverse" and block.stacks and layer.stacks
+
+    def accepts(self, result: Any, /) -> bool:
+        """Return True: a product has no flags."""
+        return True
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return how many flops a product with two full factors takes."""
+        n, m = block.layer.matrix_shape
+        return 2 * n * m * (n + m)
 
 
 def _of_arrays(statistics: Statistics) -> Statistics:

@@ -9,9 +9,9 @@ example (and one shared position).  The output factor is an average of outer pro
 gradients of the *summed* loss, so ``g`` is multiplied by
 
 ========================  ========================================================
-``loss="sum"``            1: the loss was a sum over the batch
-``loss="mean"``           N: the loss was a mean over the N examples of the batch
-``loss="mean_rows"``      the number of rows kept by the mask: the loss was a mean over
+``reduction="sum"``            1: the loss was a sum over the batch
+``reduction="mean"``           N: the loss was a mean over the N examples of the batch
+``reduction="mean_rows"``      the number of rows kept by the mask: the loss was a mean over
                           all examples and shared positions (tokens, time steps)
 ========================  ========================================================
 
@@ -44,7 +44,7 @@ class Conventions:
 
     Parameters
     ----------
-    loss : {"sum", "mean", "mean_rows"}
+    reduction : {"sum", "mean", "mean_rows"}
         Over what the loss that was differentiated is summed or averaged.
     sources : {"sum", "mean"}
         Whether the outer products of several sources are summed or averaged.
@@ -55,11 +55,11 @@ class Conventions:
         For any other value.
     """
 
-    loss: LossReduction
+    reduction: LossReduction
     sources: SourceReduction
 
     def __post_init__(self) -> None:
-        require_one_of("loss", self.loss, get_args(LossReduction))
+        require_one_of("reduction", self.reduction, get_args(LossReduction))
         require_one_of("sources", self.sources, get_args(SourceReduction))
 
     def outer_product_scale(
@@ -86,7 +86,7 @@ class Conventions:
 
     def gradient_scale(self, *, examples: int, rows: Scalar) -> Scalar:
         """Return what each g is multiplied by; the factor in the module's table."""
-        return {"sum": 1.0, "mean": float(examples), "mean_rows": rows}[self.loss]
+        return {"sum": 1.0, "mean": float(examples), "mean_rows": rows}[self.reduction]
 
 
 def require_one_of(name: str, value: object, known: tuple[str, ...]) -> None:

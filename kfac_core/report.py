@@ -18,15 +18,15 @@ from kfac_core.array.namespaces import device_of
 from kfac_core.array.structure import replaced
 from kfac_core.block import Block
 from kfac_core.errors import FactorizationError
-from kfac_core.execution.block_state import BlockState
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.condition import estimated_norm, measured_residual
 from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.network import BlockState
 
-__all__ = ["BlockReport", "FactorReport", "report_of"]
+__all__ = ["BlockReport", "FactorReport", "Report", "report_of"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class BlockReport:
     updates, age, failures : int
         As in `BlockState`.
     basis_age : int or None
-        As in `BlockState`.
+        How many updates came after the bases were computed; None without bases.
     damping : float or None
         The damping of its operator.
     condition : float or None
@@ -91,6 +91,29 @@ class BlockReport:
     condition: float | None
     residual: float | None
     factors: dict[str, FactorReport]
+
+
+class Report(dict[str, BlockReport]):
+    """The reports of a network's blocks, by name; ``print`` shows a table."""
+
+    def __str__(self) -> str:
+        head = ("block", "kind", "updates", "age", "damping", "condition", "residual")
+        rows: list[tuple[str, ...]] = [head]
+        for name, block in self.items():
+            numbers = (block.damping, block.condition, block.residual)
+            cells = ["" if x is None else f"{x:.1e}" for x in numbers]
+            kind = f"{block.layer}, {block.approximation}"
+            rows.append((name, kind, str(block.updates), str(block.age), *cells))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(
+                cell.ljust(w) for cell, w in zip(row, widths, strict=True)
+            ).rstrip()
+            for row in rows
+        )
+        return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def report_of(block: Block, state: BlockState, /) -> BlockReport:
@@ -126,10 +149,10 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     return BlockReport(
         block.layer.kind,
         block.approximation.name,
-        state.updates,
-        state.age,
-        state.failures,
-        state.basis_age,
+        int(state.updates),
+        int(state.age),
+        int(state.failures),
+        int(state.basis_age) if int(state.basis_age) >= 0 else None,
         None if state.damping is None else float(state.damping),
         condition,
         residual,

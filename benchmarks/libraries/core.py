@@ -122,7 +122,7 @@ class _Core:
         elif self._backend == "cupy":
             self._library.cuda.get_current_stream().synchronize()
         elif self._backend == "jax":
-            states = [self._timed.state(name) for name in self._blocks]
+            states = [self._timed.state[name] for name in self._blocks]
             held = [(state.statistics, state.operator) for state in states]
             self._library.block_until_ready((result, held))
 
@@ -141,9 +141,9 @@ class _Core:
             self._blocks,
             decay=DECAY,
             damping=DAMPING,
-            loss="sum",
+            reduction="sum",
             compiled=self._backend == "jax",
-            workers=self._workers,
+            execution=kc.Execution(workers=self._workers),
             **chosen,
         )
 
@@ -152,7 +152,7 @@ class _Core:
         if settings != self._settings:
             estimator = self._made(**settings)
             for name in self._blocks:
-                statistics = self._estimator.state(name).statistics
+                statistics = self._estimator.state[name].statistics
                 assert statistics is not None
                 estimator.absorb({name: statistics})
             self._estimator, self._settings = estimator, settings

@@ -10,7 +10,7 @@ import kfac_core as kc
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def gradients_of(x, g, *, bias, mask=None):
@@ -244,7 +244,7 @@ def test_sparse_gradients_stay_sparse(backend, rng, name, layout, rule):
     kind = kc.Kronecker(input="diagonal") if name == "kronecker" else kc.Diagonal()
     block = kc.Block(embedding(weight_layout=layout), kind)
     estimator = kc.Estimator(
-        {"e": block}, decay=0.9, damping=0.3, damping_rule=rule, loss="sum"
+        {"e": block}, decay=0.9, damping=0.3, damping_rule=rule, reduction="sum"
     )
     ids, g = rng.integers(6, size=20), rng.normal(size=(20, 2))
     estimator.update({"e": kc.Batch(backend.asarray(ids), backend.asarray(g))})
@@ -274,7 +274,7 @@ def test_a_sparse_gradient_needs_rows_that_stand_alone(backend, rng):
         decay=0.9,
         damping=0.3,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
     x, g = rng.normal(size=(9, 4)), rng.normal(size=(9, 2))
     estimator.update({"d": kc.Batch(backend.asarray(x), backend.asarray(g))})
@@ -293,7 +293,7 @@ def test_an_id_out_of_range_is_refused(backend, bad):
         decay=0.9,
         damping=0.1,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
     batch = kc.Batch(
         backend.asarray(np.array([0, bad])), backend.asarray(np.ones((2, 2)))
@@ -301,7 +301,7 @@ def test_an_id_out_of_range_is_refused(backend, bad):
 
     with pytest.raises(kc.IdRangeError, match=r"'e'.*`inputs`"):
         estimator.update({"e": batch})
-    assert estimator.state("e").statistics is None
+    assert estimator.state["e"].statistics is None
 
 
 @pytest.mark.parametrize(

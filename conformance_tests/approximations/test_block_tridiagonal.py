@@ -18,7 +18,7 @@ from kfac_core.linalg import series_chain
 from ..builders import network, reference
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 N, M = 30, 2
 NAMES = ["first", "second", "third"]
 # One shape for all keeps what JAX compiles short; other widths have a test of their own.
@@ -427,7 +427,7 @@ def test_halves_of_a_batch_merge_into_the_whole(backend, rng):
 def test_conventions_scale_neighbors_as_layers(backend, rng, loss, sources):
     """The moments between layers are multiplied by what the layers' own are."""
     xs, gs = draw(rng)
-    conventions = kc.Conventions(loss=loss, sources=sources)
+    conventions = kc.Conventions(reduction=loss, sources=sources)
     scaled = [g / (N if loss == "mean" else 1) for g in gs]
 
     statistics = statistics_of(CHAIN, fed(backend, xs, scaled), conventions=conventions)

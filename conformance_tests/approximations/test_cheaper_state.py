@@ -27,7 +27,7 @@ def estimator_of(approximation):
         decay=0.9,
         damping=0.3,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
 
 
@@ -83,7 +83,7 @@ def test_a_block_runs_inside_a_compiled_program(requires_backend, rng, approxima
         new = block.update(
             statistics,
             kc.Batch(x, g),
-            conventions=kc.Conventions(loss="sum", sources="sum"),
+            conventions=kc.Conventions(reduction="sum", sources="sum"),
             decay=0.9,
             check="status",
         )

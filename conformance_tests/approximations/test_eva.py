@@ -9,7 +9,7 @@ from kfac_core.approximations.eva import Eva
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 N, n, m = 6, 4, 3
 DAMPING = 0.2
 
@@ -130,7 +130,7 @@ def test_it_is_at_most_the_kronecker_block(backend, rng):
 def test_a_mean_loss_is_scaled_back(backend, rng):
     """Gradients of a mean over N examples carry 1/N, once in b."""
     x, g = rng.normal(size=(N, n)), rng.normal(size=(N, m))
-    mean = kc.Conventions(loss="mean", sources="sum")
+    mean = kc.Conventions(reduction="mean", sources="sum")
     block = block_of()
     results = [
         block.operator(
@@ -208,7 +208,7 @@ def test_an_estimator_takes_the_block(backend, rng):
         decay=0.9,
         damping=DAMPING,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
     estimator.update({"w": kc.Batch(backend.asarray(x), backend.asarray(g))})
     estimator.refresh()

@@ -58,7 +58,7 @@ def kronecker_block(
     statistics = block.update(
         block.initial(fed.inputs),
         fed,
-        conventions=kc.Conventions(loss=loss, sources=sources),
+        conventions=kc.Conventions(reduction=loss, sources=sources),
         decay=0.0,
     )
     operator = block.operator(
@@ -193,8 +193,8 @@ def test_the_estimator_averages_factorial_batches(backend, rng, loss):
         decay=1.0,
         damping=0.1,
         damping_rule="factored",
-        loss=loss,
-        factorizations=(),
+        reduction=loss,
+        refreshing=kc.Refreshing(factorizations=()),
     )
 
     for grad in g:
@@ -226,7 +226,7 @@ def test_eigenvalue_correction_changes_nothing_on_a_factorial_design(backend, rn
     layer = kc.Dense(in_features=IN, out_features=OUT, bias=True, weight_layout="io")
     block = kc.Block(layer, eigen)
     fed = kc.Batch(backend.asarray(x), backend.asarray(g))
-    conventions = kc.Conventions(loss="sum", sources="sum")
+    conventions = kc.Conventions(reduction="sum", sources="sum")
     start = block.update(
         block.initial(fed.like), fed, conventions=conventions, decay=0.0
     )
@@ -287,7 +287,7 @@ def other_block(backend, approximation, x, g, *, bias):
     statistics = block.update(
         block.initial(fed.like),
         fed,
-        conventions=kc.Conventions(loss="sum", sources="sum"),
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
         decay=0.0,
     )
     operator = block.operator(

@@ -12,8 +12,9 @@ from kfac_core.approximations.kfoc import KFOC
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.estimators import make_estimator
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 N, IN, OUT = 14, 3, 2
 LAYER = kc.Dense(in_features=IN, out_features=OUT, bias=True, weight_layout="io")
 CONVERGED = 25
@@ -300,7 +301,7 @@ def test_the_bare_sum_is_not_divided_by_its_weight(backend, rng):
 def test_conventions_scale_the_block(backend, rng, loss, sources):
     """Gradients of a mean loss count N^2, and M sources may be averaged."""
     x, g = draw(rng)
-    conventions = kc.Conventions(loss=loss, sources=sources)
+    conventions = kc.Conventions(reduction=loss, sources=sources)
     batch = fed(backend, x, g)
 
     block, statistics = statistics_of(backend, batch, conventions=conventions)
@@ -432,8 +433,13 @@ def test_an_estimator_holds_it_and_restores_it(backend, rng):
     """Through the public door: update, refresh, precondition, save and load."""
     x, g = draw(rng)
     block = kc.Block(LAYER, KFOC(iterations=3))
-    options = {"decay": 0.9, "damping": 0.2, "damping_rule": "factored", "loss": "sum"}
-    estimator, other = (kc.Estimator({"fc": block}, **options) for _ in range(2))
+    options = {
+        "decay": 0.9,
+        "damping": 0.2,
+        "damping_rule": "factored",
+        "reduction": "sum",
+    }
+    estimator, other = (make_estimator({"fc": block}, **options) for _ in range(2))
     V = rng.normal(size=LAYER.matrix_shape)
     gradients = {"weight": backend.asarray(V[:-1]), "bias": backend.asarray(V[-1])}
     estimator.update({"fc": fed(backend, x, g)})
@@ -442,7 +448,7 @@ def test_an_estimator_holds_it_and_restores_it(backend, rng):
     other.load_state_dict(estimator.state_dict())
 
     got = [e.precondition({"fc": gradients})["fc"] for e in (estimator, other)]
-    A, G = factors_of(backend, estimator.state("fc").statistics.averages["block"])
+    A, G = factors_of(backend, estimator.state["fc"].statistics.averages["block"])
     F = reference.damped_block(A, G, 1.0, damping=0.2, rule="factored")
     value = np.linalg.solve(F, V.ravel()).reshape(V.shape)
     for found in got:
@@ -457,8 +463,8 @@ def test_a_refresh_may_wait_until_the_fit_has_moved(backend, rng):
         decay=0.5,
         damping=0.2,
         damping_rule="factored",
-        loss="sum",
-        refresh_threshold=1e-3,
+        reduction="sum",
+        refreshing=kc.Refreshing(threshold=1e-3),
     )
     same, other = (fed(backend, *draw(rng)) for _ in range(2))
 

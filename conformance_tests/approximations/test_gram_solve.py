@@ -11,7 +11,7 @@ from kfac_core.operators.example_gram import example_gram_operator
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 N, n, m = 6, 4, 3
 DAMPING = 0.4
 
@@ -268,7 +268,7 @@ def test_an_estimator_takes_the_block(backend, rng):
         decay=0.0,
         damping=DAMPING,
         damping_rule="exact",
-        loss="sum",
+        reduction="sum",
     )
     estimator.update({"w": kc.Batch(backend.asarray(x), backend.asarray(g[0]))})
     estimator.refresh()

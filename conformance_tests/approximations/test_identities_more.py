@@ -15,7 +15,7 @@ from kfac_core.losses import Categorical, Gaussian, SquaredError, noise_spec, ve
 from ..builders import network
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 N, IN, OUT = 12, 4, 3
 LAYER = kc.Dense(in_features=IN, out_features=OUT, bias=False, weight_layout="io")
 EIGEN = kc.Eigen()

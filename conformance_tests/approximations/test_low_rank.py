@@ -9,8 +9,9 @@ from kfac_core.array.structure import leaves
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.estimators import make_estimator
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "factored_unit_pi", "exact"]
 N, n, m = 8, 6, 5
 DAMPING = 0.3
@@ -243,10 +244,10 @@ def test_an_estimator_takes_the_block(backend, rng):
         "decay": 0.9,
         "damping": DAMPING,
         "damping_rule": "factored",
-        "loss": "sum",
+        "reduction": "sum",
     }
     blocks = {"w": kc.Block(layer(), APPROXIMATION)}
-    estimator = kc.Estimator(blocks, **options)
+    estimator = make_estimator(blocks, **options)
 
     estimator.update({"w": kc.Batch(*(backend.asarray(rows) for rows in given[0]))})
     estimator.refresh()
@@ -258,7 +259,7 @@ def test_an_estimator_takes_the_block(backend, rng):
     assert_close(got, expected[:-1], "inverse", "float64")
     assert_close(backend.to_numpy(done["bias"]), expected[-1], "inverse", "float64")
     with pytest.raises(kc.UnsupportedError, match=r"no multiply_cholesky.*dense"):
-        kc.Estimator(blocks, products=("multiply_cholesky",), **options)
+        make_estimator(blocks, products=("multiply_cholesky",), **options)
 
 
 @pytest.mark.parametrize("damping", [1e-12, 1e12])

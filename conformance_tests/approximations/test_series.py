@@ -16,7 +16,7 @@ from ..builders.series_reference import (
 )
 from ..builders.tolerances import assert_close, assert_differs, relative_error
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 n, m, DAMPING = 3, 2, 0.1
 
 

@@ -10,7 +10,7 @@ from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from ..builders.series_reference import moments
 from ..builders.tolerances import assert_close
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 N, T, n, m, M = 6, 5, 3, 2, 2
 NAMES = {"A0": "input", "G0": "output", "A1": "lagged_input", "G1": "lagged_output"}
 
@@ -109,7 +109,7 @@ def test_a_mean_loss_scales_both_lags_of_the_output(backend, rng):
     x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
     batch = batch_of(backend, x, g / N, "float64")
     block = block_of("infinite")
-    mean = kc.Conventions(loss="mean", sources="sum")
+    mean = kc.Conventions(reduction="mean", sources="sum")
 
     statistics = block.moments(batch, conventions=mean)
 

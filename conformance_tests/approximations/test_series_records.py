@@ -14,7 +14,7 @@ from ..builders.tolerances import relative_error
 safe_open = pytest.importorskip("safetensors").safe_open
 FOLDER = Path(__file__).parents[1] / "records"
 RECORDS = sorted(path.stem for path in FOLDER.glob("tfkfac_series_*.safetensors"))
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def read(name):

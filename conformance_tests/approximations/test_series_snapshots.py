@@ -19,7 +19,7 @@ from ..builders.series_reference import (
 )
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 N, T, n, m, DAMPING = 12, 5, 3, 2, 0.1
 LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
 BLOCKS = {
@@ -168,7 +168,7 @@ def test_an_estimator_preconditions_and_restores_its_state(backend, data, rng, v
             decay=0.9,
             damping=DAMPING,
             damping_rule="factored",
-            loss="sum",
+            reduction="sum",
         )
 
     V = rng.normal(size=(n, m))

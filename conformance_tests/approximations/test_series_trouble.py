@@ -19,7 +19,7 @@ from kfac_core.operators import series as series_blocks
 from ..builders.series_reference import sequences
 from ..builders.tolerances import assert_close
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 N, T, n, m, DAMPING = 12, 5, 3, 2, 0.1
 LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
 BLOCKS = {

@@ -9,8 +9,9 @@ import kfac_core as kc
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.estimators import make_estimator
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "factored_unit_pi", "exact"]
 
 
@@ -86,8 +87,13 @@ def test_every_product_is_that_of_the_dense_block(backend, rng, shape, rule):
 def test_an_estimator_restores_a_block_of_many_factors(backend, rng):
     """Such a block goes through an estimator and its state, bit for bit."""
     block, _, _ = fed(backend, rng, (2, 3, 2))
-    options = {"decay": 0.9, "damping": 0.3, "damping_rule": "factored", "loss": "sum"}
-    estimator, other = (kc.Estimator({"w": block}, **options) for _ in range(2))
+    options = {
+        "decay": 0.9,
+        "damping": 0.3,
+        "damping_rule": "factored",
+        "reduction": "sum",
+    }
+    estimator, other = (make_estimator({"w": block}, **options) for _ in range(2))
     V = backend.asarray(rng.normal(size=(2, 3, 2)))
     estimator.update({"w": kc.GradientBatch({"w": V}, 4)})
     estimator.refresh()

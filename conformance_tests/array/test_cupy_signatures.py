@@ -167,7 +167,11 @@ def test_what_the_generic_path_calls_exists(real_cupy):
         for rule in ("factored", "exact"):
             block = kc.Block(layer, kc.Kronecker())
             kept = kc.Estimator(
-                {"fc": block}, decay=0.9, damping=0.1, damping_rule=rule, loss="sum"
+                {"fc": block},
+                decay=0.9,
+                damping=0.1,
+                damping_rule=rule,
+                reduction="sum",
             )
             kept.update({"fc": kc.Batch(x, g)})
             kept.refresh()

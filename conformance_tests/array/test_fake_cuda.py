@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from ..builders.estimators import make_estimator
 
 N, n, m = 6, 4, 3
-SUMMED = kc.Conventions(loss="sum", sources="sum")
+SUMMED = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "factored_unit_pi", "exact"]
 EVERYTHING = ("inverse", "cholesky", "eigenbasis")
 KINDS = {
@@ -109,12 +110,12 @@ def block(kind="full"):
 
 def estimator(rule="factored", **options):
     """Return an estimator of one block."""
-    return kc.Estimator(
+    return make_estimator(
         {"fc": block()},
         decay=0.9,
         damping=0.1,
         damping_rule=rule,
-        loss="mean_rows",
+        reduction="mean_rows",
         **options,
     )
 

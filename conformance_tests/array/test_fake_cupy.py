@@ -61,7 +61,7 @@ def products(kind, rule, x, g, mask, V):
     statistics = block(kind).update(
         block(kind).initial(x),
         kc.Batch(x, g, mask),
-        conventions=kc.Conventions(loss="mean", sources="sum"),
+        conventions=kc.Conventions(reduction="mean", sources="sum"),
         decay=0.9,
         check="status",
     )
@@ -109,8 +109,8 @@ def estimator(rule):
         decay=0.9,
         damping=0.1,
         damping_rule=rule,
-        loss="mean",
-        factorizations=EVERYTHING,
+        reduction="mean",
+        refreshing=kc.Refreshing(factorizations=EVERYTHING),
     )
 
 
@@ -168,7 +168,7 @@ def test_factorizations_are_native(to_cupy, rng, factorization):
     x, g, _, _ = map(to_cupy, arrays(rng, "float32"))
     statistics = block("full").moments(
         kc.Batch(x, g),
-        conventions=kc.Conventions(loss="sum", sources="sum"),
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
         check="status",
     )
     fake_cupy.CALLS.clear()

@@ -108,7 +108,7 @@ def test_rows_whose_squares_overflow_are_finite(backend, d):
     block = kc.Block(layer, kc.Kronecker())
     x = backend.asarray(np.full((2, d), 1e30), "float32")
     batch = kc.Batch(x, backend.asarray(np.ones((2, 2)), "float32"))
-    conventions = kc.Conventions(loss="sum", sources="sum")
+    conventions = kc.Conventions(reduction="sum", sources="sum")
 
     with np.errstate(over="ignore"):
         new = block.update(

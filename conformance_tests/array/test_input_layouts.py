@@ -21,7 +21,7 @@ def estimator():
         decay=0.9,
         damping=0.1,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
 
 

@@ -19,7 +19,7 @@ def test_precondition_is_the_dense_solve(backend, dtype, rng):
         decay=0.9,
         damping=0.1,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
     estimator.update(
         {"fc": kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))}

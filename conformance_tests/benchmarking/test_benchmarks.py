@@ -262,13 +262,13 @@ def test_another_way_of_solving_keeps_the_statistics():
     worker = Worker("numpy", device="cpu", threads=1, clock="cpu")
     worker.answer_to({"do": "prepare", "workload": TINY.to_plain()})
     library = worker._library
-    held = [library._estimator.state(name).statistics for name in library._blocks]
+    held = [library._estimator.state[name].statistics for name in library._blocks]
 
     for stage in ("refresh-cholesky", "precondition-eigen", "refresh-inverse"):
         library.stage(stage)
 
     for name, before in zip(library._blocks, held, strict=True):
-        after = library._estimator.state(name).statistics
+        after = library._estimator.state[name].statistics
         for side in ("input", "output"):
             old, new = (
                 held.averages[side].value(debias=True).full()

@@ -2,7 +2,7 @@
 
 import kfac_core as kc
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def dense_data(rng, N=12, n=4, m=3):

@@ -287,7 +287,7 @@ def feed(
 ) -> list[Learned]:
     """Return the library's curvature of each layer from one batch."""
     learned = []
-    conventions = kc.Conventions(loss=loss, sources=sources)
+    conventions = kc.Conventions(reduction=loss, sources=sources)
     fed = batches(backend, net, x, reduced(vectors, loss, net.outputs(x)))
     for block, batch in zip(blocks_of(net, sharing=sharing), fed, strict=True):
         statistics = block.update(

@@ -17,7 +17,7 @@ import numpy as np
 import kfac_core as kc
 
 EXAMPLES, OUTPUTS = 6, 2
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 
 KINDS = [
     *("kronecker", "shared", "diagonal_input", "eigen", "diagonal", "full"),

@@ -16,15 +16,16 @@ from kfac_core.cli import main
 from ..builders.block_kinds import PAIRS, fed
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close
+from ..builders.estimators import make_estimator
 
-SETTINGS = {"decay": 0.8, "damping": 0.3, "loss": "sum"}
+SETTINGS = {"decay": 0.8, "damping": 0.3, "reduction": "sum"}
 
 
 def make(pair="kronecker", **options):
     layer, approximation = PAIRS[pair]
     rule = "exact" if approximation.name == "eigen" else "factored"
     settings = SETTINGS | {"damping_rule": rule} | options
-    return kc.Estimator({"a": kc.Block(layer, approximation)}, **settings)
+    return make_estimator({"a": kc.Block(layer, approximation)}, **settings)
 
 
 def trained(backend, rng, pair="kronecker", **options):
@@ -64,7 +65,7 @@ def test_what_was_saved_is_loaded_bit_by_bit(backend, rng, tmp_path, pair):
 
     kc.load_checkpoint(path, second, backend=spec_of(backend))
 
-    one, other = first.state("a"), second.state("a")
+    one, other = first.state["a"], second.state["a"]
     for part in ("statistics", "operator"):
         got, expected = wholes(getattr(other, part)), wholes(getattr(one, part))
         assert got.keys() == expected.keys()
@@ -91,10 +92,10 @@ def test_a_file_of_one_backend_is_read_by_another(backend, rng, tmp_path):
     kc.save_checkpoint(back, second)
     kc.load_checkpoint(back, third, backend=spec_of(backend))
 
-    assert isinstance(second.state("a").statistics.any_weight, np.ndarray)
+    assert isinstance(second.state["a"].statistics.any_weight, np.ndarray)
     expected, got = (
-        wholes(first.state("a").statistics),
-        wholes(third.state("a").statistics),
+        wholes(first.state["a"].statistics),
+        wholes(third.state["a"].statistics),
     )
     for name, value in expected.items():
         assert got[name].tobytes() == value.tobytes()
@@ -112,7 +113,7 @@ def test_a_file_of_one_backend_is_read_by_another(backend, rng, tmp_path):
 def test_symmetric_matrices_take_half_the_space(rng, tmp_path):
     """A triangle is stored, of the statistics and of what was made of them."""
     layer = kc.Dense(in_features=200, out_features=100, bias=False, weight_layout="io")
-    estimator = kc.Estimator(
+    estimator = make_estimator(
         {"a": kc.Block(layer, kc.Kronecker())}, **SETTINGS, damping_rule="factored"
     )
     x, g = rng.normal(size=(300, 200)), rng.normal(size=(300, 100))

@@ -12,6 +12,7 @@ from kfac_core.cli import main
 
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close
+from ..builders.estimators import make_estimator
 
 pytest.importorskip("safetensors")
 
@@ -36,8 +37,8 @@ def conv(weight_layout="spatial_io", data_layout="channels_last"):
 
 def make(blocks, *, damping=0.2):
     blocks = {name: kc.Block(layer, kc.Kronecker()) for name, layer in blocks.items()}
-    options = {"damping_rule": "factored", "loss": "sum"}
-    return kc.Estimator(blocks, decay=0.9, damping=damping, **options)
+    options = {"damping_rule": "factored", "reduction": "sum"}
+    return make_estimator(blocks, decay=0.9, damping=damping, **options)
 
 
 def trained(names, *, damping=0.2, seed=0):
@@ -104,8 +105,8 @@ def test_statistics_alone_make_the_same_operators(tmp_path):
     kc.load_checkpoint(path, second, backend="numpy")
 
     assert path.stat().st_size < 0.6 * whole
-    assert second.state("a").operator is None
-    assert second.state("a").updates == 2
+    assert second.state["a"].operator is None
+    assert second.state["a"].updates == 2
     for estimator in (first, second):
         estimator.refresh()
     one, other = (written(e, tmp_path)["document"] for e in (first, second))
@@ -129,7 +130,7 @@ def test_operators_alone_multiply_as_they_did(tmp_path):
     V = {"a": {"weight": np.ones((n, m)), "bias": np.ones(m)}}
     one, other = (e.precondition(V)["a"]["weight"] for e in (first, second))
     assert np.array_equal(one, other)
-    assert second.state("a").statistics is None
+    assert second.state["a"].statistics is None
     with pytest.raises(kc.NotReadyError):
         second.refresh(["a"])
     rng = np.random.default_rng(3)
@@ -139,7 +140,7 @@ def test_operators_alone_multiply_as_they_did(tmp_path):
         estimator.refresh()
     one, other = (e.precondition(V)["a"]["weight"] for e in (second, fresh))
     assert np.array_equal(one, other)
-    assert second.state("a").updates == 1
+    assert second.state["a"].updates == 1
     with pytest.raises(kc.ConventionError, match="parts"):
         kc.save_checkpoint(path, first, parts="moments")
 

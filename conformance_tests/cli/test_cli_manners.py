@@ -97,7 +97,7 @@ def checkpoint(tmp_path_factory):
         decay=0.9,
         damping=0.1,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
     estimator.update({"fc": kc.Batch(np.ones((4, 3)), np.ones((4, 2)))})
     path = tmp_path_factory.mktemp("state") / "state.safetensors"

@@ -8,9 +8,10 @@ import pytest
 import kfac_core as kc
 
 from ..builders.states import differences, frozen
+from ..builders.estimators import make_estimator
 
 N, n, m = 6, 4, 3
-SUMMED = kc.Conventions(loss="sum", sources="sum")
+SUMMED = kc.Conventions(reduction="sum", sources="sum")
 
 
 def block():
@@ -21,8 +22,13 @@ def block():
 
 def estimator(**options):
     """Return an estimator of two equal blocks."""
-    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
-    return kc.Estimator({"fc1": block(), "fc2": block()}, **(settings | options))
+    settings = {
+        "decay": 0.9,
+        "damping": 0.1,
+        "damping_rule": "factored",
+        "reduction": "sum",
+    }
+    return make_estimator({"fc1": block(), "fc2": block()}, **(settings | options))
 
 
 @pytest.fixture
@@ -188,7 +194,7 @@ def test_an_unknown_option_of_a_block_is_refused(backend, batch, option):
         lambda kept, batch: kept.refresh(["fc1", "fc3"]),
         lambda kept, batch: kept.precondition({"fc3": {}}),
         lambda kept, batch: kept.operator("fc3"),
-        lambda kept, batch: kept.state("fc3"),
+        lambda kept, batch: kept.state["fc3"],
     ],
     ids=["update", "refresh", "precondition", "operator", "state"],
 )

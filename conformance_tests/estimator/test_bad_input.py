@@ -8,9 +8,10 @@ import pytest
 import kfac_core as kc
 
 from ..builders.states import differences, frozen
+from ..builders.estimators import make_estimator
 
 N, n, m = 6, 4, 3
-SUMMED = kc.Conventions(loss="sum", sources="sum")
+SUMMED = kc.Conventions(reduction="sum", sources="sum")
 
 
 def block():
@@ -21,8 +22,13 @@ def block():
 
 def estimator(**options):
     """Return an estimator of two equal blocks."""
-    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
-    return kc.Estimator({"fc1": block(), "fc2": block()}, **(settings | options))
+    settings = {
+        "decay": 0.9,
+        "damping": 0.1,
+        "damping_rule": "factored",
+        "reduction": "sum",
+    }
+    return make_estimator({"fc1": block(), "fc2": block()}, **(settings | options))
 
 
 @pytest.fixture
@@ -220,7 +226,7 @@ def test_a_status_moves_only_the_good_block(backend, fed, arrays):
     fed.update({"fc1": kc.Batch(2.0 * x, g), "fc2": bad}, check="status")
 
     after = frozen(fed.state_dict())["blocks"]
-    flags = [int(fed.state(name).statistics.status) for name in ("fc1", "fc2")]
+    flags = [int(fed.state[name].statistics.status) for name in ("fc1", "fc2")]
     assert flags == [kc.Status.OK, kc.Status.INPUTS_NOT_FINITE]
     averages = [s["fc2"]["statistics"]["averages"] for s in (before, after)]
     assert differences(*averages) == []

@@ -12,11 +12,12 @@ from kfac_core.array.structure import map_structure
 from ..builders import reference
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.estimators import make_estimator
 
 N, IN, OUT, STEPS = 9, 3, 2, 4
 DECAY = 0.7
 DAMPING = 0.2
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def dense(**options):
@@ -44,9 +45,9 @@ def make(block, **options):
         "decay": DECAY,
         "damping": DAMPING,
         "damping_rule": "exact",
-        "loss": "sum",
+        "reduction": "sum",
     }
-    return kc.Estimator({"a": block}, **(settings | options))
+    return make_estimator({"a": block}, **(settings | options))
 
 
 def draw(rng, positions=STEPS, width=1):
@@ -115,7 +116,7 @@ def test_bases_and_moments_move_on_schedules_of_their_own(backend, rng):
     weight = 1 + 0.4 + 0.4**2 + 0.4**3
     expected = dense_of(Q_A, Q_G, E / weight)
     assert_close(got, expected, "product", "float64")
-    state = estimator.state("a")
+    state = estimator.state["a"]
     assert (state.updates, state.age, state.basis_age) == (4, 0, 2)
     assert estimator.report()["a"].basis_age == 2
     # The factors went on with the block's decay, not that of the moments.
@@ -158,7 +159,7 @@ def test_moments_are_carried_over_as_the_old_block_has_them(backend, rng):
     estimator.rebase(moments="carried")
 
     got = current(backend, estimator)
-    bases = estimator.state("a").statistics.bases
+    bases = estimator.state["a"].statistics.bases
     Q = np.kron(
         *(backend.to_numpy(bases[side].eigenvectors) for side in ("input", "output"))
     )
@@ -220,7 +221,7 @@ def test_a_failed_basis_leaves_everything_as_it_was(backend, rng, check):
     x, g = draw(rng)
     estimator.update({"a": batch_of(backend, x, g)})
     estimator.rebase(moments="kronecker")
-    averages = dict(estimator.state("a").statistics.averages)
+    averages = dict(estimator.state["a"].statistics.averages)
     bad = averages["input"].sum.array * float("nan")
     broken = kc.Statistics(
         averages
@@ -229,8 +230,8 @@ def test_a_failed_basis_leaves_everything_as_it_was(backend, rng, check):
                 type(averages["input"].sum)(bad, True), averages["input"].weight
             )
         },
-        estimator.state("a").statistics.status,
-        estimator.state("a").statistics.bases,
+        estimator.state["a"].statistics.status,
+        estimator.state["a"].statistics.bases,
     )
     approximation = dense().approximation
     if check == "raise":
@@ -351,7 +352,7 @@ def test_the_state_goes_on_where_it_was(backend, rng):
         estimator.update({"a": batch_of(backend, y, h)})
         estimator.refresh()
     assert differences(frozen(first.state_dict()), frozen(second.state_dict())) == []
-    assert second.state("a").basis_age == 2
+    assert second.state["a"].basis_age == 2
     state["blocks"]["a"]["basis_age"] = -1
     with pytest.raises(kc.StateError, match="basis_age"):
         make(dense(moment_decay=0.5)).load_state_dict(state)

@@ -7,6 +7,7 @@ import kfac_core as kc
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.estimators import make_estimator
 
 DAMPING = 0.3
 
@@ -17,9 +18,9 @@ def make(blocks, **options):
         "decay": 0.8,
         "damping": DAMPING,
         "damping_rule": "factored",
-        "loss": "sum",
+        "reduction": "sum",
     }
-    return kc.Estimator(blocks, **(settings | options))
+    return make_estimator(blocks, **(settings | options))
 
 
 def dense(n=4, m=3, **options):
@@ -60,14 +61,14 @@ def test_some_blocks_are_fed_and_refreshed_alone(backend, rng):
     V = rng.normal(size=(4, 3))
     estimator.update({"a": batch_of(backend, x, g), "b": batch_of(backend, x, g)})
     estimator.refresh()
-    before = estimator.state("b")
+    before = estimator.state["b"]
 
     estimator.update({"a": batch_of(backend, 2 * x, g)})
     estimator.refresh(["a"])
 
-    assert estimator.state("b") is before
-    assert estimator.state("a").updates == 2
-    assert estimator.state("a").age == 0
+    assert estimator.state["b"] is before
+    assert estimator.state["a"].updates == 2
+    assert estimator.state["a"].age == 0
     assert_close(
         precondition(backend, estimator, "b", V), solved(x, g, V), "inverse", "float64"
     )
@@ -80,7 +81,7 @@ def test_burn_in_is_a_plain_mean(backend, rng):
     for x, g in data:
         estimator.update({"a": batch_of(backend, x, g)})
 
-    got = estimator.state("a").statistics.averages["input"].value(debias=True)
+    got = estimator.state["a"].statistics.averages["input"].value(debias=True)
 
     each = [reference.kronecker_factors(x, g[None], bias=False)[0] for x, g in data]
     expected = (0.5 * sum(each[:3]) + each[3]) / (0.5 * 3 + 1)
@@ -112,7 +113,7 @@ def test_a_shared_input_factor_is_the_givers(backend, rng, rule):
     estimator = make(
         {"q": dense(), "k": dense(m=2)},
         damping_rule=rule,
-        shared_factors={"k/input": "q/input"},
+        factors={"k/input": "q/input"},
         factorizations=("inverse", "eigenbasis"),
     )
     x, g = draw(rng)
@@ -129,7 +130,7 @@ def test_a_shared_input_factor_is_the_givers(backend, rng, rule):
     F = reference.damped_block(A, G, S, damping=DAMPING, rule=rule)
     assert_close(got, F, "product", "float64")
     assert_differs(got, reference.damped_block(own, G, S, damping=DAMPING, rule=rule))
-    held = estimator.state("k").statistics.averages["input"]
+    held = estimator.state["k"].statistics.averages["input"]
     assert float(held.weight) == 0.0
     bases = [estimator.operator(name).input.basis for name in "qk"]
     assert bases[0] is bases[1]
@@ -151,7 +152,7 @@ def test_factors_that_cannot_be_shared_are_refused(shared, message):
     blocks = {"q": dense(), "p": dense(), "k": dense(m=2), "d": full}
 
     with pytest.raises((kc.ConventionError, kc.UnknownBlockError), match=message):
-        make(blocks, shared_factors=shared)
+        make(blocks, factors=shared)
 
 
 def test_a_failed_refresh_keeps_what_was_there(backend, rng):
@@ -168,12 +169,12 @@ def test_a_failed_refresh_keeps_what_was_there(backend, rng):
 
     estimator.refresh()
 
-    assert estimator.state("a").failures == 1
-    assert estimator.state("b").failures == 0
+    assert estimator.state["a"].failures == 1
+    assert estimator.state["b"].failures == 0
     assert np.array_equal(precondition(backend, estimator, "a", V), expected)
     with pytest.raises(kc.FactorizationError, match=r"a/.*damping"):
         estimator.refresh()
-    assert estimator.state("a").failures == 2
+    assert estimator.state["a"].failures == 2
     assert np.array_equal(precondition(backend, estimator, "a", V), expected)
 
 

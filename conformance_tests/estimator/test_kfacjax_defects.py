@@ -12,6 +12,7 @@ import kfac_core as kc
 from ..builders import reference
 from ..builders.defect_cases import dense_block, dense_data, fed
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.estimators import make_estimator
 
 
 @pytest.mark.parametrize("exponent", [0.5, -0.5, -0.25])
@@ -39,8 +40,8 @@ def test_kfacjax_6_2_damping_scaled_by_a_block_is_what_inverts(backend, rng):
         decay=0.5,
         damping=0.3,
         damping_rule="exact",
-        loss="sum",
-        damping_scaling="mean_eigenvalue",
+        reduction="sum",
+        refreshing=kc.Refreshing(damping_scaling="mean_eigenvalue"),
     )
     estimator.update({"fc": kc.Batch(backend.asarray(x), backend.asarray(g))})
 
@@ -127,8 +128,13 @@ def test_kfacjax_6_5_a_diagonal_blocks_sums_are_sums(backend, rng):
 def test_kfacjax_6_9_a_state_comes_back(backend, rng):
     """What `state_dict` gives, `load_state_dict` takes, and it computes the same."""
     x, g = dense_data(rng)
-    options = {"decay": 0.5, "damping": 0.1, "damping_rule": "exact", "loss": "sum"}
-    one, other = (kc.Estimator({"fc": dense_block()}, **options) for _ in range(2))
+    options = {
+        "decay": 0.5,
+        "damping": 0.1,
+        "damping_rule": "exact",
+        "reduction": "sum",
+    }
+    one, other = (make_estimator({"fc": dense_block()}, **options) for _ in range(2))
     one.update({"fc": kc.Batch(backend.asarray(x), backend.asarray(g))})
     one.refresh()
 
@@ -145,7 +151,11 @@ def test_kfacjax_6_11_one_contract_of_staleness(backend, rng, product, rule):
     """A new damping changes no product before a refresh, and every one after it."""
     x, g = dense_data(rng)
     estimator = kc.Estimator(
-        {"fc": dense_block()}, decay=0.5, damping=0.1, damping_rule=rule, loss="sum"
+        {"fc": dense_block()},
+        decay=0.5,
+        damping=0.1,
+        damping_rule=rule,
+        reduction="sum",
     )
     estimator.update({"fc": kc.Batch(backend.asarray(x), backend.asarray(g))})
     estimator.refresh()

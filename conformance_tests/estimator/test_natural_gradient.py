@@ -27,7 +27,7 @@ def natural(mode="exact", loss="mean", **every):
         decay=0.9,
         damping=DAMPING,
         damping_rule="exact",
-        loss="sum",
+        reduction="sum",
         mode=mode,
     )
     return kc.NaturalGradient(estimator, loss=loss, **every)
@@ -133,7 +133,7 @@ def test_a_bad_step_changes_nothing_and_says_why(backend, rng):
         True,
     )
     driver.directions(good, [], rows=6)
-    assert driver.estimator.state("one").updates == 1
+    assert driver.estimator.state["one"].updates == 1
 
 
 def test_a_loaded_state_goes_on_where_it_was(backend, rng):

@@ -268,7 +268,7 @@ def test_one_undamped_step_solves_linear_regression(backend, rng, loss, rule):
         decay=0.0,
         damping=0.0,
         damping_rule=rule,
-        loss=loss,
+        reduction=loss,
     )
     (batch,) = network.batches(backend, net, x, vectors)
     estimator.update({"fc": batch})
@@ -299,9 +299,9 @@ def test_the_estimator_holds_the_ggn_of_every_layer(backend, rng, rule):
         decay=0.9,
         damping=0.1,
         damping_rule=rule,
-        loss="mean",
+        reduction="mean",
         sources="mean",
-        factorizations=(),
+        refreshing=kc.Refreshing(factorizations=()),
     )
     fed = network.batches(backend, net, x, vectors)
 

@@ -9,6 +9,7 @@ from kfac_core.linalg.condition import estimated_norm
 from ..builders import reference
 from ..builders.block_kinds import CONV, DENSE, PAIRS, fed
 from ..builders.tolerances import assert_close
+from ..builders.estimators import make_estimator
 
 DAMPING = 0.3
 
@@ -19,9 +20,9 @@ def make(block, **options):
         "decay": 0.8,
         "damping": DAMPING,
         "damping_rule": "factored",
-        "loss": "sum",
+        "reduction": "sum",
     }
-    return kc.Estimator({"a": block}, **(settings | options))
+    return make_estimator({"a": block}, **(settings | options))
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -205,8 +205,8 @@ def test_the_estimator_holds_the_ggn_of_shared_layers(backend, rng, sharing, beh
         decay=0.95,
         damping=0.1,
         damping_rule="exact",
-        loss="mean",
-        factorizations=(),
+        reduction="mean",
+        refreshing=kc.Refreshing(factorizations=()),
     )
     fed = dict(zip(names, network.batches(backend, net, x, vectors), strict=True))
 

@@ -11,6 +11,7 @@ import kfac_core as kc
 
 from ..builders.block_kinds import PAIRS, fed
 from ..builders.states import arrays_of, differences, frozen
+from ..builders.estimators import make_estimator
 
 N, n, m = 6, 4, 3
 RULES = ["factored", "exact"]
@@ -28,11 +29,11 @@ def estimator(rule="factored", blocks=None, **options):
     settings = {
         "decay": 0.9,
         "damping": 0.1,
-        "loss": "mean",
+        "reduction": "mean",
         "factorizations": EVERYTHING,
     }
     blocks = blocks or {"full": block(), "diagonal": block(input="diagonal")}
-    return kc.Estimator(blocks, damping_rule=rule, **(settings | options))
+    return make_estimator(blocks, damping_rule=rule, **(settings | options))
 
 
 @pytest.fixture
@@ -64,9 +65,9 @@ def test_a_state_survives_bit_by_bit(backend, batches, rule):
 
     assert differences(frozen(saved), frozen(fresh.state_dict())) == []
     assert (fresh.decay, fresh.damping) == (0.9, 0.1)
-    assert fresh.state("full").updates == 3
-    assert fresh.state("full").age == 1
-    assert fresh.state("diagonal").age == 0
+    assert fresh.state["full"].updates == 3
+    assert fresh.state["full"].age == 1
+    assert fresh.state["diagonal"].age == 0
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -101,7 +102,7 @@ def test_a_fresh_estimator_has_a_state(backend, batches):
 
     kept.load_state_dict(saved)
 
-    assert kept.state("full") == kc.BlockState()
+    assert kept.state["full"] == kc.BlockState()
     with pytest.raises(kc.NotReadyError):
         kept.refresh()
 
@@ -291,9 +292,9 @@ def test_every_kind_of_block_comes_back_bit_by_bit(backend, rng, pair):
     """Statistics and operator, with whatever the operator has prepared."""
     layer, approximation = PAIRS[pair]
     rule = "exact" if approximation.name == "eigen" else "factored"
-    settings = {"decay": 0.8, "damping": 0.3, "damping_rule": rule, "loss": "sum"}
+    settings = {"decay": 0.8, "damping": 0.3, "damping_rule": rule, "reduction": "sum"}
     first, second = (
-        kc.Estimator({"a": kc.Block(layer, approximation)}, **settings)
+        make_estimator({"a": kc.Block(layer, approximation)}, **settings)
         for _ in range(2)
     )
     first.update({"a": fed(backend, rng, layer)})

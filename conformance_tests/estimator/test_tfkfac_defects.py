@@ -299,7 +299,7 @@ def test_tfkfac_9_21_no_product_is_fresher_than_another(backend, rng):
         decay=0.5,
         damping=0.1,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
     batch = kc.Batch(backend.asarray(x), backend.asarray(g))
     V = {"fc": {"weight": backend.asarray(x[:4, :3]), "bias": backend.asarray(g[0])}}

@@ -7,15 +7,21 @@ import kfac_core as kc
 
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.estimators import make_estimator
 
-SETTINGS = {"decay": 0.8, "damping": 0.3, "damping_rule": "factored", "loss": "sum"}
+SETTINGS = {
+    "decay": 0.8,
+    "damping": 0.3,
+    "damping_rule": "factored",
+    "reduction": "sum",
+}
 LAYER = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
 USES = {"again": "first", "once more": "first"}
 
 
 def make(approximation, **options):
     block = kc.Block(LAYER, approximation)
-    return kc.Estimator({"first": block}, **(SETTINGS | options))
+    return make_estimator({"first": block}, **(SETTINGS | options))
 
 
 def draw(backend, rng, positions=1):
@@ -28,7 +34,7 @@ def test_the_uses_of_a_weight_are_positions_of_one_block(backend, rng, approxima
     """Three uses, one of them at two positions, are one layer with four positions."""
     drawn = [draw(backend, rng, positions) for positions in (1, 2, 1)]
     places = ("first", "again", "once more")
-    tied = make(approximation, tied_weights=USES)
+    tied = make(approximation, weights=USES)
     tied.update(dict(zip(places, (batch for *_, batch in drawn), strict=True)))
     tied.refresh()
     x, g = (
@@ -51,7 +57,7 @@ def test_the_uses_of_a_weight_are_positions_of_one_block(backend, rng, approxima
 
 def test_all_uses_are_fed_together_or_none(backend, rng):
     """An example's gradient is the sum over the uses; a part of it is refused."""
-    estimator = make(kc.Kronecker(), tied_weights=USES)
+    estimator = make(kc.Kronecker(), weights=USES)
     *_, batch = draw(backend, rng)
     before = frozen(estimator.state_dict())
     with pytest.raises(kc.ConventionError, match="once more"):
@@ -63,7 +69,7 @@ def test_all_uses_are_fed_together_or_none(backend, rng):
 
 def test_the_gradient_of_a_tied_weight_is_its_blocks(backend, rng):
     """A further use has no gradient of its own, and the message says whose it is."""
-    estimator = make(kc.Kronecker(), tied_weights={"again": "first"})
+    estimator = make(kc.Kronecker(), weights={"again": "first"})
     *_, batch = draw(backend, rng)
     estimator.update({"first": batch, "again": batch})
     estimator.refresh()
@@ -88,4 +94,4 @@ def test_bad_uses_are_refused_where_they_are_written(uses, error):
         "table": kc.Block(table, kc.Kronecker(input="diagonal")),
     }
     with pytest.raises(error, match="tied_weights"):
-        kc.Estimator(blocks, **SETTINGS, tied_weights=uses)
+        make_estimator(blocks, sharing=kc.Sharing(weights=uses), **SETTINGS)

@@ -8,6 +8,7 @@ from kfac_core.array.structure import leaves
 
 from ..builders.reference import damped_block, kronecker_factors
 from ..builders.tolerances import assert_close
+from ..builders.estimators import make_estimator
 
 n, m, DECAY = 3, 2, 0.7
 NAMES = ("a", "b")
@@ -18,7 +19,7 @@ def settings_of(n=n, **options):
     layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
     settings = {"decay": DECAY, "damping": 0.2, "damping_rule": "factored"}
     blocks = {name: kc.Block(layer, kc.Kronecker()) for name in NAMES}
-    return kc.Estimator(blocks, loss="sum", **(settings | options))
+    return make_estimator(blocks, reduction="sum", **(settings | options))
 
 
 def rows_of(rng, N=6, n=n):
@@ -199,7 +200,7 @@ def test_it_goes_to_an_estimator_and_back(backend, rng, n):
     fresh.load_state_dict(saved)
     back = traced.state(fresh, start)
 
-    assert held.state("a").updates == 1
+    assert held.state["a"].updates == 1
     assert same(backend, back, state)
 
 
@@ -217,7 +218,7 @@ def test_other_conventions_and_bases_are_refused(backend, rng):
         decay=DECAY,
         damping=0.2,
         damping_rule="exact",
-        loss="sum",
+        reduction="sum",
     )
     with pytest.raises(kc.UnsupportedError, match=r"Estimator\.rebase"):
         kc.TracedEstimator(eigen)

@@ -64,7 +64,7 @@ def test_a_block_runs_inside_a_compiled_program(requires_backend, rng, pair):
         statistics = block.update(
             statistics,
             kc.Batch(x, g),
-            conventions=kc.Conventions(loss="mean", sources="sum"),
+            conventions=kc.Conventions(reduction="mean", sources="sum"),
             decay=decay,
             check="status",
         )

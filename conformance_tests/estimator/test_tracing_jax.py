@@ -15,7 +15,7 @@ BLOCK = kc.Block(
     kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io"),
     kc.Kronecker(),
 )
-SUMMED = kc.Conventions(loss="sum", sources="sum")
+SUMMED = kc.Conventions(reduction="sum", sources="sum")
 EVERYTHING = ("inverse", "cholesky", "eigenbasis")
 RULES = ["factored", "exact"]
 

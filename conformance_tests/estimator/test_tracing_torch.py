@@ -17,7 +17,7 @@ BLOCK = kc.Block(
     kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="oi"),
     kc.Kronecker(),
 )
-SUMMED = kc.Conventions(loss="sum", sources="sum")
+SUMMED = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "exact"]
 
 # array-api-compat caches its look-ups with `functools.lru_cache`; PyTorch's tracer warns
@@ -164,7 +164,7 @@ def first(x, g, V):
     statistics = block.update(
         block.initial(x),
         kc.Batch(x, g),
-        conventions=kc.Conventions(loss="sum", sources="sum"),
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
         decay=0.9,
         check="status",
     )
@@ -214,7 +214,7 @@ def test_vmap_is_a_loop(torch, tensors, rule):
 def estimator(rule="factored"):
     """Return an estimator of the one block."""
     return kc.Estimator(
-        {"fc": BLOCK}, decay=0.9, damping=0.1, damping_rule=rule, loss="sum"
+        {"fc": BLOCK}, decay=0.9, damping=0.1, damping_rule=rule, reduction="sum"
     )
 
 

@@ -10,8 +10,14 @@ from kfac_core.execution.movement import marks_of, movement
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.estimators import make_estimator
 
-SETTINGS = {"decay": 0.8, "damping": 0.3, "damping_rule": "factored", "loss": "sum"}
+SETTINGS = {
+    "decay": 0.8,
+    "damping": 0.3,
+    "damping_rule": "factored",
+    "reduction": "sum",
+}
 
 
 def dense():
@@ -20,7 +26,7 @@ def dense():
 
 
 def make(names="a", **options):
-    return kc.Estimator({name: dense() for name in names}, **(SETTINGS | options))
+    return make_estimator({name: dense() for name in names}, **(SETTINGS | options))
 
 
 def draw(backend, rng):
@@ -56,10 +62,10 @@ def test_a_refresh_in_the_background_is_of_the_moment_it_was_started(backend, rn
     assert_close(before, expected_of(x, g), "product", "float64")
     got = block_of(backend, estimator)
     assert_close(got, expected_of(y, h), "product", "float64")
-    assert estimator.state("a").age == 2
+    assert estimator.state["a"].age == 2
     assert estimator.report()["a"].age == 2
     refresh.install()
-    assert estimator.state("a").age == 2
+    assert estimator.state["a"].age == 2
     assert refresh.done
 
 
@@ -103,7 +109,7 @@ def test_a_background_refresh_that_fails_counts_and_keeps(backend, rng):
     ones = kc.Batch(backend.asarray(np.ones((1, 4))), backend.asarray(np.ones((1, 3))))
     estimator.update({"a": ones})
     estimator.start_refresh().install()
-    assert estimator.state("a").failures == 1
+    assert estimator.state["a"].failures == 1
     assert_close(block_of(backend, estimator), expected_of(x, g), "product", "float64")
     refresh = estimator.start_refresh()
     with pytest.raises(kc.FactorizationError, match="a/"):
@@ -116,7 +122,7 @@ def test_only_blocks_that_moved_are_refreshed(backend, rng):
     """Below the threshold the operator stays, with its age; above, and with another
     damping, a new one is made.
     """
-    estimator = make("ab", decay=1.0, refresh_threshold=0.05)
+    estimator = make("ab", decay=1.0, threshold=0.05)
     batches = {name: draw(backend, rng)[2] for name in "ab"}
     estimator.update(batches)
     estimator.refresh()
@@ -129,7 +135,7 @@ def test_only_blocks_that_moved_are_refreshed(backend, rng):
 
     assert estimator.operator("a") is kept
     assert estimator.operator("b") is not old
-    assert (estimator.state("a").age, estimator.state("b").age) == (1, 0)
+    assert (estimator.state["a"].age, estimator.state["b"].age) == (1, 0)
     estimator.damping = 0.5
     estimator.refresh()
     assert estimator.operator("a") is not kept
@@ -144,7 +150,7 @@ def test_only_blocks_that_moved_are_refreshed(backend, rng):
 
 def test_slow_drift_adds_up(backend, rng):
     """Movement is since the operator was made, not since the last look."""
-    estimator = make(decay=1.0, refresh_threshold=0.3)
+    estimator = make(decay=1.0, threshold=0.3)
     *_, batch = draw(backend, rng)
     for _ in range(10):
         estimator.update({"a": batch})
@@ -169,7 +175,7 @@ def test_movement_is_near_the_relative_change(backend, rng, scale):
     x = rng.normal(size=(40, 4))
     y = x + scale * rng.normal(size=(40, 4))
     g = rng.normal(size=(40, 3))
-    block, conventions = dense(), kc.Conventions(loss="sum", sources="sum")
+    block, conventions = dense(), kc.Conventions(reduction="sum", sources="sum")
     grads = backend.asarray(g)
 
     def statistics_of(rows):

@@ -7,14 +7,20 @@ import kfac_core as kc
 
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close
+from ..builders.estimators import make_estimator
 
-SETTINGS = {"decay": 0.8, "damping": 0.3, "damping_rule": "factored", "loss": "sum"}
+SETTINGS = {
+    "decay": 0.8,
+    "damping": 0.3,
+    "damping_rule": "factored",
+    "reduction": "sum",
+}
 LAYER = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
 
 
 def make(approximation=None, **options):
     block = kc.Block(LAYER, approximation or kc.Kronecker())
-    return kc.Estimator({"a": block}, **(SETTINGS | options))
+    return make_estimator({"a": block}, **(SETTINGS | options))
 
 
 def draw(backend, rng):
@@ -57,7 +63,7 @@ def test_compiled_steps_are_the_steps(jax_backend, rng):
     assert plain.compilation is None
     compiled.update({})
     assert compiled.precondition({}) == {}
-    assert compiled.state("a").updates == 4
+    assert compiled.state["a"].updates == 4
 
 
 def test_statistics_are_given_up_and_operators_are_not(jax_backend, rng):
@@ -67,7 +73,7 @@ def test_statistics_are_given_up_and_operators_are_not(jax_backend, rng):
     compiled.rebase(moments="kronecker")
     compiled.refresh()
     before = jax_backend.to_numpy(compiled.operator("a").to_dense())
-    held = compiled.state("a").statistics
+    held = compiled.state["a"].statistics
     refresh = compiled.start_refresh()
     compiled.update({"a": draw(jax_backend, rng)})
 
@@ -100,7 +106,7 @@ def test_a_factorization_that_fails_climbs_the_ladder(jax_backend, rng):
         compiled.refresh()
     compiled.damping = 0.1
     compiled.refresh()
-    assert compiled.state("a").age == 0
+    assert compiled.state["a"].age == 0
 
 
 def test_a_library_without_a_compiler_says_so(rng):
@@ -109,7 +115,7 @@ def test_a_library_without_a_compiler_says_so(rng):
     with pytest.raises(kc.UnsupportedError, match="numpy has no function compiler"):
         estimator.update({"a": batch})
     with pytest.raises(kc.UnsupportedError, match="refresh_threshold"):
-        make(compiled=True, refresh_threshold=0.1)
+        make(compiled=True, threshold=0.1)
 
 
 def test_a_compiled_stage_may_be_a_part_of_another_program(jax_backend, rng):

@@ -7,8 +7,14 @@ import kfac_core as kc
 from kfac_core.execution.costs import Rates, block_costs
 
 from ..builders.tolerances import assert_close
+from ..builders.estimators import make_estimator
 
-SETTINGS = {"decay": 0.8, "damping": 0.3, "damping_rule": "factored", "loss": "sum"}
+SETTINGS = {
+    "decay": 0.8,
+    "damping": 0.3,
+    "damping_rule": "factored",
+    "reduction": "sum",
+}
 
 
 def block(n=4, m=3, approximation=None):
@@ -25,8 +31,10 @@ def test_both_ways_of_solving_give_one_answer(backend, dtype, rng, approximation
     gradient = {name: backend.asarray(v, dtype) for name, v in V.items()}
     found = {}
     for solving in ("inverse", "triangular"):
-        estimator = kc.Estimator(
-            {"a": block(approximation=approximation)}, **SETTINGS, solving=solving
+        estimator = make_estimator(
+            {"a": block(approximation=approximation)},
+            refreshing=kc.Refreshing(solving=solving),
+            **SETTINGS,
         )
         estimator.update({"a": batch})
         estimator.refresh()
@@ -36,7 +44,7 @@ def test_both_ways_of_solving_give_one_answer(backend, dtype, rng, approximation
         assert (part.inverse is None) == (solving == "triangular")
         assert (part.positive is None) == (solving == "inverse")
         assert estimator.report()["a"].factors["input"].residual < 1e-2
-        again = kc.Estimator({"a": block(approximation=approximation)}, **SETTINGS)
+        again = make_estimator({"a": block(approximation=approximation)}, **SETTINGS)
         again.load_state_dict(estimator.state_dict())
         assert again.operator("a").input.solving == solving
 
@@ -71,17 +79,17 @@ def test_the_estimator_chooses_says_so_and_can_be_told():
     blocks = {"wide": block(60, 60), "other": block(5, 5, kc.Diagonal())}
 
     def chosen(**options):
-        estimator = kc.Estimator(blocks, **(SETTINGS | options))
+        estimator = make_estimator(blocks, **(SETTINGS | options))
         return estimator.costs.solving, str(estimator.costs)
 
-    solving, table = chosen(solving="cheaper", refresh_interval=1)
+    solving, table = chosen(solving="cheaper", interval=1)
     assert solving == {"wide": "triangular", "other": "inverse"}
     assert "triangular" in table
     assert "61, 60" in table
     assert "other" not in table
-    assert chosen(solving="cheaper", refresh_interval=100)[0]["wide"] == "inverse"
+    assert chosen(solving="cheaper", interval=100)[0]["wide"] == "inverse"
     slow = Rates(potri=0.001)
-    options = {"solving": "cheaper", "refresh_interval": 100, "rates": slow}
+    options = {"solving": "cheaper", "interval": 100, "rates": slow}
     assert chosen(**options)[0]["wide"] == "triangular"
     assert chosen(solving="triangular", damping_rule="exact")[0]["wide"] == "inverse"
     with pytest.raises(kc.ConventionError, match="refresh_interval"):
@@ -109,7 +117,7 @@ def test_factorizations_alone_are_stacked_and_shared_out_too(backend, rng, worke
         vectors[name] = {k: backend.asarray(v) for k, v in V.items()}
     results = []
     for options in ({}, {"solving": "triangular", "workers": workers}):
-        estimator = kc.Estimator(blocks, **SETTINGS, **options)
+        estimator = make_estimator(blocks, **SETTINGS, **options)
         estimator.update(batches)
         estimator.refresh()
         results.append(estimator.precondition(vectors))

@@ -6,8 +6,14 @@ import pytest
 import kfac_core as kc
 
 from ..builders.tolerances import assert_close
+from ..builders.estimators import make_estimator
 
-SETTINGS = {"decay": 0.8, "damping": 0.3, "damping_rule": "factored", "loss": "sum"}
+SETTINGS = {
+    "decay": 0.8,
+    "damping": 0.3,
+    "damping_rule": "factored",
+    "reduction": "sum",
+}
 NAMES = ("a", "b", "c")
 
 
@@ -30,7 +36,9 @@ def solved(backend, estimator, name, V):
 def test_every_block_is_divided_by_its_own(backend, rng, workers):
     """All of a stack, some of it, and another shape, before and after a new refresh."""
     blocks = {name: block() for name in NAMES} | {"wide": block(6, 2)}
-    estimator = kc.Estimator(blocks, **SETTINGS, workers=workers)
+    estimator = make_estimator(
+        blocks, execution=kc.Execution(workers=workers), **SETTINGS
+    )
     V = {name: rng.normal(size=b.layer.matrix_shape) for name, b in blocks.items()}
     gradients = {n: {"weight": backend.asarray(v)} for n, v in V.items()}
     batches = {name: fed(backend, rng) for name in NAMES}
@@ -52,8 +60,10 @@ def test_every_block_is_divided_by_its_own(backend, rng, workers):
 
 def test_one_bad_block_of_a_stack_is_named_alone(backend, rng):
     """The others are made; with a budget the bad one keeps its operator."""
-    estimator = kc.Estimator(
-        {name: block() for name in NAMES}, **SETTINGS, failure_budget=1
+    estimator = make_estimator(
+        {name: block() for name in NAMES},
+        refreshing=kc.Refreshing(failure_budget=1),
+        **SETTINGS,
     )
     estimator.update({name: fed(backend, rng) for name in NAMES})
     estimator.refresh()
@@ -64,7 +74,7 @@ def test_one_bad_block_of_a_stack_is_named_alone(backend, rng):
 
     estimator.refresh()
 
-    assert [estimator.state(name).failures for name in NAMES] == [0, 1, 0]
+    assert [estimator.state[name].failures for name in NAMES] == [0, 1, 0]
     assert estimator.operator("b") is old["b"]
     assert estimator.operator("a") is not old["a"]
     with pytest.raises(kc.FactorizationError, match="b/"):
@@ -72,7 +82,7 @@ def test_one_bad_block_of_a_stack_is_named_alone(backend, rng):
 
 
 def test_a_stack_says_whose_gradient_does_not_fit(backend, rng):
-    estimator = kc.Estimator({name: block() for name in NAMES}, **SETTINGS)
+    estimator = make_estimator({name: block() for name in NAMES}, **SETTINGS)
     estimator.update({name: fed(backend, rng) for name in NAMES})
     estimator.refresh()
     good, bad = backend.asarray(np.zeros((4, 3))), backend.asarray(np.zeros((3, 3)))
@@ -80,4 +90,4 @@ def test_a_stack_says_whose_gradient_does_not_fit(backend, rng):
     with pytest.raises(kc.ShapeError, match="'b'"):
         estimator.precondition(gradients)
     with pytest.raises(kc.ConventionError, match="workers"):
-        kc.Estimator({"a": block()}, **SETTINGS, workers=0)
+        make_estimator({"a": block()}, execution=kc.Execution(workers=0), **SETTINGS)

@@ -7,6 +7,7 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.execution.threads import in_threads
+from ..builders.estimators import make_estimator
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
@@ -169,7 +170,12 @@ def test_a_refresh_with_workers_holds_its_library(requires_adapters, rng, monkey
     """And makes the operators that it makes alone."""
     layer = kc.Dense(in_features=130, out_features=3, bias=False, weight_layout="io")
     blocks = {name: kc.Block(layer, kc.Kronecker()) for name in "ab"}
-    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
+    settings = {
+        "decay": 0.9,
+        "damping": 0.1,
+        "damping_rule": "factored",
+        "reduction": "sum",
+    }
     batches = {
         name: kc.Batch(rng.normal(size=(9, 130)), rng.normal(size=(9, 3)))
         for name in blocks
@@ -180,7 +186,9 @@ def test_a_refresh_with_workers_holds_its_library(requires_adapters, rng, monkey
     monkeypatch.setattr(numpy, "hold_threads", lambda n: held.append(n) or list)
     made = []
     for workers in (1, 2):
-        estimator = kc.Estimator(blocks, **settings, workers=workers)
+        estimator = make_estimator(
+            blocks, execution=kc.Execution(workers=workers), **settings
+        )
         estimator.update(batches)
         estimator.refresh()
         made.append(estimator.operator("b").to_dense())
@@ -200,8 +208,13 @@ def estimator_of(sizes, outputs, *, workers, bias=True):
         )
         for name, n in sizes.items()
     }
-    settings = {"decay": 0.9, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
-    return kc.Estimator(blocks, workers=workers, **settings)
+    settings = {
+        "decay": 0.9,
+        "damping": 0.1,
+        "damping_rule": "factored",
+        "reduction": "sum",
+    }
+    return make_estimator(blocks, execution=kc.Execution(workers=workers), **settings)
 
 
 def batch_of(rng, sizes, outputs):
@@ -249,7 +262,7 @@ def test_an_update_with_workers_is_that_of_one(requires_adapters, rng):
 
     for name in sizes:
         for side in ("input", "output"):
-            sums = [e.state(name).statistics.averages[side].sum.array for e in kept]
+            sums = [e.state[name].statistics.averages[side].sum.array for e in kept]
             np.testing.assert_array_equal(*sums)
 
 

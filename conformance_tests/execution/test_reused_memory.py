@@ -130,7 +130,7 @@ def test_what_an_estimator_gave_out_stays_as_it_was(rng):
         decay=0.9,
         damping=0.1,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
     V = rng.normal(size=(n + 1, n))
     gradient = {"weight": rng.normal(size=(n, n)), "bias": rng.normal(size=n)}
@@ -140,7 +140,7 @@ def test_what_an_estimator_gave_out_stays_as_it_was(rng):
         estimator.update({"fc": kc.Batch(x, g)})
         estimator.refresh()
         direction = estimator.precondition({"fc": gradient})["fc"]["weight"]
-        state = estimator.state("fc")
+        state = estimator.state["fc"]
         A = state.statistics.averages["input"].value(debias=True).full()
         again = state.operator.multiply_inverse(V)
         given.append((state, direction, direction.copy(), A.copy(), again.copy()))

@@ -8,6 +8,7 @@ from kfac_core.execution.stacked_updates import update_stacks
 
 from ..builders.reference import kronecker_factors
 from ..builders.tolerances import assert_close
+from ..builders.estimators import make_estimator
 
 DECAY = 0.75
 NAMES = ("a", "b", "c")
@@ -20,7 +21,7 @@ def layer_of(bias=True, n=3, m=2):
 def estimator_of(blocks, **options):
     """Return an estimator of some blocks."""
     settings = {"decay": DECAY, "damping": 0.1, "damping_rule": "factored"}
-    return kc.Estimator(blocks, loss="sum", **(settings | options))
+    return make_estimator(blocks, reduction="sum", **(settings | options))
 
 
 def data(rng, shape=(5, 2), n=3, m=2):
@@ -68,7 +69,7 @@ def test_a_stack_gives_each_block_its_own_average(
                 total + decay * part
                 for total, part in zip((A, G, S), parts, strict=True)
             )
-        held = estimator.state(name).statistics
+        held = estimator.state[name].statistics
         assert int(held.status) == 0
         for side, value in (("input", A), ("output", G), ("repeats", S)):
             average = held.averages[side]
@@ -86,7 +87,7 @@ def test_what_a_stack_leaves_has_the_form_of_one(backend, rng):
 
     kind = type(fed["a"].inputs)
     for name in NAMES:
-        held = estimator.state(name).statistics
+        held = estimator.state[name].statistics
         assert type(held.status) is kind
         assert held.status.shape == ()
         for average in held.averages.values():
@@ -101,7 +102,7 @@ def test_the_bad_block_of_a_stack_is_named(backend, rng):
     seen, estimator = data(rng), estimator_of(blocks)
     estimator.update({n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES})
     before = {
-        n: backend.to_numpy(dense(estimator.state(n).statistics.averages["input"]))
+        n: backend.to_numpy(dense(estimator.state[n].statistics.averages["input"]))
         for n in NAMES
     }
     g = seen["b"][1][1].copy()
@@ -113,8 +114,8 @@ def test_the_bad_block_of_a_stack_is_named(backend, rng):
         estimator.update(fed)
 
     for name in NAMES:
-        assert estimator.state(name).updates == 1
-        average = estimator.state(name).statistics.averages["input"]
+        assert estimator.state[name].updates == 1
+        average = estimator.state[name].statistics.averages["input"]
         assert_close(backend.to_numpy(dense(average)), before[name], "exact", "float64")
 
 
@@ -131,12 +132,12 @@ def test_a_status_keeps_the_bad_block_alone(backend, rng):
         {n: batch_of(backend, "float64", *spoilt[n][1]) for n in NAMES}, check="status"
     )
 
-    flags = [int(estimator.state(n).statistics.status) for n in NAMES]
+    flags = [int(estimator.state[n].statistics.status) for n in NAMES]
     assert flags == [kc.Status.OK, kc.Status.OK, kc.Status.INPUTS_NOT_FINITE]
     for name, updates in (("a", 2), ("b", 2), ("c", 1)):
         pairs = [(DECAY ** (updates - 1 - i), seen[name][i]) for i in range(updates)]
         expected = sum(d * np.einsum("nsi,nsj->ij", g, g) / 10 for d, (_, g) in pairs)
-        G = estimator.state(name).statistics.averages["output"]
+        G = estimator.state[name].statistics.averages["output"]
         assert_close(backend.to_numpy(dense(G)), expected, "gram", "float64")
 
 
@@ -205,13 +206,13 @@ def test_a_shared_factor_keeps_its_block_alone(backend, rng):
     """A block that takes a factor of another's is fed by itself, with the same sums."""
     blocks = {name: kc.Block(layer_of(), kc.Kronecker()) for name in NAMES}
     seen = data(rng)
-    estimator = estimator_of(blocks, shared_factors={"b/input": "a/input"})
+    estimator = estimator_of(blocks, factors={"b/input": "a/input"})
     x = seen["a"][0][0]
     fed = {n: batch_of(backend, "float64", x, seen[n][0][1]) for n in NAMES}
 
     estimator.update(fed)
 
     factors = kronecker_factors(x, seen["b"][0][1][None], bias=True)
-    held = estimator.state("b").statistics.averages
+    held = estimator.state["b"].statistics.averages
     assert_close(backend.to_numpy(dense(held["output"])), factors[1], "gram", "float64")
     assert float(backend.to_numpy(held["input"].weight)) == 0.0

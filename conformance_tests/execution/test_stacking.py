@@ -18,7 +18,7 @@ from kfac_core.operators.kronecker import FactoredKronecker
 
 from ..builders.tolerances import assert_close
 
-SUMMED = kc.Conventions(loss="sum", sources="sum")
+SUMMED = kc.Conventions(reduction="sum", sources="sum")
 INVERSE = {"rule": "factored", "factorizations": ("inverse",)}
 ALL = {"rule": "factored", "factorizations": ("inverse", "cholesky", "eigenbasis")}
 PRODUCTS = {

@@ -11,7 +11,7 @@ from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
 
 N, S, IN, OUT = 12, 2, 4, 3
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def block(**options):
@@ -244,9 +244,8 @@ def test_burn_in_is_a_plain_mean(backend, dtype, rng):
         decay=0.5,
         damping=0.1,
         damping_rule="factored",
-        loss="sum",
-        weight=0.5,
-        burn_in=3,
+        reduction="sum",
+        averaging=kc.Averaging(weight=0.5, burn_in=3),
     )
     seen = []
 
@@ -255,8 +254,8 @@ def test_burn_in_is_a_plain_mean(backend, dtype, rng):
         estimator.update({"fc": batch(backend, dtype, x, g)})
         seen.append(reference.kronecker_factors(x, g[None], bias=True)[0])
         if len(seen) == 3:
-            at_3 = values(backend, estimator.state("fc").statistics)[0]
-    at_4 = values(backend, estimator.state("fc").statistics)[0]
+            at_3 = values(backend, estimator.state["fc"].statistics)[0]
+    at_4 = values(backend, estimator.state["fc"].statistics)[0]
 
     assert_close(at_3, sum(seen[:3]) / 3, "gram", dtype)
     assert_close(at_4, (0.5 * sum(seen[:3]) + 0.5 * seen[3]) / 2.0, "gram", dtype)

@@ -43,7 +43,7 @@ def statistics_of(
     return made.update(
         made.initial(x),
         batch,
-        conventions=kc.Conventions(loss=loss, sources=combine),
+        conventions=kc.Conventions(reduction=loss, sources=combine),
         decay=decay,
         weight=weight,
     )
@@ -241,7 +241,7 @@ def test_the_storage_dtype_is_the_one_asked_for(backend, rng, data_dtype, storag
     got = made.update(
         made.initial(fed.inputs, precision=precision),
         fed,
-        conventions=kc.Conventions(loss="sum", sources="sum"),
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
         decay=0.0,
     )
 
@@ -328,9 +328,10 @@ def test_batches_that_do_not_fit_are_refused(backend, x, g, options, error):
 
 
 @pytest.mark.parametrize(
-    "options", [{"loss": "average", "combine": "sum"}, {"loss": "sum", "combine": None}]
+    "options",
+    [{"loss": "average", "combine": "sum"}, {"reduction": "sum", "combine": None}],
 )
 def test_unknown_conventions_are_refused(options):
     """A convention that nobody knows is an error that lists the known ones."""
     with pytest.raises(ConventionError, match="'sum'"):
-        kc.Conventions(loss=options["loss"], sources=options["combine"])
+        kc.Conventions(reduction=options["loss"], sources=options["combine"])

@@ -128,7 +128,7 @@ class Own:
             for part in problem.split(data):
                 for k, rows in enumerate(problem.rows(part)):
                     conventions = kc.Conventions(
-                        loss=problem.reduction, sources=rows.sources
+                        reduction=problem.reduction, sources=rows.sources
                     )
                     block, _ = found[k]
                     new = block.moments(self._batch(rows), conventions=conventions)
@@ -160,7 +160,7 @@ class Own:
                     statistics,
                     block.rows(self._batch(rows)),
                     conventions=kc.Conventions(
-                        loss=problem.reduction, sources=rows.sources
+                        reduction=problem.reduction, sources=rows.sources
                     ),
                     decay=problem.decay,
                     weight=1.0,

@@ -45,7 +45,7 @@ def block_of(backend, x, g, *, bias, sharing):
     statistics = block.update(
         block.initial(batch.like),
         batch,
-        conventions=kc.Conventions(loss="sum", sources="sum"),
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
         decay=0.0,
     )
     operator = block.operator(

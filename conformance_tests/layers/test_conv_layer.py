@@ -233,7 +233,7 @@ def test_block_is_that_of_the_patches(backend, dtype, groups, masked, rng):
     statistics = block.update(
         block.initial(batch.inputs),
         batch,
-        conventions=kc.Conventions(loss="sum", sources="sum"),
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
         decay=0.5,
     )
     operator = block.operator(statistics, damping=0.3, rule="factored")

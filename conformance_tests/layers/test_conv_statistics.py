@@ -51,7 +51,7 @@ def test_chunks_give_what_the_whole_batch_gives(
     batch = kc.Batch(backend.asarray(x), backend.asarray(g), mask=mask)
     start = block.initial(batch.like)
     options = {
-        "conventions": kc.Conventions(loss=loss, sources="sum"),
+        "conventions": kc.Conventions(reduction=loss, sources="sum"),
         "decay": 0.7,
         "weight": 2.0,
     }
@@ -78,8 +78,8 @@ def test_an_estimator_keeps_to_its_budget(rng):
             decay=0.9,
             damping=0.1,
             damping_rule="factored",
-            loss="sum",
-            max_patch_elements=budget,
+            reduction="sum",
+            execution=kc.Execution(max_patch_elements=budget),
         )
         estimator.update({"conv": kc.Batch(x[:1], g[:1])})
         tracemalloc.start()
@@ -103,7 +103,7 @@ def test_a_budget_below_one_example_is_refused(backend, rng):
         block.update(
             block.initial(batch.like),
             batch,
-            conventions=kc.Conventions(loss="sum", sources="sum"),
+            conventions=kc.Conventions(reduction="sum", sources="sum"),
             decay=0.9,
             max_patch_elements=71,
         )
@@ -115,7 +115,7 @@ def test_chosen_rows_keep_the_batchs_scale(backend, rng, loss):
     x, g = np.ones((8, 3, 3, 2)), np.ones((8, 3, 3, 4))
     block = kc.Block(make_conv(padding="valid", kernel_size=(1, 1)), kc.Kronecker())
     chosen = kc.choose_patches((8, 9), keep=(4, 3), seed=0)
-    conventions = kc.Conventions(loss=loss, sources="sum")
+    conventions = kc.Conventions(reduction=loss, sources="sum")
     results = []
     for rows in (None, chosen):
         batch = kc.Batch(backend.asarray(x), backend.asarray(g), chosen=rows)
@@ -138,7 +138,7 @@ def test_statistics_of_whole_examples_refuse_some_positions(rng, approximation):
     """What sums over an example's positions needs all of them; examples can be chosen."""
     block = kc.Block(make_conv(), approximation)
     x, g = rng.normal(size=(6, 3, 3, 2)), rng.normal(size=(6, 3, 3, 4))
-    conventions = kc.Conventions(loss="sum", sources="sum")
+    conventions = kc.Conventions(reduction="sum", sources="sum")
     start = block.initial(x)
     some = kc.Batch(x, g, chosen=kc.choose_patches((6, 9), keep=(6, 4), seed=1))
     examples = kc.Batch(x, g, chosen=kc.choose_patches((6, 9), keep=(3, 9), seed=1))

@@ -22,7 +22,7 @@ def operator_of(backend, dtype, rng, rule):
     statistics = block.update(
         block.initial(batch.inputs),
         batch,
-        conventions=kc.Conventions(loss="sum", sources="sum"),
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
         decay=0.0,
     )
     A, G, S = reference.kronecker_factors(x, g[None], bias=True)

@@ -8,14 +8,22 @@ import pytest
 import kfac_core as kc
 
 from ..builders.tolerances import assert_close
+from ..builders.estimators import make_estimator
 
 LAYER = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
 CUTS = slice(0, 3), slice(3, 4), slice(4, 9)
 
 
 def made(**options):
-    settings = {"decay": 0.7, "damping": 0.1, "damping_rule": "factored", "loss": "sum"}
-    return kc.Estimator({"fc": kc.Block(LAYER, kc.Kronecker())}, **settings, **options)
+    settings = {
+        "decay": 0.7,
+        "damping": 0.1,
+        "damping_rule": "factored",
+        "reduction": "sum",
+    }
+    return make_estimator(
+        {"fc": kc.Block(LAYER, kc.Kronecker())}, **settings, **options
+    )
 
 
 def in_parts(estimator, x, g):
@@ -47,7 +55,7 @@ def test_absorbed_parts_are_one_update(backend, dtype, rng, burn_in):
 
         in_parts(estimator, backend.asarray(x, dtype), backend.asarray(g, dtype))
 
-    state = estimator.state("fc")
+    state = estimator.state["fc"]
     for side, expected in zip(("input", "output"), sums, strict=True):
         factor = state.statistics.averages[side].value(debias=True)
         got = backend.to_numpy(factor.full())
@@ -66,4 +74,4 @@ def test_an_unknown_block_changes_nothing(rng):
     with pytest.raises(kc.UnknownBlockError):
         estimator.absorb({"fc": moments, "cf": moments})
 
-    assert estimator.state("fc").updates == 0
+    assert estimator.state["fc"].updates == 0

@@ -8,7 +8,7 @@ import kfac_core as kc
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
 
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 
 
 def factors_of(backend, block, batch):

@@ -75,7 +75,7 @@ def make_case(backend, dtype, *, S=1, kinds=("full", "full"), n=3, m=3, bias=Tru
     statistics = block.update(
         block.initial(fed.inputs),
         fed,
-        conventions=kc.Conventions(loss="sum", sources="sum"),
+        conventions=kc.Conventions(reduction="sum", sources="sum"),
         decay=0.0,
     )
     A, G, count = reference.kronecker_factors(x, g, bias=bias)

@@ -104,14 +104,14 @@ def test_an_operator_holds_the_sum_and_no_copy_of_it(requires_backend, rng):
         decay=0.9,
         damping=0.1,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
     for _ in range(2):
         batch = kc.Batch(rng.normal(size=(8, 4)), rng.normal(size=(8, 3)))
         estimator.update({"fc": batch})
     estimator.refresh()
 
-    held: Average = estimator.state("fc").statistics.averages["input"]
+    held: Average = estimator.state["fc"].statistics.averages["input"]
     A = estimator.operator("fc").input.matrix
     assert A.parts()[0] is held.sum
     assert_close(A.full(), held.value(debias=True).full(), "gram", "float64")

@@ -9,6 +9,7 @@ from kfac_core.array.structure import leaves
 from ..builders import reference
 from ..builders.tolerances import assert_close
 from .test_torch_lapack import on_one_thread  # noqa: F401  (a fixture)
+from ..builders.estimators import make_estimator
 
 N, n, m = 12, 4, 3
 DAMPING = 0.3
@@ -30,7 +31,7 @@ def asked(on_one_thread, monkeypatch):  # noqa: F811
 
 def estimator_of(blocks, **options):
     settings = {"decay": 0.9, "damping": DAMPING, "damping_rule": "factored"}
-    return kc.Estimator(blocks, **(settings | {"loss": "sum"} | options))
+    return make_estimator(blocks, **(settings | {"reduction": "sum"} | options))
 
 
 def dense_block():
@@ -55,7 +56,7 @@ def test_an_operator_is_that_of_the_dense_matrices(
     )
     fed = (on_one_thread.asarray(values, dtype) for values in (x, g))
     estimator.update({"fc": kc.Batch(*fed)})
-    before = {p: t.clone() for p, t in leaves(estimator.state("fc").statistics)}
+    before = {p: t.clone() for p, t in leaves(estimator.state["fc"].statistics)}
 
     estimator.refresh()
 
@@ -70,7 +71,7 @@ def test_an_operator_is_that_of_the_dense_matrices(
     assert_close(on_one_thread.to_numpy(U), expected, "inverse", dtype)
     kinds = {type(t).__module__ for _, t in leaves(operator)}
     assert kinds == {"torch"}
-    for path, tensor in leaves(estimator.state("fc").statistics):
+    for path, tensor in leaves(estimator.state["fc"].statistics):
         assert bool((tensor == before[path]).all())
 
 

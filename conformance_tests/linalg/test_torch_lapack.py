@@ -126,8 +126,8 @@ def test_an_estimator_gives_what_numpys_gives(on_one_thread, calls, dtype, rng):
                 decay=0.9,
                 damping=0.5,
                 damping_rule="factored",
-                loss="sum",
-                solving=solving,
+                reduction="sum",
+                refreshing=kc.Refreshing(solving=solving),
             )
             for x, g in fed:
                 estimator.update({"fc": kc.Batch(make(x, dtype), make(g, dtype))})

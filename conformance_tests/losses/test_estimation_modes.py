@@ -84,7 +84,7 @@ def output_factor(backend, made, *, sources=None):
         block.initial(inputs),
         kc.Batch(inputs, made.vectors, sources=made.sources),
         conventions=kc.Conventions(
-            loss="sum", sources=sources or made.source_reduction
+            reduction="sum", sources=sources or made.source_reduction
         ),
         decay=0.0,
     )

@@ -25,7 +25,7 @@ def estimator_of(bias, loss="sum", layout="io", rule="factored"):
         decay=0.5,
         damping=DAMPING,
         damping_rule=rule,
-        loss=loss,
+        reduction=loss,
     )
 
 

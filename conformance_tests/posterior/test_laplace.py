@@ -21,7 +21,7 @@ NAMES = ("hidden", "last")
 
 def statistics_of(blocks, batches):
     """Return the statistics of one batch for each block."""
-    conventions = kc.Conventions(loss="sum", sources="sum")
+    conventions = kc.Conventions(reduction="sum", sources="sum")
     found = {}
     for name, block in blocks.items():
         found[name] = block.update(

@@ -208,7 +208,7 @@ def test_padding_that_is_left_out_counts_for_nothing():
 
     kfac, _, _ = directions(model, ids)
 
-    averages = kfac.estimator.state("Embedding_0").statistics.averages
+    averages = kfac.estimator.state["Embedding_0"].statistics.averages
     counts = host(averages["input"].sum) / host(averages["input"].weight)
     np.testing.assert_allclose(counts, np.asarray([0, 3, 2, 1, 2, 1]) / 9, rtol=1e-5)
 
@@ -327,7 +327,7 @@ def test_sampled_labels_are_those_of_the_model():
 
     factors = [
         host(
-            k.estimator.state("Dense_0")
+            k.estimator.state["Dense_0"]
             .statistics.averages["output"]
             .value(debias=True)
             .array

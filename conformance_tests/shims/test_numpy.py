@@ -155,7 +155,7 @@ def test_parts_of_a_batch_are_the_whole(loss):
 
     expected = -dense_direction(x, g, gradient["fc"])
     np.testing.assert_allclose(matrix(change["fc"]), expected, rtol=1e-9)
-    assert optimizer.estimator.state("fc").updates == 1
+    assert optimizer.estimator.state["fc"].updates == 1
 
 
 def test_momentum_clipping_and_decay():

@@ -126,7 +126,7 @@ def test_linear_regression_takes_one_step(backend, dtype, regression, rng):
         decay=0.0,
         damping=0.0,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )
     W = rng.normal(size=(4, 2))
     residual = np.concatenate([x, np.ones((20, 1))], axis=1) @ W - y

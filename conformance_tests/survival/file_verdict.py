@@ -13,6 +13,7 @@ import kfac_core as kc
 
 from ..builders.states import arrays_of, differences, frozen
 from .container import DIGEST, opened
+from ..builders.estimators import make_estimator
 
 DENSE = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")
 CONV = kc.Conv(
@@ -50,9 +51,9 @@ TIMES = 60
 def made(kind: str, /) -> kc.Estimator:
     """Return an estimator of a kind that has seen nothing."""
     layer, approximation, rule = KINDS[kind]
-    return kc.Estimator(
+    return make_estimator(
         {kind: kc.Block(layer, approximation)},
-        **{"decay": 0.9, "damping": 0.25, "loss": "sum", "damping_rule": rule},
+        **{"decay": 0.9, "damping": 0.25, "reduction": "sum", "damping_rule": rule},
     )
 
 
@@ -126,7 +127,7 @@ class Judge:
         self.path.write_bytes(data)
         kind = self._kind(data, with_header=measured)
         estimator = self.fresh[kind]
-        before = estimator.state(kind), estimator.damping, estimator.damping_rule
+        before = estimator.state[kind], estimator.damping, estimator.damping_rule
         if measured:
             tracemalloc.start()
         try:
@@ -141,7 +142,7 @@ class Judge:
                 self.peak = max(self.peak, peak)
                 assert peak <= SLACK + TIMES * len(data), (peak, len(data))
         if not accepted:
-            now = estimator.state(kind), estimator.damping, estimator.damping_rule
+            now = estimator.state[kind], estimator.damping, estimator.damping_rule
             assert all(a is b for a, b in zip(before, now, strict=True))
             return "refused"
         self.fresh[kind] = made(kind)

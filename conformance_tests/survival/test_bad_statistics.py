@@ -13,6 +13,7 @@ from kfac_core.array.structure import leaves
 
 from ..builders import reference
 from ..builders.states import differences, frozen
+from ..builders.estimators import make_estimator
 
 N, S, n, m = 8, 3, 5, 4
 LAYER = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
@@ -84,9 +85,9 @@ COUNTS: collections.Counter[str] = collections.Counter()
 
 def estimator_of(kind: str, damping: float) -> kc.Estimator:
     layer, approximation, rule = KINDS[kind]
-    return kc.Estimator(
+    return make_estimator(
         {"a": kc.Block(layer, approximation)},
-        **{"decay": 0.9, "damping": damping, "damping_rule": rule, "loss": "sum"},
+        **{"decay": 0.9, "damping": damping, "damping_rule": rule, "reduction": "sum"},
     )
 
 
@@ -163,9 +164,9 @@ def test_bad_statistics_are_answered_or_refused(kind, bad, dtype):
 def test_one_nan_in_a_million_is_found():
     """Among 10^6 good numbers, in either argument; the block stays as it was."""
     layer = kc.Dense(in_features=1000, out_features=1, bias=True, weight_layout="io")
-    estimator = kc.Estimator(
+    estimator = make_estimator(
         {"a": kc.Block(layer, kc.Diagonal())},
-        **{"decay": 0.9, "damping": 0.1, "damping_rule": "exact", "loss": "sum"},
+        **{"decay": 0.9, "damping": 0.1, "damping_rule": "exact", "reduction": "sum"},
     )
     x, g = np.ones((1000, 1000), np.float32), np.ones((1000, 1), np.float32)
     estimator.update({"a": kc.Batch(x, g)})
@@ -206,7 +207,7 @@ def test_half_precision_is_cast_before_any_product(backend, kind, half):
     estimator.update({"a": kc.Batch(*arrays)})
     estimator.refresh()
 
-    statistics = estimator.state("a").statistics
+    statistics = estimator.state["a"].statistics
     for path, leaf in leaves(statistics):
         if "status" not in path:
             assert "float32" in str(leaf.dtype)

@@ -28,6 +28,7 @@ SERVER = """
 import os, sys
 import kfac_core as kc
 from conformance_tests.survival.test_killed_saves import estimator, fed
+from ..builders.estimators import make_estimator
 path = sys.argv[1]
 saved = estimator()
 saved.update(fed(0))
@@ -51,9 +52,14 @@ for _ in sys.stdin:
 def estimator() -> kc.Estimator:
     """Return one of a size that takes milliseconds to write."""
     layer = kc.Dense(in_features=300, out_features=200, bias=True, weight_layout="io")
-    return kc.Estimator(
+    return make_estimator(
         {"a": kc.Block(layer, kc.Kronecker())},
-        **{"decay": 0.0, "damping": 0.1, "damping_rule": "factored", "loss": "sum"},
+        **{
+            "decay": 0.0,
+            "damping": 0.1,
+            "damping_rule": "factored",
+            "reduction": "sum",
+        },
     )
 
 
@@ -66,7 +72,7 @@ def step_of(path: Path) -> int:
     """Return the step whose state a file holds, every number of it checked."""
     loaded = estimator()
     kc.load_checkpoint(path, loaded, backend="numpy")
-    state = loaded.state("a")
+    state = loaded.state["a"]
     step = state.updates
     inputs = np.append(np.full(300, 1.0 + step), 1.0)
     for name, row in (("input", inputs), ("output", np.full(200, 2.0 + step))):
@@ -128,7 +134,7 @@ def step_of_or_none(path: Path) -> int | None:
     """Return the step of a file, or None for that of an estimator that saw nothing."""
     loaded = estimator()
     kc.load_checkpoint(path, loaded, backend="numpy")
-    return None if loaded.state("a").statistics is None else step_of(path)
+    return None if loaded.state["a"].statistics is None else step_of(path)
 
 
 def step_of_first(path: Path) -> bool:

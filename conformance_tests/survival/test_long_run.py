@@ -14,6 +14,7 @@ import pytest
 import kfac_core as kc
 
 from .size import FULL, report, sized
+from ..builders.estimators import make_estimator
 
 STEPS = sized(400, 100_000)
 WIDTHS = (6, 5, 3)
@@ -72,7 +73,7 @@ def errors(estimator: kc.Estimator, reference: Reference) -> tuple[float, float]
     rng = np.random.default_rng(1)
     for name in estimator.blocks:
         A, G = reference.factors(name)
-        averages = estimator.state(name).statistics.averages
+        averages = estimator.state[name].statistics.averages
         for key, C in (("input", A), ("output", G)):
             got = symmetric(averages[key])
             worst = max(worst, np.linalg.norm(got - C) / np.linalg.norm(C))
@@ -100,10 +101,10 @@ def test_a_day_of_steps_leaves_no_drift(tmp_path, case):
     }
 
     def made() -> kc.Estimator:
-        return kc.Estimator(
+        return make_estimator(
             {name: kc.Block(layer, kc.Kronecker()) for name, layer in layers.items()},
             **{"decay": decay, "damping": DAMPING, "damping_rule": "factored"},
-            **{"loss": "sum", "workers": 2 if case.startswith("float64") else 1},
+            **{"reduction": "sum", "workers": 2 if case.startswith("float64") else 1},
         )
 
     rng = np.random.default_rng(17)
@@ -139,7 +140,7 @@ def test_a_day_of_steps_leaves_no_drift(tmp_path, case):
     gc.collect()
     grown = resident() - half
 
-    assert estimator.state("fc0").updates == STEPS
+    assert estimator.state["fc0"].updates == STEPS
     assert threading.active_count() < 10
     if FULL:
         assert grown <= GROWTH

@@ -15,6 +15,7 @@ import kfac_core as kc
 
 from ..builders.states import differences, frozen
 from .size import report, sized
+from ..builders.estimators import make_estimator
 
 N, n, m = 5, 3, 2
 SEQUENCES = sized(100, 10_000)
@@ -34,7 +35,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"damping_rule": "factored_unit_pi", "failure_budget": 1, "workers": 2},
     {"damping_rule": "exact", "parameter_statistics": True},
     {"damping_rule": "exact", "damping_scaling": "mean_eigenvalue"},
-    {"damping_rule": "factored", "refresh_threshold": 0.1},
+    {"damping_rule": "factored", "threshold": 0.1},
 ]
 
 
@@ -42,7 +43,7 @@ def made(settings: dict[str, Any]) -> kc.Estimator:
     """Return an estimator of three blocks, of which two are alike."""
     blocks = {"a": block(kc.Kronecker()), "b": block(kc.Kronecker())}
     blocks["c"] = block(kc.Full() if settings["damping_rule"] == "exact" else kc.Eva())
-    return kc.Estimator(blocks, decay=0.9, damping=0.5, loss="mean", **settings)
+    return make_estimator(blocks, decay=0.9, damping=0.5, reduction="mean", **settings)
 
 
 def batch(k: int) -> kc.Batch:
@@ -173,7 +174,7 @@ def _bad_feeds() -> dict[str, Callable[[Run, int], Any]]:
 
 
 def _other_library(run: Run, k: int) -> None:
-    if run.estimator.state("a").statistics is None:
+    if run.estimator.state["a"].statistics is None:
         raise kc.NotReadyError("nothing to mix with")
     other = kc.Batch(_strict((N, n)), _strict((N, m)))
     run.estimator.update({"c": batch(k), "a": other})
@@ -188,7 +189,7 @@ BAD: dict[str, Callable[[Run, int], Any]] = _bad_feeds() | {
     "unknown refresh": lambda r, k: r.estimator.refresh(["a", "z"]),
     "unknown start": lambda r, k: r.estimator.start_refresh(["z"]),
     "unknown precondition": lambda r, k: r.estimator.precondition({"z": vectors()}),
-    "unknown state": lambda r, k: r.estimator.state("z"),
+    "unknown state": lambda r, k: r.estimator.state["z"],
     "unknown product": lambda r, k: r.estimator.apply("divide", {"a": vectors()}),
     "no basis": lambda r, k: r.estimator.rebase(["a"], moments="zero"),
     "no mean": lambda r, k: made(r.settings).mean_gradient("a"),
@@ -217,9 +218,14 @@ BAD: dict[str, Callable[[Run, int], Any]] = _bad_feeds() | {
 
 def _file_of_another(run: Run) -> None:
     layer = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")
-    other = kc.Estimator(
+    other = make_estimator(
         {name: kc.Block(layer, kc.Kronecker()) for name in "abc"},
-        **{"decay": 0.9, "damping": 0.5, "loss": "mean", "damping_rule": "factored"},
+        **{
+            "decay": 0.9,
+            "damping": 0.5,
+            "reduction": "mean",
+            "damping_rule": "factored",
+        },
     )
     kc.save_checkpoint(run.bad, other)
     kc.load_checkpoint(run.bad, run.estimator, backend="numpy")

@@ -16,6 +16,7 @@ import kfac_core as kc
 
 from ..builders.states import frozen
 from .size import FULL, report
+from ..builders.estimators import make_estimator
 
 THREADS = 8
 SECONDS = 60.0 if FULL else 0.0
@@ -42,7 +43,7 @@ def made(kind: int) -> kc.Estimator:
         {"damping_rule": "exact"},
         {"damping_rule": "factored", "solving": "triangular", "workers": 2},
     ][kind % 4]
-    return kc.Estimator(blocks, decay=0.9, damping=0.3, loss="sum", **options)
+    return make_estimator(blocks, decay=0.9, damping=0.3, reduction="sum", **options)
 
 
 def vectors(rng: np.random.Generator) -> dict[str, np.ndarray]:

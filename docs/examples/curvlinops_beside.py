@@ -104,7 +104,7 @@ def fed(model, layers, x, rule):
         decay=0.95,
         damping=DAMPING,
         damping_rule=rule,
-        loss="sum",
+        reduction="sum",
         sources=sources.source_reduction,
     )
     batches = {}

@@ -125,7 +125,7 @@ def gauss_newton_batches(weights, x):
 def kfac_scores(weights, train, query, *, eigenvalues_corrected, **damping):
     """Return the scores by K-FAC or by EKFAC, (queries, examples)."""
     batches = gauss_newton_batches(weights, train[0])
-    conventions = kc.Conventions(loss="sum", sources="sum")
+    conventions = kc.Conventions(reduction="sum", sources="sum")
     blocks, statistics = {}, {}
     for name, (n, m) in zip(NAMES, SHAPES, strict=True):
         layer = kc.Dense(

@@ -96,7 +96,7 @@ def rows(weights, x):
 def posterior_of(kind, weights, x, tau):
     """Return the posterior about trained weights, of one kind of curvature."""
     seen, blocks, statistics = rows(weights, x), {}, {}
-    conventions = kc.Conventions(loss="sum", sources="sum")
+    conventions = kc.Conventions(reduction="sum", sources="sum")
     for name, W in zip(NAMES, weights, strict=True):
         layer = kc.Dense(
             in_features=W.shape[0] - 1,

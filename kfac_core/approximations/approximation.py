@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from kfac_core.approximations.options import OperatorOptions, UpdateOptions
+from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -17,16 +17,38 @@ __all__ = ["Approximation"]
 class Approximation(Protocol):
     """Which statistics of the rows are kept, and which operator they make.
 
-    A frozen dataclass without arrays, whose fields are its options.
+    A frozen dataclass without arrays, whose fields are its options, and whose bases are
+    this class: what it does not say of itself has the values here.
+    """
+
+    name: ClassVar[str]
+    """The name of the approximation."""
+
+    lacks: ClassVar[Mapping[str, str]] = NOTHING
+    """The products that its operators cannot give, each with the reason."""
+
+    has_bases: ClassVar[bool] = False
+    """Whether the statistics hold bases, which a method ``rebased`` recomputes."""
+
+    sums_of_squares: ClassVar[Mapping[str, str]] = NOTHING
+    """The averages that are Gram matrices of all rows of an argument, by name.
+
+    ``{"input": "inputs"}`` says that where the diagonal of the average ``input`` is finite,
+    so were the ``inputs`` of the batch, which then need not be read for it.
     """
 
     @property
-    def name(self) -> str:
-        """The name of the approximation."""
+    def stacks(self) -> bool:
+        """Whether statistics and operators of equal blocks may be computed as one.
+
+        All arrays then have a leading axis in common, and every formula keeps it.
+        """
+        return False
 
     @property
-    def lacks(self) -> Mapping[str, str]:
-        """The products that its operators cannot give, each with the reason."""
+    def decays(self) -> Mapping[str, float]:
+        """The averages that decay in a way of their own."""
+        return {}
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why it does not go together with a layer; None where it does."""

@@ -30,8 +30,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker, Sharing
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, any_status, as_scalar, cast, full_of
 from kfac_core.array.status import Check
@@ -55,7 +56,7 @@ _SIDES = ("input", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eigen:
+class Eigen(Approximation):
     """The eigenvalue-corrected approximation of a block.
 
     Parameters
@@ -82,7 +83,7 @@ class Eigen:
     moment_decay: float | None = None
 
     name = "eigen"
-    lacks = NOTHING
+    has_bases = True
 
     def __post_init__(self) -> None:
         for side in _SIDES:

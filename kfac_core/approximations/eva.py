@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.low_rank import LACKS_CHOLESKY
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
@@ -40,7 +41,7 @@ __all__ = ["Eva"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eva:
+class Eva(Approximation):
     """The block of the two mean vectors: ``in(+1) + out`` numbers."""
 
     name = "eva"

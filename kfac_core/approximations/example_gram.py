@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import as_scalar, cast
@@ -43,7 +44,7 @@ _LACKS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleGram:
+class ExampleGram(Approximation):
     """The block of the K gradients that weigh most: ``K S (in(+1) + out)`` numbers.
 
     Parameters

@@ -36,8 +36,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import kronecker_operator
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.errors import ConventionError
@@ -64,7 +65,7 @@ __all__ = ["KFOC"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KFOC:
+class KFOC(Approximation):
     """The best approximation of a block by one Kronecker product.
 
     Parameters
@@ -83,7 +84,6 @@ class KFOC:
     iterations: int
 
     name = "kfoc"
-    lacks = NOTHING
 
     def __post_init__(self) -> None:
         if self.iterations < 1:

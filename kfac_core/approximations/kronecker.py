@@ -26,9 +26,11 @@ arXiv:2311.00636, sections 3.2 and 3.3, for expand and reduce.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import plain_number
 from kfac_core.array.namespaces import (
@@ -60,7 +62,7 @@ Sharing = Literal["expand", "reduce"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kronecker:
+class Kronecker(Approximation):
     """The approximation of a block by one Kronecker product.
 
     Parameters
@@ -83,12 +85,17 @@ class Kronecker:
     sharing: Sharing = "expand"
 
     name = "kronecker"
-    lacks = NOTHING
+    sums_of_squares = MappingProxyType({"input": "inputs", "output": "output_grads"})
 
     def __post_init__(self) -> None:
         require_one_of("input", self.input, get_args(FactorKind))
         require_one_of("output", self.output, ("full", "diagonal"))
         require_one_of("sharing", self.sharing, get_args(Sharing))
+
+    @property
+    def stacks(self) -> bool:
+        """Whether both factors are full matrices."""
+        return self.input == "full" and self.output == "full"
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why it does not go together with a layer; None where it does."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker, Sharing
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
@@ -43,7 +44,7 @@ LACKS_CHOLESKY: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankKronecker:
+class LowRankKronecker(Approximation):
     """The approximation of a block by one Kronecker product of low-rank factors.
 
     Parameters

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import as_scalar, full_of
 from kfac_core.errors import ConventionError
@@ -20,7 +21,7 @@ __all__ = ["ScaledIdentity"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaledIdentity:
+class ScaledIdentity(Approximation):
     """A multiple of the identity, whatever the rows hold.
 
     Parameters
@@ -37,7 +38,6 @@ class ScaledIdentity:
     scale: float
 
     name = "scaled_identity"
-    lacks = NOTHING
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and self.scale >= 0):

@@ -18,7 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import as_scalar
 from kfac_core.factors.diagonal import DiagonalFactor
@@ -31,11 +32,10 @@ __all__ = ["Diagonal", "Full"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diagonal:
+class Diagonal(Approximation):
     """The diagonal of the block: ``in(+1) x out`` numbers."""
 
     name = "diagonal"
-    lacks = NOTHING
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return None: every layer has a diagonal."""
@@ -84,11 +84,10 @@ class Diagonal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Full:
+class Full(Approximation):
     """The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests."""
 
     name = "full"
-    lacks = NOTHING
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return None: every layer has a block."""

@@ -32,8 +32,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
@@ -57,7 +58,7 @@ _LAG_1 = LaggedFactor()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
+class Series(Approximation):
     """The approximation of a recurrent layer's block by a chain of time steps.
 
     Parameters
@@ -78,7 +79,6 @@ class Series:
     steps: int | None = None
 
     name = "series"
-    lacks = NOTHING
 
     def __post_init__(self) -> None:
         require_one_of("variant", self.variant, get_args(SeriesVariant))

@@ -25,9 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
 from kfac_core.approximations.kronecker import kronecker_operator
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
 from kfac_core.conventions import require_one_of
@@ -46,7 +47,7 @@ Positions = Literal["summed", "independent"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TNT:
+class TNT(Approximation):
     """The tensor-normal approximation of a block.
 
     Parameters
@@ -64,7 +65,6 @@ class TNT:
     positions: Positions = "summed"
 
     name = "tnt"
-    lacks = NOTHING
 
     def __post_init__(self) -> None:
         require_one_of("positions", self.positions, get_args(Positions))

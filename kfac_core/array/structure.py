@@ -19,7 +19,9 @@ from typing import Any, TypeVar, dataclass_transform
 
 __all__ = [
     "Registrar",
+    "array_fields",
     "combinable",
+    "form_of",
     "is_structure",
     "leaves",
     "map_structure",
@@ -27,6 +29,7 @@ __all__ = [
     "replaced",
     "static_fields",
     "structure",
+    "taken_apart",
 ]
 
 T = TypeVar("T")
@@ -101,6 +104,11 @@ def is_structure(value: object, /) -> bool:
 def static_fields(value: object, /) -> dict[str, Any]:
     """Return the static fields of a structure, by name (not those of its parts)."""
     return {name: getattr(value, name) for name in _static[type(value)]}
+
+
+def array_fields(value: object, /) -> list[tuple[str, Any]]:
+    """Return the fields of a structure that are not static, with their names."""
+    return [(name, getattr(value, name)) for name in _arrays[type(value)]]
 
 
 def leaves(value: Any, /, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -186,6 +194,67 @@ def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:
     if any(other != fields[0] for other in fields[1:]):
         raise ValueError(f"structures of different forms: {fields}")
     return fields[0]
+
+
+def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
+    """Return what two values have in common whose arrays can be put together.
+
+    Parameters
+    ----------
+    value : structure, dict, array, number or None
+        Any.
+    leaf : callable
+        What is to agree of an array, as something hashable.
+
+    Returns
+    -------
+    object
+        Hashable: classes, names, static fields, and `leaf` of each array.
+    """
+    fields = _fields.get(type(value))
+    if fields is not None:
+        parts = (
+            getattr(value, name) if static else form_of(getattr(value, name), leaf)
+            for name, static in fields
+        )
+        return (type(value), *parts)
+    if isinstance(value, dict):
+        return tuple((name, form_of(part, leaf)) for name, part in value.items())
+    if value is None or isinstance(value, int | float | str | frozenset):
+        return value
+    return leaf(value)
+
+
+def taken_apart(value: T, split: Callable[[Any], list[Any]], length: int, /) -> list[T]:
+    """Return several structures of one class, whose fields are parts of another's.
+
+    Parameters
+    ----------
+    value : structure
+        Not modified.
+    split : callable
+        Returns the parts of a field that is not static: a list of `length`.
+    length : int
+        The number of structures.
+
+    Returns
+    -------
+    list of structure
+        With the static fields of `value`.
+    """
+    cls = type(value)
+    names = [name for name, _ in _fields[cls]]
+    columns = [
+        [getattr(value, name)] * length if static else split(getattr(value, name))
+        for name, static in _fields[cls]
+    ]
+    made: list[T] = []
+    for row in zip(*columns, strict=True):
+        # Hundreds are made at a time, and the constructor sets field by field.
+        one = object.__new__(cls)
+        one.__dict__.update(zip(names, row, strict=True))
+        made.append(one)
+    return made
 
 
 def replaced(value: T, /, **changes: Any) -> T:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kfac_core.execution.refreshing import Made, Refresh
+from kfac_core.network import NetworkState
 
 __all__ = ["BackgroundRefresh"]
 
@@ -23,19 +21,20 @@ class BackgroundRefresh:
 
     Parameters
     ----------
-    refresh : Refresh
-        What is run.
+    refresh : callable
+        Returns the refreshed state; runs in a thread.
     install : callable
-        Takes over what it made.
+        Takes over the operators of that state.
     """
 
     def __init__(
-        self, refresh: Refresh, install: Callable[[Refresh, dict[str, Made]], None]
+        self,
+        refresh: Callable[[], NetworkState],
+        install: Callable[[NetworkState], None],
     ) -> None:
-        self._refresh = refresh
-        self._install: Callable[[Refresh, dict[str, Made]], None] | None = install
+        self._install: Callable[[NetworkState], None] | None = install
         pool = ThreadPoolExecutor(1, thread_name_prefix="kfac_core-refresh")
-        self._made: Future[dict[str, Made]] = pool.submit(refresh.run)
+        self._made: Future[NetworkState] = pool.submit(refresh)
         # The thread ends with its one task.
         pool.shutdown(wait=False)
 
@@ -57,4 +56,4 @@ class BackgroundRefresh:
         made = self._made.result()
         install, self._install = self._install, None
         if install is not None:
-            install(self._refresh, made)
+            install(made)

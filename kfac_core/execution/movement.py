@@ -1,6 +1,6 @@
 """Whether statistics have moved since an operator was made from them.
 
-Conventions.  The mark of a statistic C is its product with one fixed probe z (of a
+Conventions.  The probe image of a statistic C is its product with one fixed probe z (of a
 diagonal one, C itself), kept from the refresh: a vector for a matrix.  C has moved by
 
     |C z - C_old z| / |C_old z|,
@@ -12,24 +12,99 @@ that of the statistic that moved most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of
+from kfac_core.array.namespaces import Scalar, device_of
 from kfac_core.array.structure import leaves
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.network import Network, NetworkState
 
-__all__ = ["Marks", "marks_of", "movement"]
+__all__ = ["Movement", "ProbeImages", "movement", "probe_images"]
 
-Marks = Mapping[str, Array]
+ProbeImages = Mapping[str, Array]
 """By the path of a statistic."""
 
 
-def marks_of(statistics: Statistics, /, *, debias: bool) -> Marks:
-    """Return the marks of all averages.
+class Movement:
+    """Which blocks have moved since their operators were made.
+
+    Parameters
+    ----------
+    network : Network
+        Whose blocks are looked at.
+    threshold : float
+        A block of which no statistic has moved by more than this, and whose damping is
+        the same number, has not moved.
+    """
+
+    def __init__(self, network: Network, threshold: float) -> None:
+        self._network, self._threshold = network, threshold
+        self._images: dict[str, tuple[object, ProbeImages]] = {}
+
+    def of(
+        self,
+        state: NetworkState,
+        names: Iterable[str],
+        /,
+        *,
+        damping: Scalar | Mapping[str, Scalar],
+    ) -> list[str]:
+        """Return the blocks that moved, or that it is not known of.
+
+        Parameters
+        ----------
+        state : NetworkState
+            As it is now.
+        names : iterable of str
+            The blocks to look at.
+        damping : float, 0-d array or mapping of str to these
+            Of the next operators.
+
+        Returns
+        -------
+        list of str
+            Those to be refreshed.
+
+        Notes
+        -----
+        ``2 n^2`` flops for a matrix of n rows; synchronizes with the device.
+        """
+        moved: list[str] = []
+        for name in names:
+            held = state.blocks[name]
+            if held.statistics is None:
+                continue
+            everything = {n: other.statistics for n, other in state.blocks.items()}
+            shared = self._network.shared_factors
+            statistics = shared.completed(name, held.statistics, everything)
+            debias = self._network.averaging.debias
+            images = probe_images(statistics, debias=debias)
+            chosen = damping[name] if isinstance(damping, Mapping) else damping
+            operator, before = self._images.get(name, (None, {}))
+            if (
+                operator is not None
+                and operator == held.refreshes
+                and _is_same(held.damping, chosen)
+                and float(movement(images, before, xp=statistics.namespace))
+                <= self._threshold
+            ):
+                continue
+            moved.append(name)
+            self._images[name] = held.refreshes + 1, images
+        return moved
+
+
+def _is_same(made_with: Scalar | None, damping: Scalar) -> bool:
+    """Whether a damping is the number that an operator was made with; no array is."""
+    return isinstance(made_with, float | int) and made_with == damping
+
+
+def probe_images(statistics: Statistics, /, *, debias: bool) -> ProbeImages:
+    """Return the image of a probe vector under each average.
 
     Parameters
     ----------
@@ -48,19 +123,19 @@ def marks_of(statistics: Statistics, /, *, debias: bool) -> Marks:
     ``2 n^2`` flops for a matrix of n rows; never waits for a device.
     """
     xp = statistics.namespace
-    marks: dict[str, Array] = {}
+    images: dict[str, Array] = {}
     for name, average in statistics.averages.items():
         value: Any = average.value(debias=debias)
         if isinstance(value, SymmetricMatrix):
-            marks[name] = multiply_symmetric(value, _probe(value.array, xp), xp=xp)
+            images[name] = multiply_symmetric(value, _probe(value.array, xp), xp=xp)
             continue
         for path, x in leaves(value, prefix=name):
             square = x.ndim > 1 and x.shape[-1] == x.shape[-2]
-            marks[path] = xp.matmul(x, _probe(x, xp)) if square else x
-    return marks
+            images[path] = xp.matmul(x, _probe(x, xp)) if square else x
+    return images
 
 
-def movement(now: Marks, before: Marks, /, *, xp: Namespace) -> Array:
+def movement(now: ProbeImages, before: ProbeImages, /, *, xp: Namespace) -> Array:
     """Return the largest relative change of a mark, 0-d; infinite from zero."""
     changes = []
     for name, mark in now.items():

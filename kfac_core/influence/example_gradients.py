@@ -37,7 +37,7 @@ class LayerGradients:
         Of any kind.
     fed : Batch, sequence of Batch, or mapping of str to array
         What the layer saw, without sources; or gradients with an axis of examples.
-    loss : {"sum", "mean", "mean_rows"}
+    reduction : {"sum", "mean", "mean_rows"}
         Over what the loss that was differentiated is summed or averaged, in this batch.
 
     Raises
@@ -50,7 +50,7 @@ class LayerGradients:
         For ``"mean_rows"`` of gradients that have no rows.
     """
 
-    def __init__(self, layer: Layer, fed: Any, /, *, loss: LossReduction) -> None:
+    def __init__(self, layer: Layer, fed: Any, /, *, reduction: LossReduction) -> None:
         self.layer, self.fed = layer, fed
         arrays: Any = fed
         if not isinstance(fed, Mapping):
@@ -80,7 +80,7 @@ class LayerGradients:
             )
         self.examples = next(iter(lengths.values()))
         self.rows_each, self.is_rows = self._form()
-        self.scale = self._scale(loss)
+        self.scale = self._scale(reduction)
 
     def part(self, start: int, stop: int, /) -> ExamplePart:
         """Return the gradients of some of the examples."""
@@ -97,13 +97,13 @@ class LayerGradients:
         rows = whole_rows(self.layer, [_taken(use, 0, 1) for use in self.fed])
         return rows.positions, isinstance(rows, Rows)
 
-    def _scale(self, loss: LossReduction) -> Scalar:
-        conventions = Conventions(loss=loss, sources="sum")
-        if loss != "mean_rows":
+    def _scale(self, reduction: LossReduction) -> Scalar:
+        conventions = Conventions(reduction=reduction, sources="sum")
+        if reduction != "mean_rows":
             return conventions.gradient_scale(examples=self.examples, rows=0)
         if isinstance(self.fed, Mapping):
             raise ConventionError(
-                "loss='mean_rows' counts rows, which gradients do not have. Give a "
+                "reduction='mean_rows' counts rows, which gradients do not have. Give a "
                 "`Batch`, or gradients of a summed or mean loss."
             )
         total: Scalar = 0

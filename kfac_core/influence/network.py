@@ -155,7 +155,7 @@ class Influence:
         gradients: Gradients,
         /,
         *,
-        loss: LossReduction,
+        reduction: LossReduction,
         storage: Storage,
         max_elements: int,
     ) -> Queries:
@@ -165,7 +165,7 @@ class Influence:
         ----------
         gradients : mapping of str to Batch, sequence of Batch, or mapping of arrays
             Of the queries, for every block; see `Gradients`.
-        loss : {"sum", "mean", "mean_rows"}
+        reduction : {"sum", "mean", "mean_rows"}
             Over what the queries' loss was summed or averaged in this batch.
         storage : {"float16", "bfloat16", "float32", "float64"}
             The dtype of the result; float32 where the library lacks it.
@@ -190,7 +190,7 @@ class Influence:
         -----
         ``2 n m (n + m)`` flops for each query and block.
         """
-        found = self._gradients(gradients, loss)
+        found = self._gradients(gradients, reduction)
         return Queries(
             {
                 name: self._preconditioned(name, given, storage, max_elements)
@@ -204,7 +204,7 @@ class Influence:
         gradients: Gradients,
         /,
         *,
-        loss: LossReduction,
+        reduction: LossReduction,
         max_elements: int,
         progress: Progress | None = None,
     ) -> Array:
@@ -216,7 +216,7 @@ class Influence:
             As `precondition` made them.
         gradients : mapping of str to Batch, sequence of Batch, or mapping of arrays
             Of the examples; as for `precondition`.
-        loss : {"sum", "mean", "mean_rows"}
+        reduction : {"sum", "mean", "mean_rows"}
             Over what their loss was summed or averaged in this batch.
         max_elements : int
             The budget; see `kfac_core.influence.chunks`.
@@ -243,7 +243,7 @@ class Influence:
         ``2 n m`` flops for each query, example and block, by ``x^T P_q g`` where an
         example has a single row: its gradient is not formed.
         """
-        found = self._gradients(gradients, loss)
+        found = self._gradients(gradients, reduction)
         require_same_blocks(found, queries.blocks, "queries")
         report = Report(progress, _examples(found) * queries.count * len(found))
         total = None
@@ -257,7 +257,7 @@ class Influence:
         gradients: Gradients,
         /,
         *,
-        loss: LossReduction,
+        reduction: LossReduction,
         max_elements: int,
         progress: Progress | None = None,
     ) -> Array:
@@ -265,7 +265,7 @@ class Influence:
 
         Parameters
         ----------
-        gradients, loss, max_elements, progress
+        gradients, reduction, max_elements, progress
             As for `scores`; progress counts examples, block by block.
 
         Returns
@@ -283,7 +283,7 @@ class Influence:
         ``2 (n^2 + n m + m^2)`` flops for an example of a single row, whose gradient is
         not formed, and ``2 n m (n + m)`` for one of several.
         """
-        found = self._gradients(gradients, loss)
+        found = self._gradients(gradients, reduction)
         report = Report(progress, _examples(found) * len(found))
         total = None
         for name, given in found.items():
@@ -314,11 +314,11 @@ class Influence:
         return 1.0 / (self.curvatures[name].eigenvalues + self.damping[name])
 
     def _gradients(
-        self, gradients: Gradients, loss: LossReduction
+        self, gradients: Gradients, reduction: LossReduction
     ) -> dict[str, LayerGradients]:
         require_same_blocks(self.blocks, gradients, "gradients")
         found = {
-            name: LayerGradients(block.layer, gradients[name], loss=loss)
+            name: LayerGradients(block.layer, gradients[name], reduction=reduction)
             for name, block in self.blocks.items()
         }
         counts = {name: given.examples for name, given in found.items()}

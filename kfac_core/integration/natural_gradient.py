@@ -4,7 +4,7 @@ What a shim of any framework does between its backward pass and its optimizer, w
 framework.
 
 Conventions.  As in `kfac_core.integration.layer_calls`; the estimator says
-``loss="sum"``, and the
+``reduction="sum"``, and the
 gradients that are given are those of a loss that is the mean, or the sum, over the R rows
 of the network's outputs.
 """
@@ -31,8 +31,8 @@ class NaturalGradient:
     Parameters
     ----------
     estimator : Estimator
-        With ``loss="sum"``, and a ``mode``.
-    loss : {"mean", "sum"}
+        With ``reduction="sum"``, and a ``mode``.
+    reduction : {"mean", "sum"}
         Over the rows of outputs, in the loss that is differentiated.
     update_every, refresh_every : int
         Steps between statistics, and between factorizations.
@@ -48,12 +48,12 @@ class NaturalGradient:
         estimator: Estimator,
         /,
         *,
-        loss: Literal["mean", "sum"],
+        reduction: Literal["mean", "sum"],
         update_every: int = 1,
         refresh_every: int = 1,
     ) -> None:
-        require_one_of("loss", loss, ("mean", "sum"))
-        self.estimator, self.loss, self.steps = estimator, loss, 0
+        require_one_of("reduction", reduction, ("mean", "sum"))
+        self.estimator, self.reduction, self.steps = estimator, reduction, 0
         self.update_every, self.refresh_every = update_every, refresh_every
 
     @property
@@ -114,9 +114,11 @@ class NaturalGradient:
         if self.wants_refresh:
             self.estimator.refresh()
         state = self.estimator.state
-        ready = {n: g for n, g in gradients.items() if state(n).operator is not None}
+        ready = {
+            n: g for n, g in gradients.items() if state.blocks[n].operator is not None
+        }
         found = self.estimator.precondition(ready)
-        if self.loss == "sum":
+        if self.reduction == "sum":
             for name, given in found.items():
                 found[name] = {key: x / rows for key, x in given.items()}
         self.steps += 1
@@ -141,7 +143,7 @@ class NaturalGradient:
 
     def _batches(self, calls: Iterable[LayerCall], rows: int) -> dict[str, Any]:
         # Empirical gradients are those of the caller's own loss, which may be a mean.
-        mean = self.estimator.mode == "empirical" and self.loss == "mean"
+        mean = self.estimator.mode == "empirical" and self.reduction == "mean"
         return batches_of_calls(calls, rows=rows or 1, scale=rows if mean else 1.0)
 
 

@@ -122,7 +122,7 @@ class Recorder:
         return y if self._zeros is None else y + self._zeros[len(self.uses) - 1]
 
 
-@structure(static=("loss", "sources"))
+@structure(static=("reduction", "sources"))
 class Captured:
     """What the blocks of a network saw in one batch.
 
@@ -130,14 +130,14 @@ class Captured:
     ----------
     batches : dict of str to Batch or tuple of Batch
         As `Estimator.update` takes them.
-    loss : {"sum", "mean", "mean_rows"}
+    reduction : {"sum", "mean", "mean_rows"}
         The reduction of the loss that the output gradients are of.
     sources : {"sum", "mean"} or None
         How their sources are to be combined; None where there is one.
     """
 
     batches: dict[str, Any]
-    loss: LossReduction
+    reduction: LossReduction
     sources: SourceReduction | None
 
 
@@ -228,7 +228,7 @@ class Wiring:
         grads: Sequence[Array],
         /,
         *,
-        loss: LossReduction | None = None,
+        reduction: LossReduction | None = None,
         made: SourceVectors | None = None,
     ) -> Captured:
         """Return what the blocks saw, of what each use did.
@@ -242,7 +242,7 @@ class Wiring:
         grads : sequence of array
             The output gradients of each use; with an axis of sources before the others
             where they are of `made`.
-        loss : {"sum", "mean", "mean_rows"}, optional
+        reduction : {"sum", "mean", "mean_rows"}, optional
             The reduction of the loss that was differentiated, where `made` is None.
         made : SourceVectors, optional
             Which were pulled back in the place of a loss's gradient.
@@ -257,8 +257,8 @@ class Wiring:
         ConventionError
             For an unknown reduction, and where a block has no use.
         """
-        reduction: Any = loss if made is None else "sum"
-        require_one_of("loss", reduction, get_args(LossReduction))
+        declared: Any = reduction if made is None else "sum"
+        require_one_of("reduction", declared, get_args(LossReduction))
         sources = None if made is None else made.sources
         found: dict[str, Any] = {}
         for name, (x, mask), g in zip(self.names(uses), seen, grads, strict=True):
@@ -266,7 +266,7 @@ class Wiring:
                 found[name] = (*found.get(name, ()), Batch(x, g, mask, sources))
         batches = {name: b[0] if len(b) == 1 else b for name, b in found.items()}
         return Captured(
-            batches, reduction, None if made is None else made.source_reduction
+            batches, declared, None if made is None else made.source_reduction
         )
 
     def vectors(self, leaves: Sequence[Array], /) -> dict[str, dict[str, Array]]:

@@ -107,6 +107,7 @@ class Conv:
     data_layout: DataLayout
 
     kind = "conv"
+    stacks = False
 
     def __post_init__(self) -> None:
         kernel = _numbers("kernel_size", self.kernel_size)

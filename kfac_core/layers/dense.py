@@ -53,6 +53,7 @@ class Dense:
 
     kind = "dense"
     groups = 1
+    stacks = True
 
     def __post_init__(self) -> None:
         for name in ("in_features", "out_features"):
@@ -78,13 +79,16 @@ class Dense:
             shapes["bias"] = (self.out_features,)
         return shapes
 
-    def rows(self, batch: Batch, /) -> Rows:
+    def rows(self, batch: Batch, /, *, stack: tuple[int, ...] = ()) -> Rows:
         """Turn what the layer saw into rows.
 
         Parameters
         ----------
         batch : Batch
             Arrays of one library on one device, in any layout; never modified.
+        stack : tuple of int
+            The shape of leading axes that both arrays have in common: what as many equal
+            layers saw, without masks.
 
         Returns
         -------
@@ -105,10 +109,10 @@ class Dense:
         xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
         require_floating(xp, x, "inputs")
         require_floating(xp, g, "output_grads")
-        lead = self._leading_axes(batch)
-        examples, positions = lead[0], math.prod(lead[1:])
-        x = xp.reshape(x, (examples, positions, self.in_features))
-        g = xp.reshape(g, (batch.sources or 1, examples, positions, self.out_features))
+        lead = self._leading_axes(batch, len(stack))
+        rows = lead[0], math.prod(lead[1:])
+        x = xp.reshape(x, (*stack, *rows, self.in_features))
+        g = xp.reshape(g, (*stack, batch.sources or 1, *rows, self.out_features))
         if mask is not None:
             mask = require_mask(mask, lead, xp=xp)
             # Padding may hold anything, NaN included, so it is replaced and not
@@ -117,7 +121,9 @@ class Dense:
             g = xp.where(mask[None, :, :, None], g, xp.zeros_like(g))
         return Rows(x, g, mask, self.bias)
 
-    def parameters_to_matrix(self, parameters: Mapping[str, Array], /) -> Array:
+    def parameters_to_matrix(
+        self, parameters: Mapping[str, Array], /, *, stack: tuple[int, ...] = ()
+    ) -> Array:
         """Turn parameter-shaped arrays into the block's matrix.
 
         Parameters
@@ -125,6 +131,8 @@ class Dense:
         parameters : mapping of str to array
             ``"weight"`` and, where the layer has one, ``"bias"``, as
             `parameter_shapes` says.
+        stack : tuple of int
+            The shape of leading axes that all of them have in common.
 
         Returns
         -------
@@ -140,23 +148,30 @@ class Dense:
         MixedArraysError
             For arrays of several libraries or devices.
         """
-        xp = require_parameters(parameters, self.parameter_shapes)
+        shapes = self.parameter_shapes
+        if stack:
+            shapes = {name: (*stack, *shape) for name, shape in shapes.items()}
+        xp = require_parameters(parameters, shapes)
         weight = parameters["weight"]
         # Joined as the weight lies in memory: a transposed copy takes twenty times as long.
         turned = self.weight_layout == "oi"
         if self.bias:
-            shape = (-1, 1) if turned else (1, -1)
-            bias = xp.reshape(parameters["bias"], shape)
-            weight = xp.concat([weight, bias], axis=1 if turned else 0)
+            bias = parameters["bias"]
+            bias = bias[..., :, None] if turned else bias[..., None, :]
+            weight = xp.concat([weight, bias], axis=-1 if turned else -2)
         return xp.matrix_transpose(weight) if turned else weight
 
-    def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
+    def matrix_to_parameters(
+        self, matrix: Array, /, *, stack: tuple[int, ...] = ()
+    ) -> dict[str, Array]:
         """Turn a block's matrix back into parameter-shaped arrays.
 
         Parameters
         ----------
         matrix : array, shape (in(+1), out)
             As `parameters_to_matrix` gives it.
+        stack : tuple of int
+            The shape of leading axes of a stack of matrices.
 
         Returns
         -------
@@ -169,39 +184,40 @@ class Dense:
             For another shape.
         """
         xp = namespace_of(matrix=matrix)
-        require_matrix(matrix, self.matrix_shape, "matrix")
-        weight = matrix[: self.in_features, :]
+        require_matrix(matrix, (*stack, *self.matrix_shape), "matrix")
+        weight = matrix[..., : self.in_features, :]
         if self.weight_layout == "oi":
             weight = xp.matrix_transpose(weight)
         parameters = {"weight": weight}
         if self.bias:
-            parameters["bias"] = matrix[self.in_features, :]
+            parameters["bias"] = matrix[..., self.in_features, :]
         return parameters
 
-    def _leading_axes(self, batch: Batch) -> tuple[int, ...]:
+    def _leading_axes(self, batch: Batch, stacked: int) -> tuple[int, ...]:
         """Return ``(N, *shared)``, after checking both arrays against it."""
-        x, g = batch.inputs, batch.output_grads
-        if x.ndim < 2 or x.shape[-1] != self.in_features:
+        inputs = tuple(batch.inputs.shape)[stacked:]
+        grads = tuple(batch.output_grads.shape)[stacked:]
+        if len(inputs) < 2 or inputs[-1] != self.in_features:
             raise ShapeError(
                 f"Expected `inputs` to have shape (N, ..., {self.in_features}), got "
-                f"{tuple(x.shape)}."
+                f"{inputs}."
             )
-        lead = tuple(x.shape[:-1])
+        lead = inputs[:-1]
         sources = () if batch.sources is None else (batch.sources,)
         expected = (*sources, *lead, self.out_features)
-        if tuple(g.shape) != expected:
+        if grads != expected:
             hint = (
                 " If its first axis holds several sources, say so with `sources`."
-                if not sources and tuple(g.shape[1:]) == expected
+                if not sources and grads[1:] == expected
                 else " The examples and shared axes must be those of `inputs`."
             )
             raise ShapeError(
                 f"Expected `output_grads` to have shape {expected} for `inputs` of shape "
-                f"{tuple(x.shape)}, got {tuple(g.shape)}.{hint}"
+                f"{inputs}, got {grads}.{hint}"
             )
         if 0 in expected:
             raise ShapeError(
                 f"Expected `inputs` and `output_grads` to hold at least one row, got "
-                f"shapes {tuple(x.shape)} and {tuple(g.shape)}. Leave an empty batch out."
+                f"shapes {inputs} and {grads}. Leave an empty batch out."
             )
         return lead

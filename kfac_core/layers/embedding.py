@@ -55,6 +55,7 @@ class Embedding:
     duplicates: Duplicates = "binary"
 
     kind = "embedding"
+    stacks = False
     groups = 1
 
     def __post_init__(self) -> None:

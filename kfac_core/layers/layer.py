@@ -22,6 +22,10 @@ class Layer(Protocol):
         """The number of groups whose rows are independent; nearly always 1."""
 
     @property
+    def stacks(self) -> bool:
+        """Whether its functions take a ``stack``: leading axes of equal layers."""
+
+    @property
     def matrix_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the block's matrix."""
 

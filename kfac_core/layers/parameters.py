@@ -40,6 +40,7 @@ class Parameters:
     shapes: Mapping[str, tuple[int, ...]]
 
     kind = "parameters"
+    stacks = False
     groups = 1
 
     def __post_init__(self) -> None:

@@ -17,7 +17,13 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import all_finite
-from kfac_core.array.namespaces import Scalar, cast, namespace_of, status_unless
+from kfac_core.array.namespaces import (
+    Scalar,
+    cast,
+    device_of,
+    namespace_of,
+    status_unless,
+)
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import IdRangeError, NotFiniteError, ShapeError, UnsupportedError
@@ -233,6 +239,20 @@ class Rows:
         """
         return _finite_status(self.inputs, self.output_grads, xp, known)
 
+    def status_of_stack(self, *, xp: Namespace, known: frozenset[str]) -> Array:
+        """Return the same flags for each of a stack of row sets, shape (L,)."""
+        x, g = self.inputs, self.output_grads
+        status = xp.zeros(x.shape[0], dtype=xp.int32, device=device_of(x))
+        for argument, array, flag in (
+            ("inputs", x, Status.INPUTS_NOT_FINITE),
+            ("output_grads", g, Status.OUTPUT_GRADS_NOT_FINITE),
+        ):
+            if argument not in known:
+                flat = xp.reshape(array, (array.shape[0], -1))
+                good = xp.all(xp.isfinite(flat), axis=-1)
+                status = status | status_unless(xp, good, flag)
+        return status
+
     def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return the x with their homogeneous coordinate."""
         x = cast(xp, self.inputs, dtype)
@@ -348,9 +368,11 @@ class PixelRows:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
 
-    def status(self, *, xp: Namespace) -> Array | int:
-        """Return which of the two arrays is not finite, 0-d int32 of `Status` flags."""
-        return _finite_status(self.pixels, self.output_grads, xp, frozenset())
+    def status(
+        self, *, xp: Namespace, known: frozenset[str] = frozenset()
+    ) -> Array | int:
+        """Return which of the two arrays is not finite; see `Rows.status`."""
+        return _finite_status(self.pixels, self.output_grads, xp, known)
 
 
 def _finite_status(

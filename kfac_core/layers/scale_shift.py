@@ -41,6 +41,7 @@ class ScaleShift:
     shift_shape: tuple[int, ...] | None
 
     kind = "scale_shift"
+    stacks = False
     groups = 1
 
     def __post_init__(self) -> None:

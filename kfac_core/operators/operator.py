@@ -22,7 +22,31 @@ from kfac_core.array.namespaces import (
 from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.linalg.shifted import Factorization
 
-__all__ = ["CurvatureOperator", "entering", "leaving"]
+__all__ = [
+    "FACTORIZATION_OF",
+    "VECTOR_PRODUCTS",
+    "CurvatureOperator",
+    "entering",
+    "leaving",
+]
+
+VECTOR_PRODUCTS = (
+    "multiply",
+    "multiply_inverse",
+    "multiply_matpower",
+    "multiply_cholesky",
+    "multiply_cholesky_inverse",
+    "sample",
+)
+"""The methods of `CurvatureOperator` that take and return a vector."""
+
+FACTORIZATION_OF: dict[str, Factorization] = {
+    "multiply_inverse": "inverse",
+    "multiply_cholesky": "cholesky",
+    "multiply_cholesky_inverse": "cholesky",
+    "sample": "cholesky",
+}
+"""What each product needs to be prepared."""
 
 
 class CurvatureOperator(Protocol):
@@ -108,6 +132,9 @@ def entering(
     """
     xp = namespace_of(**{name: vector, "operator": operator})
     require_floating(xp, vector, name)
+    if lead and vector.ndim == len(lead) + 2:
+        require_matrix(vector, (*lead, shape[0], shape[1] // lead[0]), name)
+        return cast(xp, vector, dtype), xp
     require_matrix(vector, shape, name)
     return split_groups(cast(xp, vector, dtype), lead, xp=xp), xp
 
@@ -115,4 +142,6 @@ def entering(
 def leaving(result: Array, vector: Array, /) -> Array:
     """Return a result in the dtype of the vector that it was computed from."""
     xp = own_namespace(result)
-    return cast(xp, join_groups(result, xp=xp), vector.dtype)
+    if vector.ndim == 2:
+        result = join_groups(result, xp=xp)
+    return cast(xp, result, vector.dtype)

@@ -118,7 +118,7 @@ class KFAC:
         """
         if name not in self.parameters:
             raise kc.UnknownBlockError(f"There are no parameters of {name!r}.")
-        block, known = self.estimator.blocks[name], self.estimator
+        block, known = self.estimator.blocks[name], self.estimator.network
         options: Any = {"conventions": known.conventions, "precision": known.precision}
         moments = block.moments(batch, **options, name=name)
         seen = self._seen.get(name)
@@ -135,9 +135,9 @@ class KFAC:
         estimator, rate = self.estimator, _at(self.learning_rate, self.steps)
         if not math.isfinite(rate):
             raise kc.ConventionError(f"Expected a finite `learning_rate`, got {rate}.")
-        fresh = {n for n in self.parameters if estimator.state(n).operator is None}
+        fresh = {n for n in self.parameters if estimator.state[n].operator is None}
         for name in fresh - set(self._seen):
-            if not estimator.state(name).updates:
+            if not estimator.state[name].updates:
                 raise kc.NotReadyError(f"Layer {name!r} was never observed.")
         estimator.damping = _at(self.damping, self.steps)
         estimator.absorb(self._seen)

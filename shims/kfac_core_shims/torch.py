@@ -33,7 +33,7 @@ class KFAC(kc.NaturalGradient):
         On its device; a compiled one too, before its first call.
     likelihood : kfac_core.losses.Loss
         Of one row of outputs: ``Categorical()`` for cross-entropy.
-    loss : {"mean", "sum"}
+    reduction : {"mean", "sum"}
         Over the rows of outputs, in the loss that is differentiated.
     fisher : kfac_core.losses.EstimationMode
         ``"gradients"`` draws labels from the model, ``"exact"`` takes all of them,
@@ -55,7 +55,7 @@ class KFAC(kc.NaturalGradient):
         model: Any,
         *,
         likelihood: kc.losses.Loss,
-        loss: Any,
+        reduction: Any,
         fisher: Any,
         update_every: int = 1,
         refresh_every: int = 1,
@@ -69,8 +69,8 @@ class KFAC(kc.NaturalGradient):
         self._hooks = [*self._hooked()]
         kinds, sites = self.approximations, self._sites.items()
         blocks = {n: kc.Block(site.layer, kinds[site.layer.kind]) for n, site in sites}
-        estimator = kc.Estimator(blocks, loss="sum", **options)
-        super().__init__(estimator, loss=loss, **every)
+        estimator = kc.Estimator(blocks, reduction="sum", **options)
+        super().__init__(estimator, reduction=reduction, **every)
         self._rows, self._calls = 0, dict[kc.LayerCall, None]()
         self._name_others(self._sites)
 

@@ -39,7 +39,7 @@ Answer: TypeAlias = Mapping[str, HostArray]
 DampingKey: TypeAlias = tuple[float, str]
 """A damping and its rule."""
 
-CONVENTIONS = Conventions(loss="sum", sources="sum")
+CONVENTIONS = Conventions(reduction="sum", sources="sum")
 """Those of the format."""
 
 

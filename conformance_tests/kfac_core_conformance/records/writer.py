@@ -92,7 +92,7 @@ class RecordWriter:
         note: str = "",
     ) -> None:
         self._blocks = dict(blocks)
-        self._conventions = Conventions(loss=loss, sources=sources)
+        self._conventions = Conventions(reduction=loss, sources=sources)
         self._updates = 0
         self._checks: list[dict[str, Any]] = []
         self._unanswered: set[int] = set()

@@ -97,7 +97,7 @@ def catalogue(seen: Seen) -> dict[str, Any]:
 
 def fed(block: kc.Block, seen: Seen) -> kc.Statistics:
     """Return the statistics of one batch; EKFAC sees it twice, the second time in bases."""
-    conventions = Conventions(loss="sum", sources="sum")
+    conventions = Conventions(reduction="sum", sources="sum")
     options: dict[str, Any] = {"conventions": conventions, "decay": 1.0}
     statistics = block.update(block.initial(seen.inputs), seen.batch, **options)
     if isinstance(block.approximation, kc.Eigen):

@@ -36,7 +36,7 @@ class Estimated:
             decay=DECAY,
             damping=damping,
             damping_rule=rule,
-            loss="sum",
+            reduction="sum",
         )
 
     @property

@@ -19,7 +19,7 @@ class Tridiagonal:
         self.statistics = self.chain.update(
             self.statistics,
             rows,
-            conventions=kc.Conventions(loss="sum", sources="sum"),
+            conventions=kc.Conventions(reduction="sum", sources="sum"),
             decay=DECAY,
         )
         if is_due(self.steps):

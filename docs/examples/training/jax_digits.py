@@ -57,7 +57,7 @@ def kfac_method(params, x):
         decay=0.95,
         damping=DAMPING,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
         sources="mean",
         mode="gradients",
     )

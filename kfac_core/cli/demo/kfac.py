@@ -165,5 +165,5 @@ def _estimator(parameters: Parameters) -> kc.Estimator:
         decay=DECAY,
         damping=INITIAL_DAMPING,
         damping_rule="factored",
-        loss="sum",
+        reduction="sum",
     )

@@ -1,4 +1,4 @@
-"""Independent problems on several threads.
+"""An executor that runs independent blocks on several threads.
 
 Conventions.  Many factorizations of a few hundred rows go faster side by side than one
 after the other on all processors.  Each then has its share of the threads that the
@@ -13,11 +13,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kfac_core.array.backend import Backend
+from kfac_core.array.backend import Backend, backend_of
+from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.structure import leaves
+from kfac_core.network import Executor, Tasks, plain
 
-__all__ = ["in_bundles", "in_threads"]
+__all__ = ["Threaded", "in_bundles", "in_threads"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,6 +28,49 @@ R = TypeVar("R")
 _lock = threading.Lock()
 _holders: dict[str, int] = {}
 _undo: dict[str, Callable[[], None]] = {}
+
+
+class Threaded:
+    """An executor that divides blocks among threads; see the module's text.
+
+    Parameters
+    ----------
+    workers : int
+        The number of threads, at least 1.
+    inner : Executor
+        Runs each thread's share.
+    """
+
+    def __init__(self, workers: int, inner: Executor = plain) -> None:
+        self.workers, self._inner = workers, inner
+
+    def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
+        """Return the function of each task, by name."""
+        described: Any = function
+        work = {name: described.work(*task) for name, task in tasks.items()}
+        if self.workers == 1 or sum(work.values()) < described.worth_threads:
+            return self._inner(function, tasks)
+
+        def share(names: list[str]) -> dict[str, Any]:
+            return self._inner(function, {name: tasks[name] for name in names})
+
+        found = in_bundles(
+            share,
+            list(tasks),
+            work=work.__getitem__,
+            workers=self.workers,
+            library=_library_of(tasks),
+        )
+        return {name: found[name] for name in tasks}
+
+
+def _library_of(tasks: Tasks) -> Backend | None:
+    """Return the library that computes: that of the first array among the arguments."""
+    for task in tasks.values():
+        for _, x in leaves(task[1]):
+            if not isinstance(x, int | float):
+                return backend_of(own_namespace(x))
+    return None
 
 
 def in_threads(

@@ -1,4 +1,4 @@
-"""The estimator's state as plain dicts and arrays, written and checked here.
+"""A network's state as plain dicts and arrays, written and checked here.
 
 Conventions.  A state is a nested dict of strings, numbers, booleans, None and arrays.
 A structure is the dict ``{"structure": class name, field: ..., ...}``; only the classes
@@ -40,6 +40,7 @@ from kfac_core.linalg.series_infinite import InfiniteChain
 from kfac_core.linalg.shifted import ShiftedMatrix, Solving
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.network import BlockState, Network, NetworkState
 from kfac_core.operators.eigen import EigenOperator
 from kfac_core.operators.exact_kronecker import ExactKronecker
 from kfac_core.operators.example_gram import ExampleGramOperator
@@ -106,24 +107,25 @@ _STATIC: dict[str, Callable[[Any], bool]] = {
 }
 """What static fields of structures may be, by name."""
 
-_COUNTS = ("updates", "age", "failures")
-_BASES = ("basis_age", "moments_missing")
+_COUNTS = ("updates", "age", "refreshes", "failures", "basis_age", "moments_missing")
+_SMALLEST = {"basis_age": -1}
+"""The counts that may be less than zero, before there is anything to count."""
 
 
 def dump_state(
-    blocks: Mapping[str, Block],
-    states: Mapping[str, Any],
+    network: Network,
+    state: NetworkState,
     promises: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the state of an estimator as plain dicts and copies of its arrays.
+    """Return a state as plain dicts and copies of its arrays.
 
     Parameters
     ----------
-    blocks : mapping of str to Block
-        The descriptions.
-    states : mapping of str to BlockState
-        What is held for each.
+    network : Network
+        The description.
+    state : NetworkState
+        Everything that changes.
     promises : mapping of str to object
         What must be the same where the state is loaded.
     settings : mapping of str to object
@@ -141,35 +143,35 @@ def dump_state(
         "settings": {name: _dump(value) for name, value in settings.items()},
         "blocks": {
             name: {
-                **_description(blocks[name]),
-                "statistics": _dump(state.statistics),
-                "operator": _dump(state.operator),
-                "damping": _dump(state.damping),
-                **{field: getattr(state, field) for field in _COUNTS + _BASES},
+                **_description(network.blocks[name]),
+                "statistics": _dump(held.statistics),
+                "operator": _dump(held.operator),
+                "damping": _dump(held.damping),
+                **{field: int(getattr(held, field)) for field in _COUNTS},
             }
-            for name, state in states.items()
+            for name, held in state.blocks.items()
         },
     }
 
 
 def parse_state(
-    state: Any, blocks: Mapping[str, Block], promises: Mapping[str, Any]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Check a state against an estimator and turn it back into structures.
+    state: Any, network: Network, promises: Mapping[str, Any]
+) -> tuple[NetworkState, dict[str, Any]]:
+    """Check a state against a network and turn it back into structures.
 
     Parameters
     ----------
     state : mapping
         As `dump_state` made it.
-    blocks : mapping of str to Block
+    network : Network
         Of the estimator that wants it.
     promises : mapping of str to object
         The conventions of that estimator.
 
     Returns
     -------
-    states : dict of str to dict of str to object
-        The fields of each block's state.
+    state : NetworkState
+        With counts as integers.
     settings : dict of str to object
         The settings.
 
@@ -178,6 +180,7 @@ def parse_state(
     StateError
         Saying what came, what was expected and where.
     """
+    blocks = network.blocks
     if not isinstance(state, Mapping):
         raise StateError(f"Expected a state of format {FORMAT!r}.")
     named = state.get("format"), state.get("version")
@@ -196,7 +199,10 @@ def parse_state(
             f"Expected the blocks {sorted(blocks)}, got {sorted(parts)}. Load it into an "
             "estimator with the same blocks; `load_checkpoint` takes other `names`."
         )
-    return {name: _block(parts[name], blocks[name], name) for name in blocks}, settings
+    held = {
+        name: BlockState(**_block(parts[name], blocks[name], name)) for name in blocks
+    }
+    return NetworkState(held), settings
 
 
 def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
@@ -216,10 +222,10 @@ def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for count in _COUNTS:
         value = part.get(count)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        smallest = _SMALLEST.get(count, 0)
+        if type(value) is not int or value < smallest:
             raise StateError(f"{where}: expected a count {count!r}, got {value!r}.")
         fields[count] = value
-    fields |= _bases(part, where)
     statistics = _parse(part.get("statistics"), f"{where}, statistics")
     operator = _parse(part.get("operator"), f"{where}, operator")
     if statistics is not None:
@@ -244,20 +250,6 @@ def _layouts_hint(found: Any, expected: dict[str, Any]) -> str:
     own = {key: expected[key] for key in expected if key.endswith("_layout")}
     fits = own.keys() <= found.keys() and {**found, **own} == expected
     return " The layouts alone differ: load a file with layouts='any'." if fits else ""
-
-
-def _bases(part: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what is said of a block's bases."""
-    age, missing = (part.get(field) for field in _BASES)
-    if age is not None and (
-        not isinstance(age, int) or isinstance(age, bool) or age < 0
-    ):
-        raise StateError(f"{where}: expected a count 'basis_age' or None, got {age!r}.")
-    if not isinstance(missing, bool):
-        raise StateError(
-            f"{where}: expected True or False for 'moments_missing', got {missing!r}."
-        )
-    return {"basis_age": age, "moments_missing": missing}
 
 
 def _check_statistics(statistics: Any, block: Block, where: str) -> None:

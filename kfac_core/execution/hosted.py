@@ -1,0 +1,182 @@
+"""Whole stages by NumPy, on the memory of another library's arrays.
+
+Conventions.  A library whose arrays lie in the host's memory may leave a stage to NumPy
+where that takes less time for the same: a refresh of a small layer is a hundred calls, and
+a call of NumPy takes a third of one of PyTorch.  The library's adapter says when.  What is
+*seen* are views of the same memory, and what is *returned* are arrays of the library on the
+memory of NumPy's results: nothing is copied either way, and nothing is written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kfac_core.array.backend import Array, Namespace, native_operation
+from kfac_core.array.dispatch import dispatched
+from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.structure import array_fields, is_structure, leaves, replaced
+from kfac_core.network import Executor, Tasks, plain
+
+__all__ = ["Hosted", "from_host", "host_computes", "host_view"]
+
+
+@dispatched
+def host_computes(*, xp: Namespace) -> bool:
+    """Whether stages are to be computed by NumPy at this moment, in this thread.
+
+    Parameters
+    ----------
+    xp : namespace
+        Of the arrays that would be seen.
+
+    Returns
+    -------
+    bool
+        False unless an adapter says otherwise.
+    """
+    return False
+
+
+@dispatched
+def host_view(x: Array, /, *, xp: Namespace) -> np.ndarray[Any, Any] | None:
+    """Return a NumPy array on the memory of an array.
+
+    Parameters
+    ----------
+    x : array
+        Any.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    numpy.ndarray or None
+        None for one that is traced, differentiated or on a device, and for a dtype that
+        NumPy lacks.
+    """
+    return None
+
+
+@dispatched
+def from_host(x: np.ndarray[Any, Any], /, *, xp: Namespace) -> Array:
+    """Return an array of a library on the memory of NumPy's.
+
+    Parameters
+    ----------
+    x : numpy.ndarray
+        Not to be written to afterwards.
+    xp : namespace
+        Of the library.
+
+    Returns
+    -------
+    array
+        Of the same shape and dtype.
+    """
+    return xp.asarray(x)
+
+
+class Hosted:
+    """An executor that leaves whole functions to NumPy; see the module's text.
+
+    Parameters
+    ----------
+    inner : Executor
+        Runs them.
+    """
+
+    def __init__(self, inner: Executor = plain) -> None:
+        self._inner = inner
+
+    def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
+        """Return the function of each task, by name."""
+        described: Any = function
+        xp = _namespace_of(tasks)
+        if not described.on_host or xp is None or not host_computes(xp=xp):
+            return self._inner(function, tasks)
+        seen = _Mapped(_viewed_by(xp))
+        here: dict[str, tuple[Any, ...]] = {}
+        for name, task in tasks.items():
+            block, *arguments = task
+            try:
+                here[name] = (block, *map(seen, arguments))
+            except _ElsewhereError:
+                continue
+        elsewhere = {name: task for name, task in tasks.items() if name not in here}
+        found = self._inner(function, elsewhere) if elsewhere else {}
+        if here:
+            returned = _Mapped(_returned_by(seen, xp))
+            for name, result in self._inner(function, here).items():
+                found[name] = returned(result)
+        return {name: found[name] for name in tasks}
+
+
+class _ElsewhereError(Exception):
+    """An array that NumPy cannot see."""
+
+
+class _Mapped:
+    """A function of arrays, applied to those of structures; once to each object.
+
+    What several tasks have in common stays one object, since what is made of a shared
+    factor is remembered by its identity.
+    """
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self.done: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if value is None or isinstance(
+            value, int | float | str | frozenset | Exception
+        ):
+            return value
+        if isinstance(value, tuple):
+            return tuple(map(self, value))
+        if isinstance(value, dict):
+            return {name: self(part) for name, part in value.items()}
+        known = self.done.get(id(value))
+        if known is not None:
+            return known[1]
+        if is_structure(value):
+            made = replaced(value, **{n: self(x) for n, x in array_fields(value)})
+        else:
+            made = self._function(value)
+        self.done[id(value)] = value, made
+        return made
+
+
+def _viewed_by(xp: Namespace) -> Callable[[Any], Any]:
+    found = native_operation("host_view", xp) or host_view
+
+    def view(x: Any) -> Any:
+        made: np.ndarray[Any, Any] | None = found(x, xp=xp)
+        if made is None:
+            raise _ElsewhereError
+        return made
+
+    return view
+
+
+def _returned_by(seen: _Mapped, xp: Namespace) -> Callable[[Any], Any]:
+    found = native_operation("from_host", xp) or from_host
+    originals = {id(view): array for array, view in seen.done.values()}
+
+    def back(x: Any) -> Any:
+        # An array that was only looked at is the library's own again.
+        original = originals.get(id(x))
+        return found(x, xp=xp) if original is None else original
+
+    return back
+
+
+def _namespace_of(tasks: Tasks) -> Namespace | None:
+    """Return the namespace of the first array among the arguments."""
+    for task in tasks.values():
+        for _, x in leaves(task[1]):
+            if not isinstance(x, int | float):
+                return own_namespace(x)
+    return None

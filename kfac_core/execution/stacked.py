@@ -1,0 +1,242 @@
+"""Equal small blocks as one: arrays with a leading axis, and the same function once.
+
+For matrices of few rows nearly all of the time goes into calls, not into numbers.  What
+equal blocks have is copied into arrays with one more axis, and the function of one block
+runs on those.  Which blocks are equal is told by the block, by the form, shapes, dtypes and
+devices of its arrays, and by the scalars among its arguments.
+
+Pieces that a stack was taken apart into are recognized when they come back, so that
+statistics and operators stay stacked from one step to the next.  A stack in which something
+is flagged is done again, block by block, so that what comes out for a block is what it
+would have been alone, up to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core.array.structure import (
+    form_of,
+    is_structure,
+    map_structure,
+    taken_apart,
+)
+from kfac_core.errors import KFACError
+from kfac_core.network import Executor, Tasks, plain
+
+__all__ = ["STACKED_UP_TO", "Stacked", "stacked", "unstacked"]
+
+STACKED_UP_TO = 128
+"""The number of rows up to which blocks are stacked; from 256 on NumPy loses by it."""
+
+Names = tuple[str, ...]
+
+
+class Stacked:
+    """An executor that runs equal small blocks as one; see the module's text.
+
+    Parameters
+    ----------
+    inner : Executor
+        Runs what comes of it: stacks, and blocks that are alone.
+    """
+
+    def __init__(self, inner: Executor = plain) -> None:
+        self._inner = inner
+        self._kinds: dict[int, tuple[Any, int]] = {}
+        self._stacks: dict[tuple[Names, type[Any]], _Stack] = {}
+        self._pieces: dict[int, tuple[Any, _Stack]] = {}
+
+    def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
+        """Return the function of each task, by name."""
+        found: dict[str, Any] = {}
+        if len(tasks) > 1:
+            found = self._together(function, tasks)
+        rest = {name: task for name, task in tasks.items() if name not in found}
+        if rest:
+            found |= self._inner(function, rest)
+        return {name: found[name] for name in tasks}
+
+    def _together(self, function: Any, tasks: Tasks) -> dict[str, Any]:
+        """Return the results of equal tasks, where nothing is wrong with their stack."""
+        groups: dict[Any, list[str]] = {}
+        for name, task in tasks.items():
+            key = self._key(function, task)
+            if key is not None:
+                groups.setdefault(key, []).append(name)
+        members = {
+            f"{names[0]} and {len(names) - 1} equal blocks": tuple(names)
+            for names in groups.values()
+            if len(names) > 1
+        }
+        stacks = {
+            label: self._stacked_task(function, tasks, names)
+            for label, names in members.items()
+        }
+        if not stacks:
+            return {}
+        found: dict[str, Any] = {}
+        for label, result in self._inner(_OfStack(function), stacks).items():
+            names = members[label]
+            if isinstance(result, KFACError) or not function.accepts(result):
+                continue
+            pieces = unstacked(result, len(names))
+            self._remember(names, result, pieces)
+            found.update(zip(names, pieces, strict=True))
+        return found
+
+    def _key(self, function: Any, task: tuple[Any, ...]) -> Any:
+        """Return what tasks of one stack have in common; None for one that is alone."""
+        block = task[0]
+        if not function.stacks(*task) or max(block.layer.matrix_shape) > STACKED_UP_TO:
+            return None
+        kind = self._kinds.get(id(block))
+        if kind is None:
+            equal = (known for held, known in self._kinds.values() if held == block)
+            kind = block, next(equal, len(self._kinds))
+            self._kinds[id(block)] = kind
+        return (kind[1], *map(self._form, task[1:]))
+
+    def _form(self, value: Any) -> Any:
+        """Return what has to agree in an argument of tasks of one stack."""
+        piece = self._pieces.get(id(value))
+        if piece is not None and piece[0] is value:
+            return id(piece[1])
+        if is_structure(value) or isinstance(value, dict):
+            return form_of(value, _array_form)
+        # A scalar is not stacked: it has to be the same number, or the same array.
+        return form_of(value, id)
+
+    def _stacked_task(
+        self, function: Any, tasks: Tasks, names: Names
+    ) -> tuple[Any, ...]:
+        """Return the task of a stack: a block, stacked arguments, and their number."""
+        several = [tasks[name] for name in names]
+        arguments = list(several[0])
+        for place in range(1, len(arguments)):
+            values = tuple(task[place] for task in several)
+            if is_structure(values[0]) or isinstance(values[0], dict):
+                arguments[place] = self._stack_of(names, values, place in function.kept)
+        return (*arguments, len(names))
+
+    def _stack_of(self, names: Names, values: tuple[Any, ...], keep: bool) -> Any:
+        """Return values as one: the stack that they were taken from, if it is that."""
+        known = self._pieces.get(id(values[0]))
+        if known is not None and known[1].is_of(values):
+            return known[1].whole
+        made = stacked(values)
+        if keep:
+            self._remember(names, made, list(values))
+        return made
+
+    def _remember(self, names: Names, whole: Any, pieces: list[Any]) -> None:
+        """Keep a stack and its pieces, in the place of the same blocks' last one."""
+        if isinstance(whole, tuple):
+            for place, part in enumerate(whole):
+                self._remember(names, part, [piece[place] for piece in pieces])
+        if not is_structure(whole):
+            return
+        slot = names, type(whole)
+        if slot in self._stacks:
+            for piece in self._stacks[slot].pieces:
+                self._pieces.pop(id(piece), None)
+        stack = self._stacks[slot] = _Stack(whole, pieces)
+        for piece in pieces:
+            self._pieces[id(piece)] = piece, stack
+
+
+class _Stack:
+    """A stack and the pieces that it was taken apart into."""
+
+    def __init__(self, whole: Any, pieces: list[Any]) -> None:
+        self.whole, self.pieces = whole, pieces
+
+    def is_of(self, values: tuple[Any, ...]) -> bool:
+        """Whether some values are these pieces, in order."""
+        pairs = zip(values, self.pieces, strict=False)
+        return len(values) == len(self.pieces) and all(a is b for a, b in pairs)
+
+
+class _OfStack:
+    """A function of one block, called with a stack; an error is its result."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self.on_host = function.on_host
+
+    def __call__(self, name: str, block: Any, *arguments: Any) -> Any:
+        *own, length = arguments
+        try:
+            return self._function(name, block, *own, stack=(length,))
+        except KFACError as error:
+            return error
+
+    def work(self, block: Any, *arguments: Any) -> int:
+        """Return how much a stack takes."""
+        *own, length = arguments
+        work: int = self._function.work(block, *own)
+        return int(length) * work
+
+
+def stacked(values: tuple[Any, ...], /) -> Any:
+    """Return structures of one form as one, whose arrays have a leading axis.
+
+    Parameters
+    ----------
+    values : tuple of structure or dict
+        Of one form; never modified.
+
+    Returns
+    -------
+    structure or dict
+        Numbers that are no arrays are those of the first.
+    """
+
+    def joined(*parts: Any) -> Any:
+        if isinstance(parts[0], int | float):
+            return parts[0]
+        return own_namespace(parts[0]).stack(parts)
+
+    return map_structure(joined, *values)
+
+
+def unstacked(value: Any, length: int, /) -> list[Any]:
+    """Return the values that a stack is made of.
+
+    Parameters
+    ----------
+    value : structure, dict, tuple, array or number
+        Whose arrays have a leading axis of that length; others are in every result.
+    length : int
+        The number of values.
+
+    Returns
+    -------
+    list
+        So many values of the form of `value`.
+    """
+    if is_structure(value):
+        return taken_apart(value, lambda part: unstacked(part, length), length)
+    if isinstance(value, tuple):
+        parts = [unstacked(part, length) for part in value]
+        return list(zip(*parts, strict=True))
+    if isinstance(value, dict):
+        columns = [unstacked(part, length) for part in value.values()]
+        rows = zip(*columns, strict=True) if columns else [()] * length
+        return [dict(zip(value, row, strict=True)) for row in rows]
+    if value is None or isinstance(value, int | float | str):
+        return [value] * length
+    if value.ndim == 0 or value.shape[0] != length:
+        return [value] * length
+    xp = own_namespace(value)
+    if value.ndim > 1:
+        return list(xp.unstack(value))
+    # By rows of one number: NumPy's unstack of a 1-d array gives scalars, no arrays.
+    return [xp.reshape(row, ()) for row in xp.unstack(value[:, None])]
+
+
+def _array_form(x: Any) -> Any:
+    """Return what has to agree of arrays that are stacked."""
+    return type(x), tuple(x.shape), x.dtype, device_of(x)

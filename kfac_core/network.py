@@ -1,0 +1,1007 @@
+"""A network's curvature: what it consists of, what changes, and three pure functions.
+
+A `Network` is the description: blocks by name, conventions, what is shared.  It holds no
+arrays.  A `NetworkState` is everything that changes, as one structure of arrays.
+`Network.update`, `Network.refresh` and `Network.precondition` take a state and return a
+new one, or products; each is a loop over blocks, and that is all there is.
+
+The loop itself is an *executor*: `plain` is the definition, and those in
+`kfac_core.execution` compute the same by stacks of equal blocks or by threads.
+
+Function compilers look into a state: ``jax.jit(network.update)`` is a program.  Traced code
+cannot raise, so each stage takes ``check``.  With ``"raise"`` it looks at the flags once
+and raises; with ``"status"`` it looks at no value, keeps what it had where anything is
+wrong, and leaves the flags in ``state[name].status``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias, get_args
+
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import (
+    Scalar,
+    as_scalar,
+    cast,
+    device_of,
+    namespace_of,
+    own_namespace,
+)
+from kfac_core.array.precision import Precision
+from kfac_core.array.status import Check
+from kfac_core.array.structure import (
+    array_fields,
+    combinable,
+    map_structure,
+    replaced,
+    structure,
+)
+from kfac_core.block import Block, Product, Rebase, RefreshBlock, UpdateBlock
+from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.damping import DampingRule, require_damping
+from kfac_core.errors import (
+    DampingError,
+    KFACError,
+    NotReadyError,
+    StateError,
+    UnknownBlockError,
+    UnsupportedError,
+)
+from kfac_core.factors.average import require_decay
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.feeding import detached, require_finite_rows
+from kfac_core.linalg.shifted import Solving
+from kfac_core.operators.operator import VECTOR_PRODUCTS, CurvatureOperator
+from kfac_core.options import Averaging, Refreshing, Sharing
+from kfac_core.sharing.shared_factors import SharedFactors
+from kfac_core.sharing.tied_weights import TiedWeights
+
+__all__ = ["BlockState", "Executor", "Network", "NetworkState", "plain"]
+
+Count: TypeAlias = Any
+"""An int, or a 0-d array of int32 in a state that function compilers look into."""
+
+Tasks: TypeAlias = Mapping[str, tuple[Any, ...]]
+"""By block: the block, and the arguments of a function of it."""
+
+
+class Executor(Protocol):
+    """Runs a function of one block for several blocks.
+
+    ``executor(function, tasks)`` returns, by name, what ``function(name, *task)`` returns
+    for each task, up to rounding.  What an executor adds to the loop is how: together,
+    side by side, or elsewhere.
+    """
+
+    def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
+        """Return the function of each task, by name."""
+
+
+def plain(function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
+    """Run a function of one block for each block in turn.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a name, a block and arguments.
+    tasks : mapping of str to tuple
+        By name: the block and its arguments.
+
+    Returns
+    -------
+    dict of str to object
+        What the function returned.
+
+    Raises
+    ------
+    KFACError
+        As the function does, with the name of the block.
+    """
+    return {name: function(name, *task) for name, task in tasks.items()}
+
+
+@structure()
+class BlockState:
+    """What changes of one block.
+
+    Attributes
+    ----------
+    statistics : Statistics or None
+        Running sums, and the bases of an approximation that has any; None before the
+        first update.
+    operator : CurvatureOperator or None
+        The snapshot of the last refresh.
+    damping : float, 0-d array or None
+        That the operator was made with.
+    updates, age, refreshes, failures : int or 0-d array of int32
+        How many updates the statistics have seen, how many of them came after the
+        operator was made, how many refreshes there were, and how many failed in a row.
+    basis_age : int or 0-d array of int32
+        How many updates came after the bases were computed; -1 before that.
+    moments_missing : int or 0-d array of int32
+        1 where the bases were computed with no moments and no update came since, else 0.
+    status : int or 0-d array of int32
+        `kfac_core.Status` flags of the last update and refresh.
+    """
+
+    statistics: Statistics | None = None
+    operator: CurvatureOperator | None = None
+    damping: Scalar | None = None
+    updates: Count = 0
+    age: Count = 0
+    refreshes: Count = 0
+    failures: Count = 0
+    basis_age: Count = -1
+    moments_missing: Count = 0
+    status: Count = 0
+
+
+@structure()
+class NetworkState:
+    """Everything that changes of a network's curvature, as one structure of arrays.
+
+    Attributes
+    ----------
+    blocks : dict of str to BlockState
+        By name.
+    """
+
+    blocks: dict[str, BlockState]
+
+    def __getitem__(self, name: str) -> BlockState:
+        """Return the state of a block."""
+        return self.blocks[name]
+
+    def updated(self, blocks: Mapping[str, BlockState], /) -> NetworkState:
+        """Return a state in which some blocks have others' places."""
+        return NetworkState({**self.blocks, **blocks})
+
+    def is_good(self) -> Array:
+        """Return whether no block is flagged, as a 0-d boolean array."""
+        flags = [held.status for held in self.blocks.values()]
+        xp = own_namespace(flags[0])
+        return xp.all(xp.stack(flags) == 0)
+
+    def __repr__(self) -> str:
+        updated = [n for n, b in self.blocks.items() if b.statistics is not None]
+        ready = [n for n, b in self.blocks.items() if b.operator is not None]
+        return (
+            f"NetworkState({len(self.blocks)} blocks, {len(updated)} with statistics, "
+            f"{len(ready)} with operators)"
+        )
+
+
+class Network:
+    """The blocks of a network, and the pure functions of its state.
+
+    A description without arrays: hashable, and equal to another of the same parts.
+
+    Parameters
+    ----------
+    blocks : mapping of str to Block
+        The blocks by name.
+    conventions : Conventions
+        How output gradients are scaled.
+    damping_rule : {"factored", "factored_unit_pi", "exact"}
+        How the damping is applied; see `kfac_core.damping`.
+    sharing : Sharing
+        Factors and weights that blocks have in common.
+    averaging : Averaging
+        How running averages are formed.
+    refreshing : Refreshing
+        How operators are made.
+    precision : Precision
+        The dtypes of storage, computing and applying.
+    solving : mapping of str to {"inverse", "triangular"}, optional
+        How each block's factors are divided by; inverses where left out.
+    max_patch_elements : int, optional
+        As in `Execution`.
+
+    Raises
+    ------
+    ConventionError, UnknownBlockError, UnsupportedError
+        For options out of range.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[str, Block],
+        *,
+        conventions: Conventions,
+        damping_rule: DampingRule = "factored",
+        sharing: Sharing | None = None,
+        averaging: Averaging | None = None,
+        refreshing: Refreshing | None = None,
+        precision: Precision | None = None,
+        solving: Mapping[str, Solving] | None = None,
+        max_patch_elements: int | None = None,
+    ) -> None:
+        require_one_of("damping_rule", damping_rule, get_args(DampingRule))
+        sharing = sharing or Sharing()
+        self.blocks = dict(blocks)
+        self.conventions = conventions
+        self.damping_rule: DampingRule = damping_rule
+        self.sharing = sharing
+        self.averaging = averaging or Averaging()
+        self.refreshing = refreshing or Refreshing()
+        self.precision = precision or Precision()
+        self.solving = dict(solving or {})
+        self.max_patch_elements = max_patch_elements
+        self.shared_factors = SharedFactors(sharing.factors, self.blocks)
+        self.tied_weights = TiedWeights(sharing.weights, self.blocks)
+        self._taken = {n: self.shared_factors.taken_by(n) for n in self.blocks}
+        self._parts = (
+            tuple(self.blocks.items()),
+            conventions,
+            damping_rule,
+            tuple(sharing.factors.items()),
+            tuple(sharing.weights.items()),
+            self.averaging,
+            self.refreshing,
+            self.precision,
+            tuple(self.solving.items()),
+            max_patch_elements,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Network) and self._parts == other._parts
+
+    def __hash__(self) -> int:
+        return hash(self._parts)
+
+    def __repr__(self) -> str:
+        lines = [f"Network({len(self.blocks)} blocks, {self.conventions},"]
+        for name, block in [*self.blocks.items()][:12]:
+            n, m = block.layer.matrix_shape
+            kind = f"{block.layer.kind} {n} x {m}"
+            lines.append(f"  {name}: {kind}, {block.approximation.name}")
+        if len(self.blocks) > 12:
+            lines.append(f"  and {len(self.blocks) - 12} more")
+        return "\n".join([*lines, f"  damping_rule={self.damping_rule!r})"])
+
+    def empty(self) -> NetworkState:
+        """Return the state before anything was seen, of no library yet."""
+        return NetworkState({name: BlockState() for name in self.blocks})
+
+    def initial(self, like: Array, /, *, damping: Scalar) -> NetworkState:
+        """Return a first state of arrays alone, in the form that every stage returns.
+
+        For function compilers: operators are those of no statistics, ``lam I``, and
+        counts are 0-d arrays.
+
+        Parameters
+        ----------
+        like : array
+            Any array of the library, on the device and of the dtype that is wanted.
+        damping : float, 0-d array or mapping of str to these
+            lam.
+
+        Returns
+        -------
+        NetworkState
+            Whose ``refreshes`` are zero.
+        """
+        xp = namespace_of(like=like)
+        place: dict[str, Any] = {"dtype": xp.int32, "device": device_of(like)}
+        blocks: dict[str, BlockState] = {}
+        for name, block in self.blocks.items():
+            statistics = block.initial(like, precision=self.precision)
+            chosen = damping[name] if isinstance(damping, Mapping) else damping
+            counts = {
+                count: xp.zeros((), **place)
+                for count in ("updates", "age", "refreshes", "failures", "status")
+            }
+            blocks[name] = BlockState(
+                statistics=statistics,
+                damping=xp.asarray(
+                    chosen, dtype=statistics.dtype, device=place["device"]
+                ),
+                basis_age=xp.full((), -1, **place),
+                moments_missing=xp.zeros((), **place),
+                **counts,
+            )
+        start = NetworkState(blocks)
+        function, tasks = self._refresh_tasks(start, self.blocks, damping, "status")
+        made = plain(function, tasks)
+        return start.updated(
+            {
+                name: replaced(blocks[name], operator=operator)
+                for name, (operator, _) in made.items()
+            }
+        )
+
+    def update(
+        self,
+        state: NetworkState,
+        batches: Mapping[str, Any],
+        /,
+        *,
+        decay: Scalar,
+        check: Check = "raise",
+        executor: Executor = plain,
+    ) -> NetworkState:
+        """Return the state after ``sum <- decay * sum + weight * C``, C of the batches.
+
+        Parameters
+        ----------
+        state : NetworkState
+            Never modified.
+        batches : mapping of str to Batch, GradientBatch or sequence of Batch
+            What each block's layer saw; blocks that are left out stay as they are.  A
+            sequence is several uses of one layer in each example, whose rows are shared
+            positions of one weight.
+        decay : float or 0-d array
+            In [0, 1].
+        check : {"raise", "status"}
+            What happens to a batch that is not finite in any block: an error, for which
+            the device is synchronized with once; or flags, and every block as it was.
+        executor : Executor
+            How the loop over blocks is run.
+
+        Returns
+        -------
+        NetworkState
+            Of the form of `state`.
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        ConventionError
+            Where some uses of a tied weight are given, and others not.
+        ShapeError, DtypeError, MixedArraysError, DecayError
+            For arguments that do not fit, in either mode.
+        NotFiniteError
+            Naming the block and the argument (``check="raise"``).
+
+        Notes
+        -----
+        ``R (n^2 + M m^2)`` flops a block for R rows; twice that where the backend has
+        no symmetric update.
+
+        References
+        ----------
+        Martens and Grosse (2015), arXiv:1503.05671, section 5.
+        """
+        require_decay(decay)
+        fed = self._fed(batches)
+        function = UpdateBlock(self.conventions, self.max_patch_elements)
+        weight, burn_in = self.averaging.weight, self.averaging.burn_in
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name, batch in fed.items():
+            held, own_decay, own_weight = state.blocks[name], decay, weight
+            statistics = held.statistics
+            if statistics is None:
+                statistics = self._first_statistics(name, batch)
+            if burn_in:
+                burning = held.updates < burn_in
+                own_decay = _one_where(burning, decay, statistics)
+                own_weight = _one_where(burning, weight, statistics)
+            taken = self._taken[name]
+            tasks[name] = (
+                *(self.blocks[name], statistics, batch),
+                *(own_decay, own_weight, taken),
+            )
+        found = executor(function, tasks)
+        if check == "raise":
+            require_finite_rows({name: new.status for name, new in found.items()})
+            return state.updated(
+                {n: _after_update(state.blocks[n], new, 1) for n, new in found.items()}
+            )
+        if not found:
+            return state
+        xp = next(iter(found.values())).namespace
+        good = xp.all(xp.stack([new.status for new in found.values()]) == 0)
+        blocks: dict[str, BlockState] = {}
+        for name, new in found.items():
+            old = tasks[name][1]
+            kept = map_structure(lambda a, b: xp.where(good, a, b), new, old)
+            kept = replaced(kept, status=new.status)
+            blocks[name] = _after_update(state.blocks[name], kept, good)
+        return state.updated(blocks)
+
+    def absorb(
+        self,
+        state: NetworkState,
+        moments: Mapping[str, Statistics],
+        /,
+        *,
+        decay: Scalar,
+    ) -> NetworkState:
+        """Return the state after an update with batches that came in parts.
+
+        To roundoff what one `update` with the whole batch would have done, whatever the
+        sizes of the parts.
+
+        Parameters
+        ----------
+        state : NetworkState
+            Never modified.
+        moments : mapping of str to Statistics
+            As `Block.moments` makes them of a part and `Block.merge` adds them up.
+        decay : float or 0-d array
+            As for `update`.
+
+        Returns
+        -------
+        NetworkState
+            New.
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        """
+        blocks: dict[str, BlockState] = {}
+        for name, given in moments.items():
+            block, held = self.blocks[self.known(name)], state.blocks[name]
+            old = held.statistics
+            if old is None:
+                old = block.initial(given.any_weight, precision=self.precision)
+            burning = held.updates < self.averaging.burn_in
+            new = block.absorb(
+                old,
+                given,
+                decay=_one_where(burning, decay, old),
+                weight=_one_where(burning, self.averaging.weight, old),
+            )
+            blocks[name] = _after_update(held, new, 1)
+        return state.updated(blocks)
+
+    def rebase(
+        self,
+        state: NetworkState,
+        /,
+        *,
+        moments: Any,
+        names: Iterable[str] | None = None,
+        check: Check = "raise",
+        executor: Executor = plain,
+    ) -> NetworkState:
+        """Return the state with bases recomputed from the factors as they are now.
+
+        For approximations that keep moments in a basis (EKFAC).  An operator stays as it
+        was until the next refresh.
+
+        Parameters
+        ----------
+        state : NetworkState
+            Never modified.
+        moments : {"kronecker", "carried", "zero"}
+            What the second moments are in the new bases; see `kfac_core.Eigen.rebased`.
+        names : iterable of str, optional
+            The blocks; all that have bases and statistics where left out.
+        check : {"raise", "status"}
+            Whether a failed eigendecomposition raises, for which the device is
+            synchronized with, or leaves the block's bases as they were, flagged.
+        executor : Executor
+            How the loop over blocks is run.
+
+        Returns
+        -------
+        NetworkState
+            Of the form of `state`.
+
+        Raises
+        ------
+        UnknownBlockError, UnsupportedError, NotReadyError
+            For a name that is no block, a block without bases, or without statistics.
+        NotFiniteError, FactorizationError
+            Where a factor has no certified basis (``check="raise"``).
+
+        Notes
+        -----
+        About ``9 (n^3 + m^3)`` flops a block.
+        """
+        chosen = [self.known(name) for name in names or ()]
+        if names is None:
+            chosen = [
+                name
+                for name, block in self.blocks.items()
+                if block.approximation.has_bases
+                and state.blocks[name].statistics is not None
+            ]
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name in chosen:
+            block = self.blocks[name]
+            if not block.approximation.has_bases:
+                raise UnsupportedError(
+                    f"Block {name!r} ({block.approximation.name}) has no bases; only Eigen "
+                    "has."
+                )
+            tasks[name] = (block, self._statistics_of(state, name))
+        found = executor(Rebase(moments, check), tasks)
+        blocks: dict[str, BlockState] = {}
+        for name, statistics in found.items():
+            held = state.blocks[name]
+            blocks[name] = replaced(
+                held,
+                statistics=statistics,
+                basis_age=held.basis_age * 0,
+                moments_missing=held.moments_missing * 0 + int(moments == "zero"),
+                status=held.status | statistics.status
+                if check == "status"
+                else held.status,
+            )
+        return state.updated(blocks)
+
+    def refresh(
+        self,
+        state: NetworkState,
+        /,
+        *,
+        damping: Scalar | Mapping[str, Scalar],
+        names: Iterable[str] | None = None,
+        check: Check = "raise",
+        executor: Executor = plain,
+    ) -> NetworkState:
+        """Return the state with operators made from the statistics as they are now.
+
+        Parameters
+        ----------
+        state : NetworkState
+            Never modified.
+        damping : float, 0-d array, or mapping of str to these
+            lam >= 0 of the whole network, or of each block by name.
+        names : iterable of str, optional
+            The blocks; all that have statistics where left out.
+        check : {"raise", "status"}
+            Whether a failed factorization climbs the fallback chain and then raises, for
+            which the device is synchronized with a few times a block; or is flagged,
+            where a block keeps its previous operator.
+        executor : Executor
+            How the loop over blocks is run.
+
+        Returns
+        -------
+        NetworkState
+            Of the form of `state`.
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        NotReadyError
+            For a block without statistics, or whose bases were never computed.
+        DampingError
+            For a damping that is negative or not finite.
+        NotFiniteError, FactorizationError
+            Where a block has no earlier operator, or its failures in a row exceed the
+            budget (``check="raise"``).
+
+        Notes
+        -----
+        ``n^3 + m^3`` flops a block for inverses.
+
+        References
+        ----------
+        Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
+        """
+        chosen = self.ready(state, names)
+        function, tasks = self._refresh_tasks(state, chosen, damping, check)
+        made = executor(function, tasks)
+        blocks: dict[str, BlockState] = {}
+        for name, found in made.items():
+            held = state.blocks[name]
+            if isinstance(found, KFACError):
+                failures = held.failures + 1
+                budget = self.refreshing.failure_budget
+                if held.operator is None or failures > budget:
+                    raise found
+                blocks[name] = replaced(held, failures=failures)
+            elif check == "raise":
+                blocks[name] = replaced(
+                    held,
+                    operator=found[0],
+                    damping=_in_form(found[1], held.damping),
+                    age=held.age * 0,
+                    refreshes=held.refreshes + 1,
+                    failures=held.failures * 0,
+                )
+            else:
+                blocks[name] = _unless_failed(held, *found)
+        return state.updated(blocks)
+
+    def precondition(
+        self,
+        state: NetworkState,
+        gradients: Mapping[str, Mapping[str, Any]],
+        /,
+        *,
+        executor: Executor = plain,
+    ) -> dict[str, dict[str, Any]]:
+        """Return each block's damped inverse times its gradient.
+
+        ``A^-1 V G^-1`` for a Kronecker-factored block.
+
+        Parameters
+        ----------
+        state : NetworkState
+            Never modified.
+        gradients : mapping of str to mapping of str to array
+            For some or all blocks, the parameters' gradients in the layer's layout.
+        executor : Executor
+            How the loop over blocks is run.
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            Of the same form, dtypes and devices.
+
+        Raises
+        ------
+        UnknownBlockError, NotReadyError
+            For a name that is no block, or a block that was never refreshed.
+        ShapeError, DtypeError, MixedArraysError
+            For gradients that do not fit.
+
+        Notes
+        -----
+        ``2 n m (n + m)`` flops a block; never synchronizes with a device.
+
+        References
+        ----------
+        Martens and Grosse (2015), arXiv:1503.05671, section 4.2.
+        """
+        return self.apply("multiply_inverse", state, gradients, executor=executor)
+
+    def apply(
+        self,
+        product: str,
+        state: NetworkState,
+        vectors: Mapping[str, Mapping[str, Any]],
+        /,
+        *arguments: Any,
+        executor: Executor = plain,
+        **options: Any,
+    ) -> dict[str, dict[str, Any]]:
+        """Apply any product of `CurvatureOperator` to parameter-shaped vectors.
+
+        Parameters
+        ----------
+        product : str
+            The name of a method of `CurvatureOperator` that takes and returns a vector,
+            such as ``"multiply_matpower"``.
+        state : NetworkState
+            Never modified.
+        vectors : mapping of str to mapping of str to array
+            For some or all blocks.  An embedding's weight may be `SparseRows`.
+        *arguments, **options
+            What the product takes besides the vector, such as an exponent.
+        executor : Executor
+            How the loop over blocks is run.
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            Of the same form.
+
+        Raises
+        ------
+        ConventionError
+            For an unknown product.
+        KFACError
+            As `precondition` and the product itself.
+        """
+        require_one_of("product", product, VECTOR_PRODUCTS)
+        tasks = {
+            name: (self.blocks[name], self.operator(state, name), given)
+            for name, given in vectors.items()
+        }
+        function = Product(product, arguments, tuple(options.items()))
+        return executor(function, tasks)
+
+    def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
+        """Return a block's operator as of its last refresh.
+
+        Raises
+        ------
+        UnknownBlockError
+            For a name that is no block.
+        NotReadyError
+            Before the block's first refresh.
+        """
+        held = state.blocks[name if name in self.blocks else self.known(name)]
+        operator = held.operator
+        if operator is None or (type(held.refreshes) is int and not held.refreshes):
+            raise NotReadyError(
+                f"Block {name!r} has no operator yet; call `update` and `refresh` first."
+            )
+        return operator
+
+    def ready(
+        self, state: NetworkState, names: Iterable[str] | None = None, /
+    ) -> list[str]:
+        """Return the blocks of a refresh, or raise `NotReadyError`.
+
+        Parameters
+        ----------
+        state : NetworkState
+            As it is.
+        names : iterable of str, optional
+            All that have statistics where left out.
+
+        Returns
+        -------
+        list of str
+            Names of blocks that an operator can be made for.
+        """
+        if names is None:
+            chosen = [n for n, held in state.blocks.items() if held.statistics]
+            if not chosen:
+                raise NotReadyError("No block has statistics yet; call `update` first.")
+        else:
+            chosen = [self.known(name) for name in names]
+        for name in chosen:
+            self._require_ready(state, name)
+        return chosen
+
+    def with_operators_of(
+        self,
+        state: NetworkState,
+        made: NetworkState,
+        started: NetworkState,
+        /,
+        *,
+        names: Iterable[str],
+    ) -> NetworkState:
+        """Return a state with the operators of another, which was refreshed meanwhile.
+
+        Parameters
+        ----------
+        state : NetworkState
+            As it is now.
+        made : NetworkState
+            What `refresh` made of `started`.
+        started : NetworkState
+            As it was when the refresh was started.
+        names : iterable of str
+            The blocks that were refreshed.
+
+        Returns
+        -------
+        NetworkState
+            In which ages count the updates since `started`.
+        """
+        blocks: dict[str, BlockState] = {}
+        for name in names:
+            held, new = state.blocks[name], made.blocks[name]
+            blocks[name] = replaced(
+                held,
+                operator=new.operator,
+                damping=new.damping,
+                age=new.age + held.updates - started.blocks[name].updates,
+                refreshes=new.refreshes,
+                failures=new.failures,
+            )
+        return state.updated(blocks)
+
+    def with_options(
+        self, *, damping_rule: DampingRule, averaging: Averaging
+    ) -> Network:
+        """Return the same network with another rule of damping and other averages."""
+        return Network(
+            self.blocks,
+            conventions=self.conventions,
+            damping_rule=damping_rule,
+            sharing=self.sharing,
+            averaging=averaging,
+            refreshing=self.refreshing,
+            precision=self.precision,
+            solving=self.solving,
+            max_patch_elements=self.max_patch_elements,
+        )
+
+    def known(self, name: str, /) -> str:
+        """Return a name that is a block's, or raise `UnknownBlockError`."""
+        if name in self.tied_weights.uses:
+            block = self.tied_weights.uses[name]
+            raise UnknownBlockError(
+                f"{name!r} is a further use of the weight of block {block!r}, whose "
+                "gradient, summed over the uses, is to be given."
+            )
+        if name not in self.blocks:
+            raise UnknownBlockError(
+                f"Unknown block {name!r}; the blocks are "
+                f"{', '.join(map(repr, self.blocks))}."
+            )
+        return name
+
+    def require_damping(self, damping: Scalar | Mapping[str, Scalar], /) -> None:
+        """Raise `DampingError` for a damping that is no number >= 0 of each block."""
+        if not isinstance(damping, Mapping):
+            require_damping(damping)
+            return
+        for name, value in damping.items():
+            require_damping(value, name=f"damping[{self.known(name)!r}]")
+        missing = sorted(set(self.blocks) - set(damping))
+        if missing:
+            raise DampingError(
+                f"Expected `damping` for every block, but {missing} have none."
+            )
+
+    def in_form_of(self, state: NetworkState, form: NetworkState, /) -> NetworkState:
+        """Return a state as arrays alone, such as one that was loaded from a file.
+
+        Parameters
+        ----------
+        state : NetworkState
+            Of this network, in which numbers may be Python's and blocks may have no
+            statistics or operators yet.
+        form : NetworkState
+            As `initial` makes it, for what a block does not have.
+
+        Returns
+        -------
+        NetworkState
+            Of the form of `form`.
+
+        Raises
+        ------
+        StateError
+            Where a block is of another form.
+        """
+        blocks: dict[str, BlockState] = {}
+        for name, wanted in form.blocks.items():
+            held = state.blocks[name]
+            if held.statistics is not None and held.operator is None:
+                raise StateError(
+                    f"Block {name!r} has statistics and no operator: call `refresh` first."
+                )
+            if held.statistics is None:
+                blocks[name] = wanted
+                continue
+            found = {
+                field: _in_form(value, getattr(wanted, field))
+                for field, value in array_fields(held)
+                if field not in ("statistics", "operator")
+            }
+            blocks[name] = replaced(held, **found)
+            if not combinable(blocks[name], wanted):
+                raise StateError(
+                    f"Block {name!r}: expected statistics and an operator of the form that "
+                    "this network's stages return under a compiler. Refresh with the same "
+                    "options."
+                )
+        return NetworkState(blocks)
+
+    def _fed(self, batches: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what each block is fed, without gradient graphs."""
+        uses = self.tied_weights.uses
+        grouped = self.tied_weights.grouped(batches) if uses else batches
+        return {
+            name if name in self.blocks else self.known(name): detached(batch)
+            for name, batch in grouped.items()
+        }
+
+    def _first_statistics(self, name: str, batch: Any) -> Statistics:
+        """Return a block's statistics of nothing, of its first batch's library."""
+        block = self.blocks[name]
+        try:
+            # Rows check what they are made of; their first part is enough.
+            parts = block.row_parts(batch, max_patch_elements=self.max_patch_elements)
+            return block.initial(next(iter(parts)).like, precision=self.precision)
+        except KFACError as error:
+            raise type(error)(f"Block {name!r}: {error}") from None
+
+    def _statistics_of(self, state: NetworkState, name: str) -> Statistics:
+        statistics = state.blocks[name].statistics
+        if statistics is None:
+            raise NotReadyError(
+                f"Block {name!r} has no statistics yet; call `update` first."
+            )
+        return statistics
+
+    def _require_ready(self, state: NetworkState, name: str) -> None:
+        """Raise `NotReadyError` where a block has nothing to make an operator from."""
+        self._statistics_of(state, name)
+        held = state.blocks[name]
+        if not self.blocks[name].approximation.has_bases:
+            return
+        # Counts that are arrays may be traced, and are not looked at.
+        never = type(held.basis_age) is int and held.basis_age < 0
+        missing = type(held.moments_missing) is int and held.moments_missing
+        if never or missing:
+            raise NotReadyError(
+                f"Block {name!r} has no moments in the bases of its factors yet; call "
+                f"{'`rebase`' if never else '`update`'} first."
+            )
+
+    def _refresh_tasks(
+        self,
+        state: NetworkState,
+        names: Iterable[str],
+        damping: Scalar | Mapping[str, Scalar],
+        check: Check,
+    ) -> tuple[RefreshBlock, dict[str, tuple[Any, ...]]]:
+        function = RefreshBlock(
+            rule=self.damping_rule,
+            debias=self.averaging.debias,
+            factorizations=self.refreshing.factorizations,
+            damping_scaling=self.refreshing.damping_scaling,
+            precision=self.precision,
+            check=check,
+            memo={},
+        )
+        everything = {name: held.statistics for name, held in state.blocks.items()}
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name in names:
+            own = self._statistics_of(state, name)
+            if self.shared_factors.pairs:
+                own = self.shared_factors.completed(name, own, everything)
+            chosen = damping[name] if isinstance(damping, Mapping) else damping
+            way = self.solving.get(name, "inverse")
+            tasks[name] = (self.blocks[name], own, chosen, way)
+        return function, tasks
+
+
+def _one_where(burning: Any, value: Scalar, statistics: Statistics) -> Scalar:
+    """Return 1 during the first updates, else the value."""
+    if isinstance(burning, bool):
+        return 1.0 if burning else value
+    xp, like = statistics.namespace, statistics.any_weight
+    value = as_scalar(xp, value, like.dtype, "decay")
+    return xp.where(burning, xp.ones_like(like), value * xp.ones_like(like))
+
+
+def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockState:
+    """Return a block's state with new statistics, every count one higher."""
+    one = good if isinstance(good, int) else 1
+    if not isinstance(held.updates, int):
+        xp = own_namespace(held.updates)
+        one = (
+            xp.ones_like(held.updates)
+            if isinstance(good, int)
+            else cast(xp, good, xp.int32)
+        )
+    aged = held.basis_age
+    if isinstance(aged, int):
+        aged = aged if aged < 0 else aged + 1
+    else:
+        xp = own_namespace(aged)
+        aged = xp.where(aged < 0, aged, aged + one)
+    return replaced(
+        held,
+        statistics=statistics,
+        updates=held.updates + one,
+        age=held.age + one,
+        basis_age=aged,
+        moments_missing=held.moments_missing * (1 - one),
+        status=statistics.status,
+    )
+
+
+def _in_form(value: Any, like: Any) -> Any:
+    """Return a number as an array where another is one; as it is otherwise."""
+    if like is None or isinstance(like, int | float):
+        return value
+    xp = own_namespace(like)
+    return xp.zeros_like(like) + (0 if value is None else value)
+
+
+def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockState:
+    """Return a block's state with a new operator where that has no flags."""
+    status = operator.status()
+    xp = own_namespace(status)
+    good = status == 0
+    previous = held.operator
+    if previous is not None and combinable(operator, previous):
+        operator = map_structure(lambda a, b: xp.where(good, a, b), operator, previous)
+        if not isinstance(held.damping, int | float | None):
+            damping = xp.where(good, damping, held.damping)
+    refreshes, age, failures = held.refreshes + 1, held.age * 0, held.failures * 0
+    if not isinstance(held.refreshes, int):
+        failed = cast(xp, status != 0, held.refreshes.dtype)
+        refreshes = held.refreshes + 1 - failed
+        age = held.age * failed
+        failures = (held.failures + 1) * failed
+    return replaced(
+        held,
+        operator=operator,
+        damping=_in_form(damping, held.damping),
+        age=age,
+        refreshes=refreshes,
+        failures=failures,
+        status=held.status | status,
+    )

@@ -1,0 +1,148 @@
+"""Options of a network that are seldom set, in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from kfac_core.conventions import require_one_of
+from kfac_core.errors import ConventionError
+from kfac_core.factors.average import require_weight
+from kfac_core.linalg.shifted import Factorization
+
+__all__ = ["Averaging", "DampingScaling", "Execution", "Refreshing", "Sharing"]
+
+DampingScaling = Literal["none", "mean_eigenvalue"]
+"""Whether a damping is absolute, or relative to the mean eigenvalue of its block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """How running averages of statistics are formed.
+
+    One update is ``sum <- decay * sum + weight * C``, with C of one batch.
+
+    Parameters
+    ----------
+    debias : bool
+        Whether running sums are divided by their weights, so that the first update gives
+        C itself, whatever the decay.
+    burn_in : int
+        The number of first updates of a block that are averaged plainly (decay 1,
+        weight 1).
+    weight : float
+        The weight of each update, positive.
+
+    Raises
+    ------
+    ConventionError
+        For a negative `burn_in`.
+    DecayError
+        For a weight that is not positive.
+    """
+
+    debias: bool = True
+    burn_in: int = 0
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_weight(self.weight)
+        if self.burn_in < 0:
+            raise ConventionError(
+                f"Expected `burn_in` to be a number of updates >= 0, got {self.burn_in}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refreshing:
+    """How operators are made from statistics.
+
+    Parameters
+    ----------
+    factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
+        What a refresh prepares.  Other products prepare what they need when they are
+        first asked for.
+    damping_scaling : {"none", "mean_eigenvalue"}
+        Whether a block's damping is multiplied by the mean eigenvalue of its undamped
+        matrix, ``tr F / dim F``, so that it is relative to the block's size.
+    failure_budget : int
+        How many refreshes in a row may fail for a block, which then keeps its previous
+        operator, before the failure is raised.
+    threshold : float, optional
+        Where given, a block of which no statistic has moved by more than this since its
+        operator was made keeps that operator; see `kfac_core.execution.movement`.
+        Looking synchronizes with the device.
+    solving : {"inverse", "triangular", "cheaper"}
+        Whether a factor with factored damping is inverted at a refresh, or factorized
+        only and solved with at each step; or whichever costs less.
+    interval : float, optional
+        The number of steps between refreshes that ``"cheaper"`` assumes.
+
+    Raises
+    ------
+    ConventionError
+        For an unknown name.
+    """
+
+    factorizations: tuple[Factorization, ...] = ("inverse",)
+    damping_scaling: DampingScaling = "none"
+    failure_budget: int = 0
+    threshold: float | None = None
+    solving: Literal["inverse", "triangular", "cheaper"] = "inverse"
+    interval: float | None = None
+
+    def __post_init__(self) -> None:
+        for factorization in self.factorizations:
+            require_one_of("factorizations", factorization, get_args(Factorization))
+        scalings = get_args(DampingScaling)
+        require_one_of("damping_scaling", self.damping_scaling, scalings)
+        ways = ("inverse", "triangular", "cheaper")
+        require_one_of("solving", self.solving, ways)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What several blocks of a network have in common.
+
+    Parameters
+    ----------
+    factors : mapping of str to str
+        Factors that a block takes from another: ``{"k/input": "q/input"}`` says that the
+        input factor of block ``k`` is that of block ``q``, which is computed once.
+    weights : mapping of str to str
+        Names of further uses of a block's weight: ``{"decoder.1": "decoder.0"}``.
+    """
+
+    factors: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How the loops over blocks are run; no option here changes a result.
+
+    Parameters
+    ----------
+    workers : int
+        How many threads feed statistics, factorize at a refresh and apply products of
+        more than some milliseconds.  With more than one, the array library's own threads
+        are divided among them.
+    max_patch_elements : int, optional
+        How many numbers the patches of a convolution may hold at a time.  A batch is
+        then read in chunks of examples.
+
+    Raises
+    ------
+    ConventionError
+        For fewer workers than one.
+    """
+
+    workers: int = 1
+    max_patch_elements: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConventionError(
+                f"Expected `workers` to be at least 1, got {self.workers}."
+            )
