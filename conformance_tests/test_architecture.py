@@ -28,7 +28,7 @@ LAYERS = (
     {"block_state", "shared_factors", "tied_weights", "feeding", "products", "report"}
     | {"layer_calls"}
     | {"costs", "movement", "compiled", "stages", "updating", "refreshing", "stacking"}
-    | {"stacked_inverses", "stacked_updates", "batch_directions", "output_buffers"}
+    | {"stacked_inverses", "stacked_updates", "batch_directions"}
     | {"background", "estimator_state", "spectra"}
     | {"estimator"},
     {
