@@ -108,7 +108,10 @@ def tests_shims(session: nox.Session) -> None:
         *TORCH_CPU,
     )
     # The documentation's pages that need a framework are run here too.
-    tests = "conformance_tests/shims", "conformance_tests/test_documentation.py"
+    tests = (
+        "conformance_tests/shims",
+        "conformance_tests/documentation/test_documentation.py",
+    )
     session.run("pytest", *tests, *PARALLEL, *session.posargs)
 
 
@@ -160,7 +163,9 @@ def third_party(session: nox.Session) -> None:
 def cupy_signatures(session: nox.Session) -> None:
     """Bind every call of the CuPy backend to CuPy's signatures; needs no GPU."""
     session.install("-e", ".[scipy,cupy-cuda12]", *group("test"))
-    session.run("pytest", "conformance_tests/test_cupy_signatures.py", *session.posargs)
+    session.run(
+        "pytest", "conformance_tests/array/test_cupy_signatures.py", *session.posargs
+    )
 
 
 @nox.session
@@ -213,6 +218,7 @@ def wheel(session: nox.Session) -> None:
     shutil.rmtree(source / "kfac_core")
     shutil.rmtree(source / "backends")
     shutil.rmtree(source / "shims")
+    shutil.rmtree(source / "conformance_tests" / "kfac_core_conformance")
     session.chdir(source)
     session.run(python, "-m", "pytest", *session.posargs)
 
@@ -234,7 +240,7 @@ def fuzz(session: nox.Session) -> None:
     session.install("-e", ".[scipy,records]", "atheris==3.0.0", "numpy")
     runs = session.posargs or ["-runs=100000"]
     for reader in ("checkpoint", "record"):
-        session.run("python", "-m", "fuzzing", reader, *runs)
+        session.run("python", "-m", "conformance_tests.fuzzing", reader, *runs)
 
 
 @nox.session(venv_backend="virtualenv")

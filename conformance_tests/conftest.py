@@ -189,7 +189,7 @@ def backend(request: pytest.FixtureRequest) -> BackendUnderTest:
 
 def make_backend(spec: str) -> BackendUnderTest:
     """Return a backend by its specification, set to its strictest."""
-    from kfac_core.backend import get_backend
+    from kfac_core.array.backend import get_backend
 
     short, _, device = spec.strip().partition(":")
     name = ALIASES.get(short, short)

@@ -11,11 +11,11 @@ from typing import Any
 # Of whose public names the modules' texts are shown.
 PACKAGES = (
     "kfac_core",
-    "kfac_core.conformance",
+    "kfac_core_conformance",
     "kfac_core.influence",
     "kfac_core.losses",
     "kfac_core.posterior",
-    "kfac_core.records",
+    "kfac_core_conformance.records",
     "kfac_core.steps",
 )
 
@@ -57,7 +57,7 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!kfac_core\.\w+$).*")]
 def write_capability_table() -> None:
     """Write the table of operations and backends that `backends.md` includes."""
     try:
-        from kfac_core.capabilities import markdown_table
+        from kfac_core.array.capabilities import markdown_table
     except ImportError:
         table = "*This build has no capability table; `kfac-core doctor` prints it.*"
     else:

@@ -3,7 +3,7 @@
 A framework feeds layer inputs and output gradients; this library gives back products of
 the curvature with vectors.  A `Block` is a layer (`Dense`) and an approximation
 (`Kronecker`); an `Estimator` holds the blocks of one network.  Arrays decide which
-library computes, through the Python Array API; `kfac_core.selection` says which one
+library computes, through the Python Array API; `kfac_core.array.selection` says which one
 serves where no array is there to decide.
 
 A name is imported when it is first used, so that `import kfac_core` costs little more than
@@ -27,26 +27,30 @@ if TYPE_CHECKING:
     from kfac_core.approximations.second_moment import Diagonal, Full
     from kfac_core.approximations.series import Series
     from kfac_core.approximations.tnt import TNT
-    from kfac_core.backend import Backend, backend_names, get_backend, register_backend
-    from kfac_core.background import BackgroundRefresh
+    from kfac_core.array.backend import (
+        Backend,
+        backend_names,
+        get_backend,
+        register_backend,
+    )
+    from kfac_core.array.precision import Precision
+    from kfac_core.array.selection import (
+        Selection,
+        asarray,
+        enable_float64,
+        selected_backend,
+        set_default_backend,
+        to_numpy,
+        use_backend,
+    )
+    from kfac_core.array.status import Status
     from kfac_core.block import Block
-    from kfac_core.block_state import BlockState
-    from kfac_core.blocks.exact_kronecker import ExactKronecker
-    from kfac_core.blocks.example_gram import ExampleGramOperator
-    from kfac_core.blocks.flat import FlatOperator
-    from kfac_core.blocks.kronecker import FactoredKronecker
-    from kfac_core.blocks.low_rank import LowRankOperator
-    from kfac_core.blocks.of_rows import multiply_inverse_of_rows
-    from kfac_core.blocks.operator import CurvatureOperator
-    from kfac_core.blocks.sparse_rows import SparseRows
-    from kfac_core.blocks.spectral import SpectralBlock, spectral_block
     from kfac_core.chain.operator import TridiagonalOperator
     from kfac_core.chain.statistics import ChainStatistics
     from kfac_core.chain.tridiagonal import BlockTridiagonal
     from kfac_core.checkpoint.reading import load_checkpoint, read_header
     from kfac_core.checkpoint.writing import save_checkpoint
     from kfac_core.conventions import Conventions
-    from kfac_core.costs import BlockCosts, CostTable, Rates
     from kfac_core.damping import factored_shifts, levenberg_marquardt
     from kfac_core.errors import (
         BackendUnavailableError,
@@ -68,63 +72,66 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from kfac_core.estimator import Estimator
+    from kfac_core.execution.background import BackgroundRefresh
+    from kfac_core.execution.block_state import BlockState
+    from kfac_core.execution.costs import BlockCosts, CostTable, Rates
     from kfac_core.factors.average import Average
     from kfac_core.factors.damped import DampedFactor, damped_factor
-    from kfac_core.factors.factor_root import FactorRoot, factor_root
-    from kfac_core.factors.gradient_side import GradientFactors
-    from kfac_core.factors.inverse_free import (
-        ikfac_updated,
-        precondition_by_roots,
-    )
     from kfac_core.factors.statistics import Statistics
     from kfac_core.influence.damping import mean_eigenvalue_damping
     from kfac_core.influence.network import Influence
     from kfac_core.influence.queries import Queries
-    from kfac_core.layer_calls import LayerCall, batches_of_calls
-    from kfac_core.layers.conv import Conv
-    from kfac_core.layers.dense import Dense
-    from kfac_core.layers.embedding import Embedding
-    from kfac_core.layers.example_gradients import GradientBatch
-    from kfac_core.layers.framework_conv import framework_conv
-    from kfac_core.layers.layer import Layer
-    from kfac_core.layers.parameters import Parameters
-    from kfac_core.layers.rows import Batch
-    from kfac_core.layers.scale_shift import ScaleShift
-    from kfac_core.layers.time import steps_of, unfold_time
-    from kfac_core.linalg.certified_root import InverseRoot
-    from kfac_core.linalg.gram import gram
-    from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
-    from kfac_core.linalg.orthogonal_iteration import (
-        OrderedBasis,
-        ordered_basis,
-        refreshed_basis,
-    )
-    from kfac_core.linalg.patches import choose_patches
-    from kfac_core.linalg.roots import inverse_root
-    from kfac_core.natural_gradient import NaturalGradient
-    from kfac_core.posterior.block import BlockPosterior, block_posterior
-    from kfac_core.posterior.evidence import Evidence
-    from kfac_core.posterior.network import Posterior
-    from kfac_core.precision import Precision
-    from kfac_core.report import BlockReport, FactorReport
-    from kfac_core.selection import (
-        Selection,
-        asarray,
-        enable_float64,
-        selected_backend,
-        set_default_backend,
-        to_numpy,
-        use_backend,
-    )
-    from kfac_core.spectra import spectral_blocks
-    from kfac_core.status import Status
-    from kfac_core.steps.traced import TracedEstimator, TracedState
-    from kfac_core.steps.wiring import (
+    from kfac_core.integration.framework_conv import framework_conv
+    from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
+    from kfac_core.integration.natural_gradient import NaturalGradient
+    from kfac_core.integration.traced import TracedEstimator, TracedState
+    from kfac_core.integration.wiring import (
         Captured,
         Recorder,
         Wiring,
         usual_approximation,
     )
+    from kfac_core.layers.conv import Conv
+    from kfac_core.layers.dense import Dense
+    from kfac_core.layers.embedding import Embedding
+    from kfac_core.layers.example_gradients import GradientBatch
+    from kfac_core.layers.layer import Layer
+    from kfac_core.layers.parameters import Parameters
+    from kfac_core.layers.rows import Batch
+    from kfac_core.layers.scale_shift import ScaleShift
+    from kfac_core.layers.time import steps_of, unfold_time
+    from kfac_core.linalg.gram import gram
+    from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
+    from kfac_core.linalg.patches import choose_patches
+    from kfac_core.operators.exact_kronecker import ExactKronecker
+    from kfac_core.operators.example_gram import (
+        ExampleGramOperator,
+    )
+    from kfac_core.operators.flat import FlatOperator
+    from kfac_core.operators.kronecker import FactoredKronecker
+    from kfac_core.operators.low_rank import LowRankOperator
+    from kfac_core.operators.of_rows import multiply_inverse_of_rows
+    from kfac_core.operators.operator import CurvatureOperator
+    from kfac_core.operators.sparse_rows import SparseRows
+    from kfac_core.operators.spectral import SpectralBlock, spectral_block
+    from kfac_core.posterior.block import BlockPosterior, block_posterior
+    from kfac_core.posterior.evidence import Evidence
+    from kfac_core.posterior.network import Posterior
+    from kfac_core.posterior.spectra import spectral_blocks
+    from kfac_core.report import BlockReport, FactorReport
+    from kfac_core.roots.certified_root import InverseRoot
+    from kfac_core.roots.factor_root import FactorRoot, factor_root
+    from kfac_core.roots.gradient_side import GradientFactors
+    from kfac_core.roots.inverse_free import (
+        ikfac_updated,
+        precondition_by_roots,
+    )
+    from kfac_core.roots.orthogonal_iteration import (
+        OrderedBasis,
+        ordered_basis,
+        refreshed_basis,
+    )
+    from kfac_core.roots.roots import inverse_root
 
 __version__ = "0.1.0"
 
@@ -250,23 +257,23 @@ __all__ = [
 _HOMES = {
     "Approximation": "kfac_core.approximations.approximation",
     "Average": "kfac_core.factors.average",
-    "Backend": "kfac_core.backend",
+    "Backend": "kfac_core.array.backend",
     "BackendUnavailableError": "kfac_core.errors",
-    "BackgroundRefresh": "kfac_core.background",
+    "BackgroundRefresh": "kfac_core.execution.background",
     "Batch": "kfac_core.layers.rows",
     "Block": "kfac_core.block",
-    "BlockCosts": "kfac_core.costs",
+    "BlockCosts": "kfac_core.execution.costs",
     "BlockPosterior": "kfac_core.posterior.block",
     "BlockReport": "kfac_core.report",
-    "BlockState": "kfac_core.block_state",
+    "BlockState": "kfac_core.execution.block_state",
     "BlockTridiagonal": "kfac_core.chain.tridiagonal",
-    "Captured": "kfac_core.steps.wiring",
+    "Captured": "kfac_core.integration.wiring",
     "ChainStatistics": "kfac_core.chain.statistics",
     "Conv": "kfac_core.layers.conv",
     "ConventionError": "kfac_core.errors",
     "Conventions": "kfac_core.conventions",
-    "CostTable": "kfac_core.costs",
-    "CurvatureOperator": "kfac_core.blocks.operator",
+    "CostTable": "kfac_core.execution.costs",
+    "CurvatureOperator": "kfac_core.operators.operator",
     "DampedFactor": "kfac_core.factors.damped",
     "DampingError": "kfac_core.errors",
     "DecayError": "kfac_core.errors",
@@ -278,96 +285,96 @@ _HOMES = {
     "Estimator": "kfac_core.estimator",
     "Eva": "kfac_core.approximations.eva",
     "Evidence": "kfac_core.posterior.evidence",
-    "ExactKronecker": "kfac_core.blocks.exact_kronecker",
+    "ExactKronecker": "kfac_core.operators.exact_kronecker",
     "ExampleGram": "kfac_core.approximations.example_gram",
-    "ExampleGramOperator": "kfac_core.blocks.example_gram",
+    "ExampleGramOperator": "kfac_core.operators.example_gram",
     "FactorReport": "kfac_core.report",
-    "FactorRoot": "kfac_core.factors.factor_root",
-    "FactoredKronecker": "kfac_core.blocks.kronecker",
+    "FactorRoot": "kfac_core.roots.factor_root",
+    "FactoredKronecker": "kfac_core.operators.kronecker",
     "FactorizationError": "kfac_core.errors",
-    "FlatOperator": "kfac_core.blocks.flat",
+    "FlatOperator": "kfac_core.operators.flat",
     "Full": "kfac_core.approximations.second_moment",
     "GradientBatch": "kfac_core.layers.example_gradients",
-    "GradientFactors": "kfac_core.factors.gradient_side",
+    "GradientFactors": "kfac_core.roots.gradient_side",
     "IdRangeError": "kfac_core.errors",
     "Influence": "kfac_core.influence.network",
-    "InverseRoot": "kfac_core.linalg.certified_root",
+    "InverseRoot": "kfac_core.roots.certified_root",
     "KFACError": "kfac_core.errors",
     "KFOC": "kfac_core.approximations.kfoc",
     "Kronecker": "kfac_core.approximations.kronecker",
     "Layer": "kfac_core.layers.layer",
-    "LayerCall": "kfac_core.layer_calls",
+    "LayerCall": "kfac_core.integration.layer_calls",
     "LowRankKronecker": "kfac_core.approximations.low_rank",
-    "LowRankOperator": "kfac_core.blocks.low_rank",
+    "LowRankOperator": "kfac_core.operators.low_rank",
     "MixedArraysError": "kfac_core.errors",
-    "NaturalGradient": "kfac_core.natural_gradient",
+    "NaturalGradient": "kfac_core.integration.natural_gradient",
     "NotFiniteError": "kfac_core.errors",
     "NotReadyError": "kfac_core.errors",
-    "OrderedBasis": "kfac_core.linalg.orthogonal_iteration",
+    "OrderedBasis": "kfac_core.roots.orthogonal_iteration",
     "Parameters": "kfac_core.layers.parameters",
     "Posterior": "kfac_core.posterior.network",
-    "Precision": "kfac_core.precision",
+    "Precision": "kfac_core.array.precision",
     "Queries": "kfac_core.influence.queries",
-    "Rates": "kfac_core.costs",
+    "Rates": "kfac_core.execution.costs",
     "RecordError": "kfac_core.errors",
-    "Recorder": "kfac_core.steps.wiring",
+    "Recorder": "kfac_core.integration.wiring",
     "ScaleShift": "kfac_core.layers.scale_shift",
     "ScaledIdentity": "kfac_core.approximations.scaled_identity",
-    "Selection": "kfac_core.selection",
+    "Selection": "kfac_core.array.selection",
     "Series": "kfac_core.approximations.series",
     "ShapeError": "kfac_core.errors",
-    "SparseRows": "kfac_core.blocks.sparse_rows",
-    "SpectralBlock": "kfac_core.blocks.spectral",
+    "SparseRows": "kfac_core.operators.sparse_rows",
+    "SpectralBlock": "kfac_core.operators.spectral",
     "StateError": "kfac_core.errors",
     "Statistics": "kfac_core.factors.statistics",
-    "Status": "kfac_core.status",
+    "Status": "kfac_core.array.status",
     "TNT": "kfac_core.approximations.tnt",
-    "TracedEstimator": "kfac_core.steps.traced",
-    "TracedState": "kfac_core.steps.traced",
+    "TracedEstimator": "kfac_core.integration.traced",
+    "TracedState": "kfac_core.integration.traced",
     "TridiagonalOperator": "kfac_core.chain.operator",
     "UnknownBackendError": "kfac_core.errors",
     "UnknownBlockError": "kfac_core.errors",
     "UnsupportedError": "kfac_core.errors",
-    "Wiring": "kfac_core.steps.wiring",
-    "asarray": "kfac_core.selection",
-    "backend_names": "kfac_core.backend",
-    "batches_of_calls": "kfac_core.layer_calls",
+    "Wiring": "kfac_core.integration.wiring",
+    "asarray": "kfac_core.array.selection",
+    "backend_names": "kfac_core.array.backend",
+    "batches_of_calls": "kfac_core.integration.layer_calls",
     "block_posterior": "kfac_core.posterior.block",
     "choose_patches": "kfac_core.linalg.patches",
     "damped_factor": "kfac_core.factors.damped",
-    "enable_float64": "kfac_core.selection",
-    "factor_root": "kfac_core.factors.factor_root",
+    "enable_float64": "kfac_core.array.selection",
+    "factor_root": "kfac_core.roots.factor_root",
     "factored_shifts": "kfac_core.damping",
-    "framework_conv": "kfac_core.layers.framework_conv",
-    "get_backend": "kfac_core.backend",
+    "framework_conv": "kfac_core.integration.framework_conv",
+    "get_backend": "kfac_core.array.backend",
     "gram": "kfac_core.linalg.gram",
-    "ikfac_updated": "kfac_core.factors.inverse_free",
-    "inverse_root": "kfac_core.linalg.roots",
+    "ikfac_updated": "kfac_core.roots.inverse_free",
+    "inverse_root": "kfac_core.roots.roots",
     "kronecker_dense": "kfac_core.linalg.kronecker",
     "kronecker_multiply": "kfac_core.linalg.kronecker",
     "levenberg_marquardt": "kfac_core.damping",
     "load_checkpoint": "kfac_core.checkpoint.reading",
     "mean_eigenvalue_damping": "kfac_core.influence.damping",
-    "multiply_inverse_of_rows": "kfac_core.blocks.of_rows",
-    "ordered_basis": "kfac_core.linalg.orthogonal_iteration",
-    "precondition_by_roots": "kfac_core.factors.inverse_free",
+    "multiply_inverse_of_rows": "kfac_core.operators.of_rows",
+    "ordered_basis": "kfac_core.roots.orthogonal_iteration",
+    "precondition_by_roots": "kfac_core.roots.inverse_free",
     "read_header": "kfac_core.checkpoint.reading",
-    "refreshed_basis": "kfac_core.linalg.orthogonal_iteration",
-    "register_backend": "kfac_core.backend",
+    "refreshed_basis": "kfac_core.roots.orthogonal_iteration",
+    "register_backend": "kfac_core.array.backend",
     "save_checkpoint": "kfac_core.checkpoint.writing",
-    "selected_backend": "kfac_core.selection",
-    "set_default_backend": "kfac_core.selection",
-    "spectral_block": "kfac_core.blocks.spectral",
-    "spectral_blocks": "kfac_core.spectra",
+    "selected_backend": "kfac_core.array.selection",
+    "set_default_backend": "kfac_core.array.selection",
+    "spectral_block": "kfac_core.operators.spectral",
+    "spectral_blocks": "kfac_core.posterior.spectra",
     "steps_of": "kfac_core.layers.time",
-    "to_numpy": "kfac_core.selection",
+    "to_numpy": "kfac_core.array.selection",
     "unfold_time": "kfac_core.layers.time",
-    "use_backend": "kfac_core.selection",
-    "usual_approximation": "kfac_core.steps.wiring",
+    "use_backend": "kfac_core.array.selection",
+    "usual_approximation": "kfac_core.integration.wiring",
 }
 """Where each public name is defined; a test holds it equal to the imports above."""
 
-_PACKAGES = ("losses", "records", "steps")
+_PACKAGES = ("losses", "steps")
 """The public packages with names of their own."""
 
 

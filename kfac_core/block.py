@@ -19,8 +19,10 @@ import array_api_compat
 import numpy as np
 
 from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.finite_sums import finite_arguments
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, load_adapters
+from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
     device_of,
@@ -29,8 +31,9 @@ from kfac_core.arrays import (
     status_unless,
     wide_dtype,
 )
-from kfac_core.backend import Array, load_adapters
-from kfac_core.blocks.operator import CurvatureOperator
+from kfac_core.array.precision import Precision
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import map_structure, replaced
 from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
@@ -40,16 +43,13 @@ from kfac_core.errors import (
 )
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
-from kfac_core.finite_sums import finite_arguments
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch, Rows, join_uses, require_finite
 from kfac_core.linalg.shifted import Factorization
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.precision import Precision
-from kfac_core.status import Check, Status
-from kfac_core.structure import map_structure, replaced
+from kfac_core.operators.operator import CurvatureOperator
 
 __all__ = ["Block", "Fed"]
 

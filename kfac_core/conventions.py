@@ -29,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kfac_core.arrays import Scalar
+from kfac_core.array.namespaces import Scalar
 from kfac_core.errors import ConventionError
 
 __all__ = ["Conventions", "LossReduction", "SourceReduction", "require_one_of"]

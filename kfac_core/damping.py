@@ -16,10 +16,10 @@ from typing import Literal
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar, full_of, is_finite_number
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import plain_number
+from kfac_core.array.namespaces import Scalar, full_of, is_finite_number
 from kfac_core.errors import DampingError
-from kfac_core.linalg.finite import plain_number
 
 __all__ = [
     "DampingRule",

@@ -17,21 +17,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.eigen import Eigen, MomentStart
-from kfac_core.arrays import Scalar, own_namespace
-from kfac_core.backend import Array, backend_of
-from kfac_core.background import BackgroundRefresh
-from kfac_core.batch_directions import direction_of_batch
+from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.namespaces import Scalar, own_namespace
+from kfac_core.array.precision import Precision
+from kfac_core.array.status import Check
+from kfac_core.array.structure import replaced
 from kfac_core.block import Block, Fed
-from kfac_core.block_state import BlockState
-from kfac_core.blocks.operator import CurvatureOperator
-from kfac_core.compiled import Compilation
 from kfac_core.conventions import (
     Conventions,
     LossReduction,
     SourceReduction,
     require_one_of,
 )
-from kfac_core.costs import CostTable, Rates, block_costs, solving_of
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     ConventionError,
@@ -41,15 +38,13 @@ from kfac_core.errors import (
     UnknownBlockError,
     UnsupportedError,
 )
-from kfac_core.estimator_state import dump_state, parse_state
-from kfac_core.factors.average import require_decay, require_weight
-from kfac_core.factors.statistics import Statistics
-from kfac_core.feeding import detached, require_finite_rows
-from kfac_core.linalg.parallel import in_bundles
-from kfac_core.linalg.shifted import Factorization
-from kfac_core.losses.modes import EstimationMode
-from kfac_core.precision import Precision
-from kfac_core.products import (
+from kfac_core.execution.background import BackgroundRefresh
+from kfac_core.execution.batch_directions import direction_of_batch
+from kfac_core.execution.block_state import BlockState
+from kfac_core.execution.compiled import Compilation
+from kfac_core.execution.costs import CostTable, Rates, block_costs, solving_of
+from kfac_core.execution.estimator_state import dump_state, parse_state
+from kfac_core.execution.products import (
     VECTOR_PRODUCTS,
     WORTH_THREADS,
     apply_product,
@@ -57,21 +52,26 @@ from kfac_core.products import (
     require_products,
     vector_of,
 )
-from kfac_core.refreshing import (
+from kfac_core.execution.refreshing import (
     DampingScaling,
     Made,
     Refresh,
     RefreshSettings,
     require_ready,
 )
+from kfac_core.execution.stacked_inverses import InverseStack, inverse_stacks
+from kfac_core.execution.stages import CompiledStages
+from kfac_core.execution.threads import in_bundles
+from kfac_core.execution.updating import UpdateSettings, updated_blocks
+from kfac_core.factors.average import require_decay, require_weight
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.feeding import detached, require_finite_rows
+from kfac_core.linalg.shifted import Factorization
+from kfac_core.losses.modes import EstimationMode
+from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.report import BlockReport, report_of
-from kfac_core.shared_factors import SharedFactors
-from kfac_core.stacked_inverses import InverseStack, inverse_stacks
-from kfac_core.stages import CompiledStages
-from kfac_core.status import Check
-from kfac_core.structure import replaced
-from kfac_core.tied_weights import TiedWeights
-from kfac_core.updating import UpdateSettings, updated_blocks
+from kfac_core.sharing.shared_factors import SharedFactors
+from kfac_core.sharing.tied_weights import TiedWeights
 
 __all__ = ["Estimator"]
 
@@ -114,9 +114,9 @@ class Estimator:
         Whether a block's damping is multiplied by the mean eigenvalue of its undamped
         matrix, ``tr F / dim F``, so that it is relative to the block's size.
     shared_factors : mapping of str to str, optional
-        Factors that a block takes from another; see `kfac_core.shared_factors`.
+        Factors that a block takes from another; see `kfac_core.sharing.shared_factors`.
     tied_weights : mapping of str to str, optional
-        Names of further uses of a block's weight; see `kfac_core.tied_weights`.
+        Names of further uses of a block's weight; see `kfac_core.sharing.tied_weights`.
     products : tuple of str
         Products that will be asked for; each block must support each of them.
     mode : str, optional
@@ -125,8 +125,8 @@ class Estimator:
     refresh_threshold : float, optional
         Where given, a block of which no statistic has moved by more than this since its
         operator was made (and whose damping is the same number) keeps that operator at a
-        refresh with ``check="raise"``; see `kfac_core.movement`.  Looking waits for the
-        device.
+        refresh with ``check="raise"``; see `kfac_core.execution.movement`.  Looking
+        waits for the device.
     parameter_statistics : bool
         Whether the mean gradient of each block's last batch is kept.
     max_patch_elements : int, optional
@@ -144,10 +144,10 @@ class Estimator:
     refresh_interval : float, optional
         The number of steps between refreshes that ``"cheaper"`` assumes.
     rates : Rates, optional
-        How fast this machine is at what; see `kfac_core.costs`.
+        How fast this machine is at what; see `kfac_core.execution.costs`.
     workers : int
         How many threads feed statistics, factorize at a refresh and apply products of
-        more than some milliseconds; see `kfac_core.linalg.parallel`.  With more than one,
+        more than some milliseconds; see `kfac_core.execution.threads`.  With more than one,
         the array library's own threads are shared out among them.
 
     Raises

@@ -13,18 +13,18 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of
+from kfac_core.array.structure import replaced
 from kfac_core.block import Block
-from kfac_core.block_state import BlockState
 from kfac_core.errors import FactorizationError
+from kfac_core.execution.block_state import BlockState
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.condition import estimated_norm, measured_residual
 from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
-from kfac_core.structure import replaced
 
 __all__ = ["BlockReport", "FactorReport", "report_of"]
 

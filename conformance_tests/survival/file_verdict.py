@@ -11,7 +11,7 @@ import numpy as np
 
 import kfac_core as kc
 
-from ..states import arrays_of, differences, frozen
+from ..builders.states import arrays_of, differences, frozen
 from .container import DIGEST, opened
 
 DENSE = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kfac_core.errors import RecordError
-from kfac_core.records import check_record, read_record
+from kfac_core_conformance.records import check_record, read_record
 
 from .file_verdict import SLACK, TIMES
 

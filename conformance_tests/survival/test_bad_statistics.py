@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.structure import leaves
+from kfac_core.array.structure import leaves
 
-from .. import reference
-from ..states import differences, frozen
+from ..builders import reference
+from ..builders.states import differences, frozen
 
 N, S, n, m = 8, 3, 5, 4
 LAYER = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")

@@ -1,7 +1,7 @@
 """Damaged and forged files: an error, the state that was saved, or a sound one.
 
-The full number is that of ``python -m fuzzing``, which lets coverage guide it; its corpus
-is read here too.
+The full number is that of ``python -m conformance_tests.fuzzing``, which lets coverage
+guide it; its corpus is read here too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .container import opened, sealed
 from .file_verdict import Judge
 from .record_verdict import RecordJudge
 
-CORPUS = Path(__file__).parents[2] / "fuzzing" / "corpus"
+CORPUS = Path(__file__).parents[1] / "fuzzing" / "corpus"
 FILES = 150
 
 

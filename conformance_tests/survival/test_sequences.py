@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kfac_core as kc
 
-from ..states import differences, frozen
+from ..builders.states import differences, frozen
 from .size import report, sized
 
 N, n, m = 5, 3, 2

@@ -14,7 +14,7 @@ import pytest
 
 import kfac_core as kc
 
-from ..states import frozen
+from ..builders.states import frozen
 from .size import FULL, report
 
 THREADS = 8

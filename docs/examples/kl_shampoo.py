@@ -11,8 +11,8 @@ import numpy as np
 from digits import Digits, loss_and_gradients
 
 import kfac_core as kc
-from kfac_core.factors.gradient_side import GradientFactors
-from kfac_core.linalg.roots import inverse_root
+from kfac_core.roots.gradient_side import GradientFactors
+from kfac_core.roots.roots import inverse_root
 
 LEARNING_RATE, DAMPING, DECAY, REFRESH = 0.02, 1e-3, 0.9, 2
 

@@ -9,8 +9,8 @@ Gupta, Koren and Singer (2018), arXiv:1802.09568, algorithm 1.  Run it by
 from digits import Digits, loss_and_gradients
 
 import kfac_core as kc
-from kfac_core.factors.gradient_side import GradientFactors
-from kfac_core.linalg.roots import inverse_root
+from kfac_core.roots.gradient_side import GradientFactors
+from kfac_core.roots.roots import inverse_root
 
 LEARNING_RATE, DAMPING, REFRESH = 0.1, 1e-3, 5
 

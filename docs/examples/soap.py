@@ -9,8 +9,8 @@ weight's own coordinates and the squares in the basis, as there.  Run it by
 
 from digits import Digits, loss_and_gradients
 
-from kfac_core.factors.gradient_side import GradientFactors
-from kfac_core.linalg.orthogonal_iteration import ordered_basis, refreshed_basis
+from kfac_core.roots.gradient_side import GradientFactors
+from kfac_core.roots.orthogonal_iteration import ordered_basis, refreshed_basis
 
 LEARNING_RATE, BETA, BETA2, EPSILON, REFRESH = 0.02, 0.9, 0.95, 1e-8, 5
 

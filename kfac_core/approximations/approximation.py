@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.backend import Namespace
-from kfac_core.blocks.operator import CurvatureOperator
+from kfac_core.array.backend import Namespace
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
+from kfac_core.operators.operator import CurvatureOperator
 
 __all__ = ["Approximation"]
 

@@ -6,16 +6,23 @@ import math
 from typing import Any
 
 from kfac_core.approximations.options import OperatorOptions
-from kfac_core.arrays import Scalar, as_scalar, cast, full_of, moved_axis, status_unless
-from kfac_core.backend import Namespace
-from kfac_core.blocks.many_kronecker import ManyKronecker, definite_flags
+from kfac_core.array.backend import Namespace
+from kfac_core.array.namespaces import (
+    Scalar,
+    as_scalar,
+    cast,
+    full_of,
+    moved_axis,
+    status_unless,
+)
+from kfac_core.array.status import Status
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.shifted import shifted_matrix
-from kfac_core.status import Status
+from kfac_core.operators.many_kronecker import ManyKronecker, definite_flags
 
 __all__ = ["axes_operator", "initial_axes", "updated_axes"]
 

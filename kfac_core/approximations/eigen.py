@@ -32,9 +32,10 @@ from typing import Any, Literal, get_args
 
 from kfac_core.approximations.kronecker import Kronecker, Sharing
 from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
-from kfac_core.arrays import Scalar, any_status, as_scalar, cast, full_of
-from kfac_core.backend import Namespace
-from kfac_core.blocks.eigen import EigenOperator
+from kfac_core.array.backend import Namespace
+from kfac_core.array.namespaces import Scalar, any_status, as_scalar, cast, full_of
+from kfac_core.array.status import Check
+from kfac_core.array.structure import map_structure, replaced
 from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.factors.average import Average, require_decay, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
@@ -43,8 +44,7 @@ from kfac_core.layers.layer import Layer
 from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.groups import split_groups
 from kfac_core.linalg.ladder import symmetric_basis
-from kfac_core.status import Check
-from kfac_core.structure import map_structure, replaced
+from kfac_core.operators.eigen import EigenOperator
 
 __all__ = ["Eigen", "MomentStart"]
 

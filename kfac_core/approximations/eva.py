@@ -26,15 +26,15 @@ from typing import Any
 
 from kfac_core.approximations.low_rank import LACKS_CHOLESKY
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.arrays import as_scalar, cast, full_of
-from kfac_core.backend import Array, Namespace
-from kfac_core.blocks.low_rank import LowRankOperator
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import as_scalar, cast, full_of
 from kfac_core.errors import UnsupportedError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.low_rank_basis import rank_one_basis
+from kfac_core.operators.low_rank import LowRankOperator
 
 __all__ = ["Eva"]
 

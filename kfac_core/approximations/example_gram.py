@@ -21,19 +21,19 @@ from types import MappingProxyType
 from typing import Any
 
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.arrays import as_scalar, cast
-from kfac_core.backend import Array, Namespace
-from kfac_core.blocks.example_gram import (
-    NO_TRIANGLE,
-    ExampleGramOperator,
-    example_gram_operator,
-)
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import as_scalar, cast
+from kfac_core.array.structure import map_structure
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.window import WindowAverage, window_average
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
-from kfac_core.structure import map_structure
+from kfac_core.operators.example_gram import (
+    NO_TRIANGLE,
+    ExampleGramOperator,
+    example_gram_operator,
+)
 
 __all__ = ["ExampleGram"]
 

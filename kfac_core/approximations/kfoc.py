@@ -38,10 +38,8 @@ from typing import Any
 
 from kfac_core.approximations.kronecker import kronecker_operator
 from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
-from kfac_core.arrays import Scalar, cast
-from kfac_core.backend import Array, Namespace
-from kfac_core.blocks.exact_kronecker import ExactKronecker
-from kfac_core.blocks.kronecker import FactoredKronecker
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.full import FullFactor
@@ -59,6 +57,8 @@ from kfac_core.linalg.kronecker_fit import (
     unit_norm,
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.operators.exact_kronecker import ExactKronecker
+from kfac_core.operators.kronecker import FactoredKronecker
 
 __all__ = ["KFOC"]
 

@@ -29,10 +29,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
-from kfac_core.arrays import Scalar, as_scalar, cast, device_of, full_of, status_unless
-from kfac_core.backend import Array, Namespace
-from kfac_core.blocks.exact_kronecker import ExactKronecker
-from kfac_core.blocks.kronecker import FactoredKronecker
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import plain_number
+from kfac_core.array.namespaces import (
+    Scalar,
+    as_scalar,
+    cast,
+    device_of,
+    full_of,
+    status_unless,
+)
+from kfac_core.array.status import Status
+from kfac_core.array.structure import replaced
 from kfac_core.conventions import require_one_of
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average, zero_weight
@@ -42,10 +50,9 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
-from kfac_core.linalg.finite import plain_number
 from kfac_core.linalg.shifted import ShiftedMatrix
-from kfac_core.status import Status
-from kfac_core.structure import replaced
+from kfac_core.operators.exact_kronecker import ExactKronecker
+from kfac_core.operators.kronecker import FactoredKronecker
 
 __all__ = ["Kronecker", "Sharing", "kronecker_operator"]
 

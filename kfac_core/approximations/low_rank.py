@@ -22,9 +22,8 @@ from typing import Any, get_args
 
 from kfac_core.approximations.kronecker import Kronecker, Sharing
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.arrays import as_scalar, cast, full_of
-from kfac_core.backend import Namespace
-from kfac_core.blocks.low_rank import NO_CHOLESKY, LowRankOperator
+from kfac_core.array.backend import Namespace
+from kfac_core.array.namespaces import as_scalar, cast, full_of
 from kfac_core.conventions import require_one_of
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import ShapeError
@@ -33,6 +32,7 @@ from kfac_core.factors.low_rank import LowRankAverage, low_rank_average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.low_rank_basis import low_rank_basis
+from kfac_core.operators.low_rank import NO_CHOLESKY, LowRankOperator
 
 __all__ = ["LACKS_CHOLESKY", "LowRankKronecker"]
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from kfac_core.arrays import Scalar, own_namespace
-from kfac_core.backend import Namespace
+from kfac_core.array.backend import Namespace
+from kfac_core.array.namespaces import Scalar, own_namespace
+from kfac_core.array.precision import Precision
+from kfac_core.array.status import Check
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
 from kfac_core.factors.shares import UpdateShares, update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.shifted import Factorization
-from kfac_core.precision import Precision
-from kfac_core.status import Check
 
 __all__ = ["NOTHING", "OperatorOptions", "UpdateOptions"]
 

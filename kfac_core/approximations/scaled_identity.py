@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
-from kfac_core.arrays import as_scalar, full_of
-from kfac_core.backend import Namespace
-from kfac_core.blocks.flat import FlatOperator
+from kfac_core.array.backend import Namespace
+from kfac_core.array.namespaces import as_scalar, full_of
 from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.shifted_diagonal import shifted_diagonal
+from kfac_core.operators.flat import FlatOperator
 
 __all__ = ["ScaledIdentity"]
 

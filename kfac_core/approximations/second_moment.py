@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
-from kfac_core.arrays import as_scalar
-from kfac_core.backend import Namespace
-from kfac_core.blocks.flat import FlatOperator
+from kfac_core.array.backend import Namespace
+from kfac_core.array.namespaces import as_scalar
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
+from kfac_core.operators.flat import FlatOperator
 
 __all__ = ["Diagonal", "Full"]
 

@@ -15,7 +15,7 @@ Both lags are updated together, with one decay and one weight.  The block is
 ``infinite``     option 2: that of infinitely many, times S over their number
 ===============  ====================================================================
 
-as `kfac_core.blocks.series` has it.  With one step, or with lag 1 zero, each of them is
+as `kfac_core.operators.series` has it.  With one step, or with lag 1 zero, each of them is
 ``S A_0 (x) G_0``.  With a mask NS becomes the number of rows kept, S the mean number kept
 a sequence, and pairs count where both rows do; the symmetric variant keeps the shares of
 the lengths, over which it averages.  Only A_0 and G_0 are damped, by a factored rule.
@@ -35,11 +35,8 @@ from typing import Any, Literal, get_args
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
-from kfac_core.arrays import cast
-from kfac_core.backend import Array, Namespace
-from kfac_core.blocks.exact_kronecker import ExactKronecker
-from kfac_core.blocks.kronecker import FactoredKronecker
-from kfac_core.blocks.series import SeriesOperator
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import cast
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.factors.average import Average, zero_weight
@@ -47,6 +44,9 @@ from kfac_core.factors.lagged import LaggedFactor, length_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
+from kfac_core.operators.exact_kronecker import ExactKronecker
+from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.series import SeriesOperator
 
 __all__ = ["Series", "SeriesVariant"]
 

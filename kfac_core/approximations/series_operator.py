@@ -1,6 +1,6 @@
 """How the operator of a chain of time steps is made from its statistics.
 
-Conventions as in `kfac_core.blocks.series`.  The ladder of `kfac_core.linalg.ladder`
+Conventions as in `kfac_core.operators.series`.  The ladder of `kfac_core.linalg.ladder`
 makes the Cholesky factors of the damped moments of lag 0.  What is made from these and
 lag 1 has a ladder of its own, of two rungs: working precision, then float64, each
 accepted only where no certificate is above its limit, no correlation is above 1 by more
@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from kfac_core.approximations.options import OperatorOptions
-from kfac_core.arrays import as_scalar, cast, device_of, full_of
-from kfac_core.backend import Array, Namespace
-from kfac_core.blocks.series import SeriesOperator
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import as_scalar, cast, device_of, full_of
+from kfac_core.array.status import Status
+from kfac_core.array.structure import map_structure, replaced
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.full import FullFactor
@@ -23,8 +24,7 @@ from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.triangular import solve_triangular
-from kfac_core.status import Status
-from kfac_core.structure import map_structure, replaced
+from kfac_core.operators.series import SeriesOperator
 
 __all__ = ["series_operator"]
 

@@ -28,17 +28,17 @@ from typing import Any, Literal, get_args
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
 from kfac_core.approximations.kronecker import kronecker_operator
 from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
-from kfac_core.arrays import cast
-from kfac_core.backend import Array, Namespace
-from kfac_core.blocks.exact_kronecker import ExactKronecker
-from kfac_core.blocks.kronecker import FactoredKronecker
-from kfac_core.blocks.many_kronecker import ManyKronecker
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import cast
 from kfac_core.conventions import require_one_of
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
+from kfac_core.operators.exact_kronecker import ExactKronecker
+from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.many_kronecker import ManyKronecker
 
 __all__ = ["TNT", "Positions"]
 

@@ -23,8 +23,9 @@ Martens and Grosse (2015), arXiv:1503.05671, section 4.3 and appendix B.
 
 from __future__ import annotations
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of
+from kfac_core.array.structure import structure
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series_chain import (
     Root,
@@ -34,7 +35,6 @@ from kfac_core.linalg.series_chain import (
     out_of,
     positive_flags,
 )
-from kfac_core.structure import structure
 
 __all__ = ["Conditional", "Link", "conditional", "marginal"]
 

@@ -25,14 +25,14 @@ from collections.abc import Mapping
 
 import array_api_compat
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array, Namespace
-from kfac_core.blocks.kronecker import FactoredKronecker
-from kfac_core.blocks.operator import entering, leaving
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of
+from kfac_core.array.structure import structure
 from kfac_core.chain.conditional import Conditional, Link
 from kfac_core.errors import UnknownBlockError
 from kfac_core.linalg.factorizations import Rung
-from kfac_core.structure import structure
+from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.operator import entering, leaving
 
 __all__ = ["TridiagonalOperator"]
 

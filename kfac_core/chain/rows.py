@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from kfac_core.arrays import cast, namespace_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import cast, namespace_of
+from kfac_core.array.structure import replaced
 from kfac_core.errors import ShapeError, UnknownBlockError
 from kfac_core.layers.dense import Dense
 from kfac_core.layers.rows import Batch, Rows
-from kfac_core.structure import replaced
 
 __all__ = ["crossed_moments", "joined_rows"]
 

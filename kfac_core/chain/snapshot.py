@@ -13,8 +13,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from kfac_core.arrays import cast, device_of
-from kfac_core.backend import Namespace
+from kfac_core.array.backend import Namespace
+from kfac_core.array.namespaces import cast, device_of
+from kfac_core.array.precision import Precision
+from kfac_core.array.status import Status
+from kfac_core.array.structure import map_structure, replaced
 from kfac_core.block import Block
 from kfac_core.chain.conditional import conditional, marginal
 from kfac_core.chain.operator import TridiagonalOperator
@@ -24,9 +27,6 @@ from kfac_core.factors.average import Average
 from kfac_core.linalg.series_chain import Root
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.triangular import solve_triangular
-from kfac_core.precision import Precision
-from kfac_core.status import Status
-from kfac_core.structure import map_structure, replaced
 
 __all__ = ["tridiagonal_operator"]
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import array_api_compat
 
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.structure import map_structure, structure
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
-from kfac_core.structure import map_structure, structure
 
 __all__ = ["ChainStatistics"]
 

@@ -26,8 +26,10 @@ from dataclasses import dataclass
 from typing import get_args
 
 from kfac_core.approximations.kronecker import Kronecker
-from kfac_core.arrays import Scalar, as_scalar, device_of
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import Scalar, as_scalar, device_of
+from kfac_core.array.precision import Precision
+from kfac_core.array.status import Check
 from kfac_core.block import Block
 from kfac_core.chain.operator import TridiagonalOperator
 from kfac_core.chain.rows import crossed_moments, joined_rows
@@ -40,8 +42,6 @@ from kfac_core.factors.average import Average
 from kfac_core.factors.shares import update_shares
 from kfac_core.layers.dense import Dense
 from kfac_core.layers.rows import Batch
-from kfac_core.precision import Precision
-from kfac_core.status import Check
 
 __all__ = ["BlockTridiagonal"]
 

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from kfac_core.array.selection import asarray
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
 from kfac_core.checkpoint.translation import Layouts, renamed, with_layouts_of
 from kfac_core.checkpoint.tree import HostArray, unfolded
@@ -29,7 +30,6 @@ from kfac_core.checkpoint.writing import (
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import KFACError, StateError
 from kfac_core.estimator import Estimator
-from kfac_core.selection import asarray
 
 __all__ = ["load_checkpoint", "read_header"]
 

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import array_api_compat
 import numpy as np
 
+from kfac_core.array.selection import to_numpy
 from kfac_core.errors import StateError
 from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
-from kfac_core.selection import to_numpy
 
 __all__ = ["HostArray", "folded", "unfolded"]
 

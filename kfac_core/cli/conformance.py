@@ -1,6 +1,6 @@
 """``kfac-core conformance``: what holds, and what does not, in somebody else's library.
 
-The checks are those of `kfac_core.conformance`; an adapter stands between them and the
+The checks are those of `kfac_core_conformance`; an adapter stands between them and the
 library.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import Progress, complain, print_json, print_table
-from kfac_core.conformance import (
+from kfac_core_conformance import (
     Check,
     Outcome,
     identity_checks,
@@ -26,7 +26,7 @@ __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
 
 SUMMARY = "check another K-FAC library against identities and records"
 EXAMPLES = (
-    "kfac-core conformance --adapter kfac_core.conformance.own:Own",
+    "kfac-core conformance --adapter kfac_core_conformance.own:Own",
     "kfac-core conformance --adapter my_adapter.py:MyLibrary --only B1 A4",
     "kfac-core conformance --adapter my_adapter.py:MyLibrary --records *.safetensors",
 )

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import kfac_core
-from kfac_core.backend import adapter_problem, backend_names, get_backend
-from kfac_core.capabilities import capability_table
+from kfac_core.array.backend import adapter_problem, backend_names, get_backend
+from kfac_core.array.capabilities import capability_table
+from kfac_core.array.selection import selected_backend
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import Progress, print_json, print_table, printable
 from kfac_core.errors import KFACError
-from kfac_core.selection import selected_backend
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "diagnosis", "run"]
 

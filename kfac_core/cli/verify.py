@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kfac_core.array.selection import enable_float64, selected_backend
 from kfac_core.cli.options import add_json, positive
 from kfac_core.cli.screen import Progress, complain, print_json, print_table
 from kfac_core.errors import RecordError
-from kfac_core.records.check import CheckDtype, Verdict, check_record
-from kfac_core.records.container import load_library
-from kfac_core.records.fields import one_line
-from kfac_core.records.record import read_record
-from kfac_core.selection import enable_float64, selected_backend
+from kfac_core_conformance.records.check import CheckDtype, Verdict, check_record
+from kfac_core_conformance.records.container import load_library
+from kfac_core_conformance.records.fields import one_line
+from kfac_core_conformance.records.record import read_record
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import numbers
 from typing import Any
 
-from kfac_core.arrays import Scalar, is_finite_number, own_namespace
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import plain_number
+from kfac_core.array.namespaces import Scalar, is_finite_number, own_namespace
+from kfac_core.array.structure import map_structure, structure
 from kfac_core.errors import DecayError
-from kfac_core.linalg.finite import plain_number
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.structure import map_structure, structure
 
 __all__ = ["Average", "require_decay", "require_weight", "zero_weight"]
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import array_api_compat
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
     cast,
@@ -24,15 +25,14 @@ from kfac_core.arrays import (
     require_floating,
     wide_dtype,
 )
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.status import Check
+from kfac_core.array.structure import replaced, structure
 from kfac_core.damping import require_damping
 from kfac_core.errors import ShapeError
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.shifted import Factorization, shifted_matrix
 from kfac_core.linalg.shifted_diagonal import shifted_diagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.status import Check
-from kfac_core.structure import replaced, structure
 
 __all__ = ["DampedFactor", "damped_factor"]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar, cast
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array.status import Check
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.linalg.shifted import Factorization
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal, shifted_diagonal
-from kfac_core.status import Check
 
 __all__ = ["DiagonalFactor"]
 

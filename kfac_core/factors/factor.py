@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, Protocol, TypeAlias
 
-from kfac_core.arrays import Scalar
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar
+from kfac_core.array.status import Check
 from kfac_core.factors.average import Average
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
@@ -20,7 +21,6 @@ from kfac_core.layers.layer import Layer
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
-from kfac_core.status import Check
 
 __all__ = ["Factor", "FactorKind", "Shifted", "factor_of"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.arrays import Scalar, cast
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array.status import Check
+from kfac_core.array.structure import replaced
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.status import Check
-from kfac_core.structure import replaced
 
 __all__ = ["FullFactor"]
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.arrays import Scalar, cast, device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast, device_of
 from kfac_core.errors import ShapeError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.layers.rows import Rows

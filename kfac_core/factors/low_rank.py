@@ -11,11 +11,11 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar
+from kfac_core.array.structure import structure
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.linalg.low_rank import LowRankSum, low_rank_zero
-from kfac_core.structure import structure
 
 __all__ = ["LowRankAverage", "low_rank_average"]
 

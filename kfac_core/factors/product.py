@@ -11,10 +11,10 @@ from typing import NoReturn
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import Scalar
+from kfac_core.array.structure import structure
 from kfac_core.errors import UnsupportedError
-from kfac_core.structure import structure
 
 __all__ = ["RunningProduct"]
 

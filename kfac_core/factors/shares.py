@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from kfac_core.arrays import Scalar, cast, full_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast, full_of
 from kfac_core.conventions import Conventions
 from kfac_core.factors.statistics import Statistics
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kfac_core.arrays import Scalar, own_namespace
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, own_namespace
+from kfac_core.array.structure import map_structure, replaced, structure
 from kfac_core.factors.average import Average
 from kfac_core.linalg.factorizations import Basis
-from kfac_core.structure import map_structure, replaced, structure
 
 __all__ = ["Statistics"]
 

@@ -21,15 +21,15 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar, cast
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array.status import Check
+from kfac_core.array.structure import map_structure, structure
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.linalg.gram import gram
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import Factorization, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.status import Check
-from kfac_core.structure import map_structure, structure
 
 __all__ = ["ChannelMoments", "UncorrelatedFactor"]
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar
+from kfac_core.array.structure import replaced, structure
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.linalg.example_gram import squared_norms
-from kfac_core.structure import replaced, structure
 
 __all__ = ["WindowAverage", "WindowSum", "window_average"]
 

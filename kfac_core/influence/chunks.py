@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array
-from kfac_core.blocks.spectral import SpectralBlock
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import device_of
 from kfac_core.errors import ShapeError
 from kfac_core.influence.example_gradients import LayerGradients
 from kfac_core.layers.layer import Layer
+from kfac_core.operators.spectral import SpectralBlock
 
 __all__ = [
     "Chunks",

@@ -12,12 +12,12 @@ import numbers
 from collections.abc import Mapping
 from typing import Any
 
-from kfac_core.arrays import Scalar, as_scalar, full_of
-from kfac_core.backend import Array
-from kfac_core.blocks.spectral import SpectralBlock
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import Scalar, as_scalar, full_of
 from kfac_core.damping import require_damping
 from kfac_core.errors import DampingError
-from kfac_core.spectra import require_same_blocks
+from kfac_core.operators.spectral import SpectralBlock
+from kfac_core.posterior.spectra import require_same_blocks
 
 __all__ = ["given_damping", "mean_eigenvalue_damping"]
 

@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.arrays import Scalar, cast, namespace_of, own_namespace
-from kfac_core.backend import Array, Namespace
-from kfac_core.blocks.spectral import SpectralBlock
-from kfac_core.blocks.spectral_rows import row_coordinates, row_squares, with_ones
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast, namespace_of, own_namespace
+from kfac_core.array.structure import replaced
 from kfac_core.conventions import Conventions, LossReduction
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.parameter_stacks import stack_to_matrices
 from kfac_core.layers.rows import Batch, Rows
 from kfac_core.layers.whole_rows import whole_rows
-from kfac_core.structure import replaced
+from kfac_core.operators.spectral import SpectralBlock
+from kfac_core.operators.spectral_rows import row_coordinates, row_squares, with_ones
 
 __all__ = ["ExamplePart", "LayerGradients"]
 

@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kfac_core.arrays import Scalar, status_unless
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import Scalar, status_unless
+from kfac_core.array.precision import Precision
+from kfac_core.array.status import Check, Status
 from kfac_core.block import Block
-from kfac_core.blocks.spectral import SpectralBlock
 from kfac_core.conventions import LossReduction
 from kfac_core.errors import (
     ConventionError,
@@ -47,9 +48,8 @@ from kfac_core.influence.queries import (
     stored_queries,
 )
 from kfac_core.layers.rows import Batch
-from kfac_core.precision import Precision
-from kfac_core.spectra import require_same_blocks, spectral_blocks
-from kfac_core.status import Check, Status
+from kfac_core.operators.spectral import SpectralBlock
+from kfac_core.posterior.spectra import require_same_blocks, spectral_blocks
 
 __all__ = ["Gradients", "Influence"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kfac_core.arrays import namespace_of, require_floating, require_matrix
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
 from kfac_core.errors import DtypeError, ShapeError
 
 __all__ = ["require_mask", "require_parameters"]

@@ -31,7 +31,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
     full_of,
     moved_axis,
     namespace_of,
@@ -39,7 +40,7 @@ from kfac_core.arrays import (
     require_matrix,
     wide_dtype,
 )
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.structure import replaced
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.checks import require_mask, require_parameters
@@ -54,7 +55,6 @@ from kfac_core.linalg.patches import (
     resolve_padding,
     take_rows,
 )
-from kfac_core.structure import replaced
 
 __all__ = ["Conv", "ConvWeightLayout", "DataLayout"]
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from kfac_core.arrays import namespace_of, require_floating
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import namespace_of, require_floating
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import DtypeError, ShapeError
 from kfac_core.layers.checks import require_mask

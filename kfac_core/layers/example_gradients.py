@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kfac_core.arrays import Scalar, cast, status_unless
-from kfac_core.backend import Array, Namespace
-from kfac_core.status import Status
-from kfac_core.structure import structure
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast, status_unless
+from kfac_core.array.status import Status
+from kfac_core.array.structure import structure
 
 __all__ = ["ExampleGradients", "GradientBatch"]
 

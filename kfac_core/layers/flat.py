@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from kfac_core.arrays import namespace_of, require_matrix
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import namespace_of, require_matrix
 from kfac_core.layers.checks import require_parameters
 
 __all__ = ["flatten_parameters", "unflatten_parameters"]

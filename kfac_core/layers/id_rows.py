@@ -7,11 +7,11 @@ vector is ever formed.
 
 from __future__ import annotations
 
-from kfac_core.arrays import Scalar, cast, device_of, status_unless
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast, device_of, status_unless
+from kfac_core.array.status import Status
+from kfac_core.array.structure import replaced, structure
 from kfac_core.linalg.indexing import count_indices, sum_rows_at
-from kfac_core.status import Status
-from kfac_core.structure import replaced, structure
 
 __all__ = ["IdRows"]
 

@@ -17,8 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from kfac_core.arrays import device_of, namespace_of, own_namespace, require_floating
-from kfac_core.backend import Array, backend_of
+from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.namespaces import (
+    device_of,
+    namespace_of,
+    own_namespace,
+    require_floating,
+)
 from kfac_core.errors import ShapeError
 from kfac_core.layers.layer import Layer
 

@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kfac_core.arrays import namespace_of, require_floating, require_matrix
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters

@@ -15,13 +15,13 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar, cast, namespace_of, status_unless
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import all_finite
+from kfac_core.array.namespaces import Scalar, cast, namespace_of, status_unless
+from kfac_core.array.status import Status
+from kfac_core.array.structure import structure
 from kfac_core.errors import IdRangeError, NotFiniteError, ShapeError, UnsupportedError
-from kfac_core.linalg.finite import all_finite
 from kfac_core.linalg.groups import join_groups
-from kfac_core.status import Status
-from kfac_core.structure import structure
 
 __all__ = [
     "Batch",

@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kfac_core.arrays import namespace_of, require_floating
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import namespace_of, require_floating
 from kfac_core.errors import ShapeError
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters

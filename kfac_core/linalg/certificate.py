@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array, Namespace
-from kfac_core.linalg.dispatch import dispatched
-from kfac_core.linalg.finite import is_plain
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched
+from kfac_core.array.finite import is_plain
+from kfac_core.array.namespaces import device_of
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.linalg.triangular import multiply_triangular
 

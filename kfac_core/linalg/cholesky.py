@@ -8,9 +8,9 @@ that is not positive (LAPACK and some libraries leave finite garbage), and
 
 from __future__ import annotations
 
-from kfac_core.arrays import Scalar, device_of
-from kfac_core.backend import Array, Namespace
-from kfac_core.linalg.dispatch import dispatched, is_factorization_failure
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched, is_factorization_failure
+from kfac_core.array.namespaces import Scalar, device_of
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.linalg.triangular import triangular_inverse
 

@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of
 
 __all__ = ["estimated_norm", "measured_residual"]
 

@@ -7,8 +7,8 @@ nothing; only products of the decomposition do.
 
 from __future__ import annotations
 
-from kfac_core.backend import Array, Namespace
-from kfac_core.linalg.dispatch import dispatched, is_factorization_failure
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched, is_factorization_failure
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["eigh"]

@@ -8,7 +8,7 @@ D_k are the rows of Y, F is ``Y^T Y``, and the Gram matrix is ``H = Y Y^T``.  Wh
 
 from __future__ import annotations
 
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.symmetric import SymmetricMatrix
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.structure import structure
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.structure import structure
 
 __all__ = ["Basis", "Inverse", "Positive", "Rung"]
 

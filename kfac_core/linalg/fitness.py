@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
     Scalar,
     cast,
     device_of,
@@ -20,11 +21,10 @@ from kfac_core.arrays import (
     status_unless,
     wide_dtype,
 )
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.status import Status
+from kfac_core.array.structure import map_structure
 from kfac_core.errors import DampingError, NotFiniteError, ShapeError
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.status import Status
-from kfac_core.structure import map_structure
 
 __all__ = [
     "damping_array",

@@ -8,16 +8,16 @@ the rows to append it.  Weights multiply outer products: ``sum_i w_i x_i x_i^T``
 
 from __future__ import annotations
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched
+from kfac_core.array.namespaces import (
     Scalar,
     cast,
     namespace_of,
     require_floating,
     wide_dtype,
 )
-from kfac_core.backend import Array, Namespace
 from kfac_core.errors import ShapeError
-from kfac_core.linalg.dispatch import dispatched
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["gram", "gram_update", "updated_gram"]

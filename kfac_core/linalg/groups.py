@@ -7,8 +7,8 @@ groups (an empty ``lead``) both are the same and nothing is done.
 
 from __future__ import annotations
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of
 
 __all__ = ["dense_of_blocks", "dense_of_groups", "join_groups", "split_groups"]
 

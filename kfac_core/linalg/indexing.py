@@ -7,9 +7,9 @@ ever made: memory is that of the result, or of a block of it.
 
 from __future__ import annotations
 
-from kfac_core.arrays import cast, device_of
-from kfac_core.backend import Array, Namespace
-from kfac_core.linalg.dispatch import dispatched
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched
+from kfac_core.array.namespaces import cast, device_of
 
 __all__ = ["count_indices", "sum_rows_at"]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kfac_core.arrays import moved_axis, namespace_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import moved_axis, namespace_of
 from kfac_core.errors import ShapeError
 
 __all__ = ["kronecker_dense", "kronecker_multiply"]

@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import array_api_compat
 
-from kfac_core.arrays import device_of, status_unless
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of, status_unless
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.cholesky import damped_cholesky, is_positive_factor
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.linalg.triangular import solve_triangular
-from kfac_core.status import Check, Status
-from kfac_core.structure import structure
 
 __all__ = ["KroneckerCholesky", "kronecker_cholesky"]
 

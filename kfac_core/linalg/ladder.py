@@ -19,8 +19,10 @@ libraries hang on NaN, and the result is then NaN throughout.
 
 from __future__ import annotations
 
-from kfac_core.arrays import cast, device_of, status_unless
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import known_finite, plain_number
+from kfac_core.array.namespaces import cast, device_of, status_unless
+from kfac_core.array.status import Check, Status
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
@@ -37,7 +39,6 @@ from kfac_core.linalg.cholesky import (
 )
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
-from kfac_core.linalg.finite import known_finite, plain_number
 from kfac_core.linalg.fitness import (
     fit_problem,
     narrowed,
@@ -46,7 +47,6 @@ from kfac_core.linalg.fitness import (
     widened,
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.status import Check, Status
 
 __all__ = [
     "cholesky_factor",

@@ -21,12 +21,12 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar, cast, device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, cast, device_of
+from kfac_core.array.structure import structure
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.structure import structure
 
 __all__ = ["LowRankSum", "low_rank_zero"]
 

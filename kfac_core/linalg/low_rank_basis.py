@@ -11,14 +11,14 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import cast, device_of, status_unless
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import is_factorization_failure
+from kfac_core.array.namespaces import cast, device_of, status_unless
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe
-from kfac_core.linalg.dispatch import is_factorization_failure
 from kfac_core.linalg.low_rank import LowRankSum
-from kfac_core.status import Check, Status
-from kfac_core.structure import structure
 
 __all__ = ["LowRankBasis", "low_rank_basis", "rank_one_basis"]
 

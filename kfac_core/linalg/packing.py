@@ -14,8 +14,8 @@ This is the rectangular full packed form of LAPACK up to the order of its blocks
 
 from __future__ import annotations
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of
 from kfac_core.errors import ShapeError
 
 __all__ = ["pack_triangle", "packed_shape", "unpack_triangle"]

@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array, Namespace, backend_of
+from kfac_core.array.backend import Array, Namespace, backend_of
+from kfac_core.array.namespaces import device_of
 from kfac_core.errors import ConventionError, ShapeError
 
 __all__ = [

@@ -13,12 +13,12 @@ from typing import Any
 
 import array_api_compat
 
-from kfac_core.arrays import cast, device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import cast, device_of
+from kfac_core.array.status import Check
+from kfac_core.array.structure import replaced, structure
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.status import Check
-from kfac_core.structure import replaced, structure
 
 __all__ = ["ShiftedRankOne"]
 

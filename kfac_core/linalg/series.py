@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.arrays import device_of, namespace_of, require_floating
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of, namespace_of, require_floating
 from kfac_core.errors import ConventionError, ShapeError
 
 __all__ = ["series_gamma", "series_sum", "shares_of_lengths"]

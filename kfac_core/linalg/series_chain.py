@@ -17,15 +17,15 @@ Recurrent Neural Networks", ICLR: option 1.
 
 from __future__ import annotations
 
-from kfac_core.arrays import device_of, status_unless
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of, status_unless
+from kfac_core.array.status import Status
+from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, basis_residual, probe
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series import series_sum
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.status import Status
-from kfac_core.structure import structure
 
 __all__ = [
     "Root",

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import math
 
-from kfac_core.arrays import device_of, status_unless
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of, status_unless
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series_chain import (
@@ -32,8 +34,6 @@ from kfac_core.linalg.series_chain import (
     out_of,
     positive_flags,
 )
-from kfac_core.status import Check, Status
-from kfac_core.structure import structure
 
 __all__ = ["InfiniteChain", "infinite_chain", "stein_solve"]
 

@@ -13,16 +13,23 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
-from kfac_core.arrays import Scalar, any_status, cast, device_of, full_of, own_namespace
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
+    Scalar,
+    any_status,
+    cast,
+    device_of,
+    full_of,
+    own_namespace,
+)
+from kfac_core.array.status import Check
+from kfac_core.array.structure import map_structure, replaced, structure
 from kfac_core.errors import FactorizationError, NotReadyError
 from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.factorizations import Basis, Inverse, Positive
 from kfac_core.linalg.ladder import cholesky_factor, damped_inverse, symmetric_basis
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
-from kfac_core.status import Check
-from kfac_core.structure import map_structure, replaced, structure
 
 __all__ = ["Factorization", "ShiftedMatrix", "Solving", "shifted_matrix"]
 

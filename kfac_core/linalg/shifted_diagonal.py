@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
     Scalar,
     cast,
     device_of,
@@ -17,11 +18,10 @@ from kfac_core.arrays import (
     own_namespace,
     status_unless,
 )
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
 from kfac_core.linalg.shifted import Factorization
-from kfac_core.status import Check, Status
-from kfac_core.structure import replaced, structure
 
 __all__ = ["ShiftedDiagonal", "shifted_diagonal"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kfac_core.arrays import Scalar, device_of, own_namespace
-from kfac_core.backend import Array, Namespace
-from kfac_core.linalg.dispatch import dispatched
-from kfac_core.structure import structure
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched
+from kfac_core.array.namespaces import Scalar, device_of, own_namespace
+from kfac_core.array.structure import structure
 
 __all__ = [
     "SymmetricMatrix",

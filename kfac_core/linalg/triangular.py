@@ -6,8 +6,8 @@ that nearly all of their work is in matrix products.  The leaves are small gener
 
 from __future__ import annotations
 
-from kfac_core.backend import Array, Namespace
-from kfac_core.linalg.dispatch import dispatched
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched
 
 __all__ = ["multiply_triangular", "solve_triangular", "triangular_inverse"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import wide_companion, wide_natural
 

@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kfac_core.arrays import cast, device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import cast, device_of
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import (
     is_integral,

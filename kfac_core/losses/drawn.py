@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import EstimationMode, noise_spec
 from kfac_core.losses.noise import NoiseSpec, draw_noise

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import require_positive, wide_companion, wide_natural
 

@@ -22,7 +22,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
 from kfac_core.errors import UnsupportedError
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import wide_companion, wide_natural

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
 from kfac_core.losses.noise import NoiseDistribution
 
 __all__ = ["Loss"]

@@ -14,8 +14,13 @@ from typing import Literal
 
 import numpy as np
 
-from kfac_core.arrays import device_of, namespace_of, require_floating, wide_dtype
-from kfac_core.backend import Array, backend_of
+from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.namespaces import (
+    device_of,
+    namespace_of,
+    require_floating,
+    wide_dtype,
+)
 from kfac_core.errors import DtypeError
 
 __all__ = ["NoiseDistribution", "NoiseSpec", "draw_noise"]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
     cast,
     is_finite_number,
     namespace_of,
     require_floating,
     wide_dtype,
 )
-from kfac_core.backend import Array, Namespace
 from kfac_core.errors import ConventionError, ShapeError
 
 __all__ = [

@@ -12,7 +12,8 @@ import math
 import numbers
 from typing import Any, get_args
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace, backend_of
+from kfac_core.array.namespaces import (
     Scalar,
     cast,
     device_of,
@@ -20,7 +21,7 @@ from kfac_core.arrays import (
     namespace_of,
     require_matrix,
 )
-from kfac_core.backend import Array, Namespace, backend_of
+from kfac_core.array.structure import replaced, structure
 from kfac_core.conventions import SourceReduction, require_one_of
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.losses.loss import Loss
@@ -32,7 +33,6 @@ from kfac_core.losses.modes import (
     source_reduction_of,
 )
 from kfac_core.losses.outputs import wide_companion, wide_natural
-from kfac_core.structure import replaced, structure
 
 __all__ = ["SourceVectors", "vectors", "with_random_signs"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
 from kfac_core.losses.gaussian import Gaussian
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import require_positive

@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kfac_core.arrays import Scalar, as_scalar, cast, full_of, status_unless
-from kfac_core.backend import Array
-from kfac_core.blocks.spectral import SpectralBlock, spectral_block
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, status_unless
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import DampingError
-from kfac_core.status import Check, Status
-from kfac_core.structure import replaced, structure
+from kfac_core.operators.spectral import SpectralBlock, spectral_block
 
 __all__ = ["BlockPosterior", "block_posterior"]
 

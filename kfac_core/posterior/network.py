@@ -14,15 +14,17 @@ from functools import reduce
 from operator import add, or_
 from typing import Any, TypeAlias
 
-from kfac_core.arrays import Scalar, as_scalar, cast, full_of, own_namespace
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, own_namespace
+from kfac_core.array.precision import Precision
+from kfac_core.array.status import Check
 from kfac_core.block import Block
-from kfac_core.blocks.spectral import SpectralBlock
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
 from kfac_core.layers.rows import Batch
 from kfac_core.layers.whole_rows import whole_rows
+from kfac_core.operators.spectral import SpectralBlock
 from kfac_core.posterior.block import BlockPosterior, block_posterior
 from kfac_core.posterior.evidence import Evidence
 from kfac_core.posterior.functional import (
@@ -31,9 +33,7 @@ from kfac_core.posterior.functional import (
     functional_variance,
     variance_of_rows,
 )
-from kfac_core.precision import Precision
-from kfac_core.spectra import require_same_blocks, spectral_blocks
-from kfac_core.status import Check
+from kfac_core.posterior.spectra import require_same_blocks, spectral_blocks
 
 __all__ = ["Jacobians", "Parameters", "Posterior"]
 

@@ -19,10 +19,16 @@ from __future__ import annotations
 import numbers
 from collections.abc import Sequence
 
-from kfac_core.arrays import Scalar, cast, namespace_of, require_floating, wide_dtype
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import (
+    Scalar,
+    cast,
+    namespace_of,
+    require_floating,
+    wide_dtype,
+)
 from kfac_core.errors import ShapeError
-from kfac_core.feeding import detached_array
+from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
 
 __all__ = ["curvature_of_outputs", "curvature_of_products"]

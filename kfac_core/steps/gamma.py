@@ -16,11 +16,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar, full_of, is_finite_number
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import Scalar, full_of, is_finite_number
 from kfac_core.damping import require_damping
 from kfac_core.errors import DampingError, ShapeError
-from kfac_core.feeding import detached_array
+from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.rejection import select
 
 __all__ = ["Trial", "choose_gamma", "gamma_candidates", "search_gamma"]

@@ -24,7 +24,8 @@ from typing import get_args
 
 import array_api_compat
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
     Scalar,
     cast,
     full_of,
@@ -34,15 +35,14 @@ from kfac_core.arrays import (
     status_unless,
     wide_dtype,
 )
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import structure
 from kfac_core.conventions import require_one_of
 from kfac_core.damping import require_damping
 from kfac_core.errors import NotFiniteError, ShapeError
-from kfac_core.feeding import detached_array
-from kfac_core.status import Check, Status
+from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.small_system import guarded_minimizer
 from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
-from kfac_core.structure import structure
 
 __all__ = ["Minimum", "QuadraticModel", "quadratic_model"]
 

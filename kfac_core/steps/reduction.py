@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
     Scalar,
     device_of,
     is_finite_number,
@@ -18,7 +19,6 @@ from kfac_core.arrays import (
     require_floating,
     wide_dtype,
 )
-from kfac_core.backend import Array, Namespace
 from kfac_core.steps.vectors import scalar_of
 
 __all__ = ["reduction_ratio"]

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import array_api_compat
 
-from kfac_core.arrays import Scalar, is_finite_number
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, is_finite_number
+from kfac_core.array.structure import combinable, is_structure, map_structure
 from kfac_core.errors import DtypeError, ShapeError
-from kfac_core.feeding import detached_array
-from kfac_core.structure import combinable, is_structure, map_structure
+from kfac_core.layers.feeding import detached_array
 
 __all__ = ["is_accepted", "select"]
 

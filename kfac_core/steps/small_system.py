@@ -8,8 +8,8 @@ is left out.  Nothing branches on a value.
 
 from __future__ import annotations
 
-from kfac_core.arrays import device_of
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of
 
 __all__ = ["guarded_minimizer"]
 

@@ -20,7 +20,8 @@ from typing import get_args
 
 import array_api_compat
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import (
     Scalar,
     cast,
     full_of,
@@ -29,13 +30,12 @@ from kfac_core.arrays import (
     status_unless,
     wide_dtype,
 )
-from kfac_core.backend import Array
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import structure
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import ConventionError, NotFiniteError
-from kfac_core.feeding import detached_array
-from kfac_core.status import Check, Status
+from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, inner_product, scalar_of
-from kfac_core.structure import structure
 
 __all__ = ["TrustRegion", "kl_clip", "trust_region_rate"]
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kfac_core.arrays import (
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
     cast,
@@ -24,10 +25,9 @@ from kfac_core.arrays import (
     require_floating,
     wide_dtype,
 )
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.structure import is_structure
 from kfac_core.errors import DtypeError, ShapeError, UnsupportedError
-from kfac_core.feeding import detached_array
-from kfac_core.structure import is_structure
+from kfac_core.layers.feeding import detached_array
 
 __all__ = [
     "Vector",
@@ -210,7 +210,7 @@ def widest(*vectors: Vector, xp: Namespace) -> Any:
 
 
 def scalar_of(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
-    """Return `kfac_core.arrays.as_scalar` without a gradient graph."""
+    """Return `kfac_core.array.namespaces.as_scalar` without a gradient graph."""
     return as_scalar(xp, detached_array(value), dtype, name)
 
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from kfac_core.arrays import Scalar, as_scalar, cast, wide_dtype
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import Scalar, as_scalar, cast, wide_dtype
 from kfac_core.errors import ShapeError
-from kfac_core.feeding import detached_array
+from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
 
 __all__ = ["Decayed", "add_l2", "decay_decoupled", "l2_curvature", "l2_penalty"]

@@ -26,7 +26,7 @@ from curvlinops import (
     KFACLinearOperator,
 )
 
-from kfac_core.conformance import Capabilities, NotOfferedError
+from kfac_core_conformance import Capabilities, NotOfferedError
 
 
 class Curvlinops:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import kfac_jax
 import numpy as np
 
-from kfac_core.conformance import Capabilities, NotOfferedError
+from kfac_core_conformance import Capabilities, NotOfferedError
 
 # Blocks are chosen by the kinds of layers that its tracer finds.
 REPEATED = kfac_jax.RepeatedDenseKroneckerFactored

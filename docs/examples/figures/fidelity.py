@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import kfac_core as kc
+from kfac_core.array.structure import map_structure
 from kfac_core.conventions import Conventions
-from kfac_core.structure import map_structure
 
 from .network import Array, Seen
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
 from kfac_core.cli.demo.parameters import Parameters
 
 __all__ = [

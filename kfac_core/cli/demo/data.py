@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
 
 __all__ = ["Digits", "batches", "load_digits", "pixel_entropy", "stream", "uniforms"]
 

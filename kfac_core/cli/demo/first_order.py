@@ -12,7 +12,7 @@ from typing import Protocol
 
 import array_api_compat
 
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
 from kfac_core.cli.demo.autoencoder import (
     backward,
     bernoulli_loss,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import array_api_compat
 
 import kfac_core as kc
-from kfac_core.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace
 from kfac_core.cli.demo.autoencoder import (
     backward,
     bernoulli_loss,

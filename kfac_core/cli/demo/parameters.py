@@ -18,7 +18,7 @@ import array_api_compat
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.backend import Array
+from kfac_core.array.backend import Array
 
 __all__ = [
     "Parameters",

@@ -1,0 +1,384 @@
+"""Approximations and layers without a Kronecker product: blocks from the definition."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+from ..builders import reference
+from ..builders.tolerances import assert_close, assert_differs
+
+SUM = kc.Conventions(loss="sum", sources="sum")
+
+
+def gradients_of(x, g, *, bias, mask=None):
+    """Return every example's and source's gradient, flattened, by loops."""
+    rows = reference.rows_of(x, g, bias=bias, mask=mask)
+    n, m = x.shape[-1] + bias, g.shape[-1]
+    found = []
+    for example in rows:
+        for j in range(g.shape[0]):
+            D = np.zeros((n, m))
+            for row, gs in example:
+                D += np.outer(row, gs[j])
+            found.append(D)
+    return found
+
+
+def operator_of(block, batch, **options):
+    """Return the operator after one update."""
+    statistics = block.update(
+        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    )
+    settings = {"damping": 0.2, "rule": "factored", "factorizations": ()}
+    return block.operator(statistics, **(settings | options))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("shared", [(), (3,), (2, 2)])
+@pytest.mark.parametrize("name", ["diagonal", "full", "tnt"])
+def test_a_dense_block_is_that_of_its_examples(backend, rng, name, shared, masked):
+    """Blocks are sums over examples of the summed gradient, sources added."""
+    x = rng.normal(size=(5, *shared, 3))
+    g = rng.normal(size=(2, 5, *shared, 2))
+    mask = rng.random((5, *shared)) > 0.3 if masked else None
+    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="oi")
+    kind = {"diagonal": kc.Diagonal(), "full": kc.Full(), "tnt": kc.TNT()}[name]
+    batch = kc.Batch(
+        backend.asarray(x),
+        backend.asarray(g),
+        mask=None if mask is None else backend.asarray(mask),
+        sources=2,
+    )
+
+    operator = operator_of(kc.Block(layer, kind), batch)
+
+    gradients = gradients_of(x, g, bias=True, mask=mask)
+    F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / 5
+    if name == "diagonal":
+        F = np.diag(np.diag(F))
+    if name == "tnt":
+        A, G = sum(D @ D.T for D in gradients) / 5, sum(D.T @ D for D in gradients) / 5
+        F = np.kron(A, G) / np.trace(A)
+    got = backend.to_numpy(operator.to_dense(damped=False))
+    assert_close(got, F, "gram", "float64")
+
+
+@pytest.mark.parametrize(
+    "kind", [kc.Diagonal(), kc.Full(), kc.ScaledIdentity(scale=2.0)]
+)
+def test_products_of_a_flat_block_are_the_dense_ones(backend, rng, kind):
+    """Every product of a block that is one matrix is that matrix's."""
+    x, g = rng.normal(size=(20, 3)), rng.normal(size=(20, 2))
+    layer = kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="io")
+    batch = kc.Batch(backend.asarray(x), backend.asarray(g))
+    operator = operator_of(kc.Block(layer, kind), batch)
+    V = rng.normal(size=(3, 2))
+    v = backend.asarray(V)
+
+    F = backend.to_numpy(operator.to_dense())
+    L = np.linalg.cholesky(F)
+    expected = {
+        "multiply": (operator.multiply(v), F),
+        "inverse": (operator.multiply_inverse(v), np.linalg.inv(F)),
+        "power": (operator.multiply_matpower(v, 0.5), reference.matrix_power(F, 0.5)),
+        "root": (operator.multiply_matpower(v, -0.5), reference.matrix_power(F, -0.5)),
+        "cholesky": (operator.multiply_cholesky(v), L),
+        "transposed": (operator.multiply_cholesky(v, transpose=True), L.T),
+        "solved": (operator.multiply_cholesky_inverse(v), np.linalg.inv(L)),
+        "sample": (operator.sample(v), np.linalg.inv(L).T),
+    }
+    for got, matrix in expected.values():
+        value = (matrix @ V.ravel()).reshape(V.shape)
+        assert_close(backend.to_numpy(got), value, "inverse", "float64")
+    assert_close(float(operator.logdet()), np.linalg.slogdet(F)[1], "logdet", "float64")
+    assert_close(float(operator.trace()), np.trace(F), "product", "float64")
+    got = backend.to_numpy(operator.eigenvalues())
+    assert_close(got, np.linalg.eigvalsh(F), "eigenvalues", "float64")
+
+
+def test_eigen_is_the_best_diagonal_in_its_basis(backend, rng):
+    """Its trace is that of the exact block, and no Kronecker fit is nearer (A25)."""
+    x, g = rng.normal(size=(15, 3)), rng.normal(size=(15, 2))
+    g = g * (1 + x[:, :1] ** 2)
+    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    eigen, batch = kc.Eigen(), kc.Batch(backend.asarray(x), backend.asarray(g))
+    block = kc.Block(layer, eigen)
+    statistics = block.update(
+        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    )
+    statistics = eigen.rebased(statistics, moments="zero", check="raise")
+    statistics = eigen.corrected(
+        statistics, layer.rows(batch), conventions=SUM, decay=0.0, weight=1.0
+    )
+
+    operator = block.operator(statistics, damping=0.1, rule="exact")
+
+    gradients = gradients_of(x, g[None], bias=True)
+    F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / 15
+    A, G, _ = reference.kronecker_factors(x, g[None], bias=True)
+    Q = np.kron(np.linalg.eigh(A)[1], np.linalg.eigh(G)[1])
+    best = (Q * np.diag(Q.T @ F @ Q)) @ Q.T
+    got = backend.to_numpy(operator.to_dense(damped=False))
+    assert_close(got, best, "product", "float64")
+    assert_close(float(operator.trace(damped=False)), np.trace(F), "product", "float64")
+    assert_differs(np.trace(np.kron(A, G)), np.trace(F))
+    assert np.linalg.norm(F - got) < np.linalg.norm(F - np.kron(A, G))
+    V = rng.normal(size=(4, 2))
+    damped = best + 0.1 * np.eye(8)
+    solved = backend.to_numpy(operator.multiply_inverse(backend.asarray(V)))
+    value = np.linalg.solve(damped, V.ravel()).reshape(V.shape)
+    assert_close(solved, value, "inverse", "float64")
+    lower = backend.to_numpy(operator.multiply_cholesky(backend.asarray(V)))
+    value = (np.linalg.cholesky(damped) @ V.ravel()).reshape(V.shape)
+    assert_close(lower, value, "cholesky", "float64")
+
+
+def embedding(**options):
+    settings = {"num_embeddings": 6, "features": 2, "weight_layout": "io"}
+    return kc.Embedding(**(settings | options))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["kronecker", "diagonal", "full"])
+def test_an_embedding_is_a_dense_layer_on_one_hot_rows(backend, rng, name, masked):
+    """Ids give the blocks of their one-hot vectors, positions with one id added up."""
+    ids = np.array([[0, 3, 3], [1, 1, 1], [5, 0, 5], [2, 3, 2]])
+    g = rng.normal(size=(2, 4, 3, 2))
+    mask = np.array([[1, 1, 0], [1, 1, 1], [0, 1, 1], [1, 0, 0]], bool)
+    kinds = {
+        "kronecker": kc.Kronecker(input="diagonal"),
+        "diagonal": kc.Diagonal(),
+        "full": kc.Full(),
+    }
+    given = backend.asarray(mask) if masked else None
+    batch = kc.Batch(backend.asarray(ids), backend.asarray(g), given, sources=2)
+    x = np.eye(6)[ids]
+    used = mask if masked else None
+
+    operator = operator_of(kc.Block(embedding(), kinds[name]), batch)
+
+    gradients = gradients_of(x, g, bias=False, mask=used)
+    F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / 4
+    if name == "diagonal":
+        F = np.diag(np.diag(F))
+    if name == "kronecker":
+        A, G, S = reference.kronecker_factors(x, g, bias=False, mask=used)
+        F = S * np.kron(np.diag(np.diag(A)), G)
+    got = backend.to_numpy(operator.to_dense(damped=False))
+    assert_close(got, F, "gram", "float64")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("duplicates", ["binary", "count"])
+@pytest.mark.parametrize("name", ["kronecker", "diagonal", "full"])
+def test_a_bag_is_one_row(backend, rng, name, duplicates, masked):
+    """The n-hot vector of a bag counts a doubled id once or twice, as described."""
+    ids = np.array([[0, 3, 3], [1, 1, 1], [5, 0, 2]])
+    g = rng.normal(size=(3, 2))
+    x = np.eye(6)[ids].sum(axis=1)
+    if duplicates == "binary":
+        x = np.minimum(x, 1)
+    kinds = {
+        "kronecker": kc.Kronecker(input="diagonal"),
+        "diagonal": kc.Diagonal(),
+        "full": kc.Full(),
+    }
+    layer = embedding(bag=True, duplicates=duplicates)
+    mask = np.array([True, False, True]) if masked else None
+    given = None if mask is None else backend.asarray(mask)
+    batch = kc.Batch(backend.asarray(ids), backend.asarray(g), given)
+
+    operator = operator_of(kc.Block(layer, kinds[name]), batch)
+
+    gradients = gradients_of(x, g[None], bias=False, mask=mask)
+    F = sum(np.outer(D.ravel(), D.ravel()) for D in gradients) / 3
+    if name == "diagonal":
+        F = np.diag(np.diag(F))
+    if name == "kronecker":
+        A, G, S = reference.kronecker_factors(x, g[None], bias=False, mask=mask)
+        F = S * np.kron(np.diag(np.diag(A)), G)
+    got = backend.to_numpy(operator.to_dense(damped=False))
+    assert_close(got, F, "gram", "float64")
+
+
+def test_a_large_vocabulary_costs_its_counts(backend, rng):
+    """A million ids are counted without a one-hot row."""
+    size, k = (10**6, 10**4) if backend.name != "array_api_strict" else (10**5, 10**3)
+    ids, g = rng.integers(size, size=k), rng.normal(size=(k, 2))
+    layer = embedding(num_embeddings=size)
+    block = kc.Block(layer, kc.Kronecker(input="diagonal"))
+    batch = kc.Batch(backend.asarray(ids), backend.asarray(g))
+
+    statistics = block.update(
+        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    )
+
+    got = backend.to_numpy(statistics.averages["input"].value(debias=True))
+    assert_close(got, np.bincount(ids, minlength=size) / k, "gram", "float64")
+
+
+def test_counting_holds_nothing_but_counts(rng):
+    """The memory of an update is a few times that of the counts, never of one-hot rows."""
+    size, k = 10**6, 10**4
+    block = kc.Block(embedding(num_embeddings=size), kc.Kronecker(input="diagonal"))
+    batch = kc.Batch(rng.integers(size, size=k), rng.normal(size=(k, 2)))
+    start = block.initial(batch.like)
+    block.update(start, batch, conventions=SUM, decay=0.5)
+
+    tracemalloc.start()
+    block.update(start, batch, conventions=SUM, decay=0.5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 8 * 8 * size
+
+
+@pytest.mark.parametrize("rule", ["factored", "exact"])
+@pytest.mark.parametrize("layout", ["io", "oi"])
+@pytest.mark.parametrize("name", ["kronecker", "diagonal"])
+def test_sparse_gradients_stay_sparse(backend, rng, name, layout, rule):
+    """Rows of some ids go in and come out, equal to those of the whole gradient."""
+    kind = kc.Kronecker(input="diagonal") if name == "kronecker" else kc.Diagonal()
+    block = kc.Block(embedding(weight_layout=layout), kind)
+    estimator = kc.Estimator(
+        {"e": block}, decay=0.9, damping=0.3, damping_rule=rule, loss="sum"
+    )
+    ids, g = rng.integers(6, size=20), rng.normal(size=(20, 2))
+    estimator.update({"e": kc.Batch(backend.asarray(ids), backend.asarray(g))})
+    estimator.refresh()
+    some, rows = np.array([4, 1, 2]), rng.normal(size=(3, 2))
+    whole = np.zeros((6, 2))
+    whole[some] = rows
+
+    sparse = kc.SparseRows(backend.asarray(some), backend.asarray(rows))
+    got = estimator.precondition({"e": {"weight": sparse}})["e"]["weight"]
+
+    dense = backend.asarray(whole if layout == "io" else whole.T)
+    full = estimator.precondition({"e": {"weight": dense}})["e"]["weight"]
+    expected = backend.to_numpy(full)
+    expected = expected if layout == "io" else expected.T
+    assert np.array_equal(backend.to_numpy(got.indices), some)
+    assert_close(backend.to_numpy(got.rows), expected[some], "product", "float64")
+    rest = np.setdiff1d(np.arange(6), some)
+    assert np.array_equal(expected[rest], np.zeros((3, 2)))
+
+
+def test_a_sparse_gradient_needs_rows_that_stand_alone(backend, rng):
+    """A block with a full input factor refuses it, with what to do instead."""
+    layer = kc.Dense(in_features=4, out_features=2, bias=False, weight_layout="io")
+    estimator = kc.Estimator(
+        {"d": kc.Block(layer, kc.Kronecker())},
+        decay=0.9,
+        damping=0.3,
+        damping_rule="factored",
+        loss="sum",
+    )
+    x, g = rng.normal(size=(9, 4)), rng.normal(size=(9, 2))
+    estimator.update({"d": kc.Batch(backend.asarray(x), backend.asarray(g))})
+    estimator.refresh()
+    sparse = kc.SparseRows(backend.asarray(np.array([0])), backend.asarray(g[:1]))
+
+    with pytest.raises(kc.UnsupportedError, match="whole gradient"):
+        estimator.precondition({"d": {"weight": sparse}})
+
+
+@pytest.mark.parametrize("bad", [-1, 6])
+def test_an_id_out_of_range_is_refused(backend, bad):
+    """An id that stands for no row names the argument and changes nothing."""
+    estimator = kc.Estimator(
+        {"e": kc.Block(embedding(), kc.Kronecker(input="diagonal"))},
+        decay=0.9,
+        damping=0.1,
+        damping_rule="factored",
+        loss="sum",
+    )
+    batch = kc.Batch(
+        backend.asarray(np.array([0, bad])), backend.asarray(np.ones((2, 2)))
+    )
+
+    with pytest.raises(kc.IdRangeError, match=r"'e'.*`inputs`"):
+        estimator.update({"e": batch})
+    assert estimator.state("e").statistics is None
+
+
+@pytest.mark.parametrize(
+    ("scale_shape", "shift_shape"),
+    [((3,), (3,)), ((2, 3), None), (None, (2, 1)), ((1, 1), (3,)), ((), (2, 3))],
+)
+@pytest.mark.parametrize("kind", [kc.Diagonal(), kc.Full()])
+def test_scale_and_shift_are_summed_to_their_shapes(
+    backend, rng, scale_shape, shift_shape, kind
+):
+    """Each example's gradient is summed over the axes that a parameter lacks."""
+    x, g = rng.normal(size=(5, 2, 3)), rng.normal(size=(2, 5, 2, 3))
+    layer = kc.ScaleShift(scale_shape=scale_shape, shift_shape=shift_shape)
+    batch = kc.Batch(backend.asarray(x), backend.asarray(g), sources=2)
+
+    operator = operator_of(kc.Block(layer, kind), batch)
+
+    def down(values, shape):
+        aligned = (1,) * (2 - len(shape)) + shape
+        axes = tuple(i for i in range(2) if aligned[i] == 1)
+        return values.sum(axis=axes, keepdims=True).ravel()
+
+    vectors = []
+    for j in range(2):
+        for n in range(5):
+            parts = []
+            if scale_shape is not None:
+                parts.append(down(x[n] * g[j, n], scale_shape))
+            if shift_shape is not None:
+                parts.append(down(g[j, n], shift_shape))
+            vectors.append(np.concatenate(parts))
+    F = sum(np.outer(v, v) for v in vectors) / 5
+    if kind.name == "diagonal":
+        F = np.diag(np.diag(F))
+    got = backend.to_numpy(operator.to_dense(damped=False))
+    assert_close(got, F, "gram", "float64")
+
+
+@pytest.mark.parametrize(
+    ("layer", "approximation", "reason"),
+    [
+        (embedding(), kc.Kronecker(), "input='diagonal'"),
+        (embedding(), kc.TNT(), "dense or conv"),
+        (embedding(), kc.Eigen(), "Eigen.input='diagonal'"),
+        (kc.Parameters(shapes={"w": (2,)}), kc.Kronecker(), "Full or Diagonal"),
+        (kc.ScaleShift(scale_shape=(2,), shift_shape=None), kc.TNT(), "dense or conv"),
+    ],
+)
+def test_pairs_that_make_no_sense_are_refused_with_the_reason(
+    layer, approximation, reason
+):
+    """A layer and an approximation that do not go together are refused where written."""
+    with pytest.raises(kc.UnsupportedError, match=reason):
+        kc.Block(layer, approximation)
+
+
+def test_a_factor_on_its_own(backend, dtype, rng):
+    """Powers of a damped factor, on vectors and on matrices."""
+    A = reference.spd(rng, 4)
+    V, v = rng.normal(size=(4, 3)), rng.normal(size=4)
+
+    for moment in (A, np.diag(A)):
+        dense = (A if moment.ndim == 2 else np.diag(moment)) + 0.1 * np.eye(4)
+        factor = kc.damped_factor(backend.asarray(moment, dtype), damping=0.1)
+        for exponent in (1, -1, 0.5, -0.5, 2):
+            power = reference.matrix_power(dense, exponent)
+            left = factor.multiply_left(backend.asarray(V, dtype), exponent=exponent)
+            one = factor.multiply_left(backend.asarray(v, dtype), exponent=exponent)
+            assert_close(backend.to_numpy(left), power @ V, "power", dtype)
+            assert_close(backend.to_numpy(one), power @ v, "power", dtype)
+        got = backend.to_numpy(factor.covariance(damped=True))
+        assert_close(got, dense, "product", dtype)
+        assert_close(
+            float(factor.trace(damped=True)), np.trace(dense), "product", dtype
+        )
+        assert_close(
+            float(factor.logdet()), np.linalg.slogdet(dense)[1], "logdet", dtype
+        )
+        got = backend.to_numpy(factor.eigenvalues(damped=True))
+        assert_close(got, np.linalg.eigvalsh(dense), "eigenvalues", dtype)

@@ -1,0 +1,734 @@
+"""A27: the block-tridiagonal inverse over a chain of layers, against dense matrices.
+
+The moments are loops over examples.  F is then known by what it must be: it has the given
+blocks on the tridiagonal, and its inverse has none beyond.  There is one such matrix.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array.structure import map_structure, replaced
+from kfac_core.chain.statistics import ChainStatistics
+from kfac_core.chain.tridiagonal import BlockTridiagonal
+from kfac_core.linalg import series_chain
+
+from ..builders import network, reference
+from ..builders.tolerances import assert_close, assert_differs
+
+SUM = kc.Conventions(loss="sum", sources="sum")
+N, M = 30, 2
+NAMES = ["first", "second", "third"]
+# One shape for all keeps what JAX compiles short; other widths have a test of their own.
+WIDTHS = [(3, 3, True), (3, 3, True), (4, 3, False)]
+LAYERS = {
+    name: kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout="io")
+    for name, (n, m, bias) in zip(NAMES, WIDTHS, strict=True)
+}
+CHAIN = BlockTridiagonal(layers=LAYERS)
+SHAPES = [layer.matrix_shape for layer in LAYERS.values()]
+EDGES = np.cumsum([0, *(n * m for n, m in SHAPES)])
+RULES = ["factored", "factored_unit_pi"]
+
+
+def draw(rng, examples=N, sources=M):
+    """Return x and g of all layers, correlated between neighbors."""
+    xs = [rng.normal(size=(examples, 3))]
+    gs = [rng.normal(size=(sources, examples, 3))]
+    for n, m, _ in WIDTHS[1:]:
+        step = rng.normal(size=(xs[-1].shape[1], n))
+        xs.append(np.tanh(xs[-1] @ step) + 0.4 * rng.normal(size=(examples, n)))
+        step = rng.normal(size=(gs[-1].shape[2], m))
+        gs.append(gs[-1] @ step + 0.4 * rng.normal(size=(sources, examples, m)))
+    return xs, gs
+
+
+def fed(backend, xs, gs, dtype="float64", masks=None):
+    """Return what the layers saw on the backend."""
+    masks = [None] * 3 if masks is None else masks
+    return {
+        name: kc.Batch(
+            backend.asarray(x, dtype),
+            backend.asarray(g, dtype),
+            mask=None if mask is None else backend.asarray(mask),
+            sources=len(g),
+        )
+        for name, x, g, mask in zip(NAMES, xs, gs, masks, strict=True)
+    }
+
+
+def moments_of(xs, gs, kept=None):
+    """Return all A_ij, all G_ij and S by loops over examples."""
+    kept = range(len(xs[0])) if kept is None else kept
+    rows = [
+        [np.append(x[i], 1.0) if bias else x[i] for i in kept]
+        for x, (_, _, bias) in zip(xs, WIDTHS, strict=True)
+    ]
+    R = len(rows[0])
+    A, G = {}, {}
+    for i, j in itertools.product(range(3), range(3)):
+        A[i, j] = sum(np.outer(a, b) for a, b in zip(rows[i], rows[j], strict=True)) / R
+        G[i, j] = sum(
+            np.outer(gs[i][s][e], gs[j][s][e]) for s in range(len(gs[i])) for e in kept
+        )
+        G[i, j] = G[i, j] / R
+    return A, G, R / len(xs[0])
+
+
+def damped_moments(A, G, S, damping, rule):
+    """Return the same with the damped blocks on the diagonal."""
+    A, G = dict(A), dict(G)
+    for i in range(3):
+        n, m = len(A[i, i]), len(G[i, i])
+        means = np.trace(A[i, i]) / n, np.trace(G[i, i]) / m
+        pi = np.sqrt(means[0] / means[1]) if rule == "factored" else 1.0
+        root = np.sqrt(damping / S)
+        A[i, i] = A[i, i] + pi * root * np.eye(n)
+        G[i, i] = G[i, i] + root / pi * np.eye(m)
+    return A, G
+
+
+def full_matrix(A, G, S, names=range(3)):
+    """Return F~ of some layers: all of its blocks are Kronecker products."""
+    return S * np.block([[np.kron(A[i, j], G[i, j]) for j in names] for i in names])
+
+
+def tridiagonal_matrix(A, G, S):
+    """Return F of three layers: the corner of a chain is ``F_12 F_22^-1 F_23``."""
+    F = full_matrix(A, G, S)
+    first, second, third = (slice(a, b) for a, b in itertools.pairwise(EDGES))
+    corner = F[first, second] @ np.linalg.solve(F[second, second], F[second, third])
+    F[first, third], F[third, first] = corner, corner.T
+    return F
+
+
+def statistics_of(chain, batches, **options):
+    """Return the statistics after one update."""
+    start = chain.initial(next(iter(batches.values())).inputs)
+    settings = {"conventions": SUM, "decay": 0.9} | options
+    return chain.update(start, batches, **settings)
+
+
+def vectors(backend, flat, dtype="float64"):
+    """Split one long vector into the layers' matrices."""
+    return {
+        name: backend.asarray(flat[a:b].reshape(shape), dtype)
+        for name, shape, (a, b) in zip(
+            NAMES, SHAPES, itertools.pairwise(EDGES), strict=True
+        )
+    }
+
+
+def flattened(backend, found):
+    """Return the layers' matrices as one long vector on the host."""
+    return np.concatenate([backend.to_numpy(found[name]).ravel() for name in NAMES])
+
+
+def block(F, i, j):
+    """Return one block of a matrix of three layers."""
+    return F[EDGES[i] : EDGES[i + 1], EDGES[j] : EDGES[j + 1]]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_has_the_given_blocks_and_no_others_in_its_inverse(
+    backend, dtype, rng, rule, masked
+):
+    """A27: F~ on the tridiagonal, with damped blocks; the inverse is zero elsewhere."""
+    xs, gs = draw(rng)
+    kept, masks = np.ones(N, bool), None
+    if masked:
+        # What any mask leaves out is left out of all layers, whatever it holds there.
+        masks = [rng.random(N) > 0.1, None, rng.random(N) > 0.1]
+        kept = masks[0] & masks[2]
+        xs[0][~masks[0]], gs[2][:, ~masks[2]] = np.nan, np.nan
+    batches = fed(backend, xs, gs, dtype, masks)
+
+    operator = CHAIN.operator(statistics_of(CHAIN, batches), damping=0.2, rule=rule)
+    F = backend.to_numpy(operator.to_dense())
+    inverse = backend.to_numpy(operator.inverse_to_dense())
+
+    A, G, S = moments_of(xs, gs, np.flatnonzero(kept))
+    A, G = damped_moments(A, G, S, 0.2, rule)
+    for i, j in [(0, 0), (0, 1), (1, 1), (1, 2), (2, 2)]:
+        expected = S * np.kron(A[i, j], G[i, j])
+        assert_close(block(F, i, j), expected, "product", dtype, condition=10)
+    assert_close(F, tridiagonal_matrix(A, G, S), "inverse", dtype)
+    assert_close(inverse, np.linalg.inv(F), "inverse", dtype)
+    assert np.array_equal(block(inverse, 0, 2), np.zeros((12, 12)))
+    assert np.linalg.norm(block(inverse, 0, 1)) > 0.05 * np.linalg.norm(inverse)
+    assert_differs(F, full_matrix(A, G, S))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_product_is_that_of_the_dense_matrix(backend, dtype, rng, rule):
+    """A27: F v, its inverse, a root of the inverse and the determinant."""
+    xs, gs = draw(rng)
+    # With a third left out there is a scale S = 2/3.
+    mask = np.arange(N) % 3 > 0
+    A, G, S = moments_of(xs, gs, np.flatnonzero(mask))
+    A, G = damped_moments(A, G, S, 0.2, rule)
+    F = tridiagonal_matrix(A, G, S)
+    v = rng.normal(size=len(F))
+    V = vectors(backend, v, dtype)
+    batches = fed(backend, xs, gs, dtype, [mask, None, None])
+    statistics = statistics_of(CHAIN, batches)
+
+    operator = CHAIN.operator(statistics, damping=0.2, rule=rule)
+    product = flattened(backend, operator.multiply(V))
+    solved = flattened(backend, operator.multiply_inverse(V))
+    root = np.stack(
+        [
+            flattened(backend, operator.sample(vectors(backend, unit, dtype)))
+            for unit in np.eye(len(F))
+        ],
+        axis=1,
+    )
+
+    assert operator.shapes == dict(zip(NAMES, SHAPES, strict=True))
+    assert_close(product, F @ v, "product", dtype, condition=10)
+    assert_close(solved, np.linalg.solve(F, v), "inverse", dtype)
+    assert_close(root @ root.T, np.linalg.inv(F), "inverse", dtype)
+    logdet = np.linalg.slogdet(F)[1]
+    assert_close(float(operator.logdet()), logdet, "logdet", dtype)
+    assert int(operator.status()) == kc.Status.OK
+    kept = flattened(backend, V)
+    assert np.array_equal(kept, np.asarray(v, dtype).astype(np.float64))
+
+
+def test_two_layers_are_the_full_matrix(backend, rng):
+    """A27: for two layers the inverse is that of the whole F~."""
+    xs, gs = draw(rng)
+    names = NAMES[:2]
+    pair = BlockTridiagonal(layers={name: LAYERS[name] for name in names})
+    batches = fed(backend, xs, gs)
+    batches.pop("third")
+
+    operator = pair.operator(statistics_of(pair, batches), damping=0.2, rule="factored")
+
+    A, G = damped_moments(*moments_of(xs, gs), 0.2, "factored")
+    F = full_matrix(A, G, 1.0, names=range(2))
+    assert_close(backend.to_numpy(operator.to_dense()), F, "product", "float64")
+    got = backend.to_numpy(operator.inverse_to_dense())
+    assert_close(got, np.linalg.inv(F), "inverse", "float64")
+
+
+def kronecker_blocks(backend, batches, damping):
+    """Return the dense damped block of each layer as K-FAC has it."""
+    found = []
+    for name, layer in LAYERS.items():
+        one = kc.Block(layer, kc.Kronecker())
+        statistics = one.update(
+            one.initial(batches[name].inputs),
+            batches[name],
+            conventions=SUM,
+            decay=0.9,
+        )
+        made = one.operator(statistics, damping=damping, rule="factored")
+        found.append(backend.to_numpy(made.to_dense()))
+    return found
+
+
+def test_without_crossed_moments_it_is_block_diagonal(backend, rng):
+    """A27: if g of neighbors are uncorrelated it is K-FAC; else it is not."""
+    xs, gs = draw(rng)
+    # Each layer's gradients are of other sources than its neighbors'.
+    apart = [np.zeros((6, N, g.shape[-1])) for g in gs]
+    for i, g in enumerate(gs):
+        apart[i][2 * i : 2 * i + 2] = g
+
+    dense = []
+    for some in (apart, gs):
+        statistics = statistics_of(CHAIN, fed(backend, xs, some))
+        operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+        dense.append(backend.to_numpy(operator.to_dense()))
+
+    blocks = kronecker_blocks(backend, fed(backend, xs, gs), 0.2)
+    F = np.zeros_like(dense[0])
+    for i, own in enumerate(blocks):
+        block(F, i, i)[...] = own
+    assert_close(dense[0], F, "product", "float64")
+    assert_differs(dense[1], F)
+
+
+def test_one_layer_is_kfac(backend, rng):
+    """A chain of one layer has no neighbors."""
+    xs, gs = draw(rng)
+    alone = BlockTridiagonal(layers={"first": LAYERS["first"]})
+    batches = fed(backend, xs, gs)
+    statistics = statistics_of(alone, {"first": batches["first"]})
+
+    operator = alone.operator(statistics, damping=0.2, rule="factored")
+
+    expected = kronecker_blocks(backend, batches, 0.2)[0]
+    assert_close(backend.to_numpy(operator.to_dense()), expected, "product", "float64")
+
+
+def test_crossed_moments_are_the_ggn_of_a_linear_network(backend, rng):
+    """B4 between layers: in a deep linear network the neighbors' blocks are exact."""
+    net = network.random_network(rng, (3, 3, 3, 3), "identity")
+    x = rng.normal(size=(N, 3))
+    outputs = net.outputs(x)
+    given = network.batches(backend, net, x, network.type2_vectors("mse", outputs))
+    chain = BlockTridiagonal(
+        layers=dict(
+            zip(NAMES, (part.layer for part in network.blocks_of(net)), strict=True)
+        )
+    )
+    statistics = statistics_of(chain, dict(zip(NAMES, given, strict=True)))
+
+    F = backend.to_numpy(
+        chain.operator(statistics, damping=1.0, rule="factored").to_dense()
+    )
+
+    J = np.concatenate(network.jacobians(net, x), axis=-1)
+    ggn = np.einsum("nci,ncj->ij", J, J) / len(x)
+    edges = np.cumsum([0, *(W.size for W in net.weights)])
+    first, second, third = (slice(a, b) for a, b in itertools.pairwise(edges))
+    for i, j in ((first, second), (second, third)):
+        assert_close(F[i, j], ggn[i, j], "identity", "float64")
+    assert_differs(F[first, third], ggn[first, third])
+
+
+def test_undamped_it_is_invariant(backend, rng):
+    """A26: with ``x -> T x`` and ``g -> R g`` in every layer, steps transform likewise."""
+    xs, gs = draw(rng)
+    bare = BlockTridiagonal(
+        layers={
+            name: kc.Dense(
+                in_features=n, out_features=m, bias=False, weight_layout="io"
+            )
+            for name, (n, m) in zip(NAMES, SHAPES, strict=True)
+        }
+    )
+    xs = [
+        np.concatenate([x, np.ones((N, n - x.shape[1]))], axis=1)
+        for x, (n, _) in zip(xs, SHAPES, strict=True)
+    ]
+    T = [np.eye(n) + 0.3 * rng.normal(size=(n, n)) for n, _ in SHAPES]
+    R = [np.eye(m) + 0.3 * rng.normal(size=(m, m)) for _, m in SHAPES]
+    V = [rng.normal(size=shape) for shape in SHAPES]
+    turned = (
+        [x @ t.T for x, t in zip(xs, T, strict=True)],
+        [g @ r.T for g, r in zip(gs, R, strict=True)],
+    )
+
+    steps = {}
+    for damping in (0.0, 0.2):
+        for which, rows in (("plain", (xs, gs)), ("turned", turned)):
+            statistics = statistics_of(bare, fed(backend, *rows))
+            operator = bare.operator(statistics, damping=damping, rule="factored")
+            v = [t @ v @ r.T for t, v, r in zip(T, V, R, strict=True)]
+            given = V if which == "plain" else v
+            made = operator.multiply_inverse(
+                dict(zip(NAMES, map(backend.asarray, given), strict=True))
+            )
+            host = [backend.to_numpy(made[name]) for name in NAMES]
+            if which == "turned":
+                host = [t.T @ u @ r for t, u, r in zip(T, host, R, strict=True)]
+            steps[damping, which] = np.concatenate([u.ravel() for u in host])
+
+    assert_close(steps[0.0, "turned"], steps[0.0, "plain"], "inverse", "float64")
+    assert_differs(steps[0.2, "turned"], steps[0.2, "plain"])
+
+
+def test_what_is_left_of_a_layer_is_a_difference_of_products(backend, rng):
+    """A10: Sigma is ``A (x) G - C (x) D``, solved by one pair of bases."""
+    xs, gs = draw(rng)
+    statistics = statistics_of(CHAIN, fed(backend, xs, gs))
+    operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+    A, G = damped_moments(*moments_of(xs, gs), 0.2, "factored")
+    C, D = (F[0, 1] @ np.linalg.solve(F[1, 1], F[1, 0]) for F in (A, G))
+    V = rng.normal(size=SHAPES[0])
+
+    dense = np.kron(A[0, 0], G[0, 0]) - np.kron(C, D)
+    expected = np.linalg.solve(dense, V.ravel()).reshape(V.shape)
+    part = operator.conditionals["first"]
+    mine = part.solve(backend.asarray(V), xp=backend.xp)
+    back = part.multiply(mine, xp=backend.xp)
+
+    got = backend.to_numpy(mine)
+    assert_close(got, expected, "inverse", "float64")
+    assert_close(backend.to_numpy(back), V, "inverse", "float64")
+
+
+def test_all_moments_have_one_weight(backend, dtype, rng):
+    """After updates of different decays and weights they are one weighted mean."""
+    batches = [draw(rng) for _ in range(3)]
+    statistics = CHAIN.initial(backend.asarray(batches[0][0][0], dtype))
+    decays, weights = (0.9, 0.5, 0.8), (1.0, 2.0, 0.5)
+
+    for rows, decay, weight in zip(batches, decays, weights, strict=True):
+        statistics = CHAIN.update(
+            statistics,
+            fed(backend, *rows, dtype),
+            conventions=SUM,
+            decay=decay,
+            weight=weight,
+        )
+
+    shares = np.array([1.0 * 0.5 * 0.8, 2.0 * 0.8, 0.5])
+    sums = [moments_of(*rows)[:2] for rows in batches]
+    A, G = (
+        {
+            key: sum(w * part[side][key] for w, part in zip(shares, sums, strict=True))
+            / shares.sum()
+            for key in sums[0][side]
+        }
+        for side in (0, 1)
+    )
+    for i, name in enumerate(NAMES[:2]):
+        for averages, moments in (
+            (statistics.crossed_inputs, A),
+            (statistics.crossed_output_grads, G),
+        ):
+            got = backend.to_numpy(averages[name].value(debias=True))
+            assert_close(got, moments[i, i + 1], "gram", dtype)
+        assert_close(
+            float(statistics.crossed_inputs[name].weight), shares.sum(), "gram", dtype
+        )
+    operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+    F = tridiagonal_matrix(*damped_moments(A, G, 1.0, 0.2, "factored"), 1.0)
+    assert_close(backend.to_numpy(operator.to_dense()), F, "inverse", dtype)
+
+
+def test_halves_of_a_batch_merge_into_the_whole(backend, rng):
+    """C1: weighted by their numbers of rows, parts of unequal size are the batch."""
+    xs, gs = draw(rng)
+    whole = statistics_of(CHAIN, fed(backend, xs, gs), weight=float(N))
+    parts = [
+        statistics_of(
+            CHAIN,
+            fed(backend, [x[rows] for x in xs], [g[:, rows] for g in gs]),
+            weight=float(rows.stop - rows.start),
+        )
+        for rows in (slice(0, 10), slice(10, N))
+    ]
+
+    merged = parts[0].merged(parts[1])
+
+    errors = []
+    map_structure(
+        lambda a, b: errors.append(
+            np.abs(backend.to_numpy(a) - backend.to_numpy(b)).max()
+        ),
+        merged,
+        whole,
+    )
+    assert isinstance(merged, ChainStatistics)
+    assert len(errors) > 20
+    assert max(errors) < 1e-11
+
+
+@pytest.mark.parametrize("loss", ["sum", "mean"])
+@pytest.mark.parametrize("sources", ["sum", "mean"])
+def test_conventions_scale_neighbors_as_layers(backend, rng, loss, sources):
+    """The moments between layers are multiplied by what the layers' own are."""
+    xs, gs = draw(rng)
+    conventions = kc.Conventions(loss=loss, sources=sources)
+    scaled = [g / (N if loss == "mean" else 1) for g in gs]
+
+    statistics = statistics_of(CHAIN, fed(backend, xs, scaled), conventions=conventions)
+
+    A, G, _ = moments_of(xs, gs)
+    G = {key: moment / (M if sources == "mean" else 1) for key, moment in G.items()}
+    operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+    F = tridiagonal_matrix(*damped_moments(A, G, 1.0, 0.2, "factored"), 1.0)
+    assert_close(backend.to_numpy(operator.to_dense()), F, "inverse", "float64")
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+@pytest.mark.parametrize("damping", [1e-6, 1e-1, 1e6])
+def test_rank_deficient_moments_and_any_damping(backend, rng, examples, damping):
+    """Of one example all correlations are as large as they can be, below 1."""
+    xs, gs = draw(rng, examples, 1)
+    statistics = statistics_of(CHAIN, fed(backend, xs, gs))
+
+    operator = CHAIN.operator(statistics, damping=damping, rule="factored")
+    v = rng.normal(size=EDGES[-1])
+    got = flattened(backend, operator.multiply_inverse(vectors(backend, v)))
+
+    A, G = damped_moments(*moments_of(xs, gs), damping, "factored")
+    F = tridiagonal_matrix(A, G, 1.0)
+    expected = np.linalg.solve(F, v)
+    condition = min(np.linalg.cond(F), 1e8) * 1e-4
+    assert_close(got, expected, "inverse", "float64", condition=condition)
+    spectra = [backend.to_numpy(c.spectrum) for c in operator.conditionals.values()]
+    assert all(s.min() > 0 and s.max() <= 1 for s in spectra)
+    assert all(float(c.clipped) == 0 for c in operator.conditionals.values())
+
+
+def test_stale_moments_of_the_layers_are_refused(backend, rng):
+    """Diagonal moments of other rows than the crossed ones: an error, or the flag."""
+    xs, gs = draw(rng)
+    small = [0.05 * x for x in xs]
+    new = statistics_of(CHAIN, fed(backend, xs, gs))
+    stale = replaced(new, layers=statistics_of(CHAIN, fed(backend, small, gs)).layers)
+
+    with pytest.raises(kc.FactorizationError, match=r"first: .*above 1.*same rows"):
+        CHAIN.operator(stale, damping=1e-6, rule="factored")
+    operator = CHAIN.operator(stale, damping=1e-6, rule="factored", check="status")
+
+    assert kc.Status.INACCURATE in kc.Status(int(operator.status()))
+    assert float(operator.conditionals["first"].clipped) > 1.0
+    assert np.all(backend.to_numpy(operator.conditionals["first"].spectrum) >= 0)
+    V = vectors(backend, rng.normal(size=EDGES[-1]))
+    assert np.all(np.isfinite(flattened(backend, operator.multiply(V))))
+
+
+def test_a_correlation_of_one_is_one_whatever_rounding_made_of_it(backend, rng):
+    """Undamped, with equal inputs in two layers: clipped at 1, and the dense answer."""
+    xs, gs = draw(rng)
+    layer = LAYERS["first"]
+    pair = BlockTridiagonal(layers={"first": layer, "second": layer})
+    g = gs[0] @ rng.normal(size=(3, 3)) + 0.5 * rng.normal(size=gs[0].shape)
+    given = fed(backend, [xs[0], xs[0], xs[0]], [gs[0], g, g])
+    given.pop("third")
+
+    operator = pair.operator(statistics_of(pair, given), damping=0.0, rule="factored")
+
+    x = np.concatenate([xs[0], np.ones((N, 1))], axis=1)
+    both = np.concatenate([gs[0], g], axis=-1).reshape(-1, 6)
+    G = (both.T @ both / N).reshape(2, 3, 2, 3)
+    A = x.T @ x / N
+    F = np.block([[np.kron(A, G[i, :, j]) for j in range(2)] for i in range(2)])
+    got = backend.to_numpy(operator.inverse_to_dense())
+    assert_close(got, np.linalg.inv(F), "inverse", "float64")
+    assert float(operator.conditionals["first"].clipped) < 1e-12
+
+
+def test_status_gives_what_raise_gives(backend, rng):
+    """The two ways to make an operator differ in what they look at, not in numbers."""
+    statistics = statistics_of(CHAIN, fed(backend, *draw(rng)))
+    options = {"damping": backend.asarray(0.2), "rule": "factored"}
+
+    one, two = (
+        CHAIN.operator(statistics, check=check, **options)
+        for check in ("raise", "status")
+    )
+
+    V = vectors(backend, rng.normal(size=EDGES[-1]))
+    first, second = (flattened(backend, o.multiply_inverse(V)) for o in (one, two))
+    assert np.array_equal(first, second)
+    assert int(two.status()) == kc.Status.OK
+
+
+def test_what_float32_cannot_certify_is_made_in_float64(
+    backend, dtype, rng, monkeypatch
+):
+    """The operator says on which rung it was made, and is in the statistics' dtype."""
+    xs, gs = draw(rng)
+    statistics = statistics_of(CHAIN, fed(backend, xs, gs, dtype))
+    options = {"damping": 0.2, "rule": "factored"}
+
+    easy = CHAIN.operator(statistics, **options)
+    # Between the residuals that the two precisions have, whatever the library.
+    monkeypatch.setattr(series_chain, "RESIDUAL_LIMIT", 1e-10)
+    operator = CHAIN.operator(statistics, **options)
+    flagged = CHAIN.operator(statistics, check="status", **options)
+
+    rung = {"float64": "working", "float32": "float64"}[dtype]
+    flags = {"float64": kc.Status.OK, "float32": kc.Status.INACCURATE}[dtype]
+    assert (easy.rung, operator.rung, flagged.rung) == ("working", rung, "working")
+    assert int(flagged.status()) == flags
+    assert operator.scale.dtype == backend.dtype(dtype)
+    V = vectors(backend, rng.normal(size=EDGES[-1]), dtype)
+    got, value = (flattened(backend, o.multiply_inverse(V)) for o in (operator, easy))
+    assert_close(got, value, "inverse", dtype)
+
+
+@pytest.mark.usefixtures("compiles_long")
+def test_layers_of_any_width_are_ordinary(backend, rng):
+    """Neighbors of different shapes, of one input and of one output among them."""
+    layers = {
+        "wide": kc.Dense(in_features=3, out_features=1, bias=False, weight_layout="io"),
+        "thin": kc.Dense(in_features=1, out_features=2, bias=True, weight_layout="oi"),
+    }
+    pair = BlockTridiagonal(layers=layers)
+    x = [rng.normal(size=(N, n)) for n in (3, 1)]
+    g = [rng.normal(size=(N, m)) for m in (1, 2)]
+    x[1][:, 0] += x[0][:, 0]
+    g[1] += g[0]
+    batches = {
+        name: kc.Batch(backend.asarray(a), backend.asarray(b))
+        for name, a, b in zip(layers, x, g, strict=True)
+    }
+
+    operator = pair.operator(statistics_of(pair, batches), damping=0.2, rule="factored")
+    dense = backend.to_numpy(operator.to_dense())
+    inverse = backend.to_numpy(operator.inverse_to_dense())
+
+    x[1] = np.concatenate([x[1], np.ones((N, 1))], axis=1)
+    A, G = ([[a.T @ b / N for b in rows] for a in rows] for rows in (x, g))
+    blocks = [[np.kron(A[i][j], G[i][j]) for j in range(2)] for i in range(2)]
+    for i in range(2):
+        blocks[i][i] = reference.damped_block(
+            A[i][i], G[i][i], 1.0, damping=0.2, rule="factored"
+        )
+    F = np.block(blocks)
+    assert_close(dense, F, "product", "float64")
+    assert_close(inverse, np.linalg.inv(F), "inverse", "float64")
+
+
+def test_one_bad_layer_leaves_all_as_they_were(backend, rng):
+    """With ``check="status"`` a flag and nothing else; with "raise" the layer's name."""
+    xs, gs = draw(rng)
+    statistics = statistics_of(CHAIN, fed(backend, xs, gs))
+    gs[1][0, 3] = np.inf
+    bad = fed(backend, xs, gs)
+
+    with np.errstate(all="ignore"):
+        kept = CHAIN.update(statistics, bad, conventions=SUM, decay=0.5, check="status")
+
+    assert int(kept.status) == kc.Status.OUTPUT_GRADS_NOT_FINITE
+    same = []
+    map_structure(
+        lambda a, b: same.append(
+            np.array_equal(backend.to_numpy(a), backend.to_numpy(b))
+        ),
+        replaced(kept, status=statistics.status),
+        statistics,
+    )
+    assert len(same) > 20
+    assert all(same)
+    with pytest.raises(kc.NotFiniteError, match=r"'second'.*`output_grads`"):
+        CHAIN.update(statistics, bad, conventions=SUM, decay=0.5)
+
+
+def test_crossed_moments_that_are_not_finite_are_refused(backend, rng):
+    """What a state may have been damaged to never reaches a decomposition."""
+    statistics = statistics_of(CHAIN, fed(backend, *draw(rng)))
+    first = statistics.crossed_inputs["first"]
+    crossed = dict(statistics.crossed_inputs)
+    crossed["first"] = replaced(first, sum=first.sum * np.nan)
+    bad = replaced(statistics, crossed_inputs=crossed)
+
+    with pytest.raises(kc.NotFiniteError, match="first"):
+        CHAIN.operator(bad, damping=0.2, rule="factored")
+    with np.errstate(all="ignore"):
+        made = CHAIN.operator(bad, damping=0.2, rule="factored", check="status")
+    assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(made.status()))
+
+
+def test_parameters_become_vectors_and_come_back(backend, rng):
+    """A layer's weight and bias are its matrix, bias last."""
+    flat = rng.normal(size=EDGES[-1])
+    V = vectors(backend, flat)
+
+    parameters = CHAIN.vectors_to_parameters(V)
+    back = CHAIN.parameters_to_vectors(parameters)
+
+    assert set(parameters["first"]) == {"weight", "bias"}
+    assert np.array_equal(flattened(backend, back), flat)
+
+
+def test_arguments_that_do_not_fit_are_named(backend, rng):
+    """Names, examples, shared positions, layers and rules."""
+    xs, gs = draw(rng)
+    batches = fed(backend, xs, gs)
+    statistics = statistics_of(CHAIN, batches)
+    options = {"conventions": SUM, "decay": 0.9}
+    some = {name: batches[name] for name in NAMES[:2]}
+    short = batches | {
+        "second": fed(backend, [x[:9] for x in xs], [g[:, :9] for g in gs])["second"]
+    }
+    shared = {
+        name: kc.Batch(
+            backend.xp.reshape(b.inputs, (N // 2, 2, -1)),
+            backend.xp.reshape(b.output_grads, (M, N // 2, 2, -1)),
+            sources=M,
+        )
+        for name, b in batches.items()
+    }
+    operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
+    V = vectors(backend, rng.normal(size=EDGES[-1]))
+    conv = kc.Conv(
+        in_channels=1,
+        out_channels=1,
+        kernel_size=(1,),
+        padding="valid",
+        bias=False,
+        weight_layout="spatial_io",
+        data_layout="channels_last",
+    )
+
+    with pytest.raises(kc.UnknownBlockError, match=r"`batches`.*'third'"):
+        CHAIN.update(statistics, some, **options)
+    with pytest.raises(kc.ShapeError, match=r"'second'.*\(30, 2\), got \(9, 2\)"):
+        CHAIN.update(statistics, short, **options)
+    with pytest.raises(kc.ShapeError, match=r"'first'.*2 shared positions"):
+        CHAIN.update(statistics, shared, **options)
+    with pytest.raises(kc.UnsupportedError, match="no exact damping"):
+        CHAIN.operator(statistics, damping=0.2, rule="exact")
+    with pytest.raises(kc.ConventionError, match="`rule`"):
+        CHAIN.operator(statistics, damping=0.2, rule="none")
+    with pytest.raises(kc.DampingError, match="damping"):
+        CHAIN.operator(statistics, damping=-1.0, rule="factored")
+    with pytest.raises(kc.UnknownBlockError, match="`vectors`"):
+        operator.multiply({"first": V["first"]})
+    with pytest.raises(kc.ShapeError, match=r"vectors\['first'\]"):
+        operator.multiply_inverse(V | {"first": V["third"][:2, :]})
+    with pytest.raises(kc.UnsupportedError, match="'c' is conv"):
+        BlockTridiagonal(layers={"c": conv})
+    with pytest.raises(kc.ConventionError, match="at least one"):
+        BlockTridiagonal(layers={})
+
+
+def test_it_runs_inside_a_compiled_program(requires_backend, rng):
+    """Update, refresh and product in one program of JAX; names need not be sorted."""
+    requires_backend("jax", adapter=True)
+    import jax
+
+    renamed = dict(zip(["c", "a", "b"], LAYERS.values(), strict=True))
+    chain = BlockTridiagonal(layers=renamed)
+    xs, gs = draw(rng)
+    batches = {
+        name: kc.Batch(jax.numpy.asarray(x), jax.numpy.asarray(g), sources=M)
+        for name, x, g in zip(renamed, xs, gs, strict=True)
+    }
+    V = {
+        name: jax.numpy.asarray(rng.normal(size=layer.matrix_shape))
+        for name, layer in renamed.items()
+    }
+
+    def step(statistics, batches, V, decay):
+        statistics = chain.update(
+            statistics, batches, conventions=SUM, decay=decay, check="status"
+        )
+        operator = chain.operator(
+            statistics, damping=0.1, rule="factored", check="status"
+        )
+        return operator.multiply_inverse(V), operator.status() | statistics.status
+
+    start = chain.initial(batches["c"].inputs)
+    got, flags = jax.jit(step)(start, batches, V, 0.9)
+
+    A, G = damped_moments(*moments_of(xs, gs), 0.1, "factored")
+    v = np.concatenate([np.asarray(V[name]).ravel() for name in renamed])
+    expected = np.linalg.solve(tridiagonal_matrix(A, G, 1.0), v)
+    found = np.concatenate([np.asarray(got[name]).ravel() for name in renamed])
+    assert int(flags) == kc.Status.OK
+    assert_close(found, expected, "inverse", "float64")
+
+
+def test_the_reference_is_what_it_says(rng):
+    """The dense matrix of the tests has the blocks, and no corner in its inverse."""
+    A, G = damped_moments(*moments_of(*draw(rng)), 0.2, "factored")
+    F = tridiagonal_matrix(A, G, 1.0)
+
+    corner = block(np.linalg.inv(F), 0, 2)
+
+    assert np.linalg.norm(corner) < 1e-12 * np.linalg.norm(np.linalg.inv(F))
+    assert np.linalg.eigvalsh(F)[0] > 0
+    own = reference.damped_block(
+        *(moment[0, 0] for moment in moments_of(*draw(np.random.default_rng(1)))[:2]),
+        1.0,
+        damping=0.2,
+        rule="factored",
+    )
+    again = damped_moments(
+        *moments_of(*draw(np.random.default_rng(1))), 0.2, "factored"
+    )
+    assert_close(np.kron(again[0][0, 0], again[1][0, 0]), own, "product", "float64")

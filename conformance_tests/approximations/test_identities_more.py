@@ -1,0 +1,302 @@
+"""Identities that belong to no single concept: A25, A26, B18 and B19 by mode, C5.
+
+Each test names the identity of the literature that it holds; `docs/identities.md` lists
+all of them.
+"""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.approximations.kfoc import KFOC
+from kfac_core.array.structure import replaced
+from kfac_core.losses import Categorical, Gaussian, SquaredError, noise_spec, vectors
+
+from ..builders import network
+from ..builders.tolerances import assert_close, assert_differs
+
+SUM = kc.Conventions(loss="sum", sources="sum")
+N, IN, OUT = 12, 4, 3
+LAYER = kc.Dense(in_features=IN, out_features=OUT, bias=False, weight_layout="io")
+EIGEN = kc.Eigen()
+
+
+def exact_block(x, g):
+    """Return ``1/N sum vec(x g^T) vec(x g^T)^T``, row-major."""
+    D = np.einsum("ni,no->nio", x, g).reshape(len(x), -1)
+    return D.T @ D / len(x)
+
+
+def update(backend, block, x, g, **options):
+    """Return the statistics of one batch."""
+    batch = kc.Batch(backend.asarray(x), backend.asarray(g))
+    start = block.initial(batch.inputs)
+    return block.update(start, batch, conventions=SUM, decay=0.0, **options)
+
+
+def eigen_operator(backend, statistics, x, g):
+    """Return EKFAC's operator with the moments of one batch in the bases as they are."""
+    rows = LAYER.rows(kc.Batch(backend.asarray(x), backend.asarray(g)))
+    fresh = EIGEN.corrected(statistics, rows, conventions=SUM, decay=0.0, weight=1.0)
+    return kc.Block(LAYER, EIGEN).operator(fresh, damping=0.1, rule="exact")
+
+
+def eigen_bases(backend, x, g):
+    """Return EKFAC's statistics in the bases of one batch, without moments."""
+    statistics = update(backend, kc.Block(LAYER, EIGEN), x, g)
+    return EIGEN.rebased(statistics, moments="zero", check="raise")
+
+
+def correlated_rows(rng):
+    """Return x and g of which the second moment is no Kronecker product."""
+    x, g = rng.normal(size=(N, IN)), rng.normal(size=(N, OUT))
+    return x, g * (1.0 + x[:, :1] ** 2)
+
+
+def test_the_moments_of_ekfac_are_the_minimizer(backend, rng):
+    """A25: any other diagonal is worse, by exactly the square of the difference."""
+    x, g = correlated_rows(rng)
+    F = exact_block(x, g)
+    operator = eigen_operator(backend, eigen_bases(backend, x, g), x, g)
+    E = backend.to_numpy(operator.moments)
+
+    def error(moments):
+        other = replaced(operator, moments=backend.asarray(moments))
+        dense = backend.to_numpy(other.to_dense(damped=False))
+        return np.linalg.norm(F - dense) ** 2
+
+    least = error(E)
+    for index in np.ndindex(IN, OUT):
+        for step in (0.1, -0.1):
+            moved = E.copy()
+            moved[index] += step
+            assert_close(error(moved) - least, step**2, "inverse", "float64")
+    bases = (operator.input_basis, operator.output_basis)
+    Q = np.kron(*(backend.to_numpy(basis) for basis in bases))
+    diagonal = np.diag(Q.T @ F @ Q)
+    assert_close(E.ravel(), diagonal, "identity", "float64")
+    kfac = np.linalg.norm(F - np.kron(x.T @ x, g.T @ g) / N**2) ** 2
+    assert least < kfac * 0.99
+
+
+def equal_eigenvalues(rng):
+    """Return rows whose input moment is ``2 I`` on three directions of four."""
+    x, g = correlated_rows(rng)
+    U, _ = np.linalg.qr(x)
+    Q, _ = np.linalg.qr(rng.normal(size=(IN, IN)))
+    return np.sqrt(N) * (U * np.sqrt([2.0, 2.0, 2.0, 0.5])) @ Q.T, g
+
+
+def turned(backend, basis, R):
+    """Return a basis with its vectors turned by R, columns to columns."""
+    vectors = backend.to_numpy(basis.eigenvectors) @ R
+    return replaced(basis, eigenvectors=backend.asarray(vectors))
+
+
+def rotation(rng, values):
+    """Return a rotation that mixes the three equal eigenvalues with each other only."""
+    R = np.eye(IN)
+    same = np.flatnonzero(np.abs(values - 2.0) < 1e-10)
+    assert len(same) == 3
+    R[np.ix_(same, same)] = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+    return R
+
+
+def test_a_rotation_in_an_eigenspace_changes_ekfac_and_not_kfac(backend, rng):
+    """C5: repeated eigenvalues leave the basis open; EKFAC depends on it, K-FAC not."""
+    x, g = equal_eigenvalues(rng)
+    V = backend.asarray(rng.normal(size=(IN, OUT)))
+    statistics = eigen_bases(backend, x, g)
+    basis = statistics.bases["input"]
+    R = rotation(rng, backend.to_numpy(basis.eigenvalues))
+    bases = statistics.bases | {"input": turned(backend, basis, R)}
+    block = kc.Block(LAYER, kc.Kronecker())
+    kfac = block.operator(
+        update(backend, block, x, g),
+        damping=0.1,
+        rule="exact",
+        factorizations=("eigenbasis",),
+    )
+    own = kfac.input
+    R = rotation(rng, backend.to_numpy(own.basis.eigenvalues))
+    own = replaced(own, basis=turned(backend, own.basis, R))
+
+    ekfac = [
+        eigen_operator(backend, replaced(statistics, bases=some), x, g)
+        for some in (statistics.bases, bases)
+    ]
+    first, second = (backend.to_numpy(e.multiply_inverse(V)) for e in ekfac)
+    plain, rotated = (
+        backend.to_numpy(made.multiply_inverse(V))
+        for made in (kfac, replaced(kfac, input=own))
+    )
+
+    assert_differs(second, first, by=0.02)
+    assert_close(rotated, plain, "inverse", "float64")
+    # Either is the best diagonal of its basis, and both have the trace of the block.
+    traces = [float(e.trace(damped=False)) for e in ekfac]
+    assert_close(traces, [np.trace(exact_block(x, g))] * 2, "identity", "float64")
+
+
+def test_signs_and_order_of_eigenvectors_do_not_change_ekfac(backend, rng):
+    """C5: what a library may choose at distinct eigenvalues changes no product."""
+    x, g = correlated_rows(rng)
+    V = backend.asarray(rng.normal(size=(IN, OUT)))
+    statistics = eigen_bases(backend, x, g)
+    R = np.eye(IN)[:, [2, 0, 3, 1]] * np.array([1.0, -1.0, -1.0, 1.0])
+    bases = statistics.bases | {
+        "input": turned(backend, statistics.bases["input"], R),
+        "output": turned(backend, statistics.bases["output"], -np.eye(OUT)),
+    }
+
+    first, second = (
+        backend.to_numpy(
+            eigen_operator(backend, some, x, g).multiply_inverse(V),
+        )
+        for some in (statistics, replaced(statistics, bases=bases))
+    )
+
+    assert_close(second, first, "inverse", "float64")
+
+
+def reparametrized_rows(rng):
+    """Return rows of a hidden layer with ``W = omega W' phi``, before and after.
+
+    The framework that holds W' sees ``x omega`` and ``g phi^T``.
+    """
+    net = network.random_network(rng, (3, 3, 3), "tanh")
+    data = rng.normal(size=(N, 3))
+    inputs, outputs, out = net.forward(data, xp=np)
+    targets = rng.normal(size=out.shape)
+    g = net.backward(network.gradient("mse", out, targets), outputs, xp=np)[1]
+    x = np.concatenate([inputs[1], np.ones((N, 1))], axis=1)
+    omega = np.eye(IN) + 0.4 * rng.normal(size=(IN, IN))
+    phi = np.eye(OUT) + 0.4 * rng.normal(size=(OUT, OUT))
+    return x, g, omega, phi
+
+
+@pytest.mark.parametrize("name", ["kronecker", "kfoc", "tnt"])
+def test_the_curvature_is_invariant_under_reparametrization(backend, rng, name):
+    """A26: ``F' = J^T F J`` for ``W = omega W' phi``; fits in a norm are not."""
+    kind = {"kronecker": kc.Kronecker(), "kfoc": KFOC(iterations=20), "tnt": kc.TNT()}
+    x, g, omega, phi = reparametrized_rows(rng)
+    block = kc.Block(LAYER, kind[name])
+
+    blocks = []
+    for rows in ((x, g), (x @ omega, g @ phi.T)):
+        statistics = update(backend, block, *rows)
+        made = block.operator(
+            statistics, damping=0.0, rule="factored", factorizations=()
+        )
+        blocks.append(backend.to_numpy(made.to_dense(damped=False)))
+
+    # vec(omega W' phi) = (omega (x) phi^T) vec(W'), row-major.
+    J = np.kron(omega, phi.T)
+    expected = J.T @ blocks[0] @ J
+    exact = exact_block(x @ omega, g @ phi.T)
+    assert_close(J.T @ exact_block(x, g) @ J, exact, "identity", "float64")
+    if name == "kronecker":
+        assert_close(blocks[1], expected, "identity", "float64")
+    else:
+        assert_differs(blocks[1], expected)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+@pytest.mark.parametrize("rule", ["factored", "exact"])
+def test_the_step_is_invariant_without_damping(backend, rng, rule, damping):
+    """A26: the step in W' is that in W, through omega and phi; damping breaks it."""
+    x, g, omega, phi = reparametrized_rows(rng)
+    block = kc.Block(LAYER, kc.Kronecker())
+
+    steps = []
+    for rows in ((x, g), (x @ omega, g @ phi.T)):
+        statistics = update(backend, block, *rows)
+        operator = block.operator(statistics, damping=damping, rule=rule)
+        batch = kc.Batch(*map(backend.asarray, rows))
+        gradient = block.mean_gradient(batch, conventions=SUM)
+        steps.append(backend.to_numpy(operator.multiply_inverse(gradient)))
+
+    step = omega @ steps[1] @ phi
+    if damping == 0.0:
+        assert_close(step, steps[0], "inverse", "float64")
+    else:
+        assert_differs(step, steps[0])
+
+
+def test_without_damping_kfac_is_descent_in_whitened_coordinates(backend, rng):
+    """A26: where both factors are I, the step is the gradient itself."""
+    x, g, *_ = reparametrized_rows(rng)
+    omega, phi = (
+        np.linalg.inv(np.linalg.cholesky(rows.T @ rows / N)).T for rows in (x, g)
+    )
+    rows = x @ omega, g @ phi
+    block = kc.Block(LAYER, kc.Kronecker())
+    batch = kc.Batch(*map(backend.asarray, rows))
+    gradient = block.mean_gradient(batch, conventions=SUM)
+
+    operator = block.operator(
+        update(backend, block, *rows), damping=0.0, rule="factored"
+    )
+
+    step = backend.to_numpy(operator.multiply_inverse(gradient))
+    assert_close(step, backend.to_numpy(gradient), "inverse", "float64")
+
+
+LOSSES = {
+    "gaussian": (Gaussian(variance=0.25), 4.0),
+    "squared error": (SquaredError(scale=0.5), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_sigma_point_noise_gives_the_ggn_by_the_sampled_mode(backend, rng, name):
+    """B19: noise ``+-sqrt(C) e_c`` in the mode "gradients" is the GGN to roundoff."""
+    loss, curvature = LOSSES[name]
+    net = network.random_network(rng, (3, 4, 2, 3), "identity")
+    x = rng.normal(size=(3, 3))
+    outputs = net.outputs(x)
+    C = outputs.shape[-1]
+    points = np.sqrt(C) * np.concatenate([np.eye(C), -np.eye(C)])
+    noise = np.repeat(points[:, None, :], len(x), axis=1)
+    natural = backend.asarray(outputs)
+    spec = noise_spec(loss, natural, mode="gradients", samples=2 * C)
+
+    def learned(noise):
+        made = vectors(loss, natural, mode="gradients", noise=backend.asarray(noise))
+        assert made.source_reduction == "mean"
+        host = backend.to_numpy(made.vectors)
+        return network.feed(
+            backend, net, x, host, loss="sum", sources=made.source_reduction
+        )
+
+    assert spec.distribution == "normal"
+    assert spec.shape == noise.shape
+    exact = [curvature * F for F in network.ggn_blocks(net, x, "mse")]
+    for mine, dense in zip(learned(noise), exact, strict=True):
+        assert_close(mine.dense, dense, "identity", "float64")
+    drawn = rng.normal(size=noise.shape)
+    for mine, dense in zip(learned(drawn), exact, strict=True):
+        assert_differs(mine.dense, dense)
+
+
+def test_a_grid_of_noise_gives_the_fisher_by_the_sampled_mode(backend, rng):
+    """B18: with probabilities of eighths, eight levels of noise are an enumeration."""
+    p = np.array([1.0, 2.0, 5.0]) / 8.0
+    x = rng.normal(size=(1, 3))
+    net = network.random_network(rng, (3, 4, 3), "tanh")
+    net.weights[-1][-1] += np.log(p) - net.outputs(x)[0]
+    natural = backend.asarray(net.outputs(x))
+    spec = noise_spec(Categorical(), natural, mode="gradients", samples=8)
+    levels = (np.arange(8.0) + 0.5) / 8.0
+
+    made = vectors(
+        Categorical(),
+        natural,
+        mode="gradients",
+        noise=backend.asarray(levels.reshape(spec.shape)),
+    )
+    host = backend.to_numpy(made.vectors)
+    learned = network.feed(backend, net, x, host, loss="sum", sources="mean")
+
+    for mine, dense in zip(learned, network.ggn_blocks(net, x, "ce"), strict=True):
+        assert_close(mine.dense, dense, "identity", "float64")

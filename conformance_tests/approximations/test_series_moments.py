@@ -1,0 +1,223 @@
+"""The statistics of the series: lag 0 and lag 1, updated together."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.approximations.series import Series
+from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
+
+from ..builders.series_reference import moments
+from ..builders.tolerances import assert_close
+
+SUM = kc.Conventions(loss="sum", sources="sum")
+N, T, n, m, M = 6, 5, 3, 2, 2
+NAMES = {"A0": "input", "G0": "output", "A1": "lagged_input", "G1": "lagged_output"}
+
+
+def block_of(variant="symmetric", *, bias=True, steps=T):
+    layer = kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout="io")
+    return kc.Block(layer, Series(variant=variant, **options(variant, steps)))
+
+
+def options(variant, steps):
+    return {"steps": steps} if variant == "symmetric" else {}
+
+
+def batch_of(backend, x, g, dtype, mask=None):
+    mask = None if mask is None else backend.asarray(mask)
+    x, g = backend.asarray(x, dtype), backend.asarray(g, dtype)
+    return kc.Batch(x, g, mask, sources=g.shape[0])
+
+
+def value_of(backend, statistics, name):
+    value = statistics.averages[name].value(debias=True)
+    return backend.to_numpy(value.full() if hasattr(value, "full") else value)
+
+
+def assert_moments(backend, statistics, expected, dtype):
+    for short, name in NAMES.items():
+        got = value_of(backend, statistics, name)
+        assert_close(got, expected[short], "gram", dtype)
+    got = value_of(backend, statistics, "repeats")
+    assert_close(got, expected["S"], "roundoff", dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_moments_are_the_loops_over_steps(backend, dtype, rng, bias, masked):
+    """With sources, a bias column and a mask with gaps; lag 1 is not symmetrized."""
+    x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
+    mask = rng.random((N, T)) < 0.7 if masked else None
+    block = block_of("infinite", bias=bias)
+    batch = batch_of(backend, x, g, dtype, mask)
+
+    start = block.initial(batch.inputs)
+    statistics = block.update(start, batch, conventions=SUM, decay=0.9)
+
+    assert_moments(backend, statistics, moments(x, g, bias=bias, mask=mask), dtype)
+
+
+def test_both_lags_share_one_weight(backend, dtype, rng):
+    """After updates of different decays and weights the two lags still belong together."""
+    block, expected = block_of(), None
+    statistics = None
+    for decay, weight in ((0.9, 1.0), (0.5, 2.0), (0.95, 0.1)):
+        x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
+        batch = batch_of(backend, x, g, dtype)
+        if statistics is None:
+            statistics = block.initial(batch.inputs)
+        statistics = block.update(
+            statistics, batch, conventions=SUM, decay=decay, weight=weight
+        )
+        new = moments(x, g, bias=True) | {"w": 1.0}
+        old = expected or dict.fromkeys(new, 0.0)
+        expected = {k: decay * old[k] + weight * new[k] for k in new}
+
+    weight = expected.pop("w")
+    assert_moments(
+        backend, statistics, {k: v / weight for k, v in expected.items()}, dtype
+    )
+    weights = {float(a.weight) for a in statistics.averages.values()}
+    assert len(weights) == 1
+
+
+def test_parts_of_a_batch_merge_into_the_whole(backend, dtype, rng):
+    """Micro-batches of unequal sizes and masks give what the whole batch gives."""
+    x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
+    mask = np.arange(T) < rng.integers(0, T + 1, size=N)[:, None]
+    # A part that keeps nothing is left out, its examples with it.
+    mask[[0, 1, 4], 0], mask[5] = True, False
+    block = block_of()
+    whole = block.moments(batch_of(backend, x, g, dtype, mask), conventions=SUM)
+
+    parts = [
+        block.moments(batch_of(backend, x[i], g[:, i], dtype, mask[i]), conventions=SUM)
+        for i in (slice(0, 1), slice(1, 4), slice(4, N))
+    ]
+    merged = block.merge(block.merge(parts[0], parts[1]), parts[2])
+    absorbed = block.absorb(whole, merged, decay=0.9, weight=0.5)
+
+    for name in (*NAMES.values(), "repeats", "lengths"):
+        expected = value_of(backend, whole, name)
+        assert_close(value_of(backend, merged, name), expected, "gram", dtype)
+        assert_close(value_of(backend, absorbed, name), expected, "gram", dtype)
+
+
+def test_a_mean_loss_scales_both_lags_of_the_output(backend, rng):
+    """With gradients of a mean loss, G_0 and G_1 are multiplied by N^2."""
+    x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
+    batch = batch_of(backend, x, g / N, "float64")
+    block = block_of("infinite")
+    mean = kc.Conventions(loss="mean", sources="sum")
+
+    statistics = block.moments(batch, conventions=mean)
+
+    assert_moments(backend, statistics, moments(x, g, bias=True), "float64")
+
+
+def test_lengths_are_a_histogram_of_a_prefix_mask(backend):
+    """Kept first parts of 0, 1, 3, 3 and 5 steps."""
+    mask = np.arange(T) < np.array([0, 1, 3, 3, 5])[:, None]
+    x, g = np.ones((5, T, n)), np.ones((1, 5, T, m))
+
+    statistics = block_of(steps=7).moments(
+        batch_of(backend, x, g, "float64", mask), conventions=SUM
+    )
+
+    got = value_of(backend, statistics, "lengths")
+    assert_close(got, [0.2, 0, 0.4, 0, 0.2, 0, 0], "roundoff", "float64")
+
+
+def test_lengths_count_pairs_of_a_mask_with_gaps(backend, rng):
+    """Whatever the mask keeps, the shares give the mean number of pairs of each lag."""
+    mask = rng.random((N, T)) < 0.6
+    x, g = np.ones((N, T, n)), np.ones((1, N, T, m))
+
+    statistics = block_of().moments(
+        batch_of(backend, x, g, "float64", mask), conventions=SUM
+    )
+
+    p = value_of(backend, statistics, "lengths")
+    for d in range(T):
+        pairs = np.mean(np.sum(mask[:, d:] & mask[:, : T - d], axis=1))
+        got = sum(p[k - 1] * max(k - d, 0) for k in range(1, T + 1))
+        assert got == pytest.approx(pairs, abs=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["symmetric", "infinite"])
+def test_a_batch_without_a_kept_row_adds_nothing(backend, rng, variant):
+    """Neither to a sum nor to a weight."""
+    x, g = rng.normal(size=(N, T, n)), rng.normal(size=(M, N, T, m))
+    block = block_of(variant)
+    before = block.moments(batch_of(backend, x, g, "float64"), conventions=SUM)
+    nothing = batch_of(backend, x, g, "float64", np.zeros((N, T), bool))
+
+    after = block.update(before, nothing, conventions=SUM, decay=1.0)
+
+    for name, average in before.averages.items():
+        assert float(after.averages[name].weight) == float(average.weight)
+        expected = value_of(backend, before, name)
+        assert_close(value_of(backend, after, name), expected, "roundoff", "float64")
+
+
+def test_one_step_has_no_lag(backend, dtype, rng):
+    """Rows without a shared axis, or with one of length 1, have a lag 1 of zero."""
+    x, g = rng.normal(size=(N, n)), rng.normal(size=(N, m))
+    batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
+
+    statistics = block_of(steps=1).moments(batch, conventions=SUM)
+
+    assert not np.any(value_of(backend, statistics, "lagged_input"))
+    assert not np.any(value_of(backend, statistics, "lagged_output"))
+
+
+def test_three_axes_are_read_batch_first_defect_tfkfac_9_9(backend, rng):
+    """Inputs (N, T, n) have factors of n(+1) rows; TensorFlow's K-FAC took T for n."""
+    x, g = rng.normal(size=(N, T, n)), rng.normal(size=(1, N, T, m))
+    block = block_of()
+    statistics = block.moments(batch_of(backend, x, g, "float64"), conventions=SUM)
+
+    operator = block.operator(statistics, damping=0.1, rule="factored")
+
+    assert operator.shape == (n + 1, m)
+    V = backend.asarray(rng.normal(size=(n + 1, m)))
+    assert tuple(operator.multiply_inverse(V).shape) == (n + 1, m)
+
+
+def test_longer_sequences_than_stated_are_refused(backend):
+    """The shares of the lengths have one entry a length."""
+    batch = batch_of(backend, np.ones((N, T, n)), np.ones((1, N, T, m)), "float64")
+
+    with pytest.raises(ShapeError, match="at most 4 steps"):
+        block_of(steps=4).moments(batch, conventions=SUM)
+
+
+def test_two_shared_axes_are_refused(backend):
+    """Which of them is time, nobody knows; the independent variant need not."""
+    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+    x, g = (
+        backend.asarray(np.ones((N, 2, T, n))),
+        backend.asarray(np.ones((N, 2, T, m))),
+    )
+    kc.Block(layer, Series(variant="independent")).moments(
+        kc.Batch(x, g), conventions=SUM
+    )
+
+    with pytest.raises(ShapeError, match="one shared axis"):
+        kc.Block(layer, Series(variant="infinite")).moments(
+            kc.Batch(x, g), conventions=SUM
+        )
+
+
+def test_options_and_layers_that_make_no_sense_are_refused():
+    """Where they are written, with the reason."""
+    with pytest.raises(ConventionError, match="variant"):
+        Series(variant="option1")
+    with pytest.raises(ConventionError, match="`steps`"):
+        Series(variant="symmetric")
+    with pytest.raises(ConventionError, match="`steps`"):
+        Series(variant="infinite", steps=5)
+    layer = kc.ScaleShift(scale_shape=(3,), shift_shape=None)
+    with pytest.raises(UnsupportedError, match="time steps"):
+        kc.Block(layer, Series(variant="infinite"))

@@ -1,0 +1,189 @@
+"""Series: what is refused, and what is flagged."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.approximations.series import Series
+from kfac_core.errors import (
+    DampingError,
+    FactorizationError,
+    NotFiniteError,
+    NotReadyError,
+    UnsupportedError,
+)
+from kfac_core.linalg import series_chain
+from kfac_core.linalg.series_infinite import stein_solve
+from kfac_core.operators import series as series_blocks
+
+from ..builders.series_reference import sequences
+from ..builders.tolerances import assert_close
+
+SUM = kc.Conventions(loss="sum", sources="sum")
+N, T, n, m, DAMPING = 12, 5, 3, 2, 0.1
+LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
+BLOCKS = {
+    "symmetric": kc.Block(LAYER, Series(variant="symmetric", steps=T)),
+    "infinite": kc.Block(LAYER, Series(variant="infinite")),
+    "independent": kc.Block(LAYER, Series(variant="independent")),
+}
+chains = pytest.mark.parametrize("variant", ["symmetric", "infinite"])
+
+
+@pytest.fixture
+def data(rng):
+    """Positively correlated x and g."""
+    x = sequences(rng, (N, T, n), correlation=0.8)
+    return x, sequences(rng, (N, T, m), correlation=0.8)
+
+
+def statistics_of(backend, variant, data, dtype="float64"):
+    x, g = (backend.asarray(a, dtype) for a in data)
+    return BLOCKS[variant].moments(kc.Batch(x, g), conventions=SUM)
+
+
+def changed(statistics, name, function):
+    """Return the statistics with the sum of one average changed."""
+    old = statistics.averages[name]
+    averages = statistics.averages | {name: kc.Average(function(old.sum), old.weight)}
+    return kc.Statistics(averages, statistics.status)
+
+
+@chains
+def test_exact_damping_is_refused(backend, data, variant):
+    """Only A_0 and G_0 are damped; the independent variant takes any rule."""
+    statistics = statistics_of(backend, variant, data)
+
+    with pytest.raises(UnsupportedError, match="no exact damping"):
+        BLOCKS[variant].operator(statistics, damping=DAMPING, rule="exact")
+    independent = statistics_of(backend, "independent", data)
+    made = BLOCKS["independent"].operator(independent, damping=DAMPING, rule="exact")
+    assert isinstance(made, kc.ExactKronecker)
+
+
+@chains
+def test_lags_of_different_rows_are_refused(backend, data, variant):
+    """A lag 1 that is too large for lag 0 is no covariance, and is not clipped away."""
+    statistics = statistics_of(backend, variant, data)
+    wrong = changed(statistics, "lagged_input", lambda x: 50.0 * x)
+
+    with pytest.raises(FactorizationError, match=r"lag|correlated"):
+        BLOCKS[variant].operator(wrong, damping=1e-6, rule="factored")
+    flagged = BLOCKS[variant].operator(
+        wrong, damping=1e-6, rule="factored", check="status"
+    )
+    assert kc.Status.INACCURATE in kc.Status(int(flagged.status()))
+    if variant == "symmetric":
+        assert float(flagged.chain.clipped) > 1.0
+
+
+def test_roundoff_above_one_is_clipped(backend, data):
+    """Correlations of 1 are of 1, whatever rounding made of them."""
+    statistics = statistics_of(backend, "symmetric", data)
+    for side in ("input", "output"):
+        zero = statistics.averages[side].sum.full()
+        statistics = changed(
+            statistics, f"lagged_{side}", lambda _, z=zero: z * (1 + 1e-9)
+        )
+
+    made = BLOCKS["symmetric"].operator(statistics, damping=0.0, rule="factored")
+
+    assert 0.0 < float(made.chain.clipped) < 1e-8
+    W = backend.to_numpy(made.chain.weights)
+    assert_close(W, np.full((n, m), float(T**2)), "product", "float64")
+
+
+@chains
+def test_moments_that_are_not_finite_are_refused(backend, data, variant):
+    """With ``check="raise"`` an error; with "status" flags, and nothing hangs."""
+    statistics = statistics_of(backend, variant, data)
+    wrong = changed(statistics, "lagged_output", lambda x: x * float("nan"))
+
+    with pytest.raises(NotFiniteError, match="lag 1"):
+        BLOCKS[variant].operator(wrong, damping=DAMPING, rule="factored")
+    flagged = BLOCKS[variant].operator(
+        wrong, damping=DAMPING, rule="factored", check="status"
+    )
+    assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(flagged.status()))
+
+
+@chains
+def test_a_damping_that_is_none_is_refused(backend, data, variant):
+    """In a 0-d array, where only the value says it."""
+    statistics = statistics_of(backend, variant, data)
+    unfit = backend.asarray(np.array(np.nan))
+
+    with pytest.raises(DampingError):
+        BLOCKS[variant].operator(statistics, damping=unfit, rule="factored")
+    flagged = BLOCKS[variant].operator(
+        statistics, damping=unfit, rule="factored", check="status"
+    )
+    assert int(flagged.status()) != 0
+
+
+@chains
+def test_what_was_not_prepared_is_not_ready_with_status(backend, data, variant):
+    """A snapshot that cannot raise makes no factorization later."""
+    statistics = statistics_of(backend, variant, data)
+    v = backend.asarray(np.ones((n, m)))
+
+    made = BLOCKS[variant].operator(
+        statistics, damping=DAMPING, rule="factored", check="status"
+    )
+
+    with pytest.raises(NotReadyError, match="cholesky"):
+        made.multiply_cholesky(v)
+    with pytest.raises(NotReadyError):
+        made.multiply(v, damped=False)
+
+
+@chains
+def test_large_blocks_have_no_dense_functions(backend, data, variant, monkeypatch):
+    """Above the limit what is dense is refused with the reason; the rest works."""
+    monkeypatch.setattr(series_blocks, "DENSE_LIMIT", n * m - 1)
+    statistics = statistics_of(backend, variant, data)
+    v = backend.asarray(np.ones((n, m)))
+
+    made = BLOCKS[variant].operator(
+        statistics,
+        damping=DAMPING,
+        rule="factored",
+        factorizations=("inverse", "cholesky", "eigenbasis"),
+    )
+
+    for refused in (
+        lambda: made.multiply_matpower(v, 0.5),
+        lambda: made.multiply_cholesky(v),
+        lambda: made.multiply_cholesky_inverse(v),
+        lambda: made.eigenvalues(),
+    ):
+        with pytest.raises(UnsupportedError, match="share no eigenvectors"):
+            refused()
+    for allowed in (made.multiply, made.multiply_inverse, made.sample):
+        assert tuple(allowed(v).shape) == (n, m)
+
+
+@chains
+def test_what_no_precision_can_certify_is_refused(backend, data, variant, monkeypatch):
+    """With the remedy in the message."""
+    monkeypatch.setattr(series_chain, "RESIDUAL_LIMIT", 1e-18)
+    statistics = statistics_of(backend, variant, data)
+
+    with pytest.raises(FactorizationError, match="Increase `damping`"):
+        BLOCKS[variant].operator(statistics, damping=DAMPING, rule="factored")
+
+
+@pytest.mark.parametrize("radius", [0.0, 0.5, 0.999, 1 - 1e-5])
+def test_doubling_solves_the_equations_of_stein(backend, rng, radius):
+    """``X - P X Q^T = V`` and its transpose, up to correlations very near 1."""
+    P, Q = (radius * np.linalg.qr(rng.normal(size=(k, k)))[0] for k in (n, m))
+    V = rng.normal(size=(n, m))
+    arrays = [backend.asarray(a) for a in (P, Q, V)]
+
+    X, Y = (
+        backend.to_numpy(a) for a in stein_solve(*arrays, doublings=22, xp=backend.xp)
+    )
+
+    condition = 1 / (1 - radius**2)
+    assert_close(X - P @ X @ Q.T, V, "inverse", "float64", condition=condition)
+    assert_close(Y - P.T @ Y @ Q, V, "inverse", "float64", condition=condition)

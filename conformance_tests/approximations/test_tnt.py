@@ -1,0 +1,142 @@
+"""TNT of bare arrays by their axes, and of positions taken as examples."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+from ..builders import reference
+from ..builders.tolerances import assert_close, assert_differs
+
+SUM = kc.Conventions(loss="sum", sources="sum")
+RULES = ["factored", "factored_unit_pi", "exact"]
+
+
+def dense_of(F, S, damping, rule):
+    """Return the dense damped product of any number of factors."""
+    k = len(F)
+    product = functools.reduce(np.kron, F)
+    if rule == "exact":
+        return S * product + damping * np.eye(len(product))
+    means = np.array([np.trace(f) / len(f) for f in F])
+    pi = means / np.exp(np.log(means).mean()) if rule == "factored" else np.ones(k)
+    shifts = pi * (damping / S) ** (1 / k)
+    damped = [f + s * np.eye(len(f)) for f, s in zip(F, shifts, strict=True)]
+    return S * functools.reduce(np.kron, damped)
+
+
+def fed(backend, rng, shape, N=7, M=5):
+    """Return a block of one array, its statistics and its dense factors."""
+    V = rng.normal(size=(M, *shape))
+    block = kc.Block(kc.Parameters(shapes={"w": shape}), kc.TNT())
+    batch = kc.GradientBatch({"w": backend.asarray(V)}, N, sources=M)
+    statistics = block.update(
+        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    )
+    F = []
+    for axis, n in enumerate(shape):
+        unfolded = np.moveaxis(V, axis + 1, 1).reshape(M, n, -1)
+        F.append(sum(v @ v.T for v in unfolded) / N)
+    return block, statistics, F
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 2), (2, 1, 3, 2)])
+def test_every_product_is_that_of_the_dense_block(backend, rng, shape, rule):
+    """One to four factors: each product is the dense matrix's."""
+    block, statistics, F = fed(backend, rng, shape)
+    operator = block.operator(statistics, damping=0.4, rule=rule)
+    S = np.trace(F[0]) ** (1.0 - len(F))
+    dense = dense_of(F, S, 0.4, rule)
+    V = rng.normal(size=(len(dense), 1))
+    v = backend.asarray(V)
+
+    assert_close(backend.to_numpy(operator.to_dense()), dense, "product", "float64")
+    undamped = S * functools.reduce(np.kron, F)
+    got = backend.to_numpy(operator.to_dense(damped=False))
+    assert_close(got, undamped, "product", "float64")
+    products = {
+        "multiply": (operator.multiply(v), dense),
+        "undamped": (operator.multiply(v, damped=False), undamped),
+        "inverse": (operator.multiply_inverse(v), np.linalg.inv(dense)),
+        "root": (
+            operator.multiply_matpower(v, -0.5),
+            reference.matrix_power(dense, -0.5),
+        ),
+    }
+    if rule != "exact":
+        L = np.linalg.cholesky(dense)
+        products |= {
+            "cholesky": (operator.multiply_cholesky(v), L),
+            "transposed": (operator.multiply_cholesky(v, transpose=True), L.T),
+            "solved": (operator.multiply_cholesky_inverse(v), np.linalg.inv(L)),
+            "sample": (operator.sample(v), np.linalg.inv(L).T),
+        }
+    for got, matrix in products.values():
+        assert_close(backend.to_numpy(got), matrix @ V, "inverse", "float64")
+    logdet = np.linalg.slogdet(dense)[1]
+    assert_close(float(operator.logdet()), logdet, "logdet", "float64")
+    assert_close(float(operator.trace()), np.trace(dense), "product", "float64")
+    got = backend.to_numpy(operator.eigenvalues())
+    assert_close(got, np.linalg.eigvalsh(dense), "eigenvalues", "float64")
+
+
+def test_an_estimator_restores_a_block_of_many_factors(backend, rng):
+    """Such a block goes through an estimator and its state, bit for bit."""
+    block, _, _ = fed(backend, rng, (2, 3, 2))
+    options = {"decay": 0.9, "damping": 0.3, "damping_rule": "factored", "loss": "sum"}
+    estimator, other = (kc.Estimator({"w": block}, **options) for _ in range(2))
+    V = backend.asarray(rng.normal(size=(2, 3, 2)))
+    estimator.update({"w": kc.GradientBatch({"w": V}, 4)})
+    estimator.refresh()
+
+    other.load_state_dict(estimator.state_dict())
+
+    one, two = (e.precondition({"w": {"w": V}})["w"]["w"] for e in (estimator, other))
+    assert one.shape == (2, 3, 2)
+    assert np.array_equal(backend.to_numpy(one), backend.to_numpy(two))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_positions_may_be_examples(backend, rng, masked):
+    """With independent positions the statistics weigh each row by the other's norm."""
+    x, g = rng.normal(size=(4, 3, 2)), rng.normal(size=(4, 3, 2))
+    mask = rng.random((4, 3)) > 0.3 if masked else np.ones((4, 3), bool)
+    layer = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")
+    given = backend.asarray(mask) if masked else None
+    batch = kc.Batch(backend.asarray(x), backend.asarray(g), given)
+    blocks = []
+    for positions in ("independent", "summed"):
+        block = kc.Block(layer, kc.TNT(positions=positions))
+        statistics = block.update(
+            block.initial(batch.like), batch, conventions=SUM, decay=0.0
+        )
+        operator = block.operator(
+            statistics, damping=0.0, rule="factored", factorizations=()
+        )
+        blocks.append(backend.to_numpy(operator.to_dense(damped=False)))
+
+    rows = np.concatenate([x, np.ones((4, 3, 1))], axis=-1)[mask]
+    grads = g[mask]
+    A = (rows * (grads**2).sum(1)[:, None]).T @ rows / len(rows)
+    G = (grads * (rows**2).sum(1)[:, None]).T @ grads / len(rows)
+    expected = (len(rows) / 4) * np.kron(A, G) / np.trace(A)
+    assert_close(blocks[0], expected, "gram", "float64")
+    assert_differs(blocks[1], expected)
+
+
+def test_exact_damping_of_many_factors_has_no_cholesky_factor(backend, rng):
+    """What has no structure is refused with what to take instead."""
+    block, statistics, _ = fed(backend, rng, (2, 3))
+    operator = block.operator(statistics, damping=0.1, rule="exact")
+
+    with pytest.raises(kc.UnsupportedError, match="factored rule"):
+        operator.multiply_cholesky(backend.asarray(np.ones((6, 1))))
+
+
+def test_several_arrays_are_refused():
+    """TNT is of one array with its axes."""
+    with pytest.raises(kc.UnsupportedError, match="one array"):
+        kc.Block(kc.Parameters(shapes={"a": (2,), "b": (3,)}), kc.TNT())

@@ -1,0 +1,249 @@
+"""The form of the packages: which way imports go, what they name, what they cost."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kfac_core
+
+ROOT = Path(kfac_core.__file__).parent
+
+# The layers of the design, the lowest first.  A module imports from its own layer and
+# from those below.
+LAYERS = (
+    {"errors", "array"},
+    {"linalg"},
+    {"conventions", "damping", "layers", "factors", "losses"},
+    {"operators"},
+    {"approximations"},
+    {"block", "sharing"},
+    {"execution", "report", "estimator"},
+    {"checkpoint", "roots", "steps", "integration", "chain", "posterior", "influence"}
+    | {"distributed"},
+    {"cli", "__init__", "__main__"},
+)
+RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
+
+ARRAY_LIBRARIES = {
+    *("torch", "jax", "jaxlib", "cupy", "cupyx", "scipy", "tensorflow", "keras", "mlx"),
+    *("dask", "dpnp", "sparse", "ndonnx", "array_api_strict", "array_api_extra"),
+}
+
+# What each backend may import, besides the standard library.
+OWN = {
+    "numpy": {"numpy", "scipy", "kfac_core_backends"},
+    "lapack": {"numpy", "scipy"},
+    "blas_threads": {"threadpoolctl"},
+    "reused_memory": {"numpy"},
+    "torch": {"numpy", "torch", "array_api_compat", "kfac_core_backends"},
+    "torch_panels": {"torch"},
+    "torch_lapack": {"torch", "kfac_core_backends", "threadpoolctl"},
+    "jax": {"numpy", "jax"},
+    "cupy": {"numpy", "cupy", "cupyx", "array_api_compat"},
+}
+
+
+def files_of(folder):
+    """Return the Python files below a folder, as (path in the folder, tree)."""
+    return {
+        str(path.relative_to(folder)): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+FILES = files_of(ROOT)
+
+
+def imports_in(tree):
+    """Return the full names of what is imported anywhere in a file."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            found.add(node.module)
+            if node.module == "kfac_core":
+                found |= {f"kfac_core.{alias.name}" for alias in node.names}
+    return found
+
+
+def part_of(path):
+    """Return the part of the package that a file belongs to."""
+    return Path(path).parts[0].removesuffix(".py")
+
+
+def upward(files):
+    """Return the imports that go from a lower layer to a higher one."""
+    found = []
+    for path, tree in files.items():
+        for name in imports_in(tree):
+            root, _, rest = name.partition(".")
+            target = rest.split(".")[0]
+            if root == "kfac_core" and RANK.get(target, -1) > RANK[part_of(path)]:
+                found.append(f"{path} imports {name}")
+    return found
+
+
+def test_every_part_stands_in_a_layer():
+    """Every module and folder of the package has its place in the order."""
+    parts = {part_of(path) for path in FILES}
+
+    assert len(FILES) > 30
+    assert parts - set(RANK) == set()
+
+
+def test_imports_go_one_way():
+    """No module imports from a layer above its own."""
+    assert upward(FILES) == []
+
+
+def test_an_import_that_goes_up_is_found():
+    """The row that must fail: the search finds an import inside a function."""
+    source = (
+        "def f():\n    from kfac_core.operators.kronecker import FactoredKronecker\n"
+    )
+
+    found = upward({"linalg/gram.py": ast.parse(source)})
+
+    assert found == ["linalg/gram.py imports kfac_core.operators.kronecker"]
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_no_array_library_is_imported(path):
+    """The mathematics imports NumPy and array-api-compat, and no other array library."""
+    roots = {name.split(".")[0] for name in imports_in(FILES[path])}
+    full = imports_in(FILES[path])
+
+    assert roots & ARRAY_LIBRARIES == set()
+    assert {n for n in full if n.startswith("array_api_compat.")} == set()
+    assert roots & {"kfac_core_backends", "benchmarks", "conformance_tests"} == set()
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_no_array_library_is_named(path):
+    """No string of the program, outside of docstrings, is the name of a library."""
+    strings = {
+        node.value
+        for node in ast.walk(FILES[path])
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+
+    assert strings & ARRAY_LIBRARIES == set()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_backends_import_their_own_library(requires_adapters, name):
+    """A backend imports the protocol, the errors and its own library, and no more."""
+    package = importlib.import_module("kfac_core_backends")
+    tree = files_of(Path(package.__file__).parent)[f"{name}.py"]
+
+    names = imports_in(tree)
+
+    ours = {n for n in names if n.split(".")[0] == "kfac_core"}
+    assert ours <= {"kfac_core.array.backend", "kfac_core.errors"}
+    roots = {n.split(".")[0] for n in names - ours}
+    assert roots - OWN[name] - set(sys.stdlib_module_names) == set()
+
+
+def test_every_backend_is_known_here(requires_adapters):
+    """A new backend file has to say what it may import."""
+    package = importlib.import_module("kfac_core_backends")
+    files = files_of(Path(package.__file__).parent)
+
+    assert {Path(path).stem for path in files} - {"__init__"} == set(OWN)
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_modules_say_what_they_are_and_hold(path):
+    """Each module has a docstring, and an ``__all__`` of names that exist."""
+    tree = FILES[path]
+    name = ".".join(["kfac_core", *Path(path).with_suffix("").parts])
+    name = name.removesuffix(".__init__")
+    defines = [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        and not node.name.startswith("_")
+    ]
+    assert ast.get_docstring(tree)
+    if path == "__main__.py":
+        return
+
+    module = importlib.import_module(name)
+
+    listed = getattr(module, "__all__", [])
+    assert set(defines) <= set(listed)
+    assert [n for n in listed if not hasattr(module, n)] == []
+    assert len(set(listed)) == len(listed)
+
+
+def test_no_file_is_for_everything():
+    """No file or folder is called utils, helpers, common or misc."""
+    words = {"utils", "util", "helpers", "helper", "common", "misc", "tools"}
+    parts = {
+        part.removesuffix(".py").strip("_")
+        for path in (*FILES, *(p.name for p in Path(__file__).parents[1].rglob("*.py")))
+        for part in Path(path).parts
+    }
+
+    assert parts & words == set()
+
+
+HEAVY = (
+    *("torch", "jax", "cupy", "scipy", "matplotlib", "rich", "sklearn", "safetensors"),
+    *("array_api_strict", "pandas", "importlib_metadata", "kfac_core_backends"),
+)
+
+
+@pytest.mark.parametrize("names", ["nothing", "everything"])
+def test_the_import_is_light(names):
+    """``import kfac_core`` imports no array library but NumPy, and no optional one.
+
+    Neither does the use of every public name of it.
+    """
+    program = "import sys, kfac_core; "
+    if names == "everything":
+        program += "[getattr(kfac_core, name) for name in kfac_core.__all__]; "
+
+    done = subprocess.run(
+        [sys.executable, "-c", program + "print(*sorted(sys.modules))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    modules = set(done.stdout.split())
+    loaded = {name.split(".")[0] for name in modules}
+    assert "kfac_core" in loaded
+    assert loaded & set(HEAVY) == set()
+    # Of the standard library, what would be a large share of the import's time.
+    slow = {"importlib.metadata", "email", "asyncio", "multiprocessing", "http"}
+    assert modules & slow == set()
+    if names == "everything":
+        assert {"numpy", "array_api_compat"} <= loaded
+
+
+def test_every_public_name_is_where_it_is_said_to_be():
+    """The table that names are imported by is that of the imports type checkers see."""
+    tree = FILES["__init__.py"]
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("kfac_core.")
+        for alias in node.names
+    }
+
+    assert seen == kfac_core._HOMES
+    assert sorted(seen) == sorted(kfac_core.__all__)
+    for name in kfac_core.__all__:
+        assert getattr(kfac_core, name) is not None
+    assert set(kfac_core.__all__) <= set(dir(kfac_core))
+    with pytest.raises(AttributeError, match="nonsense"):
+        kfac_core.nonsense  # noqa: B018

@@ -1,0 +1,283 @@
+"""The CuPy backend over a stand-in on NumPy: what is called, and what waits.
+
+These tests prove dispatch and the form of the calls, and that ``check="status"`` waits
+for nothing.  They prove nothing about CuPy's numbers, and no GPU runs: see `fake_cupy`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array.backend import get_backend, native_operations
+from kfac_core.linalg.shifted import shifted_matrix
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+from ..builders import fake_cupy
+from ..builders.tolerances import assert_close
+
+N, n, m = 12, 4, 3
+RULES = ["factored", "exact"]
+EVERYTHING = ("inverse", "cholesky", "eigenbasis")
+KINDS = {
+    "full": kc.Kronecker(),
+    "reduce": kc.Kronecker(sharing="reduce"),
+    "diagonal": kc.Kronecker(input="diagonal"),
+}
+
+
+@pytest.fixture
+def cupy(requires_adapters):
+    """The stand-in, in the place of CuPy."""
+    with fake_cupy.installed() as module:
+        yield module
+
+
+@pytest.fixture
+def to_cupy(cupy):
+    """Copy to the stand-in."""
+    return lambda values: cupy.array(np.asarray(values))
+
+
+def block(kind):
+    """Return a block of the kind."""
+    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="oi")
+    return kc.Block(layer, KINDS[kind])
+
+
+def arrays(rng, dtype):
+    """Return inputs and output gradients with a shared axis, a mask and a vector."""
+    x = rng.normal(size=(N, 2, n)).astype(dtype)
+    g = rng.normal(size=(N, 2, m)).astype(dtype)
+    mask = rng.uniform(size=(N, 2)) > 0.2
+    return x, g, mask, rng.normal(size=(n + 1, m)).astype(dtype)
+
+
+def products(kind, rule, x, g, mask, V):
+    """Return every product after one update, without looking at a value."""
+    statistics = block(kind).update(
+        block(kind).initial(x),
+        kc.Batch(x, g, mask),
+        conventions=kc.Conventions(loss="mean", sources="sum"),
+        decay=0.9,
+        check="status",
+    )
+    op = block(kind).operator(
+        statistics, damping=0.1, rule=rule, factorizations=EVERYTHING, check="status"
+    )
+    return {
+        "status": op.status() | statistics.status,
+        "multiply": op.multiply(V),
+        "inverse": op.multiply_inverse(V),
+        "matpower": op.multiply_matpower(V, -0.5),
+        "cholesky": op.multiply_cholesky(V),
+        "cholesky_inverse": op.multiply_cholesky_inverse(V, transpose=True),
+        "sample": op.sample(V),
+        "trace": op.trace(),
+        "logdet": op.logdet(),
+        "eigenvalues": op.eigenvalues(),
+        "dense": op.to_dense(),
+    }
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_product_is_that_of_numpy(to_cupy, rng, dtype, kind, rule, masked):
+    """The backend gives NumPy's results, in the dtype given, and waits for nothing."""
+    given = arrays(rng, dtype)
+    x, g, mask, V = map(to_cupy, given)
+
+    got = products(kind, rule, x, g, mask if masked else None, V)
+
+    assert fake_cupy.SYNCHRONIZATIONS == []
+    x, g, mask, V = given
+    expected = products(kind, rule, x, g, mask if masked else None, V)
+    assert int(got.pop("status")) == int(expected.pop("status")) == 0
+    for product, value in expected.items():
+        assert got[product].dtype == dtype, product
+        assert_close(kc.to_numpy(got[product]), value, "inverse", dtype)
+
+
+def estimator(rule):
+    """Return an estimator of one block, which prepares what all products need."""
+    return kc.Estimator(
+        {"fc": block("full")},
+        decay=0.9,
+        damping=0.1,
+        damping_rule=rule,
+        loss="mean",
+        factorizations=EVERYTHING,
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_estimator_waits_for_nothing(to_cupy, rng, rule):
+    """Update, refresh with a status, precondition, Cholesky and power never wait."""
+    given = arrays(rng, "float64")
+    ours, theirs = estimator(rule), estimator(rule)
+    results = []
+
+    for kept, move in ((ours, to_cupy), (theirs, np.asarray)):
+        x, g, _, V = map(move, given)
+        vectors = {"fc": {"weight": V[:-1].T, "bias": V[-1]}}
+        for _ in range(2):
+            kept.update({"fc": kc.Batch(x, g)}, check="status")
+            kept.refresh(check="status")
+        results.append(
+            [
+                kept.precondition(vectors),
+                kept.apply("multiply_cholesky", vectors),
+                kept.apply("multiply_matpower", vectors, -0.5),
+            ]
+        )
+        if kept is ours:
+            assert fake_cupy.SYNCHRONIZATIONS == []
+
+    for got, expected in zip(*results, strict=True):
+        for name, value in expected["fc"].items():
+            assert_close(kc.to_numpy(got["fc"][name]), value, "inverse", "float64")
+
+
+@pytest.mark.parametrize("call", ["update", "refresh"])
+def test_raising_waits(to_cupy, rng, call):
+    """The row that must differ: ``check="raise"`` waits, and the stand-in notices."""
+    x, g, _, _ = map(to_cupy, arrays(rng, "float64"))
+    kept = estimator("factored")
+
+    kept.update({"fc": kc.Batch(x, g)}, check="raise" if call == "update" else "status")
+    if call == "refresh":
+        kept.refresh(check="raise")
+
+    assert fake_cupy.SYNCHRONIZATIONS
+
+
+NATIVE = {
+    "inverse": {"cupy.linalg.cholesky", "cupyx.scipy.linalg.solve_triangular"},
+    "cholesky": {"cupy.linalg.cholesky"},
+    "eigenbasis": {"cupy.linalg.eigh"},
+}
+
+
+@pytest.mark.parametrize("factorization", NATIVE)
+def test_factorizations_are_native(to_cupy, rng, factorization):
+    """Each factorization calls CuPy's own functions and those of no other."""
+    x, g, _, _ = map(to_cupy, arrays(rng, "float32"))
+    statistics = block("full").moments(
+        kc.Batch(x, g),
+        conventions=kc.Conventions(loss="sum", sources="sum"),
+        check="status",
+    )
+    fake_cupy.CALLS.clear()
+
+    block("full").operator(
+        statistics,
+        damping=0.1,
+        rule="factored",
+        factorizations=(factorization,),
+        check="status",
+    )
+
+    every = set().union(*NATIVE.values())
+    assert every & set(fake_cupy.CALLS) == NATIVE[factorization]
+
+
+def test_a_silent_failure_is_found(to_cupy):
+    """A factorization that failed without a word is found by the sign of its pivots."""
+    indefinite = SymmetricMatrix(to_cupy([[1.0, 2.0], [2.0, 1.0]]), whole=True)
+    options = {"factorizations": ("inverse", "cholesky"), "name": "fc/input"}
+    V = to_cupy(np.ones((2, 1)))
+
+    made = shifted_matrix(indefinite, 0.0, check="status", **options)
+
+    assert kc.Status.NOT_POSITIVE in kc.Status(int(made.status()))
+    assert np.all(np.isnan(kc.to_numpy(made.solve(V))))
+    with pytest.raises(kc.FactorizationError, match=r"fc/input.*damping"):
+        shifted_matrix(indefinite, 0.0, check="raise", **options)
+
+
+@pytest.mark.parametrize("operation", ["count_indices", "sum_rows_at"])
+def test_sums_at_indices(to_cupy, rng, operation):
+    """Sums over equal indices add every repetition."""
+    if operation not in native_operations("cupy"):
+        pytest.skip(f"the backend does not bring {operation}")
+    values = rng.normal(size=7 if operation == "count_indices" else (7, 2))
+    indices = np.array([0, 3, 3, 1, 0, 3, 0])
+    expected = np.zeros((5, *values.shape[1:]))
+    for i, value in zip(indices, values, strict=True):
+        expected[i] += value
+    given = {"count_indices": (indices, values), "sum_rows_at": (values, indices)}
+    function = getattr(get_backend("cupy"), operation)
+
+    got = function(*map(to_cupy, given[operation]), size=5, xp=None)
+
+    assert fake_cupy.SYNCHRONIZATIONS == []
+    assert_close(kc.to_numpy(got), expected, "roundoff", "float64")
+
+
+def test_arrays_are_made_on_the_chosen_device(cupy, rng):
+    """``cupy:1`` makes arrays there, and inside that device everything stays there."""
+    given = arrays(rng, "float64")
+    x, g, _, V = (kc.asarray(values, backend="cupy:1") for values in given)
+    kept = estimator("factored")
+
+    with cupy.cuda.Device(1):
+        kept.update({"fc": kc.Batch(x, g)}, check="status")
+        kept.refresh(check="status")
+        got = kept.precondition({"fc": {"weight": V[:-1].T, "bias": V[-1]}})["fc"]
+
+    assert x.device == cupy.cuda.Device(1) != cupy.cuda.Device()
+    assert {value.device.id for value in got.values()} == {1}
+
+
+def test_an_unknown_device_is_refused(cupy):
+    """A device number that is not there is an error that says which are."""
+    with pytest.raises(kc.BackendUnavailableError, match="'7'; it has 0, 1"):
+        kc.asarray(np.ones(2), backend="cupy:7")
+
+
+def test_libraries_are_not_mixed(to_cupy, rng):
+    """Inputs of CuPy and output gradients of NumPy are refused, both named."""
+    x, g, _, _ = arrays(rng, "float64")
+
+    with pytest.raises(kc.MixedArraysError, match=r"inputs.*cupy.*output_grads.*numpy"):
+        estimator("factored").update({"fc": kc.Batch(to_cupy(x), g)})
+
+
+@pytest.mark.parametrize(
+    "act",
+    [np.asarray, lambda x: x + np.ones(3), lambda x: np.ones(3) + x],
+    ids=["convert", "add", "add_reflected"],
+)
+def test_the_stand_in_is_as_strict_as_cupy(to_cupy, act):
+    """The rows that must fail: NumPy and the stand-in's arrays do not meet."""
+    x = to_cupy(np.ones(3))
+
+    with pytest.raises(TypeError):
+        act(x)
+
+
+@pytest.mark.parametrize("look", [bool, float, int, kc.to_numpy])
+def test_the_stand_in_notices_who_looks(to_cupy, look):
+    """The rows that must be noticed: each way to bring a number to the host."""
+    x = to_cupy(1.0)
+
+    look(x)
+
+    assert len(fake_cupy.SYNCHRONIZATIONS) == 1
+
+
+def test_the_stand_in_leaves_nothing_behind(requires_adapters):
+    """Afterwards CuPy is what it was before, and so is what the library knows of it."""
+    from kfac_core.array import backend
+
+    before = sys.modules.get("cupy"), backend._loaded.get("cupy")
+
+    with fake_cupy.installed():
+        inside = get_backend("cupy").versions()["cupy"]
+
+    assert "stand-in" in inside
+    assert (sys.modules.get("cupy"), backend._loaded.get("cupy")) == before

@@ -1,0 +1,119 @@
+"""Whether an array is finite, whatever its numbers and its shape are."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array.finite import all_finite, known_finite
+from kfac_core.linalg.gram import gram_update
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (4, 3)])
+def test_ordinary_numbers_are_finite(backend, dtype, rng, shape):
+    """Also of a 0-d array, and where there is nothing."""
+    x = backend.asarray(rng.normal(size=shape), dtype)
+
+    got = all_finite(x, xp=backend.xp)
+
+    assert got.shape == ()
+    assert bool(got)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [(0, 0), (3, 2)])
+def test_one_bad_number_is_found(backend, dtype, rng, bad, place):
+    """Wherever it stands, with either sign."""
+    x = rng.normal(size=(4, 3))
+    x[place] = bad
+
+    assert not bool(all_finite(backend.asarray(x, dtype), xp=backend.xp))
+
+
+def test_infinities_do_not_cancel(backend, dtype):
+    """Nor does a NaN hide behind an infinity."""
+    for values in ([np.inf, -np.inf], [np.nan, np.inf], [np.inf, np.nan, -np.inf]):
+        x = backend.asarray(np.array(values), dtype)
+        assert not bool(all_finite(x, xp=backend.xp))
+
+
+@pytest.mark.parametrize("copies", [1, 2500])
+def test_the_largest_numbers_are_finite(backend, dtype, copies):
+    """Their sum and their squares are not."""
+    largest = np.finfo(dtype).max
+    x = np.tile([largest, -largest, largest, largest], copies)
+
+    assert bool(all_finite(backend.asarray(x, dtype), xp=backend.xp))
+
+
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("layout", ["C", "F", "every other", "three axes"])
+def test_many_numbers_are_all_read(backend, dtype, rng, bad, layout):
+    """The last of ten thousand is found, however they lie in memory."""
+    x = rng.normal(size=(100, 101))
+    if bad is not None:
+        x[99, 100] = bad
+    x = backend.asarray(x, dtype)
+    if layout == "F":
+        x = backend.xp.asarray(x.T, copy=True).T
+    if layout == "every other":
+        x = x[1::2, ::2]
+    if layout == "three axes":
+        x = backend.xp.permute_dims(backend.xp.reshape(x, (10, 10, 101)), (2, 0, 1))
+
+    assert bool(all_finite(x, xp=backend.xp)) == (bad is None)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("shape", [(4, 3), (0, 3), (2, 70, 80)])
+def test_nothing_else_is_known_to_be_finite(backend, dtype, rng, bad, shape):
+    """A backend may say that it does not know, but never that what is not is."""
+    x = rng.normal(size=shape)
+    assert isinstance(known_finite(backend.asarray(x, dtype), xp=backend.xp), bool)
+    x = np.concatenate([x, np.ones((*shape[:-2], 1, shape[-1]))], axis=-2)
+    x[..., -1, 1] = bad
+
+    assert known_finite(backend.asarray(x, dtype), xp=backend.xp) is False
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("scale", [0.5, 0.0])
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("d", [3, 150])
+@pytest.mark.parametrize("tail", [False, True])
+def test_a_gram_matrix_shows_rows_that_are_not_finite(
+    backend, dtype, rng, bad, scale, lead, d, tail
+):
+    """On its diagonal, whichever kernel makes it: updates do not read their rows twice."""
+    x = rng.normal(size=(*lead, 40, d))
+    x[..., 7, d - 1] = bad
+    eye = np.broadcast_to(np.eye(d + tail), (*lead, d + tail, d + tail))
+    total = SymmetricMatrix(backend.asarray(np.array(eye), dtype), whole=True)
+    ones = backend.asarray(np.ones((*lead, 40)), dtype) if tail else None
+
+    with np.errstate(invalid="ignore"):
+        array, _ = gram_update(
+            *(total, backend.asarray(x, dtype)),
+            **{"tail": ones, "decay": 0.9, "scale": scale, "xp": backend.xp},
+        )
+
+    diagonal = np.einsum("...ii->...i", backend.to_numpy(array))
+    assert not np.isfinite(diagonal[..., d - 1]).any()
+
+
+@pytest.mark.parametrize("d", [3, 150])
+def test_rows_whose_squares_overflow_are_finite(backend, d):
+    """A diagonal that is not finite is no reason to call the rows so."""
+    layer = kc.Dense(in_features=d, out_features=2, bias=False, weight_layout="io")
+    block = kc.Block(layer, kc.Kronecker())
+    x = backend.asarray(np.full((2, d), 1e30), "float32")
+    batch = kc.Batch(x, backend.asarray(np.ones((2, 2)), "float32"))
+    conventions = kc.Conventions(loss="sum", sources="sum")
+
+    with np.errstate(over="ignore"):
+        new = block.update(
+            *(block.initial(x), batch),
+            **{"conventions": conventions, "decay": 0.9, "check": "status"},
+        )
+
+    assert int(new.status) == kc.Status.OK

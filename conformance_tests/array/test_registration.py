@@ -1,0 +1,156 @@
+"""Adapters of third parties: what they must bring, and what happens where they do not."""
+
+from __future__ import annotations
+
+import importlib
+import types
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array import backend as registry
+from kfac_core.array.backend import native_operation, native_operations
+from kfac_core.cli.doctor import diagnosis
+from kfac_core.linalg.eigen import eigh
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+
+@pytest.fixture
+def forgotten():
+    """Forget afterwards what a test registers for array-api-strict."""
+    name = "array_api_strict"
+    tables = registry._loaded, registry._operations, registry._problems
+    before = [table.pop(name, None) for table in tables]
+    yield
+    for table, value in zip(tables, before, strict=True):
+        table.pop(name, None)
+        if value is not None:
+            table[name] = value
+
+
+def strict_matrix(values):
+    """Return a symmetric matrix of array-api-strict, and its namespace."""
+    import array_api_strict as xp
+
+    return SymmetricMatrix(xp.asarray(values), whole=True), xp
+
+
+def test_an_adapter_may_bring_one_operation(forgotten):
+    """An adapter with a name and one operation is complete, and the operation is used."""
+    marked = []
+
+    def native(matrix, /, *, xp):
+        marked.append(matrix)
+        return xp.linalg.eigh(matrix.array)
+
+    kc.register_backend(types.SimpleNamespace(name="array_api_strict", eigh=native))
+    matrix, xp = strict_matrix(np.diag([1.0, 2.0]))
+
+    w, _ = eigh(matrix, xp=xp)
+
+    assert len(marked) == 1
+    assert native_operations("array_api_strict") == {"eigh"}
+    assert native_operation("solve_triangular", xp) is None
+    np.testing.assert_array_equal(kc.to_numpy(w), [1.0, 2.0])
+    there = kc.asarray(np.ones(2), backend="array_api_strict:device1")
+    assert str(there.device) == "array_api_strict.Device('device1')"
+    assert "array_api_strict" in kc.backend_names()
+
+
+def test_an_operation_may_decline(forgotten):
+    """A native operation that returns NotImplemented is replaced by the definition."""
+    asked = []
+
+    def native(matrix, /, *, xp):
+        asked.append(matrix)
+        return NotImplemented
+
+    kc.register_backend(types.SimpleNamespace(name="array_api_strict", eigh=native))
+    matrix, xp = strict_matrix(np.diag([1.0, 2.0]))
+
+    w, _ = eigh(matrix, xp=xp)
+
+    assert len(asked) == 1
+    np.testing.assert_array_equal(kc.to_numpy(w), [1.0, 2.0])
+
+
+def test_an_adapter_needs_a_name():
+    """An object without a name is no adapter."""
+    with pytest.raises(AttributeError, match="name"):
+        kc.register_backend(types.SimpleNamespace())
+
+
+def test_an_adapter_takes_the_place_of_another(forgotten):
+    """Registering a second adapter of one name replaces the first as a whole."""
+    first = types.SimpleNamespace(name="array_api_strict", eigh=lambda *a, **k: None)
+    second = types.SimpleNamespace(name="array_api_strict")
+    kc.register_backend(first)
+
+    kc.register_backend(second)
+
+    assert native_operations("array_api_strict") == frozenset()
+
+
+def test_an_adapter_may_replace_a_member(forgotten):
+    """What an adapter brings of the protocol is used, and the rest is generic."""
+    adapter = types.SimpleNamespace(
+        name="array_api_strict", problem=lambda: "it is out of order"
+    )
+    kc.register_backend(adapter)
+    found = kc.get_backend("array_api_strict")
+
+    assert found.problem() == "it is out of order"
+    assert found.versions()
+
+
+def test_an_adapter_that_is_out_of_order_is_refused(forgotten):
+    """What an adapter says of itself stands in the error, with what is usable."""
+    adapter = types.SimpleNamespace(
+        name="array_api_strict", problem=lambda: "it is out of order"
+    )
+    kc.register_backend(adapter)
+
+    with pytest.raises(
+        kc.BackendUnavailableError, match=r"it is out of order.*Usable here: .*numpy"
+    ):
+        kc.selected_backend("array_api_strict")
+
+
+def test_an_adapter_that_raises_stops_nobody_else(forgotten):
+    """What it raises is what is wrong with it; the doctor and other choices go on."""
+
+    def raising(*args):
+        raise RuntimeError("the driver has gone")
+
+    adapter = types.SimpleNamespace(name="array_api_strict", problem=raising)
+    kc.register_backend(adapter)
+    found = diagnosis()["backends"]["array_api_strict"]
+
+    assert not found["usable"]
+    assert "RuntimeError: the driver has gone" in found["problem"]
+    with pytest.raises(kc.BackendUnavailableError, match="the driver has gone"):
+        kc.selected_backend("array_api_strict")
+    assert kc.selected_backend("numpy").name == "numpy"
+
+    members = {"versions": raising, "devices": raising, "problem": lambda: None}
+    kc.register_backend(types.SimpleNamespace(name="array_api_strict", **members))
+    found = diagnosis()["backends"]["array_api_strict"]
+
+    assert found["usable"]
+    assert (found["versions"], found["devices"]) == ({}, [])
+    assert ["`versions`" in said for said in found["trouble"]] == [True, False]
+    assert all("the driver has gone" in said for said in found["trouble"])
+    assert diagnosis()["backends"]["numpy"]["trouble"] == []
+
+
+@pytest.mark.parametrize("name", ["jax", "torch"])
+def test_an_adapter_may_be_registered_again(requires_backend, name):
+    """Registering an adapter that is there already changes nothing."""
+    requires_backend(name, adapter=True)
+    module = importlib.import_module(f"kfac_core_backends.{name}")
+    before = native_operations(name)
+
+    kc.register_backend(module)
+
+    assert native_operations(name) == before

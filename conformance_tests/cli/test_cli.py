@@ -1,0 +1,201 @@
+"""The command ``kfac-core``: its doctor, its exit codes and its help."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array.backend import OPERATIONS
+from kfac_core.cli import main
+
+VARIABLE = "KFAC_CORE_BACKEND"
+
+
+@pytest.fixture(autouse=True)
+def nothing_chosen(monkeypatch):
+    """Start without any choice of a backend."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def run(*arguments, backend=None, blocked=()):
+    """Run the command in a process of its own, with some packages not importable."""
+    program = (
+        "import sys\n"
+        f"for name in {blocked!r}: sys.modules[name] = None\n"
+        "from kfac_core.cli import main\n"
+        f"sys.exit(main({list(arguments)!r}))\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=env if backend is None else env | {VARIABLE: backend},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# Without these the answer is quick, and is that of a machine with NumPy alone.
+OTHERS = ("torch", "jax", "cupy")
+
+
+@pytest.fixture(scope="module")
+def found():
+    """The diagnosis as data, where no library but NumPy can be imported."""
+    done = run("doctor", "--json", blocked=OTHERS)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_doctor_says_what_was_found(found):
+    """The diagnosis holds versions, the choice and its reason, as JSON."""
+    assert found["kfac_core"] == kc.__version__
+    assert found["selected"] == {
+        "spec": "numpy",
+        "reason": "the default",
+        "problem": None,
+    }
+    assert found["backends"]["numpy"]["usable"] is True
+    assert found["backends"]["numpy"]["versions"]["numpy"] == np.__version__
+    assert found["backends"]["numpy"]["devices"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_doctor_says_what_is_missing(found, name):
+    """A registered backend whose library is missing is listed with what to install."""
+    backend = found["backends"][name]
+
+    assert backend["usable"] is False
+    assert backend["devices"] == []
+    assert name in backend["problem"]
+    assert "install" in backend["problem"]
+
+
+def test_doctor_says_what_is_native(found):
+    """Every operation is native, generic or unavailable for every backend."""
+    assert set(found["operations"]) == set(OPERATIONS)
+    for operation, row in found["operations"].items():
+        assert set(row) == set(found["backends"]), operation
+        assert set(row.values()) <= {"native", "generic", "unavailable"}, operation
+        assert row["numpy"] in ("native", "generic"), operation
+        assert row["torch"] == "unavailable", operation
+
+
+def test_doctor_in_words():
+    """The text says what is chosen, why, and what each backend and operation is."""
+    done = run("doctor", blocked=OTHERS)
+
+    assert done.returncode == 0, done.stderr
+    assert f"kfac_core {kc.__version__}" in done.stdout
+    assert "chosen: numpy (the default)" in done.stdout
+    for name in ("numpy", *OTHERS, *OPERATIONS):
+        assert name in done.stdout
+    assert done.stderr == ""
+
+
+def test_doctor_says_where_the_choice_is_from():
+    """A variable that names a usable backend is the reason that is given."""
+    done = run("doctor", "--json", backend="array_api_strict:device1", blocked=OTHERS)
+
+    assert done.returncode == 0, done.stderr
+    selected = json.loads(done.stdout)["selected"]
+    assert selected["spec"] == "array_api_strict:device1"
+    assert selected["reason"] == f"from {VARIABLE}=array_api_strict:device1"
+
+
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        ("nonsense", "Unknown backend 'nonsense'"),
+        ("torch", "'torch'"),
+        ("array_api_strict:device9", "device9"),
+    ],
+)
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_doctor_fails_where_nothing_usable_is_chosen(spec, match, flags):
+    """A variable with an unusable backend is exit code 2 and one clear line."""
+    done = run("doctor", *flags, backend=spec, blocked=OTHERS)
+
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    if flags:
+        problem = json.loads(done.stdout)["selected"]["problem"]
+    else:
+        [problem] = [li for li in done.stdout.splitlines() if li.startswith("chosen:")]
+    assert match in problem
+
+
+def test_doctor_sees_what_is_installed(requires_backend):
+    """With PyTorch there, the doctor shows its version, devices and operations."""
+    requires_backend("torch", adapter=True)
+
+    done = run("doctor", "--json", blocked=("jax",))
+
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "cpu" in found["backends"]["torch"]["devices"]
+    assert found["backends"]["torch"]["adapter"] == "loaded"
+    assert found["operations"]["cholesky_inverse"]["torch"] == "native"
+
+
+def test_help_names_the_commands(capsys):
+    """The help lists every command and the variable, and exits with 0."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    for word in ("doctor", "demo", VARIABLE):
+        assert word in shown
+
+
+def test_help_of_a_command(capsys):
+    """A command's help lists its options."""
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "--help"])
+
+    assert caught.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_the_version_is_shown(capsys):
+    """``--version`` prints the version of the package."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.strip() == f"kfac-core {kc.__version__}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["cure"], ["doctor", "--nonsense"]],
+    ids=["none", "name", "option"],
+)
+def test_a_wrong_call_is_exit_code_2(arguments, capsys):
+    """A command or an option that there is not is exit code 2, said on stderr."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+
+    streams = capsys.readouterr()
+    assert caught.value.code == 2
+    assert "usage: kfac-core" in streams.err
+    assert streams.out == ""
+
+
+def test_the_module_is_the_command():
+    """``python -m kfac_core`` is the same program."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kfac_core", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert done.stdout.strip() == f"kfac-core {kc.__version__}"

@@ -1,0 +1,365 @@
+"""What every command has in common: help, JSON, exit codes, and silence in a pipe.
+
+Each command runs in a process of its own, its streams pipes, as a script would run it,
+with the variables set by which some libraries are made to write colors anyway.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.cli import commands, main, screen
+
+from ..conformance.test_records import path_of
+
+ROOT = Path(__file__).parents[2]
+NAMES = tuple(commands())
+
+# Everything that could move a cursor or color a terminal; a line ends with "\n" alone.
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+OWN = "kfac_core_conformance.own:Own"
+BENCH = ("--workloads", "one by one", "--stages", "precondition-inverse", "--libraries")
+BENCH += ("numpy", "--repetitions", "1", "--no-memory")
+
+# A call of each command that answers, and one that cannot.
+GOOD = {
+    "demo": ("--quick", "--steps", "1", "--output", "OUT"),
+    "doctor": (),
+    "verify": ("RECORD",),
+    "inspect": ("CHECKPOINT",),
+    "conformance": ("--adapter", OWN, "--only", "B1", "A4"),
+    "bench": (*BENCH, "--output", "OUT"),
+}
+BAD = {
+    "demo": ("--quick", "--steps", "1", "--output", "RECORD/nothing"),
+    "verify": ("nothing.safetensors",),
+    "inspect": ("RECORD",),
+    "conformance": ("--adapter", "no_such_module:x"),
+    "bench": ("--libraries", "nonsense"),
+}
+NEEDS = {
+    "demo": ("sklearn", "rich", "matplotlib"),
+    "verify": ("safetensors",),
+    "inspect": ("safetensors",),
+    "bench": ("rich",),
+}
+
+
+def run(name, *arguments):
+    """Run a command; the doctor finds no library that would only cost time."""
+    blocked = ("torch", "jax", "cupy") if name == "doctor" else ()
+    program = (
+        "import sys\n"
+        f"for name in {blocked!r}: sys.modules[name] = None\n"
+        "from kfac_core.cli import main\n"
+        f"sys.exit(main({[name, *arguments]!r}))\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "KFAC_CORE_BACKEND"}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=env | {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    """A command that can run here."""
+    if request.param == "bench" and not (ROOT / "benchmarks").is_dir():
+        pytest.skip("the source tree is not there")
+    for module in NEEDS.get(request.param, ()):
+        pytest.importorskip(module)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The file of a small estimator."""
+    pytest.importorskip("safetensors")
+    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    estimator = kc.Estimator(
+        {"fc": kc.Block(layer, kc.Kronecker())},
+        decay=0.9,
+        damping=0.1,
+        damping_rule="factored",
+        loss="sum",
+    )
+    estimator.update({"fc": kc.Batch(np.ones((4, 3)), np.ones((4, 2)))})
+    path = tmp_path_factory.mktemp("state") / "state.safetensors"
+    kc.save_checkpoint(path, estimator)
+    return str(path)
+
+
+@pytest.fixture
+def filled(request, tmp_path):
+    """Put paths into the arguments of a call."""
+
+    def fill(arguments):
+        words = {"OUT": str(tmp_path), "RECORD": str(path_of("numpy_dense_reduce"))}
+        if "CHECKPOINT" in arguments:
+            words["CHECKPOINT"] = request.getfixturevalue("checkpoint")
+        found = []
+        for argument in arguments:
+            for word, path in words.items():
+                argument = argument.replace(word, path)
+            found.append(argument)
+        return found
+
+    return fill
+
+
+def test_a_pipe_gets_text_and_nothing_else(name, filled):
+    """No progress, no color, no control character; standard error is empty."""
+    done = run(name, *filled(GOOD[name]))
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) >= 3
+    assert CONTROL.findall(done.stdout) == []
+
+
+def test_json_is_one_document_and_nothing_else(name, filled):
+    """``--json`` is there for every command, and its numbers are finite."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    done = run(name, *filled(GOOD[name]), "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert isinstance(json.loads(done.stdout, parse_constant=refuse), dict)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_what_cannot_be_answered_is_one_line_and_exit_code_2(name, flags, filled):
+    """The line names the command; standard output has no half of an answer."""
+    if name == "doctor":
+        pytest.skip("it answers, whatever it finds; test_cli.py has its exit codes")
+
+    done = run(name, *filled(BAD[name]), *flags)
+
+    assert done.returncode == 2
+    if name == "verify" and flags:
+        # The other records are answered: the document says which could not be read.
+        assert json.loads(done.stdout)["records"][0]["error"]
+        return
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"kfac-core {name}: ")
+    assert CONTROL.findall(line) == []
+    assert "Traceback" not in done.stdout
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_has_options_examples_and_exit_codes(name, capsys):
+    """Each example is a call that the parser takes."""
+    module = commands()[name]
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+
+    assert caught.value.code == 0
+    assert "--json" in shown
+    assert module.SUMMARY in shown
+    for code, meaning in module.EXIT_CODES.items():
+        assert f"  {code}  {meaning}" in shown
+    assert 0 in module.EXIT_CODES
+    for example in module.EXAMPLES:
+        assert f"  {example}" in shown
+        assert f"kfac-core {name}" in example
+
+
+@pytest.mark.parametrize(
+    "example",
+    [example for module in commands().values() for example in module.EXAMPLES],
+)
+def test_examples_are_calls_that_there_are(example, monkeypatch):
+    """No example has an option that has gone."""
+    _, _, call = example.partition("kfac-core ")
+    words = call.split(" > ")[0].split()
+    seen = []
+    for module in commands().values():
+        monkeypatch.setattr(module, "run", lambda arguments: seen.append(1) or 0)
+
+    assert main(words) == 0
+    assert seen == [1]
+
+
+def test_the_page_has_every_command_option_and_exit_code(capsys):
+    """``docs/command_line.md`` says what the help says."""
+    page = ROOT / "docs" / "command_line.md"
+    if not page.is_file():
+        pytest.skip("the documentation is not there")
+    text = page.read_text(encoding="utf-8")
+    for name, module in commands().items():
+        _, _, rest = text.partition(f"\n## {name}\n")
+        section = rest.partition("\n## ")[0]
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out))
+        shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", section))
+        assert options - {"--help"} <= shown | {"--json"}, name
+        assert shown <= options, name
+        for code in module.EXIT_CODES:
+            assert re.search(rf"^\| {code} \|", section, re.MULTILINE), (name, code)
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """``kfac-core ... | head`` ends without a traceback."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kfac_core", "conformance", "--list"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.close()
+    _, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 141
+    assert errors == b""
+
+
+def test_a_process_without_streams_has_its_exit_code(monkeypatch):
+    """As `>&-` starts one, or a service without a console."""
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, None)
+
+    assert main(["conformance", "--list"]) == 0
+    assert main(["inspect", "nothing.safetensors"]) == 2
+    sys.stdout.close()
+    sys.stderr.close()
+
+
+def test_an_interruption_is_a_line_and_its_exit_code(monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands()["doctor"], "run", interrupted)
+
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "kfac-core doctor: interrupted\n"
+
+
+def test_conformance_has_an_exit_code_for_each_end(capsys, tmp_path, monkeypatch):
+    """Wrong is 1, nothing to check is 2, a name that there is not is 2."""
+    path = tmp_path / "adapters.py"
+    path.write_text(
+        "import dataclasses\n"
+        "from kfac_core_conformance.own import Own\n"
+        "class Wrong(Own):\n"
+        "    def blocks(self, problem):\n"
+        "        return [2 * x for x in super().blocks(problem)]\n"
+        "class Raising(Own):\n"
+        "    def blocks(self, problem):\n"
+        "        raise OSError('out of\\n\\x1b[31mink')\n"
+        "class Nothing(Own):\n"
+        "    capabilities = dataclasses.replace(Own.capabilities, losses=())\n"
+    )
+
+    def ends(name, *options):
+        call = ["conformance", "--adapter", f"{path}:{name}", *options]
+        code = main(call)
+        return code, *capsys.readouterr()
+
+    code, out, err = ends("Wrong", "--only", "B1")
+    assert (code, err) == (1, "")
+    assert out.count("  1.0e+00  1.0e-10  differs") == 4
+    code, out, err = ends("Raising", "--only", "B1", "--json")
+    found = json.loads(out)
+    assert (code, err, found["exit_code"]) == (1, "", 1)
+    assert found["counts"] == {
+        "holds": 0,
+        "differs": 0,
+        "raised": 4,
+        "not offered": 0,
+    }
+    code, out, err = ends("Raising", "--only", "B1")
+    assert CONTROL.findall(out) == []
+    code, out, err = ends("Nothing", "--only", "B1")
+    assert code == 2
+    assert "offers nothing" in err
+    code, out, err = ends("Wrong", "--only", "nonsense")
+    assert (code, out) == (2, "")
+    assert "--list" in err
+
+
+# Progress.
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def waited(monkeypatch, stream, *, patience):
+    """Return what is written to standard error while something is waited for."""
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with screen.Progress(3, patience=patience) as progress:
+        progress.begin("one\x1b[31m thing")
+        until = time.monotonic() + 20
+        while patience == 0 and stream.isatty() and progress._bar is None:
+            assert time.monotonic() < until, "no bar was shown"
+            time.sleep(0.01)
+        progress.advance()
+        with progress.paused():
+            held = stream.getvalue()
+        progress.begin("another")
+    return held, stream.getvalue()
+
+
+def test_a_terminal_sees_progress_after_a_while(monkeypatch):
+    """A name that would steer the terminal is shown, not obeyed; the bar goes away."""
+    held, written = waited(monkeypatch, Terminal(), patience=0)
+
+    assert "one\\x1b[31m thing" in held
+    assert "1/3" in held
+    assert "another" in written
+    assert written.endswith(("\x1b[2K", "\x1b[?25h", "\n", "\r"))
+
+
+def test_what_is_quick_shows_nothing(monkeypatch):
+    """Not before the time is up, which is two seconds."""
+    assert waited(monkeypatch, Terminal(), patience=60) == ("", "")
+
+    with screen.Progress(3) as progress:
+        assert progress._timer.interval == screen.PATIENCE == 2.0
+    assert progress._timer is None
+
+
+def test_a_pipe_sees_no_progress_however_long(monkeypatch):
+    """Even if the time is up at once."""
+    assert waited(monkeypatch, io.StringIO(), patience=0) == ("", "")
+
+
+def test_progress_without_rich_is_silence(monkeypatch):
+    """An optional package is not needed to wait."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    for module in ("rich", "rich.console", "rich.progress"):
+        monkeypatch.setitem(sys.modules, module, None)
+
+    with screen.Progress(1, patience=0) as progress:
+        progress._timer.join(20)
+        progress.advance()
+
+    assert stream.getvalue() == ""

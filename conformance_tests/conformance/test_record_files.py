@@ -1,0 +1,535 @@
+"""Damaged, hostile and contradictory files: one clear line each, and nothing else.
+
+Every file here is made by code from one good record.  A row of `DAMAGED` changes its
+document, its tensors or its bytes, and says which words the refusal must hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core_conformance.records import read_record
+
+safetensors_numpy = pytest.importorskip("safetensors.numpy")
+
+KEY = "kfac_core_record"
+CHECK = {"block": "fc", "op": "multiply_inverse", "vector": "v", "expected": "r0"}
+DENSE = {
+    "kind": "dense",
+    "in_features": 3,
+    "out_features": 2,
+    "bias": True,
+    "weight_layout": "io",
+}
+DOCUMENT = {
+    "format": "kfac_core.record",
+    "version": 1,
+    "blocks": {"fc": {"layer": DENSE, "approximation": {"name": "kronecker"}}},
+    "updates": 2,
+    "ema": {"decay": 0.9, "weight": 1.0, "debias": True},
+    "damping": 0.1,
+    "damping_rule": "factored",
+    "checks": [CHECK, {"block": "fc", "op": "trace", "expected": "r1"}],
+}
+
+
+class Good:
+    """A good record: a document and tensors, to be changed and saved."""
+
+    def __init__(self):
+        rng = np.random.default_rng(7)
+        self.document = copy.deepcopy(DOCUMENT)
+        self.tensors = {
+            "vector.v.weight": rng.normal(size=(3, 2)),
+            "vector.v.bias": rng.normal(size=2),
+            "expected.r0.weight": rng.normal(size=(3, 2)),
+            "expected.r0.bias": rng.normal(size=2),
+            "expected.r1": np.asarray(1.0),
+        }
+        for u in range(2):
+            self.tensors[f"update.{u}.fc.inputs"] = rng.normal(size=(5, 3))
+            self.tensors[f"update.{u}.fc.output_grads"] = rng.normal(size=(1, 5, 2))
+
+    @property
+    def layer(self):
+        return self.document["blocks"]["fc"]["layer"]
+
+    @property
+    def approximation(self):
+        return self.document["blocks"]["fc"]["approximation"]
+
+    @property
+    def check(self):
+        return self.document["checks"][0]
+
+    def bytes(self, text=None):
+        text = json.dumps(self.document) if text is None else text
+        return safetensors_numpy.save(self.tensors, metadata={KEY: text})
+
+
+def document(change):
+    """Return the maker of a file whose document was changed."""
+
+    def make():
+        good = Good()
+        change(good)
+        return good.bytes()
+
+    return make
+
+
+def text(change):
+    """Return the maker of a file whose document's text was changed."""
+    return lambda: Good().bytes(change(json.dumps(DOCUMENT)))
+
+
+def tensor(name, values):
+    """Return the maker of a file with another tensor; None takes it away."""
+
+    def change(good):
+        if values is None:
+            del good.tensors[name]
+        else:
+            good.tensors[name] = np.asarray(values)
+
+    return document(change)
+
+
+def header(change):
+    """Return the maker of a file whose container's header was changed."""
+
+    def make():
+        data = Good().bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        found = json.loads(data[8 : 8 + length])
+        change(found)
+        made = json.dumps(found).encode()
+        return struct.pack("<Q", len(made)) + made + data[8 + length :]
+
+    return make
+
+
+def content(change):
+    """Return the maker of a file whose bytes were changed."""
+    return lambda: change(Good().bytes())
+
+
+def settled(**fields):
+    """Return a change that sets fields of the document."""
+    return lambda good: good.document.update(fields)
+
+
+class Payload:
+    """What a pickle would run."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("executed"),)
+
+
+NAN = np.full((5, 3), np.nan)
+HUGE = {"dtype": "F64", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 8]}
+SERIES = {"name": "series", "variant": "symmetric"}
+X, G = "update.0.fc.inputs", "update.0.fc.output_grads"
+
+DAMAGED = {
+    # name: (maker of the file's bytes, words of the refusal)
+    "empty": (lambda: b"", "safetensors"),
+    "truncated": (content(lambda data: data[:-40]), "safetensors"),
+    "cut-in-the-header": (content(lambda data: data[:100]), "safetensors"),
+    "header-length-lies": (
+        content(lambda data: struct.pack("<Q", 1 << 50) + data[8:]),
+        "safetensors",
+    ),
+    "pickle": (lambda: pickle.dumps(Payload()), "safetensors"),
+    "huge-claimed-shape": (
+        header(lambda found: found.__setitem__("extra", HUGE)),
+        "safetensors",
+    ),
+    "no-record": (lambda: safetensors_numpy.save({"x": np.zeros(1)}), "no record"),
+    "not-json": (text(lambda s: s[:-1]), "not JSON"),
+    "deeply-nested": (text(lambda s: "[" * 100_000 + "]" * 100_000), "nested"),
+    "not-an-object": (text(lambda s: "[1]"), "expected an object"),
+    "infinite-number": (
+        text(lambda s: s.replace('"damping": 0.1', '"damping": Infinity')),
+        "Infinity",
+    ),
+    "overflowing-number": (
+        text(lambda s: s.replace('"damping": 0.1', '"damping": 1e999')),
+        "damping: expected a finite number >= 0",
+    ),
+    "endless-integer": (
+        text(lambda s: s.replace('"updates": 2', f'"updates": {"9" * 5000}')),
+        "not JSON",
+    ),
+    "field-twice": (
+        text(lambda s: s.replace('"updates": 2', '"updates": 2, "updates": 2')),
+        "twice",
+    ),
+    "other-format": (document(settled(format="other")), "format: expected"),
+    "unknown-version": (document(settled(version=2)), "version: expected 1"),
+    "boolean-version": (document(settled(version=True)), "version: expected 1"),
+    "unknown-field": (document(settled(extra=1)), "unknown field 'extra'"),
+    "no-blocks": (document(settled(blocks={})), "at least one block"),
+    "no-updates": (document(settled(updates=0)), "updates: expected an integer"),
+    "many-updates": (
+        document(settled(updates=10**12)),
+        "update.2.fc.inputs' is missing",
+    ),
+    "missing-field": (document(lambda g: g.document.pop("ema")), "'ema' is missing"),
+    "negative-damping": (document(settled(damping=-0.1)), "damping: expected"),
+    "no-damping": (document(lambda g: g.document.pop("damping")), "needs `damping`"),
+    "unknown-rule": (document(settled(damping_rule="half")), "damping_rule: expected"),
+    "decay-of-2": (
+        document(lambda g: g.document["ema"].update(decay=2)),
+        "ema.decay: expected a finite number >= 0 and <= 1",
+    ),
+    "weight-of-0": (
+        document(lambda g: g.document["ema"].update(weight=0)),
+        "ema.weight: expected a finite number > 0",
+    ),
+    "debias-of-1": (
+        document(lambda g: g.document["ema"].update(debias=1)),
+        "ema.debias: expected true or false",
+    ),
+    "odd-block-name": (
+        document(lambda g: g.document["blocks"].update({"a b\n": {}})),
+        "blocks: expected a name",
+    ),
+    "path-as-name": (
+        document(lambda g: g.check.update(expected="../r0")),
+        "expected: expected a name",
+    ),
+    "unknown-layer": (
+        document(lambda g: g.layer.update(kind="attention")),
+        "unknown kind 'attention'",
+    ),
+    "unhashable-kind": (
+        document(lambda g: g.layer.update(kind=["dense"])),
+        "unknown kind ['dense']",
+    ),
+    "unknown-layer-field": (
+        document(lambda g: g.layer.update(units=3)),
+        "unknown field 'units'",
+    ),
+    "width-of-0": (
+        document(lambda g: g.layer.update(in_features=0)),
+        "in_features: expected an integer",
+    ),
+    "width-of-true": (
+        document(lambda g: g.layer.update(out_features=True)),
+        "out_features: expected an integer",
+    ),
+    "other-width": (
+        document(lambda g: g.layer.update(in_features=4)),
+        "inputs: expected shape (N, ..., 4)",
+    ),
+    "unknown-approximation": (
+        document(lambda g: g.approximation.update(name="magic")),
+        "unknown name 'magic'",
+    ),
+    "uncorrelated-dense": (
+        document(lambda g: g.approximation.update(input="uncorrelated")),
+        "needs a conv layer",
+    ),
+    "series-without-time": (
+        document(lambda g: (g.approximation.clear(), g.approximation.update(SERIES))),
+        "exactly one shared axis",
+    ),
+    "exact-series": (
+        document(
+            lambda g: (
+                g.approximation.clear(),
+                g.approximation.update(SERIES),
+                g.document.update(damping_rule="exact"),
+            )
+        ),
+        "no damping rule",
+    ),
+    "unknown-op": (document(lambda g: g.check.update(op="invert")), "unknown op"),
+    "no-op": (document(lambda g: g.check.pop("op")), "'op' is missing"),
+    "unknown-block": (
+        document(lambda g: g.check.update(block="fc2")),
+        "expected the name of a block",
+    ),
+    "field-of-another-op": (
+        document(lambda g: g.check.update(exp=2)),
+        "unknown field 'exp'",
+    ),
+    "negative-tolerance": (
+        document(lambda g: g.check.update(rtol=-1)),
+        "rtol: expected a finite number",
+    ),
+    "factor-of-another-block": (
+        document(
+            lambda g: g.document["checks"].append(
+                {"block": "fc", "op": "factor", "factor": "block", "expected": "r1"}
+            )
+        ),
+        "has no factor 'block'",
+    ),
+    "missing-tensor": (tensor(G, None), f"{G}' is missing"),
+    "missing-answer": (tensor("expected.r1", None), "expected.r1' is missing"),
+    "wrong-shape": (tensor(X, np.zeros((5, 4))), "expected shape (N, ..., 3)"),
+    "other-batch": (tensor(G, np.zeros((1, 4, 2))), "expected shape (1, 5, 2)"),
+    "no-sources-axis": (tensor(G, np.zeros((5, 2))), "expected shape (M, 5, 2)"),
+    "answer-of-another-shape": (
+        tensor("expected.r0.bias", np.zeros(3)),
+        "expected.r0.bias: expected shape (2,)",
+    ),
+    "vector-for-a-scalar": (
+        tensor("expected.r1", np.zeros(1)),
+        "expected.r1: expected shape ()",
+    ),
+    "nan": (tensor(X, NAN), "expected finite values"),
+    "infinite-answer": (tensor("expected.r1", np.inf), "expected finite values"),
+    "empty-tensor": (tensor(X, np.zeros((0, 3))), "is empty"),
+    "integers-as-inputs": (tensor(X, np.ones((5, 3), np.int64)), "expected a dtype"),
+    "half-an-answer": (tensor("expected.r1", np.float16(1)), "expected a dtype"),
+    "mask-of-a-half": (tensor("update.0.fc.mask", np.full(5, 0.5)), "expected 0 or 1"),
+    "mask-of-another-shape": (
+        tensor("update.0.fc.mask", np.ones(4)),
+        "expected shape (5,)",
+    ),
+    "shared-axes-change": (
+        document(
+            lambda g: g.tensors.update(
+                {X: np.ones((5, 2, 3)), G: np.ones((1, 5, 2, 2))}
+            )
+        ),
+        "the same number of shared positions",
+    ),
+}
+
+
+def write(folder, name, data):
+    path = folder / f"{name}.safetensors"
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Work in an empty folder, where an executed payload would leave its trace."""
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(path):
+    """Return the message of a refusal, after checking its form."""
+    with pytest.raises(kc.RecordError) as caught:
+        read_record(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert message.isprintable()
+    assert len(message) < 500 + len(str(path))
+    return message
+
+
+def test_the_good_record_is_read(tmp_path):
+    """What the damaged files are made from is itself accepted."""
+    record = read_record(write(tmp_path, "good", Good().bytes()))
+
+    assert len(record.document.checks) == 2
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_refused_in_one_line(tmp_path, name):
+    """The refusal names the file, the place and what was expected; nothing is run."""
+    make, words = DAMAGED[name]
+    path = write(tmp_path, name, make())
+
+    message = refused(path)
+
+    assert words in message
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["folder", "absent"])
+def test_what_is_no_file_is_refused(tmp_path, name):
+    """A folder and a name without a file are refused like a damaged file."""
+    (tmp_path / "folder").mkdir()
+
+    refused(tmp_path / name)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    """Something that would block a reader is no regular file."""
+    import os
+
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("this system has no named pipes")
+    os.mkfifo(tmp_path / "pipe")
+
+    assert "not a regular file" in refused(tmp_path / "pipe")
+
+
+def lonely(**layer):
+    """Return a file of one example that describes a large problem."""
+    good = Good()
+    good.layer.update(layer)
+    n, m = good.layer["in_features"], good.layer["out_features"]
+    good.document["updates"] = 1
+    good.document["checks"] = good.document["checks"][1:]
+    good.tensors = {
+        X: np.ones((1, n)),
+        G: np.ones((1, 1, m)),
+        "expected.r1": np.asarray(1.0),
+    }
+    return good
+
+
+@pytest.mark.parametrize(
+    ("layer", "approximation"),
+    [
+        ({"in_features": 20_000}, {"name": "kronecker"}),
+        ({"out_features": 20_000}, {"name": "kronecker", "input": "diagonal"}),
+        ({"in_features": 300, "out_features": 300}, {"name": "full"}),
+        ({"in_features": 20_000}, {"name": "tnt"}),
+        ({"in_features": 10_000, "out_features": 10_000}, {"name": "diagonal"}),
+    ],
+)
+def test_a_small_file_gets_no_large_arrays(tmp_path, layer, approximation):
+    """A factor of gigabytes is refused before it is made, with both sizes."""
+    good = lonely(**layer)
+    good.document["blocks"]["fc"]["approximation"] = approximation
+    path = write(tmp_path, "large", good.bytes())
+
+    tracemalloc.start()
+    message = refused(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert "memory limit" in message
+    assert peak < 8 * path.stat().st_size + 2**20
+
+
+def test_a_larger_limit_lets_a_trusted_file_through(tmp_path):
+    """The limit is a default, and not part of the format."""
+    path = write(tmp_path, "large", lonely(in_features=4_000).bytes())
+    refused(path)
+
+    record = read_record(path, memory_limit=2**28)
+
+    assert record.blocks["fc"].block.layer.in_features == 4_000
+
+
+CONV = {
+    "kind": "conv",
+    "in_channels": 1,
+    "out_channels": 1,
+    "kernel_size": [1],
+    "strides": [1 << 40],
+    "padding": [[1 << 40, 0]],
+    "bias": False,
+    "weight_layout": "spatial_io",
+    "data_layout": "channels_last",
+}
+
+
+@pytest.mark.skipif(not hasattr(kc, "Conv"), reason="kfac_core exports no Conv yet")
+@pytest.mark.parametrize(
+    "change", [{}, {"kernel_size": [1 << 40], "strides": [1]}, {"strides": [1, 1]}]
+)
+def test_padding_is_no_way_around_the_limit(tmp_path, change):
+    """A padded axis of 2**40 elements with one output in sight of it is refused."""
+    good = lonely()
+    good.document["blocks"]["fc"]["layer"] = CONV | change
+    outputs = 2 if not change else 1
+    good.tensors[X] = np.ones((1, 1, 1))
+    good.tensors[G] = np.ones((1, 1, outputs, 1))
+
+    refused(write(tmp_path, "padded", good.bytes()))
+
+
+IDS = {"kind": "embedding", "num_embeddings": 4, "features": 2, "weight_layout": "io"}
+
+
+@pytest.mark.skipif(
+    not hasattr(kc, "Embedding"), reason="kfac_core exports no Embedding yet"
+)
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([0, 1, 4], "expected ids from 0 to 3"),
+        ([0, 1, -1], "expected ids from 0 to 3"),
+        ([0.0, 1.0, 2.0], "expected a dtype"),
+    ],
+)
+def test_ids_are_in_range(tmp_path, ids, words):
+    """An id is an integer of the vocabulary."""
+    good = lonely()
+    good.document["blocks"]["fc"]["layer"] = IDS
+    good.tensors[X], good.tensors[G] = np.asarray(ids), np.ones((1, 3, 2))
+
+    assert words in refused(write(tmp_path, "ids", good.bytes()))
+
+
+@pytest.mark.skipif(
+    not hasattr(kc, "Embedding"), reason="kfac_core exports no Embedding yet"
+)
+@pytest.mark.parametrize(
+    "approximation",
+    [
+        {"name": "diagonal"},
+        {"name": "full"},
+        {"name": "kronecker", "input": "diagonal"},
+    ],
+)
+def test_long_sequences_of_ids_are_no_way_around_the_limit(tmp_path, approximation):
+    """The ids of an example are compared with each other, which takes their square."""
+    good = lonely()
+    good.document["blocks"]["fc"] = {"layer": IDS, "approximation": approximation}
+    good.tensors[X] = np.zeros((1, 50_000), np.int8)
+    good.tensors[G] = np.ones((1, 1, 2))
+
+    message = refused(write(tmp_path, "ids", good.bytes()))
+
+    assert "memory limit" in message
+
+
+@pytest.mark.parametrize("kind", [np.bool_, np.uint8, np.int64, np.float32])
+def test_masks_may_have_any_dtype(tmp_path, kind):
+    """A mask is what is 0 or 1, and is read as booleans."""
+    good = Good()
+    good.tensors["update.0.fc.mask"] = np.asarray([1, 0, 1, 1, 0], kind)
+
+    seen = read_record(write(tmp_path, "masked", good.bytes())).blocks["fc"].updates
+
+    assert seen[0].mask.tolist() == [True, False, True, True, False]
+    assert seen[1].mask is None
+
+
+def test_a_tensor_that_nothing_names_is_ignored(tmp_path):
+    """Other tensors may be empty, not finite and oddly named."""
+    good = Good()
+    good.tensors["../../etc"] = np.full(3, np.nan)
+    good.tensors["update.9.fc.inputs"] = np.zeros((0, 1))
+
+    read_record(write(tmp_path, "extra", good.bytes()))
+
+
+def test_a_kind_that_is_not_built_yet_is_refused(tmp_path, monkeypatch):
+    """A description can be older than what this version can make of it."""
+    monkeypatch.setattr(kc, "Kronecker", None)
+
+    message = refused(write(tmp_path, "early", Good().bytes()))
+
+    assert "'kronecker' is not supported yet" in message
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
+    """Records are an extra."""
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+
+    message = refused(write(tmp_path, "good", b""))
+
+    assert "pip install 'kfac-core[records]'" in message

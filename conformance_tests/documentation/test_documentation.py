@@ -1,0 +1,96 @@
+"""The examples of the documentation run, each page from top to bottom."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+    if "```python" in path.read_text(encoding="utf-8")
+)
+FRAMEWORKS = {"flax", "jax", "keras", "optax", "torch"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
+    """Every block of Python, in order, in one program; files go to an empty folder.
+
+    A page that imports a framework has a process of its own, since frameworks choose
+    devices and backends when they are imported; where one is not installed it is left
+    out.
+    """
+    source = program_of(page)
+    program = tmp_path / "example.py"
+    program.write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    frameworks = imported(source) & FRAMEWORKS
+    missing = sorted(name for name in frameworks if not importlib.util.find_spec(name))
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
+    if not frameworks:
+        runpy.run_path(str(program), run_name="__main__")
+        return
+    environment = {**os.environ, "PYTHONWARNINGS": "error:::__main__"}
+    ran = subprocess.run(
+        [sys.executable, str(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ran.returncode == 0, ran.stderr[-4000:]
+
+
+def program_of(page):
+    """Return the blocks of Python of a page as one program."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return "\n".join(blocks)
+
+
+def imported(source):
+    """Return the top-level packages that a program needs, without optional ones."""
+    tree = ast.parse(source)
+    optional = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Try)
+        for inner in ast.walk(node)
+    }
+    names = set()
+    for node in set(ast.walk(tree)) - optional:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+            if node.module == "kfac_core_shims":
+                names |= {alias.name for alias in node.names}
+            elif node.module.startswith("kfac_core_shims."):
+                names.add(node.module.split(".")[1])
+    return names
+
+
+def test_there_are_examples():
+    """The search for them finds the README and more than one page."""
+    assert Path("README.md") in PAGES
+    assert len(PAGES) > 2
+
+
+def test_what_a_page_needs_is_seen():
+    """A shim needs its framework; what is tried for is not needed."""
+    source = "from kfac_core_shims.torch import KFAC\nimport jax.numpy as jnp\n"
+    tried = "try:\n    import flax\nexcept ImportError:\n    pass\n"
+
+    assert imported(source + tried) & FRAMEWORKS == {"torch", "jax"}

@@ -1,0 +1,412 @@
+"""EKFAC over time: bases on a schedule of their own, moments in between."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.approximations.options import UpdateOptions
+from kfac_core.array.structure import map_structure
+
+from ..builders import reference
+from ..builders.states import differences, frozen
+from ..builders.tolerances import assert_close, assert_differs
+
+N, IN, OUT, STEPS = 9, 3, 2, 4
+DECAY = 0.7
+DAMPING = 0.2
+SUM = kc.Conventions(loss="sum", sources="sum")
+
+
+def dense(**options):
+    layer = kc.Dense(in_features=IN, out_features=OUT, bias=True, weight_layout="io")
+    return kc.Block(layer, kc.Eigen(**options))
+
+
+def grouped_conv():
+    """Return two groups of 1x1 convolutions: dense layers on the pixels."""
+    layer = kc.Conv(
+        in_channels=2 * IN,
+        out_channels=2 * OUT,
+        kernel_size=(1,),
+        padding="valid",
+        bias=False,
+        weight_layout="spatial_io",
+        data_layout="channels_last",
+        groups=2,
+    )
+    return kc.Block(layer, kc.Eigen())
+
+
+def make(block, **options):
+    settings = {
+        "decay": DECAY,
+        "damping": DAMPING,
+        "damping_rule": "exact",
+        "loss": "sum",
+    }
+    return kc.Estimator({"a": block}, **(settings | options))
+
+
+def draw(rng, positions=STEPS, width=1):
+    """Return rows of distinct scales, so that no two eigenvalues are near."""
+    x = rng.normal(size=(N, positions, width * IN)) * np.tile([1.0, 2.0, 0.5], width)
+    g = rng.normal(size=(N, positions, width * OUT)) * np.tile([1.0, 3.0], width)
+    return x, g * (1 + x[..., :1] ** 2)
+
+
+def batch_of(backend, x, g, **options):
+    return kc.Batch(backend.asarray(x), backend.asarray(g), **options)
+
+
+def gradients(x, g):
+    """Return each example's gradient, the bias' row last."""
+    full = np.concatenate([x, np.ones((*x.shape[:-1], 1))], axis=-1)
+    return np.einsum("nsi,nsj->nij", full, g)
+
+
+def factors(x, g):
+    full = np.concatenate([x, np.ones((*x.shape[:-1], 1))], axis=-1)
+    rows, grads = full.reshape(-1, IN + 1), g.reshape(-1, OUT)
+    return rows.T @ rows / len(rows), grads.T @ grads / len(grads)
+
+
+def eigenbasis(A):
+    return np.linalg.eigh(A)[1]
+
+
+def squares(D, Q_A, Q_G):
+    turned = np.einsum("ik,nij,jl->nkl", Q_A, D, Q_G)
+    return np.mean(turned**2, axis=0)
+
+
+def dense_of(Q_A, Q_G, E):
+    Q = np.kron(Q_A, Q_G)
+    return (Q * E.ravel()) @ Q.T
+
+
+def current(backend, estimator, *, damped=False):
+    estimator.refresh()
+    return backend.to_numpy(estimator.operator("a").to_dense(damped=damped))
+
+
+def test_bases_and_moments_move_on_schedules_of_their_own(backend, rng):
+    """Four updates, bases after the second, against the sums written out densely."""
+    estimator = make(dense(moment_decay=0.4))
+    fed = [draw(rng) for _ in range(4)]
+    for x, g in fed[:2]:
+        estimator.update({"a": batch_of(backend, x, g)})
+    estimator.rebase(moments="carried")
+    for x, g in fed[2:]:
+        estimator.update({"a": batch_of(backend, x, g)})
+
+    got = current(backend, estimator)
+
+    parts = [factors(x, g) for x, g in fed[:2]]
+    Q_A, Q_G = (
+        eigenbasis(DECAY * first + second) for first, second in zip(*parts, strict=True)
+    )
+    eye_A, eye_G = np.eye(IN + 1), np.eye(OUT)
+    sums = [squares(gradients(x, g), eye_A, eye_G) for x, g in fed[:2]]
+    start = (Q_A**2).T @ (0.4 * sums[0] + sums[1]) @ (Q_G**2)
+    sums = [squares(gradients(x, g), Q_A, Q_G) for x, g in fed[2:]]
+    E = 0.4 * (0.4 * start + sums[0]) + sums[1]
+    weight = 1 + 0.4 + 0.4**2 + 0.4**3
+    expected = dense_of(Q_A, Q_G, E / weight)
+    assert_close(got, expected, "product", "float64")
+    state = estimator.state("a")
+    assert (state.updates, state.age, state.basis_age) == (4, 0, 2)
+    assert estimator.report()["a"].basis_age == 2
+    # The factors went on with the block's decay, not that of the moments.
+    value = backend.to_numpy(
+        state.statistics.averages["input"].value(debias=True).full()
+    )
+    A = sum(DECAY ** (3 - k) * factors(x, g)[0] for k, (x, g) in enumerate(fed))
+    A = A / sum(DECAY**k for k in range(4))
+    assert_close(value, A, "gram", "float64")
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_moments_start_as_those_of_kfac(backend, rng, sharing):
+    """Right after a change of basis the block is that of Kronecker under exact damping."""
+    x, g = draw(rng)
+    batch = batch_of(backend, x, g)
+    estimator = make(dense(sharing=sharing))
+    estimator.update({"a": batch})
+    estimator.rebase(moments="kronecker")
+    kfac = make(kc.Block(dense().layer, kc.Kronecker(sharing=sharing)))
+    kfac.update({"a": batch})
+
+    got = current(backend, estimator, damped=True)
+
+    assert_close(got, current(backend, kfac, damped=True), "product", "float64")
+    estimator.update({"a": batch})
+    assert_differs(current(backend, estimator, damped=True), got)
+
+
+def test_moments_are_carried_over_as_the_old_block_has_them(backend, rng):
+    """The new diagonal is that of the old block in the new basis; the trace stays."""
+    estimator = make(dense())
+    x, g = draw(rng)
+    estimator.update({"a": batch_of(backend, x, g)})
+    estimator.rebase(moments="zero")
+    y, h = draw(rng)
+    estimator.update({"a": batch_of(backend, y, h)})
+    old = current(backend, estimator)
+
+    estimator.rebase(moments="carried")
+
+    got = current(backend, estimator)
+    bases = estimator.state("a").statistics.bases
+    Q = np.kron(
+        *(backend.to_numpy(bases[side].eigenvectors) for side in ("input", "output"))
+    )
+    expected = (Q * np.diag(Q.T @ old @ Q)) @ Q.T
+    assert_close(got, expected, "product", "float64")
+    assert_close(np.trace(got), np.trace(old), "product", "float64")
+    assert_differs(got, old)
+
+
+def test_bases_descend_and_carry_their_certificates(backend, dtype, rng):
+    """Eigenvalues are those of the factor, the largest first, with a small residual."""
+    x, g = draw(rng)
+    block = dense()
+    batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
+    statistics = block.update(
+        block.initial(batch.like), batch, conventions=SUM, decay=0.0
+    )
+
+    made = block.approximation.rebased(statistics, moments="zero", check="raise")
+
+    for side, factor in zip(("input", "output"), factors(x, g), strict=True):
+        basis = made.bases[side]
+        values = backend.to_numpy(basis.eigenvalues)
+        expected = np.linalg.eigvalsh(factor)[::-1]
+        assert_close(values, expected, "eigenvalues", dtype)
+        assert np.all(np.diff(values) <= 0)
+        Q = backend.to_numpy(basis.eigenvectors)
+        assert_close((Q * values) @ Q.T, factor, "product", dtype)
+        assert 0 <= float(basis.residual) < 1e-3
+
+
+def test_an_operator_waits_for_bases_and_moments(backend, rng):
+    """Never the diagonal of the coordinates in silence, nor nothing at all."""
+    estimator = make(dense())
+    x, g = draw(rng)
+    with pytest.raises(kc.NotReadyError, match="update"):
+        estimator.rebase(["a"], moments="kronecker")
+    estimator.update({"a": batch_of(backend, x, g)})
+    with pytest.raises(kc.NotReadyError, match="rebase"):
+        estimator.refresh()
+    estimator.rebase(moments="zero")
+    with pytest.raises(kc.NotReadyError, match="update"):
+        estimator.refresh()
+    estimator.update({"a": batch_of(backend, x, g)})
+    estimator.refresh()
+    kfac = make(kc.Block(dense().layer, kc.Kronecker()))
+    kfac.update({"a": batch_of(backend, x, g)})
+    with pytest.raises(kc.UnsupportedError, match="no bases"):
+        kfac.rebase(["a"], moments="zero")
+    kfac.rebase(moments="zero")  # No block has bases: nothing to do.
+    with pytest.raises(kc.ConventionError, match="moments"):
+        estimator.rebase(moments="some")
+
+
+@pytest.mark.parametrize("check", ["raise", "status"])
+def test_a_failed_basis_leaves_everything_as_it_was(backend, rng, check):
+    """A factor that is not finite has no basis; the old one and its moments stay."""
+    estimator = make(dense())
+    x, g = draw(rng)
+    estimator.update({"a": batch_of(backend, x, g)})
+    estimator.rebase(moments="kronecker")
+    averages = dict(estimator.state("a").statistics.averages)
+    bad = averages["input"].sum.array * float("nan")
+    broken = kc.Statistics(
+        averages
+        | {
+            "input": kc.Average(
+                type(averages["input"].sum)(bad, True), averages["input"].weight
+            )
+        },
+        estimator.state("a").statistics.status,
+        estimator.state("a").statistics.bases,
+    )
+    approximation = dense().approximation
+    if check == "raise":
+        with pytest.raises(kc.NotFiniteError, match="input"):
+            approximation.rebased(broken, moments="carried", check=check)
+        return
+
+    made = approximation.rebased(broken, moments="carried", check=check)
+
+    assert int(made.status) != 0
+    for side in ("input", "output"):
+        got = backend.to_numpy(made.bases[side].eigenvectors)
+        before = backend.to_numpy(broken.bases[side].eigenvectors)
+        assert np.array_equal(got, before)
+    moments = backend.to_numpy(made.averages["block"].sum)
+    assert np.array_equal(moments, backend.to_numpy(averages["block"].sum))
+
+
+def test_groups_have_bases_of_their_own(backend, rng):
+    """A convolution in two groups is two blocks, in every product."""
+    x, g = draw(rng, width=2)
+    estimator = make(grouped_conv())
+    batch = batch_of(backend, x, g)
+    estimator.update({"a": batch})
+    estimator.rebase(moments="zero")
+    estimator.update({"a": batch})
+    estimator.refresh()
+    operator = estimator.operator("a").prepared("cholesky")
+
+    F = np.zeros((IN, 2, OUT, IN, 2, OUT))
+    for q in range(2):
+        rows, grads = x[..., q * IN : (q + 1) * IN], g[..., q * OUT : (q + 1) * OUT]
+        D = np.einsum("nsi,nsj->nij", rows, grads)
+        flat, other = rows.reshape(-1, IN), grads.reshape(-1, OUT)
+        Q_A, Q_G = eigenbasis(flat.T @ flat), eigenbasis(other.T @ other)
+        block = dense_of(Q_A, Q_G, squares(D, Q_A, Q_G))
+        F[:, q, :, :, q, :] = block.reshape(IN, OUT, IN, OUT)
+    F = F.reshape(IN * 2 * OUT, -1)
+    damped = F + DAMPING * np.eye(len(F))
+    got = backend.to_numpy(operator.to_dense(damped=False))
+    assert_close(got, F, "product", "float64")
+    V = rng.normal(size=(IN, 2 * OUT))
+    L = np.linalg.cholesky(damped)
+    products = {
+        "multiply": (damped, {}),
+        "multiply_inverse": (np.linalg.inv(damped), {}),
+        "multiply_cholesky": (L, {}),
+        "multiply_cholesky_inverse": (np.linalg.inv(L).T, {"transpose": True}),
+        "sample": (reference.matrix_power(damped, -0.5), {}),
+    }
+    for product, (matrix, options) in products.items():
+        result = getattr(operator, product)(backend.asarray(V), **options)
+        expected = (matrix @ V.ravel()).reshape(V.shape)
+        assert_close(backend.to_numpy(result), expected, "inverse", "float64")
+    logdet = float(operator.logdet())
+    assert_close(logdet, np.linalg.slogdet(damped)[1], "logdet", "float64")
+
+
+@pytest.mark.parametrize("bag", ["none", "binary", "count"])
+def test_an_embedding_has_a_block_whose_input_basis_is_the_ids(backend, rng, bag):
+    """It is a dense layer on the one-hot rows, whose input factor is diagonal."""
+    V, m = 5, 2
+    ids = np.array([[0, 3, 3], [1, 1, 1], [4, 0, 4], [2, 3, 2]])
+    bags = bag != "none"
+    g = rng.normal(size=(4, 1 if bags else 3, m)) * [1.0, 3.0]
+    options = {"bag": True, "duplicates": bag} if bags else {}
+    layer = kc.Embedding(num_embeddings=V, features=m, weight_layout="io", **options)
+    estimator = make(kc.Block(layer, kc.Eigen(input="diagonal")))
+    fed = kc.Batch(backend.asarray(ids), backend.asarray(g[:, 0] if bags else g))
+    estimator.update({"a": fed})
+    estimator.rebase(moments="zero")
+    estimator.update({"a": fed})
+
+    got = current(backend, estimator)
+
+    hot = np.eye(V)[ids]
+    if bags:
+        hot = hot.sum(axis=1, keepdims=True)
+        hot = np.minimum(hot, 1) if bag == "binary" else hot
+    rows = g.reshape(-1, m)
+    Q_G = eigenbasis(rows.T @ rows)
+    D = np.einsum("nsi,nsj->nij", hot, g)
+    expected = dense_of(np.eye(V), Q_G, squares(D, np.eye(V), Q_G))
+    assert_close(got, expected, "product", "float64")
+    indices = np.array([3, 0])
+    some = rng.normal(size=(2, m))
+    sparse = kc.SparseRows(backend.asarray(indices), backend.asarray(some))
+    result = estimator.precondition({"a": {"weight": sparse}})["a"]["weight"]
+    whole = np.zeros((V, m))
+    whole[indices] = some
+    damped = expected + DAMPING * np.eye(V * m)
+    solution = np.linalg.solve(damped, whole.ravel()).reshape(V, m)
+    assert_close(backend.to_numpy(result.rows), solution[indices], "inverse", "float64")
+
+
+def test_a_full_input_factor_of_an_embedding_is_refused():
+    with pytest.raises(kc.UnsupportedError, match=r"Eigen\(input='diagonal'\)"):
+        kc.Block(
+            kc.Embedding(num_embeddings=3, features=2, weight_layout="io"), kc.Eigen()
+        )
+
+
+def test_the_state_goes_on_where_it_was(backend, rng):
+    """Bases, moments and their ages survive, and one further step is the same."""
+    x, g = draw(rng)
+    first = make(dense(moment_decay=0.5))
+    first.update({"a": batch_of(backend, x, g)})
+    first.rebase(moments="carried")
+    first.update({"a": batch_of(backend, x, g)})
+    first.refresh()
+    state = first.state_dict()
+    second = make(dense(moment_decay=0.5))
+
+    second.load_state_dict(state)
+
+    for estimator in (first, second):
+        y, h = draw(np.random.default_rng(5))
+        estimator.update({"a": batch_of(backend, y, h)})
+        estimator.refresh()
+    assert differences(frozen(first.state_dict()), frozen(second.state_dict())) == []
+    assert second.state("a").basis_age == 2
+    state["blocks"]["a"]["basis_age"] = -1
+    with pytest.raises(kc.StateError, match="basis_age"):
+        make(dense(moment_decay=0.5)).load_state_dict(state)
+
+
+def test_parts_of_a_batch_merge_to_the_whole(backend, rng):
+    """Micro-batches give the moments of the batch, with the decay of their own."""
+    x, g = draw(rng)
+    block = dense(moment_decay=0.5)
+    whole = batch_of(backend, x, g)
+    start = block.update(block.initial(whole.like), whole, conventions=SUM, decay=0.0)
+    start = block.approximation.rebased(start, moments="kronecker", check="raise")
+    cut = [
+        batch_of(backend, x[rows], g[rows]) for rows in (slice(0, 4), slice(4, None))
+    ]
+    # In the same bases: parts of a batch are statistics of their own.
+    options = UpdateOptions(conventions=SUM, decay=0.0, weight=None, xp=backend.xp)
+    parts = [
+        block.approximation.updated(
+            _emptied(start), block.rows(part), block.layer, options
+        )
+        for part in cut
+    ]
+
+    merged = block.absorb(start, block.merge(*parts), decay=0.9)
+
+    expected = block.update(start, whole, conventions=SUM, decay=0.9)
+    for name in ("input", "output", "block"):
+        got, value = (s.averages[name].value(debias=True) for s in (merged, expected))
+        if name != "block":
+            got, value = got.full(), value.full()
+        assert_close(backend.to_numpy(got), backend.to_numpy(value), "gram", "float64")
+
+
+def _emptied(statistics):
+    nothing = {
+        name: map_structure(lambda x: x * 0, average)
+        for name, average in statistics.averages.items()
+    }
+    return kc.Statistics(nothing, statistics.status, statistics.bases)
+
+
+def test_gradients_of_the_examples_are_never_all_formed():
+    """With shared positions, memory stays that of the rows and of the factors."""
+    rng = np.random.default_rng(0)
+    n = m = 128
+    x, g = rng.normal(size=(64, 2, n)), rng.normal(size=(64, 2, m))
+    layer = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
+    block = kc.Block(layer, kc.Eigen())
+    batch = kc.Batch(x, g)
+    statistics = block.initial(x)
+    block.update(statistics, batch, conventions=SUM, decay=0.0)
+    tracemalloc.start()
+    block.update(statistics, batch, conventions=SUM, decay=0.0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 64 * n * m * 8 / 4

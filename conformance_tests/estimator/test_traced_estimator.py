@@ -1,0 +1,340 @@
+"""The estimator as functions of its state, and the wiring that feeds it."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array.structure import leaves
+
+from ..builders.reference import damped_block, kronecker_factors
+from ..builders.tolerances import assert_close
+
+n, m, DECAY = 3, 2, 0.7
+NAMES = ("a", "b")
+
+
+def settings_of(n=n, **options):
+    """Return an estimator of two layers, of which nothing but the settings is read."""
+    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+    settings = {"decay": DECAY, "damping": 0.2, "damping_rule": "factored"}
+    blocks = {name: kc.Block(layer, kc.Kronecker()) for name in NAMES}
+    return kc.Estimator(blocks, loss="sum", **(settings | options))
+
+
+def rows_of(rng, N=6, n=n):
+    return {name: (rng.normal(size=(N, n)), rng.normal(size=(N, m))) for name in NAMES}
+
+
+def captured(backend, dtype, rows):
+    batches = {
+        name: kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
+        for name, (x, g) in rows.items()
+    }
+    return kc.Captured(batches, "sum", None)
+
+
+def like(backend, dtype):
+    return backend.asarray(np.zeros(1), dtype)
+
+
+def gradients(backend, dtype, rng):
+    return {
+        name: {
+            "weight": backend.asarray(rng.normal(size=(n, m)), dtype),
+            "bias": backend.asarray(rng.normal(size=(m,)), dtype),
+        }
+        for name in NAMES
+    }
+
+
+def dense_direction(backend, history, gradient, damping):
+    """Return ``F^-1 V`` of a debiased average over batches, by a dense solve."""
+    weights = DECAY ** np.arange(len(history))[::-1]
+    parts = [kronecker_factors(x, g[None], bias=True) for x, g in history]
+    A, G, S = (
+        sum(w * part[i] for w, part in zip(weights, parts, strict=True)) / weights.sum()
+        for i in range(3)
+    )
+    V = np.concatenate(
+        [backend.to_numpy(gradient["weight"]), backend.to_numpy(gradient["bias"])[None]]
+    )
+    F = damped_block(A, G, S, damping=damping, rule="factored")
+    return np.linalg.solve(F, V.ravel()).reshape(V.shape)
+
+
+def assert_directions(backend, dtype, got, history, vectors, damping):
+    for name in NAMES:
+        seen = [rows[name] for rows in history]
+        expected = dense_direction(backend, seen, vectors[name], damping)
+        found = np.concatenate(
+            [
+                backend.to_numpy(got[name]["weight"]),
+                backend.to_numpy(got[name]["bias"])[None],
+            ]
+        )
+        assert_close(found, expected, "inverse", dtype)
+
+
+def same(backend, first, second):
+    """Whether two structures hold the same numbers."""
+    pairs = zip(leaves(first), leaves(second), strict=True)
+    return all(
+        np.array_equal(backend.to_numpy(a), backend.to_numpy(b))
+        for (_, a), (_, b) in pairs
+    )
+
+
+def test_updates_and_refreshes_are_those_of_dense_averages(backend, dtype, rng):
+    """Two updates, a refresh with another damping, and one more update after it."""
+    traced = kc.TracedEstimator(settings_of())
+    state, history = traced.initial(like(backend, dtype)), []
+    for _ in range(2):
+        history.append(rows_of(rng))
+        state = traced.updated(state, captured(backend, dtype, history[-1]))
+    assert int(state.age) == 2
+    state = traced.refreshed(state, damping=0.7)
+    later = traced.updated(state, captured(backend, dtype, rows_of(rng)))
+
+    vectors = gradients(backend, dtype, rng)
+    got = traced.precondition(later, vectors)
+
+    assert (int(later.updates), int(later.age)) == (3, 1)
+    assert bool(traced.is_good(later))
+    assert_directions(backend, dtype, got, history, vectors, 0.7)
+
+
+def test_a_damping_may_differ_by_block(backend, rng):
+    """As in the estimator; the settings' own where none is given."""
+    traced = kc.TracedEstimator(settings_of())
+    rows, vectors = rows_of(rng), gradients(backend, "float64", rng)
+    state = traced.initial(like(backend, "float64"))
+    state = traced.updated(state, captured(backend, "float64", rows))
+
+    both = traced.precondition(
+        traced.refreshed(state, damping={"a": 0.1, "b": 3.0}), vectors
+    )
+    own = traced.precondition(traced.refreshed(state), vectors)
+
+    a = dense_direction(backend, [rows["a"]], vectors["a"], 0.1)
+    b = dense_direction(backend, [rows["b"]], vectors["b"], 3.0)
+    assert_close(backend.to_numpy(both["a"]["weight"]), a[:-1], "inverse", "float64")
+    assert_close(backend.to_numpy(both["b"]["bias"]), b[-1], "inverse", "float64")
+    assert_directions(backend, "float64", own, [rows], vectors, 0.2)
+
+
+def test_a_flagged_batch_changes_nothing_but_the_status(backend, rng):
+    """One bad block keeps all of them from moving, and is named by its flag."""
+    traced = kc.TracedEstimator(settings_of())
+    good = traced.updated(
+        traced.initial(like(backend, "float64")),
+        captured(backend, "float64", rows_of(rng)),
+    )
+    rows = rows_of(rng)
+    rows["b"][0][1, 2] = np.nan
+
+    bad = traced.updated(good, captured(backend, "float64", rows))
+
+    assert not bool(traced.is_good(bad))
+    assert int(bad.status["a"]) == kc.Status.OK
+    assert int(bad.status["b"]) == kc.Status.INPUTS_NOT_FINITE
+    assert int(bad.updates) == 1
+    for name in NAMES:
+        averages = [s.statistics[name].averages for s in (good, bad)]
+        for side in averages[0]:
+            assert same(backend, averages[0][side], averages[1][side])
+    again = traced.updated(bad, captured(backend, "float64", rows_of(rng)))
+    assert bool(traced.is_good(again))
+    assert int(again.updates) == 2
+
+
+def test_a_failed_refresh_keeps_the_operator(backend, rng):
+    """A damping that is no number is flagged, and what was there goes on."""
+    traced = kc.TracedEstimator(settings_of())
+    rows, vectors = rows_of(rng), gradients(backend, "float64", rng)
+    state = traced.initial(like(backend, "float64"))
+    state = traced.refreshed(traced.updated(state, captured(backend, "float64", rows)))
+
+    failed = traced.refreshed(state, damping={"a": np.nan, "b": 0.9})
+
+    assert int(failed.status["a"]) != 0
+    assert int(failed.status["b"]) == 0
+    assert float(failed.dampings["a"]) == pytest.approx(0.2)
+    got = traced.precondition(failed, vectors)
+    a = dense_direction(backend, [rows["a"]], vectors["a"], 0.2)
+    b = dense_direction(backend, [rows["b"]], vectors["b"], 0.9)
+    assert_close(backend.to_numpy(got["a"]["weight"]), a[:-1], "inverse", "float64")
+    assert_close(backend.to_numpy(got["b"]["weight"]), b[:-1], "inverse", "float64")
+
+
+@pytest.mark.parametrize("n", [n, 150])
+def test_a_refresh_that_fails_at_first_keeps_the_first_operator(backend, rng, n):
+    """Also where statistics have one triangle by now, and the operator has two."""
+    traced = kc.TracedEstimator(settings_of(n))
+    state = traced.initial(like(backend, "float64"))
+    state = traced.updated(state, captured(backend, "float64", rows_of(rng, n=n)))
+
+    failed = traced.refreshed(state, damping=np.nan)
+
+    assert {int(failed.status[name]) for name in NAMES} != {0}
+    V = backend.asarray(rng.normal(size=(n + 1, m)), "float64")
+    for name in NAMES:
+        before, after = (s.operators[name].multiply(V) for s in (state, failed))
+        before, after = (backend.to_numpy(x) for x in (before, after))
+        assert np.isfinite(before).all()
+        assert_close(after, before, "product", "float64")
+
+
+@pytest.mark.parametrize("n", [n, 150])
+def test_it_goes_to_an_estimator_and_back(backend, rng, n):
+    """What an estimator saves and reports is the state, to the bit."""
+    traced = kc.TracedEstimator(settings_of(n))
+    start = traced.initial(like(backend, "float64"))
+    rows = rows_of(rng, n=n)
+    state = traced.updated(start, captured(backend, "float64", rows))
+    state = traced.refreshed(state)
+
+    held = traced.estimator(state)
+    saved = held.state_dict()
+    fresh = settings_of(n)
+    fresh.load_state_dict(saved)
+    back = traced.state(fresh, start)
+
+    assert held.state("a").updates == 1
+    assert same(backend, back, state)
+
+
+def test_other_conventions_and_bases_are_refused(backend, rng):
+    """Gradients of another loss than was promised; approximations with a schedule."""
+    traced = kc.TracedEstimator(settings_of())
+    seen = captured(backend, "float64", rows_of(rng))
+    start = traced.initial(like(backend, "float64"))
+
+    with pytest.raises(kc.ConventionError, match="loss='mean'"):
+        traced.updated(start, kc.Captured(seen.batches, "mean", None))
+    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+    eigen = kc.Estimator(
+        {"a": kc.Block(layer, kc.Eigen())},
+        decay=DECAY,
+        damping=0.2,
+        damping_rule="exact",
+        loss="sum",
+    )
+    with pytest.raises(kc.UnsupportedError, match=r"Estimator\.rebase"):
+        kc.TracedEstimator(eigen)
+
+
+def test_burn_in_is_a_plain_mean(backend, rng):
+    """The first updates do not decay, as in the estimator."""
+    traced = kc.TracedEstimator(settings_of(burn_in=2))
+    state, xs = traced.initial(like(backend, "float64")), []
+    for _ in range(3):
+        rows = rows_of(rng)
+        xs.append(rows["a"][1])
+        state = traced.updated(state, captured(backend, "float64", rows))
+
+    means = [g.T @ g / len(g) for g in xs]
+    expected = DECAY * (means[0] + means[1]) + means[2]
+    G = state.statistics["a"].averages["output"].sum
+    assert_close(backend.to_numpy(G.full()), expected, "gram", "float64")
+
+
+# ---------------------------------------------------------------------- the wiring
+
+DENSE = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+LEAVES = {"w": (n, m), "b": (m,), "v": (n, m), "c": (m,)}
+USES = [
+    ("one", DENSE, {"weight": 0, "bias": 1}),
+    ("two", DENSE, {"weight": 2, "bias": 3}),
+    ("one again", DENSE, {"weight": 0, "bias": 1}),
+]
+
+
+def test_uses_with_the_same_parameters_are_one_block(rng):
+    """The third use is a further one of the first, and both are captured together."""
+    wiring = kc.Wiring(USES, LEAVES, rest="refuse")
+    seen = [(rng.normal(size=(4, n)), None) for _ in USES]
+    grads = [rng.normal(size=(4, m)) for _ in USES]
+
+    found = wiring.captured(USES, seen, grads, loss="mean")
+
+    assert list(wiring.blocks) == ["one", "two"]
+    assert wiring.names(USES) == ["one", "two", "one"]
+    assert (found.loss, found.sources) == ("mean", None)
+    first, again = found.batches["one"]
+    assert first.inputs is seen[0][0]
+    assert again.output_grads is grads[2]
+    assert found.batches["two"].inputs is seen[1][0]
+
+
+def test_parameters_go_to_their_blocks_and_back(rng):
+    """What is put back has the leaves' own shapes; a leaf of no block is kept."""
+    shapes = LEAVES | {"rest": (2, 2)}
+    wiring = kc.Wiring(USES, shapes, rest="keep")
+    flat = [rng.normal(size=shape).ravel() for shape in shapes.values()]
+
+    vectors = wiring.vectors(flat)
+    doubled = {
+        name: {role: 2.0 * x for role, x in parts.items()}
+        for name, parts in vectors.items()
+    }
+    back = wiring.replaced(flat, doubled)
+
+    assert vectors["two"]["weight"].shape == (n, m)
+    for i in range(4):
+        np.testing.assert_array_equal(back[i], 2.0 * flat[i])
+    assert back[4] is flat[4]
+
+
+def test_what_cannot_be_wired_is_refused():
+    """Parameters in no block or in two, names twice, sizes, and a block not used."""
+    other = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="oi")
+    with pytest.raises(kc.UnsupportedError, match="parameter extra"):
+        kc.Wiring(USES, LEAVES | {"extra": (1,)}, rest="refuse")
+    with pytest.raises(
+        kc.UnsupportedError, match="parameter w to be in one block, not in 2"
+    ):
+        kc.Wiring([*USES, ("three", other, {"weight": 0})], LEAVES, rest="keep")
+    with pytest.raises(kc.ConventionError, match="'one'"):
+        kc.Wiring(
+            [USES[0], ("one", DENSE, {"weight": 2, "bias": 3})], LEAVES, rest="keep"
+        )
+    with pytest.raises(kc.ShapeError, match="sizes"):
+        kc.Wiring(USES[:1], LEAVES | {"w": (n, m + 1)}, rest="keep")
+    wiring = kc.Wiring(USES, LEAVES, rest="refuse")
+    with pytest.raises(kc.ConventionError, match=r"\['two'\] were not used"):
+        wiring.names([USES[0], USES[2]])
+
+
+def test_a_recorder_adds_its_zeros_and_knows_its_leaves(rng):
+    """Outputs carry what is differentiated by; arrays of elsewhere are refused."""
+    w, b = rng.normal(size=(n, m)), rng.normal(size=(m,))
+    x = rng.normal(size=(4, n))
+    zeros = [rng.normal(size=(4, m))]
+    recorder = kc.Recorder([w, b], zeros)
+
+    y = recorder.met("one", DENSE, {"weight": w, "bias": b}, x=x, y=x @ w + b)
+
+    np.testing.assert_array_equal(y, x @ w + b + zeros[0])
+    assert recorder.uses == [("one", DENSE, {"weight": 0, "bias": 1})]
+    with pytest.raises(kc.ConventionError, match="leaf of the parameters"):
+        recorder.met("two", DENSE, {"weight": w.copy(), "bias": b}, x=x, y=y)
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "input"),
+    [
+        (DENSE, kc.Kronecker, "full"),
+        (
+            kc.Embedding(num_embeddings=5, features=2, weight_layout="io"),
+            kc.Kronecker,
+            "diagonal",
+        ),
+    ],
+)
+def test_the_usual_approximation_goes_with_the_layer(layer, kind, input):
+    """What nobody chose is what the layer can have."""
+    chosen = kc.usual_approximation("name", layer)
+
+    assert type(chosen) is kind
+    assert chosen.input == input
+    assert chosen.problem_with(layer) is None

@@ -1,0 +1,305 @@
+"""The pure functions inside JAX's transforms: same numbers, flags for exceptions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array.structure import leaves, replaced
+
+from ..builders.tolerances import assert_close
+
+N, n, m = 12, 4, 3
+BLOCK = kc.Block(
+    kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io"),
+    kc.Kronecker(),
+)
+SUMMED = kc.Conventions(loss="sum", sources="sum")
+EVERYTHING = ("inverse", "cholesky", "eigenbasis")
+RULES = ["factored", "exact"]
+
+
+@pytest.fixture
+def jax(requires_backend):
+    """JAX itself, with 64-bit floats."""
+    requires_backend("jax", adapter=True)
+    import jax
+
+    return jax
+
+
+@pytest.fixture
+def arrays(jax, rng):
+    """Inputs, output gradients and a vector."""
+    shapes = (N, n), (N, m), (n + 1, m)
+    return tuple(jax.numpy.asarray(rng.normal(size=shape)) for shape in shapes)
+
+
+def updated(statistics, x, g, decay=0.9, weight=1.0):
+    """Return the statistics after one update that looks at no value."""
+    return BLOCK.update(
+        statistics,
+        kc.Batch(x, g),
+        conventions=SUMMED,
+        decay=decay,
+        weight=weight,
+        check="status",
+    )
+
+
+def operator(statistics, damping, rule, factorizations=EVERYTHING):
+    """Return the operator, made without looking at a value."""
+    return BLOCK.operator(
+        statistics,
+        damping=damping,
+        rule=rule,
+        factorizations=factorizations,
+        check="status",
+    )
+
+
+def all_products(op, V):
+    """Return every product of an operator with a vector, by name."""
+    return {
+        "multiply": op.multiply(V),
+        "undamped": op.multiply(V, damped=False),
+        "inverse": op.multiply_inverse(V),
+        "matpower": op.multiply_matpower(V, -0.5),
+        "cholesky": op.multiply_cholesky(V),
+        "cholesky_inverse": op.multiply_cholesky_inverse(V, transpose=True),
+        "sample": op.sample(V),
+        "trace": op.trace(),
+        "logdet": op.logdet(),
+        "eigenvalues": op.eigenvalues(),
+        "dense": op.to_dense(),
+    }
+
+
+def preconditioned(statistics, x, g, V, damping, decay, rule):
+    """Return new statistics, the preconditioned vector and all flags."""
+    statistics = updated(statistics, x, g, decay)
+    op = operator(statistics, damping, rule, ("inverse",))
+    return statistics, op.multiply_inverse(V), statistics.status | op.status()
+
+
+def host(structure):
+    """Return the arrays of a structure on the host, by path."""
+    return {path: np.array(x) for path, x in leaves(structure)}
+
+
+def assert_same_sums(got, expected):
+    """Compare all sums and weights of two statistics, bit by bit."""
+    got, expected = host(got.averages), host(expected.averages)
+    assert got.keys() == expected.keys()
+    for path, x in expected.items():
+        np.testing.assert_array_equal(got[path], x, err_msg=path)
+
+
+@pytest.mark.parametrize("rule", [*RULES, "factored_unit_pi"])
+def test_products_under_jit_are_those_without(jax, arrays, rule):
+    """Update, operator and every product give the same numbers inside ``jax.jit``."""
+    x, g, V = arrays
+
+    def compute(x, g, V, damping, decay):
+        statistics = updated(BLOCK.initial(x), x, g, decay)
+        return all_products(operator(statistics, damping, rule), V)
+
+    got = jax.jit(compute)(x, g, V, 0.1, 0.9)
+
+    for product, expected in compute(x, g, V, 0.1, 0.9).items():
+        assert_close(got[product], expected, "inverse", "float64")
+
+
+def test_moments_merge_and_absorb_under_jit(jax, arrays):
+    """Micro-batches merged and absorbed inside ``jax.jit`` are the whole batch."""
+    x, g, _ = arrays
+    start = updated(BLOCK.initial(x), g @ np.ones((m, n)), g)
+
+    @jax.jit
+    def in_parts(start, x, g, decay):
+        parts = [
+            BLOCK.moments(kc.Batch(x[s], g[s]), conventions=SUMMED, check="status")
+            for s in (slice(0, 5), slice(5, None))
+        ]
+        return BLOCK.absorb(start, BLOCK.merge(*parts), decay=decay)
+
+    got = in_parts(start, x, g, 0.7)
+
+    whole = BLOCK.update(start, kc.Batch(x, g), conventions=SUMMED, decay=0.7)
+    for path, expected in host(whole.averages).items():
+        actual = host(got.averages)[path]
+        if actual.ndim == 2:  # one triangle is what is promised
+            actual, expected = np.tril(actual), np.tril(expected)
+        assert_close(actual, expected, "gram", "float64")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_vmap_is_a_loop(jax, arrays, rule):
+    """A whole step under ``jax.vmap`` over batches and dampings is a loop over them."""
+    x, g, V = arrays
+    start = BLOCK.initial(x)
+    xs, dampings = jax.numpy.stack([x, 2.0 * x]), jax.numpy.asarray([0.1, 0.3])
+
+    def step(x, damping):
+        return preconditioned(start, x, g, V, damping, 0.9, rule)[1:]
+
+    got, flags = jax.vmap(step)(xs, dampings)
+
+    assert not np.any(flags)
+    for i in range(2):
+        expected, _ = step(xs[i], dampings[i])
+        assert_close(got[i], expected, "inverse", "float64")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_vmap_flags_only_the_bad_batch(jax, arrays, rule):
+    """Under ``jax.vmap`` a bad batch is flagged and the ones beside it are right."""
+    x, g, V = arrays
+    start = updated(BLOCK.initial(x), x, g)
+    xs = jax.numpy.stack([x, x.at[0, 0].set(np.nan)])
+
+    def step(x):
+        return preconditioned(start, x, g, V, 0.1, 0.9, rule)[1:]
+
+    got, flags = jax.vmap(step)(xs)
+
+    expected, _ = step(x)
+    assert flags.tolist() == [kc.Status.OK, kc.Status.INPUTS_NOT_FINITE]
+    assert_close(got[0], expected, "inverse", "float64")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["number", "array"])
+def test_new_damping_and_decay_compile_nothing(jax, arrays, rule, kind):
+    """Damping and decay are inputs of a compiled program and not parts of it."""
+    x, g, V = arrays
+    made = float if kind == "number" else jax.numpy.asarray
+    traces = []
+
+    @jax.jit
+    def step(*args):
+        traces.append(1)
+        return preconditioned(*args, rule)
+
+    start = BLOCK.initial(x)
+
+    first, u, _ = step(start, x, g, V, made(0.1), made(0.9))
+    _, v, _ = step(first, x, g, V, made(0.5), made(0.3))
+
+    assert len(traces) == 1
+    assert not np.allclose(u, v)
+
+
+BAD_UPDATES = {
+    # name: (x[0, 0], g[0, 0], decay, weight, flag)
+    "inputs_nan": (np.nan, 0.0, 0.9, 1.0, kc.Status.INPUTS_NOT_FINITE),
+    "inputs_inf": (np.inf, 0.0, 0.9, 1.0, kc.Status.INPUTS_NOT_FINITE),
+    "output_grads_nan": (0.0, np.nan, 0.9, 1.0, kc.Status.OUTPUT_GRADS_NOT_FINITE),
+    "decay_negative": (0.0, 0.0, -0.1, 1.0, kc.Status.BAD_DECAY),
+    "decay_above_one": (0.0, 0.0, 1.9, 1.0, kc.Status.BAD_DECAY),
+    "decay_nan": (0.0, 0.0, np.nan, 1.0, kc.Status.BAD_DECAY),
+    "weight_zero": (0.0, 0.0, 0.9, 0.0, kc.Status.BAD_DECAY),
+    "weight_infinite": (0.0, 0.0, 0.9, np.inf, kc.Status.BAD_DECAY),
+}
+
+
+@pytest.mark.parametrize("case", BAD_UPDATES)
+def test_a_traced_bad_update_is_a_flag_and_changes_nothing(jax, arrays, case):
+    """Where a traced update is given something bad, it says so and keeps the sums."""
+    x, g, _ = arrays
+    bad_x, bad_g, decay, weight, flag = BAD_UPDATES[case]
+    start = updated(BLOCK.initial(x), x, g)
+
+    got = jax.jit(updated)(
+        start, x.at[0, 0].set(bad_x), g.at[0, 0].set(bad_g), decay, weight
+    )
+
+    assert int(got.status) == flag
+    assert_same_sums(got, start)
+
+
+def test_a_traced_good_update_changes_the_sums(jax, arrays):
+    """The row that must differ: a good update has no flag and moves the sums."""
+    x, g, _ = arrays
+    start = updated(BLOCK.initial(x), x, g)
+
+    got = jax.jit(updated)(start, 2.0 * x, g, 0.9, 1.0)
+
+    assert int(got.status) == kc.Status.OK
+    with pytest.raises(AssertionError):
+        assert_same_sums(got, start)
+
+
+def test_bad_moments_are_absorbed_as_nothing(jax, arrays):
+    """Moments of a batch that is not finite leave running statistics as they were."""
+    x, g, _ = arrays
+    start = updated(BLOCK.initial(x), x, g)
+
+    @jax.jit
+    def absorb(start, x):
+        part = BLOCK.moments(kc.Batch(x, g), conventions=SUMMED, check="status")
+        return BLOCK.absorb(start, part, decay=0.5)
+
+    got = absorb(start, x.at[0, 0].set(np.nan))
+
+    assert int(got.status) == kc.Status.INPUTS_NOT_FINITE
+    assert_same_sums(got, start)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_traced_bad_damping_is_a_flag(jax, arrays, rule):
+    """A negative or non-finite traced damping sets its flag; a good one sets none."""
+    x, g, V = arrays
+    start = BLOCK.initial(x)
+    step = jax.jit(lambda damping: preconditioned(start, x, g, V, damping, 0.9, rule))
+
+    flags = {damping: int(step(damping)[2]) for damping in (-0.1, np.inf, 0.1)}
+    flags["nan"] = int(step(np.nan)[2])
+
+    bad = int(kc.Status.BAD_DAMPING)
+    assert {damping: flag & bad for damping, flag in flags.items()} == {
+        -0.1: bad,
+        np.inf: bad,
+        "nan": bad,
+        0.1: 0,
+    }
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nan_in_statistics_is_a_flag(jax, arrays, rule):
+    """NaN in statistics is reported by the operator's status, and no answer is finite."""
+    x, g, V = arrays
+    statistics = updated(BLOCK.initial(x), x, g)
+
+    @jax.jit
+    def compute(statistics):
+        op = operator(statistics, 0.1, rule, ("inverse",))
+        return op.multiply_inverse(V), op.status()
+
+    for side in ("input", "output"):
+        average = statistics.averages[side]
+        poisoned = replaced(
+            average, sum=replaced(average.sum, array=average.sum.array * np.nan)
+        )
+        averages = {**statistics.averages, side: poisoned}
+        u, flags = compute(kc.Statistics(averages, statistics.status))
+
+        assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(flags)), side
+        assert not np.any(np.isfinite(u)), side
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_structures_cross_jit_boundaries(jax, arrays, rule):
+    """An operator made in one compiled function is used in another."""
+    x, g, V = arrays
+    statistics = jax.jit(updated)(BLOCK.initial(x), x, g)
+    make = jax.jit(lambda s, damping: operator(s, damping, rule))
+
+    op = make(statistics, 0.1)
+    got = jax.jit(all_products)(op, V)
+
+    eager = operator(updated(BLOCK.initial(x), x, g), 0.1, rule)
+    assert type(op) is type(eager)
+    for product, expected in all_products(eager, V).items():
+        assert_close(got[product], expected, "inverse", "float64")

@@ -1,0 +1,345 @@
+"""The pure functions under ``torch.compile`` and ``torch.vmap``, and autograd's graph."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+from ..builders.tolerances import assert_close
+
+N, n, m = 12, 4, 3
+BLOCK = kc.Block(
+    kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="oi"),
+    kc.Kronecker(),
+)
+SUMMED = kc.Conventions(loss="sum", sources="sum")
+RULES = ["factored", "exact"]
+
+# array-api-compat caches its look-ups with `functools.lru_cache`; PyTorch's tracer warns
+# that it traces the function behind the cache, which is the same function.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"
+)
+
+
+@pytest.fixture
+def torch(requires_backend):
+    """PyTorch itself, with its tracer's caches empty."""
+    requires_backend("torch", adapter=True)
+    import torch
+
+    torch._dynamo.reset()
+    return torch
+
+
+@pytest.fixture
+def tensors(torch, rng):
+    """Inputs, output gradients and a vector."""
+    shapes = (N, n), (N, m), (n + 1, m)
+    return tuple(torch.tensor(rng.normal(size=shape)) for shape in shapes)
+
+
+def step(statistics, x, g, V, damping, decay, rule):
+    """Return new statistics, some products and all flags, looking at no value."""
+    statistics = BLOCK.update(
+        statistics, kc.Batch(x, g), conventions=SUMMED, decay=decay, check="status"
+    )
+    op = BLOCK.operator(
+        statistics,
+        damping=damping,
+        rule=rule,
+        factorizations=("inverse", "cholesky", "eigenbasis"),
+        check="status",
+    )
+    products = {
+        "multiply": op.multiply(V),
+        "inverse": op.multiply_inverse(V),
+        "matpower": op.multiply_matpower(V, -0.5),
+        "cholesky": op.multiply_cholesky(V),
+        "cholesky_inverse": op.multiply_cholesky_inverse(V, transpose=True),
+        "sample": op.sample(V),
+        "logdet": op.logdet(),
+    }
+    return statistics, products, statistics.status | op.status()
+
+
+def compiled(torch, function):
+    """Return a function traced as one graph, without code generation."""
+    return torch.compile(function, fullgraph=True, backend="eager")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["number", "array"])
+def test_a_compiled_step_is_the_step(torch, tensors, rule, kind):
+    """Update, operator and products trace as one graph and give the same numbers."""
+    x, g, V = tensors
+    start = BLOCK.initial(x)
+    made = float if kind == "number" else lambda v: torch.tensor(v, dtype=torch.float64)
+    args = start, x, g, V, made(0.1), made(0.9)
+
+    _, got, flags = compiled(torch, lambda *a: step(*a, rule))(*args)
+
+    _, expected, _ = step(*args, rule)
+    assert int(flags) == kc.Status.OK
+    for product, value in expected.items():
+        assert_close(got[product], value, "inverse", "float64")
+
+
+def test_compiled_steps_follow_each_other(torch, tensors):
+    """Statistics that one compiled call returns are what the next one takes."""
+    x, g, V = tensors
+    one = compiled(torch, lambda *a: step(*a, "factored"))
+    start = BLOCK.initial(x)
+
+    got, _, _ = one(start, x, g, V, 0.1, 0.9)
+    _, got, _ = one(got, 2.0 * x, g, V, 0.1, 0.9)
+
+    expected, _, _ = step(start, x, g, V, 0.1, 0.9, "factored")
+    _, expected, _ = step(expected, 2.0 * x, g, V, 0.1, 0.9, "factored")
+    assert_close(got["inverse"], expected["inverse"], "inverse", "float64")
+
+
+@pytest.mark.parametrize(
+    ("poison", "flag"),
+    [(0, kc.Status.INPUTS_NOT_FINITE), (1, kc.Status.OUTPUT_GRADS_NOT_FINITE)],
+)
+def test_a_compiled_bad_update_is_a_flag_and_changes_nothing(
+    torch, tensors, poison, flag
+):
+    """Under ``torch.compile`` rows that are not finite set a flag and keep the sums."""
+    x, g, V = tensors
+    start, _, _ = step(BLOCK.initial(x), x, g, V, 0.1, 0.9, "factored")
+    bad = [x.clone(), g.clone()]
+    bad[poison][0, 0] = torch.nan
+
+    got, _, flags = compiled(torch, lambda *a: step(*a, "factored"))(
+        start, *bad, V, 0.1, 0.9
+    )
+
+    assert int(flags) == flag
+    for name, average in start.averages.items():
+        kept = got.averages[name]
+        assert torch.equal(kept.weight, average.weight)
+        if name != "repeats":
+            assert torch.equal(kept.sum.array, average.sum.array)
+
+
+def test_looking_at_a_value_breaks_the_graph(torch, tensors):
+    """The row that must fail: ``check="raise"`` looks at values and cannot be traced."""
+    x, g, _ = tensors
+
+    @compiled_in(torch)
+    def update(x, g):
+        return BLOCK.update(
+            BLOCK.initial(x), kc.Batch(x, g), conventions=SUMMED, decay=0.9
+        ).status
+
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        update(x, g)
+
+
+def compiled_in(torch):
+    """Return `compiled` as a decorator."""
+    return lambda function: compiled(torch, function)
+
+
+COLD = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+import kfac_core as kc
+
+block = kc.Block(
+    kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="oi"),
+    kc.Kronecker(),
+)
+
+@torch.compile(fullgraph=True, backend="eager")
+def first(x, g, V):
+    statistics = block.update(
+        block.initial(x),
+        kc.Batch(x, g),
+        conventions=kc.Conventions(loss="sum", sources="sum"),
+        decay=0.9,
+        check="status",
+    )
+    op = block.operator(
+        statistics,
+        damping=0.1,
+        rule="{rule}",
+        factorizations=("inverse", "cholesky", "eigenbasis"),
+        check="status",
+    )
+    return op.multiply_inverse(V), op.status() | statistics.status
+
+torch.manual_seed(0)
+u, status = first(torch.randn(12, 4), torch.randn(12, 3), torch.randn(5, 3))
+print(bool(torch.all(torch.isfinite(u))), int(status))
+"""
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_first_call_of_a_process_may_be_compiled(torch, rule):
+    """A process whose first use of the library is inside ``torch.compile`` works."""
+    program = COLD.replace("{rule}", rule)
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "0"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_vmap_is_a_loop(torch, tensors, rule):
+    """A whole step under ``torch.vmap`` over batches is a loop over them."""
+    x, g, V = tensors
+    start = BLOCK.initial(x)
+    xs, vectors = torch.stack([x, 2.0 * x]), torch.stack([V, V + 1.0])
+
+    got = torch.vmap(lambda x, V: step(start, x, g, V, 0.1, 0.9, rule)[1])(xs, vectors)
+
+    for i in range(2):
+        _, expected, _ = step(start, xs[i], g, vectors[i], 0.1, 0.9, rule)
+        for product, value in expected.items():
+            assert_close(got[product][i], value, "inverse", "float64")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("data_layout", ["channels_first", "channels_last"])
+def test_vmap_of_a_convolution_is_a_loop(torch, rng, groups, data_layout):
+    """Its rows and its coordinates in the eigenbasis, under ``torch.func.vmap``."""
+    image, channels = (4, 4), (4, 2)
+    shapes = [(2, N, *image, c) for c in channels]
+    if data_layout == "channels_first":
+        shapes = [(2, N, c, *image) for c in channels]
+    layer = kc.Conv(
+        in_channels=4,
+        out_channels=2,
+        kernel_size=(3, 3),
+        strides=(1, 1),
+        padding="same",
+        dilation=(1, 1),
+        groups=groups,
+        bias=True,
+        weight_layout="oi_spatial",
+        data_layout=data_layout,
+    )
+    block = kc.Block(layer, kc.Kronecker())
+    xs, gs = (torch.tensor(rng.normal(size=shape)) for shape in shapes)
+    vectors = torch.tensor(rng.normal(size=(2, *layer.matrix_shape)))
+
+    def products(x, g, V):
+        statistics = block.update(
+            block.initial(x),
+            kc.Batch(x, g),
+            conventions=SUMMED,
+            decay=0.9,
+            check="status",
+        )
+        operator = block.operator(
+            statistics,
+            damping=0.1,
+            rule="factored",
+            factorizations=("inverse", "eigenbasis"),
+            check="status",
+        )
+        spectral = kc.spectral_block(operator)
+        coordinates = spectral.to_basis(V)
+        turned = spectral.from_basis(coordinates * spectral.eigenvalues)
+        return operator.multiply_inverse(V), turned, spectral.from_basis(coordinates)
+
+    got = torch.func.vmap(products)(xs, gs, vectors)
+
+    for i in range(2):
+        expected = products(xs[i], gs[i], vectors[i])
+        for product, value in zip(got, expected, strict=True):
+            assert_close(product[i], value, "inverse", "float64")
+        assert_close(got[2][i], vectors[i], "inverse", "float64")
+
+
+def estimator(rule="factored"):
+    """Return an estimator of the one block."""
+    return kc.Estimator(
+        {"fc": BLOCK}, decay=0.9, damping=0.1, damping_rule=rule, loss="sum"
+    )
+
+
+def arrays_in(value):
+    """Walk over the tensors of a state or a result."""
+    if isinstance(value, dict):
+        for part in value.values():
+            yield from arrays_in(part)
+    elif hasattr(value, "requires_grad"):
+        yield value
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("leaf", [True, False])
+def test_statistics_hold_no_graph(torch, tensors, rule, leaf):
+    """Tensors that require gradients leave no graph in statistics or operators."""
+    x, g, _ = (t.clone().requires_grad_() for t in tensors)
+    if not leaf:
+        x, g = x * 2.0, g * 2.0
+    kept = estimator(rule)
+
+    kept.update({"fc": kc.Batch(x, g)})
+    kept.refresh()
+    kept.update({"fc": kc.Batch(x, g)})
+
+    found = list(arrays_in(kept.state_dict()))
+    assert len(found) > 5
+    assert not any(t.requires_grad or t.grad_fn is not None for t in found)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_results_hold_no_graph(torch, tensors, rule):
+    """What `precondition` returns for tensors without a graph has none either."""
+    x, g, V = tensors
+    kept = estimator(rule)
+    kept.update({"fc": kc.Batch(x.requires_grad_(), g.requires_grad_())})
+    kept.refresh()
+    gradients = {"weight": V[:-1].T, "bias": V[-1]}
+
+    result = kept.precondition({"fc": gradients})
+
+    assert len(list(arrays_in(result))) == 2
+    assert not any(t.requires_grad for t in arrays_in(result))
+
+
+def test_results_of_parameters_hold_no_graph(torch, tensors):
+    """Vectors that require gradients are detached, as the estimator promises."""
+    x, g, V = tensors
+    kept = estimator()
+    kept.update({"fc": kc.Batch(x, g)})
+    kept.refresh()
+    gradients = {"weight": V[:-1].T.clone(), "bias": V[-1].clone()}
+    for gradient in gradients.values():
+        gradient.requires_grad_()
+
+    result = kept.precondition({"fc": gradients})
+
+    assert not any(t.requires_grad for t in arrays_in(result))
+
+
+def test_the_callers_tensors_are_left_alone(torch, tensors):
+    """Feeding and preconditioning modify neither values nor flags of what was given."""
+    given = [t.clone().requires_grad_() for t in tensors[:2]]
+    V = tensors[2].clone()
+    copies = [t.detach().clone() for t in (*given, V)]
+    kept = estimator()
+
+    kept.update({"fc": kc.Batch(*given)})
+    kept.refresh()
+    kept.precondition({"fc": {"weight": V[:-1].T, "bias": V[-1]}})
+
+    assert all(t.requires_grad for t in given)
+    assert all(t.grad_fn is None for t in given)
+    for t, copy in zip((*given, V), copies, strict=True):
+        np.testing.assert_array_equal(t.detach(), copy)

@@ -1,0 +1,187 @@
+"""Refreshing beside the steps, and only what has moved."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.execution.movement import marks_of, movement
+
+from ..builders import reference
+from ..builders.tolerances import assert_close, assert_differs
+
+SETTINGS = {"decay": 0.8, "damping": 0.3, "damping_rule": "factored", "loss": "sum"}
+
+
+def dense():
+    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
+    return kc.Block(layer, kc.Kronecker())
+
+
+def make(names="a", **options):
+    return kc.Estimator({name: dense() for name in names}, **(SETTINGS | options))
+
+
+def draw(backend, rng):
+    x, g = rng.normal(size=(10, 4)), rng.normal(size=(10, 3))
+    return x, g, kc.Batch(backend.asarray(x), backend.asarray(g))
+
+
+def block_of(backend, estimator, name="a"):
+    return backend.to_numpy(estimator.operator(name).to_dense())
+
+
+def expected_of(x, g, damping=0.3):
+    A, G, S = reference.kronecker_factors(x, g[None], bias=False)
+    return reference.damped_block(A, G, S, damping=damping, rule="factored")
+
+
+def test_a_refresh_in_the_background_is_of_the_moment_it_was_started(backend, rng):
+    """Later updates and dampings are not in it; they count as its age."""
+    estimator = make(decay=0.0)
+    x, g, batch = draw(backend, rng)
+    estimator.update({"a": batch})
+    estimator.refresh()
+    y, h, other = draw(backend, rng)
+    estimator.update({"a": other})
+
+    refresh = estimator.start_refresh()
+    estimator.damping = 5.0
+    estimator.update({"a": batch})
+    estimator.update({"a": batch})
+    before = block_of(backend, estimator)
+    refresh.install()
+
+    assert_close(before, expected_of(x, g), "product", "float64")
+    got = block_of(backend, estimator)
+    assert_close(got, expected_of(y, h), "product", "float64")
+    assert estimator.state("a").age == 2
+    assert estimator.report()["a"].age == 2
+    refresh.install()
+    assert estimator.state("a").age == 2
+    assert refresh.done
+
+
+def test_steps_go_on_while_a_refresh_is_under_way(backend, rng, monkeypatch):
+    """The old operator answers until `install`, whether the new one is done or not."""
+    estimator = make()
+    x, g, batch = draw(backend, rng)
+    estimator.update({"a": batch})
+    estimator.refresh()
+    go = threading.Event()
+    operator = kc.Block.operator
+
+    def slow(*args, **options):
+        assert go.wait(30)
+        return operator(*args, **options)
+
+    monkeypatch.setattr(kc.Block, "operator", slow)
+    estimator.update({"a": draw(backend, rng)[2]})
+    refresh = estimator.start_refresh(["a"])
+    V = backend.asarray(rng.normal(size=(4, 3)))
+    during = estimator.precondition({"a": {"weight": V}})["a"]["weight"]
+    assert not refresh.done
+    go.set()
+    refresh.install()
+    after = estimator.precondition({"a": {"weight": V}})["a"]["weight"]
+
+    F = expected_of(x, g)
+    solved = np.linalg.solve(F, backend.to_numpy(V).ravel()).reshape(4, 3)
+    assert_close(backend.to_numpy(during), solved, "inverse", "float64")
+    assert_differs(backend.to_numpy(after), solved)
+
+
+def test_a_background_refresh_that_fails_counts_and_keeps(backend, rng):
+    """As one in the foreground: the old operator stays, and the budget is kept."""
+    estimator = make(failure_budget=1)
+    x, g, batch = draw(backend, rng)
+    estimator.update({"a": batch})
+    estimator.refresh()
+    estimator.damping = 0.0
+    estimator.decay = 0.0
+    ones = kc.Batch(backend.asarray(np.ones((1, 4))), backend.asarray(np.ones((1, 3))))
+    estimator.update({"a": ones})
+    estimator.start_refresh().install()
+    assert estimator.state("a").failures == 1
+    assert_close(block_of(backend, estimator), expected_of(x, g), "product", "float64")
+    refresh = estimator.start_refresh()
+    with pytest.raises(kc.FactorizationError, match="a/"):
+        refresh.install()
+    with pytest.raises(kc.UnknownBlockError):
+        estimator.start_refresh(["b"])
+
+
+def test_only_blocks_that_moved_are_refreshed(backend, rng):
+    """Below the threshold the operator stays, with its age; above, and with another
+    damping, a new one is made.
+    """
+    estimator = make("ab", decay=1.0, refresh_threshold=0.05)
+    batches = {name: draw(backend, rng)[2] for name in "ab"}
+    estimator.update(batches)
+    estimator.refresh()
+    kept = estimator.operator("a")
+    # The same batch again moves nothing; another one moves a lot.
+    estimator.update({"a": batches["a"], "b": draw(backend, rng)[2]})
+    old = estimator.operator("b")
+
+    estimator.refresh()
+
+    assert estimator.operator("a") is kept
+    assert estimator.operator("b") is not old
+    assert (estimator.state("a").age, estimator.state("b").age) == (1, 0)
+    estimator.damping = 0.5
+    estimator.refresh()
+    assert estimator.operator("a") is not kept
+    always = make("a", decay=1.0)
+    always.update({"a": batches["a"]})
+    always.refresh()
+    first = always.operator("a")
+    always.update({"a": batches["a"]})
+    always.refresh()
+    assert always.operator("a") is not first
+
+
+def test_slow_drift_adds_up(backend, rng):
+    """Movement is since the operator was made, not since the last look."""
+    estimator = make(decay=1.0, refresh_threshold=0.3)
+    *_, batch = draw(backend, rng)
+    for _ in range(10):
+        estimator.update({"a": batch})
+    estimator.refresh()
+    first = estimator.operator("a")
+    shifted = kc.Batch(
+        backend.asarray(1.5 * rng.normal(size=(10, 4))),
+        backend.asarray(np.ones((10, 3))),
+    )
+    looks = 0
+    while estimator.operator("a") is first:
+        estimator.update({"a": shifted})
+        estimator.refresh()
+        looks += 1
+        assert looks < 200
+    assert looks > 2
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.3])
+def test_movement_is_near_the_relative_change(backend, rng, scale):
+    """Within a factor of three of the change in the Frobenius norm; none is zero."""
+    x = rng.normal(size=(40, 4))
+    y = x + scale * rng.normal(size=(40, 4))
+    g = rng.normal(size=(40, 3))
+    block, conventions = dense(), kc.Conventions(loss="sum", sources="sum")
+    grads = backend.asarray(g)
+
+    def statistics_of(rows):
+        batch = kc.Batch(backend.asarray(rows), grads)
+        return block.update(
+            block.initial(grads), batch, conventions=conventions, decay=0.0
+        )
+
+    marks = [marks_of(statistics_of(rows), debias=True) for rows in (x, y)]
+    xp = backend.xp
+    A, B = x.T @ x, y.T @ y
+    change = np.linalg.norm(A - B) / np.linalg.norm(A)
+    got = float(movement(marks[1], marks[0], xp=xp))
+    assert change / 3 < got < change * 3
+    assert float(movement(marks[0], marks[0], xp=xp)) == 0.0

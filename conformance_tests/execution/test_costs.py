@@ -1,0 +1,123 @@
+"""The cost model: which way of solving it chooses, and that the ways agree."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.execution.costs import Rates, block_costs
+
+from ..builders.tolerances import assert_close
+
+SETTINGS = {"decay": 0.8, "damping": 0.3, "damping_rule": "factored", "loss": "sum"}
+
+
+def block(n=4, m=3, approximation=None):
+    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+    return kc.Block(layer, approximation or kc.Kronecker())
+
+
+@pytest.mark.parametrize("approximation", [kc.Kronecker(), kc.TNT()])
+def test_both_ways_of_solving_give_one_answer(backend, dtype, rng, approximation):
+    """Two triangular solves at use are the inverse; neither is made where the other is."""
+    x, g = rng.normal(size=(10, 4)), rng.normal(size=(10, 3))
+    batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
+    V = {"weight": rng.normal(size=(4, 3)), "bias": rng.normal(size=3)}
+    gradient = {name: backend.asarray(v, dtype) for name, v in V.items()}
+    found = {}
+    for solving in ("inverse", "triangular"):
+        estimator = kc.Estimator(
+            {"a": block(approximation=approximation)}, **SETTINGS, solving=solving
+        )
+        estimator.update({"a": batch})
+        estimator.refresh()
+        result = estimator.precondition({"a": gradient})["a"]
+        found[solving] = {k: backend.to_numpy(v) for k, v in result.items()}
+        part = estimator.operator("a").input
+        assert (part.inverse is None) == (solving == "triangular")
+        assert (part.positive is None) == (solving == "inverse")
+        assert estimator.report()["a"].factors["input"].residual < 1e-2
+        again = kc.Estimator({"a": block(approximation=approximation)}, **SETTINGS)
+        again.load_state_dict(estimator.state_dict())
+        assert again.operator("a").input.solving == solving
+
+    F = backend.to_numpy(estimator.operator("a").to_dense())
+    stacked = np.concatenate([V["weight"], V["bias"][None]])
+    expected = np.linalg.solve(F, stacked.ravel()).reshape(5, 3)
+    for result in found.values():
+        got = np.concatenate([result["weight"], result["bias"][None]])
+        assert_close(got, expected, "inverse", dtype)
+
+
+def test_the_choice_is_the_cheaper_one_around_the_break_even():
+    """Total costs of one interval, written out, cross where the model says."""
+    rates = Rates(syrk=1.0, potrf=0.5, potri=0.4, symm=1.0, trsm=0.5, eigh=1.0)
+    costs = block_costs(block(9, 7), rates)
+    n, m = 10, 7
+    factor = (n**3 + m**3) / 3 / 0.5
+    inverse = factor + 2 * (n**3 + m**3) / 3 / 0.4
+    uses = 2 * n**2 * m + 2 * m**2 * n
+    for steps in (0.5, 1, 2, 5, 50):
+        triangular_total = factor + steps * uses / 0.5
+        inverse_total = inverse + steps * uses
+        expected = "triangular" if triangular_total < inverse_total else "inverse"
+        assert costs.cheaper(steps) == expected
+    assert costs.cheaper(costs.break_even * 0.99) == "triangular"
+    assert costs.cheaper(costs.break_even * 1.01) == "inverse"
+    assert costs.statistics_per_row == n**2 + m**2
+
+
+def test_the_estimator_chooses_says_so_and_can_be_told():
+    """A short interval solves, a long one inverts, and rates of one's own count."""
+    blocks = {"wide": block(60, 60), "other": block(5, 5, kc.Diagonal())}
+
+    def chosen(**options):
+        estimator = kc.Estimator(blocks, **(SETTINGS | options))
+        return estimator.costs.solving, str(estimator.costs)
+
+    solving, table = chosen(solving="cheaper", refresh_interval=1)
+    assert solving == {"wide": "triangular", "other": "inverse"}
+    assert "triangular" in table
+    assert "61, 60" in table
+    assert "other" not in table
+    assert chosen(solving="cheaper", refresh_interval=100)[0]["wide"] == "inverse"
+    slow = Rates(potri=0.001)
+    options = {"solving": "cheaper", "refresh_interval": 100, "rates": slow}
+    assert chosen(**options)[0]["wide"] == "triangular"
+    assert chosen(solving="triangular", damping_rule="exact")[0]["wide"] == "inverse"
+    with pytest.raises(kc.ConventionError, match="refresh_interval"):
+        chosen(solving="cheaper")
+    with pytest.raises(kc.ConventionError, match="solving"):
+        chosen(solving="magic")
+    with pytest.raises(kc.ConventionError, match="potri"):
+        Rates(potri=0.0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_factorizations_alone_are_stacked_and_shared_out_too(backend, rng, workers):
+    """Equal small blocks, a larger one and one with another approximation."""
+    blocks = {
+        **{name: block(6, 5) for name in "ab"},
+        "wide": block(70, 3),
+        "tnt": block(approximation=kc.TNT()),
+    }
+    batches, vectors = {}, {}
+    for name, of in blocks.items():
+        n, m = of.layer.matrix_shape
+        x, g = rng.normal(size=(90, n - 1)), rng.normal(size=(90, m))
+        batches[name] = kc.Batch(backend.asarray(x), backend.asarray(g))
+        V = {"weight": rng.normal(size=(n - 1, m)), "bias": rng.normal(size=m)}
+        vectors[name] = {k: backend.asarray(v) for k, v in V.items()}
+    results = []
+    for options in ({}, {"solving": "triangular", "workers": workers}):
+        estimator = kc.Estimator(blocks, **SETTINGS, **options)
+        estimator.update(batches)
+        estimator.refresh()
+        results.append(estimator.precondition(vectors))
+    for name in blocks:
+        part = estimator.operator(name).input
+        assert part.inverse is None
+        assert part.positive is not None
+        assert part.solving == "triangular"
+        for k, expected in results[0][name].items():
+            got = backend.to_numpy(results[1][name][k])
+            assert_close(got, backend.to_numpy(expected), "inverse", "float64")

@@ -1,0 +1,336 @@
+"""Kronecker statistics of one batch, against loops that write the definition down."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.errors import ConventionError, DtypeError, NotFiniteError, ShapeError
+
+from ..builders import reference
+from ..builders.tolerances import assert_close, assert_differs
+
+N, IN, OUT = 5, 4, 3
+SHARED = [(), (2,), (2, 3)]
+
+
+def block(*, bias=True, **options):
+    """Return a dense block of the tests' widths."""
+    layer = kc.Dense(in_features=IN, out_features=OUT, bias=bias, weight_layout="io")
+    return kc.Block(layer, kc.Kronecker(**options))
+
+
+def data(rng, shared=(), sources=1):
+    """Return inputs and output gradients with a leading axis of sources."""
+    x = rng.normal(size=(N, *shared, IN))
+    return x, rng.normal(size=(sources, N, *shared, OUT))
+
+
+def statistics_of(
+    backend,
+    made,
+    x,
+    g,
+    *,
+    mask=None,
+    sources=None,
+    loss="sum",
+    combine="sum",
+    decay=0.0,
+    weight=1.0,
+):
+    """Return the statistics of one update with arrays of the backend."""
+    batch = kc.Batch(x, g, mask, sources)
+    return made.update(
+        made.initial(x),
+        batch,
+        conventions=kc.Conventions(loss=loss, sources=combine),
+        decay=decay,
+        weight=weight,
+    )
+
+
+def factor(backend, statistics, side):
+    """Return a factor (a matrix or a diagonal) on the host."""
+    value = statistics.averages[side].value(debias=True)
+    return backend.to_numpy(value.full() if hasattr(value, "full") else value)
+
+
+def assert_factors(backend, statistics, A, G, S, dtype):
+    """Compare A, G and S; a diagonal factor with the diagonal."""
+    for side, expected in (("input", A), ("output", G)):
+        got = factor(backend, statistics, side)
+        expected = np.diag(expected) if got.ndim == 1 else expected
+        assert_close(got, expected, "gram", dtype)
+    repeats = statistics.averages["repeats"].value(debias=True)
+    assert_close(backend.to_numpy(repeats), S, "roundoff", dtype)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("masked", [False, True])
+def test_factors_are_the_definition(backend, dtype, rng, bias, sharing, shared, masked):
+    """A, G and S for every number of shared axes, masked or not, with NaN as padding."""
+    x, g = data(rng, shared)
+    mask = rng.uniform(size=(N, *shared)) < 0.6 if masked else None
+    if masked:
+        mask.reshape(N, -1)[0], mask.reshape(N, -1)[1] = True, False
+    expected = reference.kronecker_factors(x, g, bias=bias, mask=mask, sharing=sharing)
+    if masked:
+        x[~mask], g[:, ~mask] = np.nan, np.inf
+
+    got = statistics_of(
+        backend,
+        block(bias=bias, sharing=sharing),
+        backend.asarray(x, dtype),
+        backend.asarray(g[0], dtype),
+        mask=None if mask is None else backend.asarray(mask),
+    )
+
+    assert_factors(backend, got, *expected, dtype)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("combine", ["sum", "mean"])
+@pytest.mark.parametrize("sources", [1, 3])
+def test_sources_are_summed_or_averaged(backend, dtype, rng, sources, combine, sharing):
+    """Outer products of M sources add up, or are averaged; a factor of M apart."""
+    x, g = data(rng, (2,), sources)
+
+    got = statistics_of(
+        backend,
+        block(sharing=sharing),
+        backend.asarray(x, dtype),
+        backend.asarray(g, dtype),
+        sources=sources,
+        combine=combine,
+    )
+
+    A, G, S = reference.kronecker_factors(x, g, bias=True, sharing=sharing)
+    over = sources if combine == "mean" else 1
+    assert_factors(backend, got, A, G / over, S, dtype)
+    if sources > 1:
+        other = 1 if combine == "mean" else sources
+        assert_differs(factor(backend, got, "output"), G / other)
+
+
+def test_expand_and_reduce_differ(backend, dtype, rng):
+    """With shared positions the two sharings are two approximations."""
+    x, g = data(rng, (3,))
+    fed = backend.asarray(x, dtype), backend.asarray(g[0], dtype)
+
+    expand, reduce = (
+        statistics_of(backend, block(sharing=sharing), *fed)
+        for sharing in ("expand", "reduce")
+    )
+
+    for side in ("input", "output"):
+        expected = factor(backend, reduce, side)
+        assert_differs(factor(backend, expand, side), expected)
+
+
+def test_without_sharing_expand_and_reduce_agree(backend, dtype, rng):
+    """With one position there is nothing to expand or to reduce."""
+    x, g = data(rng, ())
+    fed = backend.asarray(x, dtype), backend.asarray(g[0], dtype)
+
+    expand, reduce = (
+        statistics_of(backend, block(sharing=sharing), *fed)
+        for sharing in ("expand", "reduce")
+    )
+
+    for side in ("input", "output"):
+        expected = factor(backend, reduce, side)
+        assert_close(factor(backend, expand, side), expected, "gram", dtype)
+
+
+@pytest.mark.parametrize(
+    ("input_kind", "output_kind"),
+    [("diagonal", "full"), ("full", "diagonal"), ("diagonal", "diagonal")],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_diagonal_factors_are_the_diagonals(
+    backend, dtype, rng, input_kind, output_kind, masked
+):
+    """A diagonal factor is the diagonal of the full one, its bias entry included."""
+    x, g = data(rng, (2,))
+    mask = rng.uniform(size=(N, 2)) < 0.6 if masked else None
+
+    got = statistics_of(
+        backend,
+        block(input=input_kind, output=output_kind),
+        backend.asarray(x, dtype),
+        backend.asarray(g[0], dtype),
+        mask=None if mask is None else backend.asarray(mask),
+    )
+
+    expected = reference.kronecker_factors(x, g, bias=True, mask=mask)
+    assert (factor(backend, got, "input").ndim == 1) == (input_kind == "diagonal")
+    assert (factor(backend, got, "output").ndim == 1) == (output_kind == "diagonal")
+    assert_factors(backend, got, *expected, dtype)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("loss", ["sum", "mean", "mean_rows"])
+def test_the_loss_convention_undoes_the_mean(backend, dtype, rng, loss, masked):
+    """Gradients of a mean loss, declared as such, give the factor of the summed loss."""
+    x, g = data(rng, (2,))
+    mask = rng.uniform(size=(N, 2)) < 0.6 if masked else np.ones((N, 2), bool)
+    rows = {"sum": 1, "mean": N, "mean_rows": int(mask.sum())}[loss]
+    fed = backend.asarray(x, dtype), backend.asarray(g[0] / rows, dtype)
+    options = {"mask": backend.asarray(mask) if masked else None}
+
+    declared = statistics_of(backend, block(), *fed, loss=loss, **options)
+    undeclared = statistics_of(backend, block(), *fed, loss="sum", **options)
+
+    expected = reference.kronecker_factors(x, g, bias=True, mask=mask)
+    assert_factors(backend, declared, *expected, dtype)
+    if loss != "sum":
+        got = factor(backend, undeclared, "output")
+        assert_close(got * rows**2, expected[1], "gram", dtype)
+        assert_differs(got, expected[1])
+
+
+def test_the_three_losses_differ_by_squares(backend, dtype, rng):
+    """The same gradients, declared in three ways: factors 1, N^2 and (N S)^2."""
+    x, g = data(rng, (2,))
+    fed = backend.asarray(x, dtype), backend.asarray(g[0], dtype)
+
+    G = {
+        loss: factor(
+            backend, statistics_of(backend, block(), *fed, loss=loss), "output"
+        )
+        for loss in ("sum", "mean", "mean_rows")
+    }
+
+    assert_close(G["mean"], N**2 * G["sum"], "gram", dtype)
+    assert_close(G["mean_rows"], (2 * N) ** 2 * G["sum"], "gram", dtype)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
+def test_half_precision_is_accumulated_in_float32(backend, rng, kind, sharing):
+    """Half-precision rows give the factors of those rows, to float32 roundoff."""
+    if not hasattr(backend.xp, kind):
+        pytest.skip(f"{backend.name} has no {kind}")
+    x, g = rng.normal(size=(64, 2, IN)), rng.normal(size=(1, 64, 2, OUT))
+    half = [
+        backend.xp.astype(backend.asarray(a, "float32"), backend.dtype(kind))
+        for a in (x, g[0])
+    ]
+    exact = [backend.to_numpy(backend.xp.astype(a, backend.xp.float32)) for a in half]
+
+    got = statistics_of(backend, block(sharing=sharing), *half)
+
+    A, G, S = reference.kronecker_factors(
+        exact[0], exact[1][None], bias=True, sharing=sharing
+    )
+    assert got.dtype == backend.dtype("float32")
+    assert_factors(backend, got, A, G, S, "float32")
+
+
+@pytest.mark.parametrize(
+    ("data_dtype", "storage"), [("float32", "float64"), ("float64", "float32")]
+)
+def test_the_storage_dtype_is_the_one_asked_for(backend, rng, data_dtype, storage):
+    """Statistics are kept in the storage dtype, whatever the data are."""
+    made, (x, g) = block(), data(rng)
+    fed = kc.Batch(backend.asarray(x, data_dtype), backend.asarray(g[0], data_dtype))
+    precision = kc.Precision(storage=storage)
+
+    got = made.update(
+        made.initial(fed.inputs, precision=precision),
+        fed,
+        conventions=kc.Conventions(loss="sum", sources="sum"),
+        decay=0.0,
+    )
+
+    rounded = [np.asarray(a, data_dtype).astype(np.float64) for a in (x, g)]
+    expected = reference.kronecker_factors(*rounded, bias=True)
+    assert got.dtype == backend.dtype(storage)
+    assert_factors(backend, got, *expected, storage)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_the_last_row_is_the_mean_and_one(backend, dtype, rng, sharing, masked):
+    """C4: the last row of A is ``[mean x, 1]``, over the rows that count."""
+    x, g = data(rng, (2,))
+    mask = np.ones((N, 2), bool)
+    mask[1:, 1] = not masked
+
+    got = statistics_of(
+        backend,
+        block(sharing=sharing),
+        backend.asarray(x, dtype),
+        backend.asarray(g[0], dtype),
+        mask=backend.asarray(mask) if masked else None,
+    )
+
+    if sharing == "expand":
+        mean = x[mask].mean(axis=0)
+    else:
+        mean = np.mean([x[i][mask[i]].mean(axis=0) for i in range(N)], axis=0)
+    A = factor(backend, got, "input")
+    assert_close(A[-1], [*mean, 1.0], "gram", dtype)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.95, 1.0])
+@pytest.mark.parametrize("weight", [1.0, 0.125])
+def test_the_first_update_is_the_batch_itself(backend, dtype, rng, decay, weight):
+    """Whatever the decay and the weight, one update's average is that of its batch."""
+    x, g = data(rng, (2,))
+    fed = backend.asarray(x, dtype), backend.asarray(g[0], dtype)
+
+    got = statistics_of(backend, block(), *fed, decay=decay, weight=weight)
+
+    expected = reference.kronecker_factors(x, g, bias=True)
+    assert_factors(backend, got, *expected, dtype)
+
+
+@pytest.mark.parametrize("argument", ["inputs", "output_grads"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_rows_that_are_not_finite_are_refused_by_name(
+    backend, dtype, rng, argument, bad
+):
+    """NaN or infinity in rows that count is an error that names block and argument."""
+    x, g = data(rng)
+    (x if argument == "inputs" else g[0])[2, 1] = bad
+    fed = backend.asarray(x, dtype), backend.asarray(g[0], dtype)
+
+    with pytest.raises(NotFiniteError, match=f"`{argument}`"):
+        statistics_of(backend, block(), *fed)
+
+
+@pytest.mark.parametrize(
+    ("x", "g", "options", "error"),
+    [
+        ((5, 3), (5, 3), {}, ShapeError),
+        ((5, 4), (5, 4), {}, ShapeError),
+        ((5, 4), (4, 3), {}, ShapeError),
+        ((5, 2, 4), (5, 3, 3), {}, ShapeError),
+        ((4,), (3,), {}, ShapeError),
+        ((0, 4), (0, 3), {}, ShapeError),
+        ((5, 4), (2, 5, 3), {}, ShapeError),
+        ((5, 4), (2, 5, 3), {"sources": 3}, ShapeError),
+        ((5, 4), (5, 3), {"mask": np.ones(4, bool)}, ShapeError),
+        ((5, 4), (5, 3), {"mask": np.ones(5)}, DtypeError),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(backend, x, g, options, error):
+    """A wrong shape or a mask that is not boolean is an error, an empty batch too."""
+    fed = backend.asarray(np.ones(x)), backend.asarray(np.ones(g))
+    if "mask" in options:
+        options = {"mask": backend.asarray(options["mask"])}
+
+    with pytest.raises(error):
+        statistics_of(backend, block(), *fed, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"loss": "average", "combine": "sum"}, {"loss": "sum", "combine": None}]
+)
+def test_unknown_conventions_are_refused(options):
+    """A convention that nobody knows is an error that lists the known ones."""
+    with pytest.raises(ConventionError, match="'sum'"):
+        kc.Conventions(loss=options["loss"], sources=options["combine"])

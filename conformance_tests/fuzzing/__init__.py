@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing: ``python -m conformance_tests.fuzzing checkpoint``."""

@@ -1,0 +1,207 @@
+"""The adapter of this library, ``kfac_core_conformance.own:Own``.
+
+It feeds rows, through public names alone, to the backend that is selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import kfac_core as kc
+from kfac_core_conformance.adapter import Capabilities
+from kfac_core_conformance.layer import HostArray, LinearLayer
+from kfac_core_conformance.problem import Problem, Rows
+
+__all__ = ["Own"]
+
+
+class Own:
+    """Blocks of this library, made anew for every question.
+
+    Parameters
+    ----------
+    backend : str, optional
+        ``name[:device]``; the selected backend where left out.
+    """
+
+    name = "kfac_core"
+    version = kc.__version__
+    capabilities = Capabilities(
+        weight_layout="io",
+        bias_position="last",
+        layers=("dense", "conv"),
+        losses=("mse", "ce"),
+        estimations=("ggn", "empirical", "labels"),
+        approximations=("kronecker", "eigen", "tnt", "full", "diagonal"),
+        sharing=("expand", "reduce"),
+        reductions=("sum", "mean", "mean_rows"),
+        dtypes=("float64", "float32"),
+        damping_rules=("factored", "factored_unit_pi", "exact"),
+        moving_average=True,
+        parts=True,
+    )
+
+    def __init__(self, backend: str | None = None, /) -> None:
+        self._backend = backend
+        kc.enable_float64(backend=backend)
+
+    def blocks(self, problem: Problem, /) -> list[HostArray]:
+        """Return each layer's dense block."""
+        return [
+            kc.to_numpy(
+                block.operator(
+                    statistics, damping=0.0, rule="exact", factorizations=()
+                ).to_dense(damped=False)
+            )
+            for block, statistics in self._fed(problem)
+        ]
+
+    def multiply(
+        self, problem: Problem, vectors: Sequence[Mapping[str, Any]], /
+    ) -> list[dict[str, HostArray]]:
+        """Return each layer's block times a vector."""
+        return [
+            self._applied(
+                block,
+                parameters,
+                block.operator(
+                    statistics, damping=0.0, rule="exact", factorizations=()
+                ),
+                inverse=False,
+            )
+            for (block, statistics), parameters in zip(
+                self._fed(problem), vectors, strict=True
+            )
+        ]
+
+    def multiply_inverse(
+        self,
+        problem: Problem,
+        vectors: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        damping: float,
+        rule: Any,
+    ) -> list[dict[str, HostArray]]:
+        """Return the damped inverse of each layer's block times a vector."""
+        return [
+            self._applied(
+                block,
+                parameters,
+                block.operator(statistics, damping=damping, rule=rule),
+                inverse=True,
+            )
+            for (block, statistics), parameters in zip(
+                self._fed(problem), vectors, strict=True
+            )
+        ]
+
+    def _applied(
+        self,
+        block: kc.Block,
+        parameters: Mapping[str, Any],
+        operator: Any,
+        *,
+        inverse: bool,
+    ) -> dict[str, HostArray]:
+        there = {name: self._there(x) for name, x in parameters.items()}
+        V = block.parameters_to_matrix(there)
+        V = (
+            operator.multiply_inverse(V)
+            if inverse
+            else operator.multiply(V, damped=False)
+        )
+        return {
+            name: kc.to_numpy(x) for name, x in block.matrix_to_parameters(V).items()
+        }
+
+    def _fed(self, problem: Problem) -> list[tuple[kc.Block, kc.Statistics]]:
+        """Return each layer's block with its statistics after all updates."""
+        found: list[tuple[kc.Block, kc.Statistics]] = []
+        for layer in problem.network.layers:
+            block = kc.Block(_layer(layer), _approximation(problem))
+            like = self._there(problem.updates[0].inputs)
+            found.append((block, block.initial(like)))
+        for data in problem.updates:
+            moments: list[kc.Statistics] = []
+            for part in problem.split(data):
+                for k, rows in enumerate(problem.rows(part)):
+                    conventions = kc.Conventions(
+                        loss=problem.reduction, sources=rows.sources
+                    )
+                    block, _ = found[k]
+                    new = block.moments(self._batch(rows), conventions=conventions)
+                    if len(moments) <= k:
+                        moments.append(new)
+                    else:
+                        moments[k] = block.merge(moments[k], new)
+            found = [
+                (block, block.absorb(statistics, new, decay=problem.decay))
+                for (block, statistics), new in zip(found, moments, strict=True)
+            ]
+        if problem.approximation == "eigen":
+            return self._corrected(problem, found)
+        return found
+
+    def _corrected(
+        self, problem: Problem, fed: list[tuple[kc.Block, kc.Statistics]]
+    ) -> list[tuple[kc.Block, kc.Statistics]]:
+        """Take the bases of the last factors, and all second moments in them."""
+        found = []
+        for k, (block, statistics) in enumerate(fed):
+            approximation: Any = block.approximation
+            statistics = approximation.rebased(
+                statistics, moments="zero", check="raise"
+            )
+            for data in problem.updates:
+                rows = problem.rows(data)[k]
+                statistics = approximation.corrected(
+                    statistics,
+                    block.rows(self._batch(rows)),
+                    conventions=kc.Conventions(
+                        loss=problem.reduction, sources=rows.sources
+                    ),
+                    decay=problem.decay,
+                    weight=1.0,
+                )
+            found.append((block, statistics))
+        return found
+
+    def _batch(self, rows: Rows) -> kc.Batch:
+        inputs, grads = map(self._there, rows[:2])
+        return kc.Batch(inputs, grads, sources=len(rows.output_grads))
+
+    def _there(self, x: Any) -> Any:
+        return kc.asarray(x, backend=self._backend)
+
+
+def _layer(layer: LinearLayer) -> kc.Layer:
+    if layer.kernel_size is None:
+        return kc.Dense(
+            in_features=layer.in_features,
+            out_features=layer.out_features,
+            bias=layer.bias,
+            weight_layout="io",
+        )
+    return kc.Conv(
+        in_channels=layer.in_features,
+        out_channels=layer.out_features,
+        kernel_size=layer.kernel_size,
+        padding="valid",
+        bias=layer.bias,
+        weight_layout="spatial_io",
+        data_layout="channels_last",
+    )
+
+
+def _approximation(problem: Problem) -> kc.Approximation:
+    made: dict[str, Any] = {
+        "kronecker": lambda: kc.Kronecker(sharing=problem.sharing),
+        "eigen": lambda: kc.Eigen(sharing=problem.sharing),
+        "tnt": kc.TNT,
+        "full": kc.Full,
+        "diagonal": kc.Diagonal,
+    }
+    approximation: kc.Approximation = made[problem.approximation]()
+    return approximation

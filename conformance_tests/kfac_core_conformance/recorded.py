@@ -1,0 +1,160 @@
+"""The checks of a verification record, put to an adapter.
+
+A record (``docs/verify.md``) says what layers saw and what a library answered.  A dense
+block of it becomes a network of one layer without weights: the gradient of half the
+squared error at the targets ``-g`` is then g, whatever library differentiates.  M
+sources, which a record sums, become M labels, which are averaged, times the root of M.
+
+What a problem of the kit cannot say (other layers, masks, factors that are not full,
+powers, an average without its correction) is reported as not offered, with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from kfac_core_conformance.check import Check, Operation
+from kfac_core_conformance.layer import HostArray, LinearLayer
+from kfac_core_conformance.network import Network
+from kfac_core_conformance.problem import Approximation, Data, Problem
+from kfac_core_conformance.records.document import CheckDescription
+from kfac_core_conformance.records.record import Record, RecordedBlock, read_record
+
+__all__ = ["record_checks"]
+
+_OPERATIONS: dict[str, Operation] = {
+    "to_dense": "block",
+    "multiply": "multiply",
+    "multiply_inverse": "multiply_inverse",
+}
+
+_TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
+"""Of a record's check that names none, by the dtype of its answer."""
+
+
+def record_checks(path: str | os.PathLike[str], /) -> tuple[Check, ...]:
+    """Return the checks of a record, in its order.
+
+    Parameters
+    ----------
+    path : str or path
+        The record.
+
+    Returns
+    -------
+    tuple of Check
+        Those that no adapter can be asked have an `obstacle`.
+
+    Raises
+    ------
+    RecordError
+        Where the record cannot be read.
+    """
+    record = read_record(path)
+    problems: dict[str, Problem | str] = {
+        name: _problem(record, block) for name, block in record.blocks.items()
+    }
+    stem = Path(path).stem
+    return tuple(
+        _check(f"R {stem} {index}", record, index, problems[asked.block])
+        for index, asked in enumerate(record.document.checks)
+    )
+
+
+def _check(name: str, record: Record, index: int, problem: Problem | str) -> Check:
+    asked = record.document.checks[index]
+    layer = record.blocks[asked.block].description.layer_fields
+    says = f"{asked.op} as {record.document.producer or 'the record'} has it"
+    obstacle = problem if isinstance(problem, str) else _obstacle(asked)
+    expected = record.answers[index]
+    oi = layer.get("weight_layout") == "oi"
+    vector = record.vectors[index]
+    return Check(
+        name=name,
+        says=" ".join(says.split()),
+        problem=None if isinstance(problem, str) or obstacle else problem,
+        operation=_OPERATIONS.get(asked.op, "block"),
+        expected=lambda: [
+            _matrix(expected, oi) if vector else expected[""].astype(np.float64)
+        ],
+        vectors=(_matrix(vector, oi),) if vector and obstacle is None else (),
+        damping=asked.damping or 0.0,
+        rule=asked.rule if asked.op == "multiply_inverse" else None,
+        tolerance=_tolerance(expected) if asked.rtol is None else asked.rtol,
+        obstacle=obstacle,
+    )
+
+
+def _tolerance(expected: Mapping[str, HostArray]) -> float:
+    return max(_TOLERANCES.get(x.dtype.name, 1e-4) for x in expected.values())
+
+
+def _obstacle(asked: CheckDescription) -> str | None:
+    """Say why a check cannot be put to an adapter; None where it can."""
+    if asked.op not in _OPERATIONS:
+        return f"the kit does not ask for {asked.op}"
+    if asked.op != "multiply_inverse" and asked.damped:
+        return f"the kit does not ask for a damped {asked.op}"
+    if asked.atol:
+        return "the kit knows relative tolerances only"
+    return None
+
+
+def _problem(record: Record, recorded: RecordedBlock) -> Problem | str:
+    """Return a block as a problem, or why it is none."""
+    description = recorded.description
+    fields, own = description.layer_fields, description.approximation_fields
+    average = record.document.average
+    if description.layer != "dense":
+        return f"the kit makes no {description.layer} layer from rows"
+    if description.approximation not in get_args(Approximation):
+        return f"the kit does not ask for {description.approximation}"
+    if {own.get("input", "full"), own.get("output", "full")} != {"full"}:
+        return "the kit has no factors that are not full"
+    if not average.debias and (len(recorded.updates) > 1 or average.weight != 1.0):
+        return "the kit's averages are corrected for their start"
+    if any(seen.mask is not None for seen in recorded.updates):
+        return "the kit has no masks"
+    rows = fields["in_features"] + fields["bias"]
+    layer = LinearLayer(
+        matrix=np.zeros((rows, fields["out_features"])), bias=fields["bias"]
+    )
+    single = all(len(_grads(seen)) == 1 for seen in recorded.updates)
+    problem = Problem(
+        network=Network(layers=(layer,)),
+        loss="mse",
+        updates=tuple(_data(seen, single) for seen in recorded.updates),
+        estimation="empirical" if single else "labels",
+        approximation=description.approximation,  # type: ignore[arg-type]
+        decay=average.decay,
+    )
+    sharing: Any = own.get("sharing", "expand")
+    return dataclasses.replace(problem, sharing=sharing)
+
+
+def _data(seen: Any, single: bool) -> Data:
+    """Return what a block saw as inputs and targets."""
+    g = _grads(seen)
+    targets = -g[0] if single else -g * math.sqrt(len(g))
+    return Data(seen.inputs.astype(np.float64), targets)
+
+
+def _grads(seen: Any) -> HostArray:
+    g: HostArray = seen.output_grads.astype(np.float64)
+    return g
+
+
+def _matrix(parameters: Mapping[str, HostArray], oi: bool) -> HostArray:
+    """Return parameters as (in(+1), out), the bias last."""
+    weight = parameters["weight"].astype(np.float64)
+    parts = [weight.T if oi else weight]
+    if "bias" in parameters:
+        parts.append(parameters["bias"].astype(np.float64)[None, :])
+    return np.concatenate(parts)

@@ -1,0 +1,297 @@
+"""Recomputing what a record asks, through the library's public functions.
+
+Conventions.  One block at a time: its statistics after all updates, then one operator
+for each damping and rule in turn.  Inputs are cast to the dtype that was chosen before
+anything is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+
+from kfac_core.approximations.eigen import Eigen
+from kfac_core.array.backend import Array
+from kfac_core.array.selection import Selection
+from kfac_core.array.structure import is_structure
+from kfac_core.conventions import Conventions
+from kfac_core.damping import DampingRule
+from kfac_core.errors import UnsupportedError
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.layers.rows import Batch
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.operators.operator import CurvatureOperator
+from kfac_core_conformance.records.container import HostArray
+from kfac_core_conformance.records.document import CheckDescription
+from kfac_core_conformance.records.record import Record, RecordedBlock, Seen
+
+__all__ = ["Answer", "DampingKey", "Place", "Recomputation", "damping_key", "norm_of"]
+
+Answer: TypeAlias = Mapping[str, HostArray]
+"""By parameter, or under ``""`` where it is no vector."""
+
+DampingKey: TypeAlias = tuple[float, str]
+"""A damping and its rule."""
+
+CONVENTIONS = Conventions(loss="sum", sources="sum")
+"""Those of the format."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """With what checks are computed.
+
+    Attributes
+    ----------
+    selection : Selection
+        The backend and its device.
+    dtype : {"float64", "float32"}
+        Of everything but ids and masks.
+    """
+
+    selection: Selection
+    dtype: str
+
+    def floats(self, values: HostArray, /) -> Array:
+        """Copy values there, in the dtype; what is too large for it becomes infinite."""
+        with np.errstate(over="ignore"):
+            return self.copy(values.astype(self.dtype))
+
+    def copy(self, values: HostArray, /) -> Array:
+        """Copy values there as they are."""
+        return self.selection.backend.asarray(values, device=self.selection.device)
+
+    def host(self, x: Array, /) -> HostArray:
+        """Copy an array to the host, in float64."""
+        return self.selection.backend.to_numpy(x).astype(np.float64)
+
+
+class Recomputation:
+    """One block of a record on one backend: asked one check after another.
+
+    Its statistics are made once, and an operator once for checks in a row that share
+    their damping and rule; only the last operator is kept.
+
+    Parameters
+    ----------
+    record : Record
+        Of which the block is one.
+    name : str
+        The block's name.
+    place : Place
+        With what everything is computed.
+    """
+
+    def __init__(self, record: Record, name: str, place: Place, /) -> None:
+        self.record = record
+        self.name = name
+        self.place = place
+        self.recorded = record.blocks[name]
+        self._operator: tuple[DampingKey, CurvatureOperator] | None = None
+
+    @functools.cached_property
+    def statistics(self) -> Statistics:
+        """The statistics after all updates."""
+        average, recorded = self.record.document.average, self.recorded
+        block = recorded.block
+        coefficients: dict[str, Any] = {
+            "conventions": CONVENTIONS,
+            "decay": average.decay,
+            "weight": average.weight,
+        }
+        statistics: Statistics | None = None
+        for seen in recorded.updates:
+            batch = _batch(seen, self.place)
+            if statistics is None:
+                statistics = block.initial(batch.like)
+            statistics = block.update(statistics, batch, **coefficients, name=self.name)
+        assert statistics is not None
+        approximation = block.approximation
+        if isinstance(approximation, Eigen):
+            # The format has all moments in the bases of the last factors.
+            statistics = approximation.rebased(
+                statistics, moments="zero", check="raise"
+            )
+            for seen in recorded.updates:
+                rows = approximation.rows(block.layer, _batch(seen, self.place))
+                statistics = approximation.corrected(statistics, rows, **coefficients)
+        return statistics
+
+    def operator(self, check: CheckDescription, /) -> CurvatureOperator:
+        """Return the operator with a check's damping; of none where it needs none.
+
+        Parameters
+        ----------
+        check : CheckDescription
+            One of this block's.
+
+        Returns
+        -------
+        CurvatureOperator
+            Nothing of it is prepared: each check prepares what it needs.
+        """
+        key = damping_key(check)
+        if self._operator is None or self._operator[0] != key:
+            self._operator = None
+            damping, rule = key
+            made = self.recorded.block.operator(
+                self.statistics,
+                damping=damping,
+                rule=cast(DampingRule, rule),
+                debias=self.record.document.average.debias,
+                factorizations=(),
+                name=self.name,
+            )
+            self._operator = key, made
+        return self._operator[1]
+
+    def answer(self, index: int, /) -> Answer:
+        """Answer a check.
+
+        Parameters
+        ----------
+        index : int
+            Its number in the document.
+
+        Returns
+        -------
+        mapping of str to numpy.ndarray
+            In float64, with the keys of the expected answer.
+
+        Raises
+        ------
+        KFACError
+            Where the library cannot answer.
+        """
+        check = self.record.document.checks[index]
+        vector = self.record.vectors[index]
+        if not vector:
+            return {"": _MATRICES[check.op](self, check)}
+        block, place = self.recorded.block, self.place
+        parameters = {name: place.floats(values) for name, values in vector.items()}
+        V = block.parameters_to_matrix(parameters)
+        result = _VECTORS[check.op](self.operator(check), V, check.fields)
+        found = block.matrix_to_parameters(result)
+        return {name: place.host(found[name]) for name in vector}
+
+
+def norm_of(answer: Answer, /) -> float:
+    """Return the Frobenius norm of all parts together, without over- or underflow."""
+    largest = max(float(np.max(np.abs(part))) for part in answer.values())
+    if largest == 0.0 or not np.isfinite(largest):
+        return largest
+    parts = (part.astype(np.float64) / largest for part in answer.values())
+    return largest * float(np.sqrt(sum(np.sum(part * part) for part in parts)))
+
+
+def damping_key(check: CheckDescription, /) -> DampingKey:
+    """Return the damping and rule of a check; of any that needs none, always the same."""
+    if not check.damped or check.damping is None or check.rule is None:
+        return 0.0, "factored"
+    return check.damping, check.rule
+
+
+def _batch(seen: Seen, place: Place) -> Batch | GradientBatch:
+    if seen.inputs is None or seen.output_grads is None:
+        gradients = {name: place.floats(g) for name, g in seen.gradients.items()}
+        return GradientBatch(gradients, seen.batch_size)
+    floating = seen.inputs.dtype.kind == "f"
+    return Batch(
+        place.floats(seen.inputs) if floating else place.copy(seen.inputs),
+        place.floats(seen.output_grads),
+        None if seen.mask is None else place.copy(seen.mask),
+        sources=seen.output_grads.shape[0],
+    )
+
+
+def _factor(made: Recomputation, check: CheckDescription) -> HostArray:
+    """Return an averaged statistic as a plain array."""
+    which, place = check.fields["factor"], made.place
+    averages = made.statistics.averages
+    if which not in averages:
+        raise UnsupportedError(f"this block keeps no statistic {which!r}")
+    value = averages[which].value(debias=made.record.document.average.debias)
+    if isinstance(value, SymmetricMatrix):
+        return place.host(value.full())
+    if is_structure(value):
+        # Moments of which the factor is made; the operator has it as a matrix.
+        operator: Any = made.operator(check)
+        return place.host(getattr(operator, which).dense(shifted=False))
+    values = place.host(value)
+    if values.ndim == 1 and which == "block":
+        return _unflattened(values, made.recorded)
+    if which == "block" and made.statistics.bases:
+        # The format has eigenvalues ascending, and here they descend.
+        return np.flip(values, axis=(-2, -1))
+    return values
+
+
+def _unflattened(values: HostArray, recorded: RecordedBlock) -> HostArray:
+    """Return a diagonal block in the form of the block's matrix, where it has one."""
+    if recorded.description.layer in _MATRIX_LAYERS:
+        return values.reshape(recorded.block.layer.matrix_shape)
+    return values
+
+
+def _damping_split(made: Recomputation, check: CheckDescription) -> HostArray:
+    """Return what is added to the diagonals of both factors, groups first."""
+    operator: Any = made.operator(check)
+    shifts = [made.place.host(f.shift) for f in (operator.input, operator.output)]
+    return np.stack(np.broadcast_arrays(*shifts), axis=-1)
+
+
+def _to_dense(made: Recomputation, check: CheckDescription) -> HostArray:
+    operator = made.operator(check)
+    return made.place.host(operator.to_dense(damped=check.fields["damped"]))
+
+
+def _logdet(made: Recomputation, check: CheckDescription) -> HostArray:
+    return made.place.host(made.operator(check).logdet())
+
+
+def _trace(made: Recomputation, check: CheckDescription) -> HostArray:
+    return made.place.host(made.operator(check).trace(damped=False))
+
+
+def _eigenvalues(made: Recomputation, check: CheckDescription) -> HostArray:
+    return made.place.host(made.operator(check).eigenvalues(damped=False))
+
+
+_MATRIX_LAYERS = ("dense", "conv", "embedding")
+
+_MATRICES: Mapping[str, Callable[[Recomputation, CheckDescription], HostArray]] = (
+    MappingProxyType(
+        {
+            "factor": _factor,
+            "damping_split": _damping_split,
+            "to_dense": _to_dense,
+            "logdet": _logdet,
+            "trace": _trace,
+            "eigenvalues": _eigenvalues,
+        }
+    )
+)
+"""How each check without a vector is answered."""
+
+_VECTORS: Mapping[
+    str, Callable[[CurvatureOperator, Array, Mapping[str, Any]], Array]
+] = MappingProxyType(
+    {
+        "multiply": lambda op, v, f: op.multiply(v, damped=f["damped"]),
+        "multiply_inverse": lambda op, v, f: op.multiply_inverse(v),
+        "multiply_matpower": lambda op, v, f: op.multiply_matpower(v, f["exp"]),
+        "multiply_cholesky": lambda op, v, f: op.multiply_cholesky(
+            v, transpose=f["transpose"]
+        ),
+        "multiply_cholesky_inverse": lambda op, v, f: op.multiply_cholesky_inverse(
+            v, transpose=f["transpose"]
+        ),
+    }
+)
+"""How each check with a vector is answered."""

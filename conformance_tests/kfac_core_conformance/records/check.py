@@ -1,0 +1,197 @@
+"""Verifying a record: every check recomputed, compared and judged.
+
+Conventions.  An answer agrees where ``|got - expected| <= rtol |expected| + atol`` in the
+Frobenius norm, a vector's parameters taken together.  In float64 the tolerance is the
+record's.  In float32 it is at least 1e-4, or the bound of
+`kfac_core_conformance.records.condition` where the problem is ill-conditioned.  A
+check that the library cannot answer differs, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from kfac_core.array.selection import selected_backend
+from kfac_core.errors import KFACError, ShapeError
+from kfac_core_conformance.records.answers import (
+    Answer,
+    Place,
+    Recomputation,
+    damping_key,
+    norm_of,
+)
+from kfac_core_conformance.records.condition import condition_bound
+from kfac_core_conformance.records.document import CheckDescription
+from kfac_core_conformance.records.fields import one_line
+from kfac_core_conformance.records.record import Record
+
+__all__ = ["CheckDtype", "Verdict", "check_record"]
+
+CheckDtype = Literal["float64", "float32"]
+
+DOUBLE_TOLERANCE, SINGLE_TOLERANCE = 1e-10, 1e-4
+"""The default tolerances, by the dtype of the expected answer."""
+
+# What a check may fail with: the library's own errors, and those of an array library.
+_FAILURES = (
+    KFACError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+    np.linalg.LinAlgError,
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one check.
+
+    Attributes
+    ----------
+    index : int
+        The number of the check in its record.
+    block, operation, detail : str
+        The block asked, the operation, and the operation's own fields.
+    damping, rule : float or None, str or None
+        With which the block was damped; None where the answer does not depend on it.
+    error : float
+        ``|got - expected| / |expected|``, absolute where that is zero; infinite where
+        there is no answer, or not a finite one.
+    tolerance : float
+        What the error may be.
+    problem : str or None
+        Why there is no answer.
+    """
+
+    index: int
+    block: str
+    operation: str
+    detail: str
+    damping: float | None
+    rule: str | None
+    error: float
+    tolerance: float
+    problem: str | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the error is within the tolerance."""
+        return self.problem is None and self.error <= self.tolerance
+
+
+def check_record(
+    record: Record,
+    /,
+    *,
+    backend: str | None = None,
+    dtype: CheckDtype = "float64",
+) -> tuple[Verdict, ...]:
+    """Recompute every check of a record.
+
+    Parameters
+    ----------
+    record : Record
+        As `kfac_core_conformance.records.read_record` read it.
+    backend : str, optional
+        ``name[:device]``; the selected backend where left out.
+    dtype : {"float64", "float32"}
+        In which everything is computed.
+
+    Returns
+    -------
+    tuple of Verdict
+        One for each check, in the document's order.
+
+    Raises
+    ------
+    UnknownBackendError, BackendUnavailableError
+        As `kfac_core.selected_backend`.
+    DtypeError
+        Where the backend makes no 64-bit floats; see `kfac_core.enable_float64`.
+    """
+    place = Place(selected_backend(backend), dtype)
+    # A backend without 64-bit floats is the caller's trouble, and no check's.
+    place.floats(np.zeros(()))
+    verdicts: dict[int, Verdict] = {}
+    for name, asked in record.document.checks_by_block().items():
+        verdicts.update(_check_block(record, name, asked, place))
+    return tuple(verdicts[index] for index in sorted(verdicts))
+
+
+def _check_block(
+    record: Record, name: str, asked: list[int], place: Place
+) -> dict[int, Verdict]:
+    """Return the verdicts of one block; checks of one damping are made in a row."""
+    checks = record.document.checks
+    in_rows = sorted(asked, key=lambda i: damping_key(checks[i]))
+    made = Recomputation(record, name, place)
+    reference = None
+    if place.dtype == "float32":
+        reference = Recomputation(
+            record, name, Place(selected_backend("numpy"), "float64")
+        )
+    return {index: _verdict(made, reference, index) for index in in_rows}
+
+
+def _verdict(
+    made: Recomputation, reference: Recomputation | None, index: int
+) -> Verdict:
+    check = made.record.document.checks[index]
+    expected = made.record.answers[index]
+    problem, error = None, math.inf
+    try:
+        with np.errstate(all="ignore"):
+            error = _relative_error(made.answer(index), expected)
+    except _FAILURES as failure:
+        problem = one_line(f"{failure}" or type(failure).__name__)
+    damping, rule = damping_key(check) if check.damped else (None, None)
+    tolerance = _tolerance(check, expected, reference, index)
+    return Verdict(
+        index,
+        check.block,
+        check.op,
+        check.detail,
+        damping,
+        rule,
+        error,
+        tolerance,
+        problem,
+    )
+
+
+def _tolerance(
+    check: CheckDescription,
+    expected: Answer,
+    reference: Recomputation | None,
+    index: int,
+) -> float:
+    """Return what the relative error may be; relative to 1 where nothing is expected."""
+    double = all(values.dtype == np.float64 for values in expected.values())
+    default = DOUBLE_TOLERANCE if double else SINGLE_TOLERANCE
+    rtol = default if check.rtol is None else check.rtol
+    if reference is not None:
+        rtol = max(rtol, SINGLE_TOLERANCE)
+        # Without a bound the tolerance is what it is for well-conditioned problems.
+        with contextlib.suppress(*_FAILURES), np.errstate(all="ignore"):
+            rtol = max(rtol, condition_bound(reference, index))
+    scale = norm_of(expected)
+    return rtol + check.atol / scale if scale > 0 else check.atol
+
+
+def _relative_error(got: Answer, expected: Answer) -> float:
+    """Return ``|got - expected| / |expected|``, infinite where it is no number."""
+    for name, values in expected.items():
+        if got[name].shape != values.shape:
+            raise ShapeError(
+                f"the answer has shape {got[name].shape}, expected {values.shape}"
+            )
+    difference = norm_of({n: got[n] - v for n, v in expected.items()})
+    if not math.isfinite(difference):
+        return math.inf
+    scale = norm_of(expected)
+    return difference / scale if scale > 0 else difference

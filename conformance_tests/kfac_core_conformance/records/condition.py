@@ -1,0 +1,110 @@
+"""What float32 can be expected to give: a tolerance from the problem's condition.
+
+Conventions.  Rounding the inputs to float32 moves a factor by about ``u = 2^-23`` of its
+norm, whatever is computed afterwards.  To first order that moves an answer by ``u c``,
+relative to its norm, with
+
+=========================  ==========================================================
+``multiply``               ``c = |F| |v| / |F v|``
+``multiply_inverse``       ``c = k``
+``multiply_matpower``      ``c = max(1, |p|) k``
+``multiply_cholesky``,     ``c = k``
+its inverse
+``logdet``                 ``c = n m k / |log det|``
+all others                 ``c = 1``
+=========================  ==========================================================
+
+where k is the condition number of what is factorized: that of the damped block, or the
+sum of those of the damped factors where a Kronecker product is inverted factor by factor.
+The bound is `SLACK` times ``u c``, and `LARGEST_BOUND` at most; the numbers are computed
+in float64 with NumPy.
+Measured with factors of 5 to 150 rows and k up to 1e5, errors reach ``2 u c``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kfac_core.array.backend import Array
+from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.operator import CurvatureOperator
+from kfac_core_conformance.records.answers import Recomputation, norm_of
+
+__all__ = ["LARGEST_BOUND", "SLACK", "condition_bound"]
+
+SLACK = 4.0
+"""Several roundings, of inputs, sums and factorizations, instead of one."""
+
+LARGEST_BOUND = 0.1
+"""However ill-conditioned a problem is, an answer without one right digit differs."""
+
+_UNIT = float(np.finfo(np.float32).eps)
+
+
+def condition_bound(reference: Recomputation, index: int, /) -> float:
+    """Return the relative error that float32 may make in the answer to a check.
+
+    Parameters
+    ----------
+    reference : Recomputation
+        On NumPy in float64.
+    index : int
+        The check's number.
+
+    Returns
+    -------
+    float
+        As the module's table says.
+
+    Raises
+    ------
+    KFACError
+        Where the condition cannot be computed.
+    """
+    return min(SLACK * _UNIT * _condition(reference, index), LARGEST_BOUND)
+
+
+def _condition(reference: Recomputation, index: int) -> float:
+    """Return the number c of the module's table."""
+    check = reference.record.document.checks[index]
+    if check.op not in _CONDITIONED:
+        return 1.0
+    operator = reference.operator(check)
+    expected = norm_of(reference.record.answers[index])
+    if check.op == "multiply":
+        spectrum = operator.eigenvalues(damped=check.fields["damped"])
+        vector = norm_of(reference.record.vectors[index])
+        return float(np.max(spectrum)) * vector / expected
+    k = _condition_number(operator)
+    if check.op == "multiply_inverse":
+        return k
+    if check.op == "multiply_matpower":
+        return float(k * max(1.0, abs(check.fields["exp"])))
+    if check.op == "logdet":
+        n, m = operator.shape
+        return n * m * k / expected
+    return k
+
+
+def _condition_number(operator: CurvatureOperator, /) -> float:
+    """Return the condition number of what an operator on NumPy factorizes."""
+    if isinstance(operator, FactoredKronecker):
+        parts = (operator.input, operator.output)
+        return float(sum(_ratio(part.eigenvalues(shifted=True)) for part in parts))
+    return _ratio(operator.eigenvalues(damped=True))
+
+
+_CONDITIONED = (
+    "multiply",
+    "multiply_inverse",
+    "multiply_matpower",
+    "multiply_cholesky",
+    "multiply_cholesky_inverse",
+    "logdet",
+)
+
+
+def _ratio(eigenvalues: Array) -> float:
+    """Return the largest over the smallest, over a stack of groups the worst."""
+    ratios = np.max(eigenvalues, axis=-1) / np.min(eigenvalues, axis=-1)
+    return float(np.max(ratios))

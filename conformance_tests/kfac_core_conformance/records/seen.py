@@ -1,0 +1,97 @@
+"""What a framework gives, as the tensors of one update in the format's conventions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import cast, wide_dtype
+from kfac_core.array.selection import to_numpy
+from kfac_core.conventions import Conventions
+from kfac_core.errors import RecordError
+from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import Batch
+from kfac_core_conformance.records.container import HostArray
+
+__all__ = ["host_array", "tensors_of"]
+
+
+def tensors_of(
+    batch: Batch | GradientBatch, layer: Layer, conventions: Conventions, /
+) -> dict[str, HostArray]:
+    """Return what a layer saw, with the gradients of the summed loss.
+
+    Parameters
+    ----------
+    batch : Batch or GradientBatch
+        As `kfac_core.Block.update` takes it.
+    layer : Layer
+        Which checks it.
+    conventions : Conventions
+        How its gradients are scaled; the square root of what their outer products would
+        be multiplied with is put into them.
+
+    Returns
+    -------
+    dict of str to numpy.ndarray
+        By the last parts of the tensors' names.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For arrays that do not fit the layer.
+    RecordError
+        For gradients of several sources.
+    """
+    rows: Any = layer.rows(batch)
+    scale = conventions.outer_product_scale(
+        examples=rows.examples, rows=_kept(batch, rows), sources=rows.sources
+    )
+    factor = math.sqrt(scale)
+    if isinstance(batch, GradientBatch):
+        return _gradients(batch, factor)
+    grads = host_array(batch.output_grads) * factor
+    tensors = {
+        "inputs": host_array(batch.inputs),
+        "output_grads": grads[None] if batch.sources is None else grads,
+    }
+    if batch.mask is not None:
+        tensors["mask"] = to_numpy(batch.mask).astype(np.uint8)
+    return tensors
+
+
+def host_array(x: Array, /) -> HostArray:
+    """Copy an array to the host; floats of 16 bits in 32, since NumPy lacks some."""
+    if isinstance(x, int | float):
+        return np.asarray(x, np.float64)
+    xp = array_api_compat.array_namespace(x)
+    if xp.isdtype(x.dtype, "real floating"):
+        x = cast(xp, x, wide_dtype(xp, x.dtype))
+    return to_numpy(x)
+
+
+def _gradients(batch: GradientBatch, factor: float) -> dict[str, HostArray]:
+    if (batch.sources or 1) > 1:
+        raise RecordError(
+            f"The format has the gradients of one source only, got {batch.sources}. Write "
+            "one record for each."
+        )
+    found = {}
+    for name, gradient in batch.gradients.items():
+        values = host_array(gradient) * factor
+        found[f"grads.{name}"] = values if batch.sources is None else values[0]
+    return {**found, "batch_size": np.asarray(batch.batch_size, np.int64)}
+
+
+def _kept(batch: Batch | GradientBatch, rows: Any) -> float:
+    """Return the number of rows that count."""
+    if isinstance(batch, GradientBatch):
+        return float(batch.batch_size)
+    if batch.mask is None:
+        return float(rows.examples * rows.positions)
+    return float(np.sum(to_numpy(batch.mask)))

@@ -1,0 +1,490 @@
+"""The convolution as a dense layer on patches, in every combination of its options."""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array.structure import replaced
+from kfac_core.errors import ConventionError, DtypeError, MixedArraysError, ShapeError
+from kfac_core.layers.conv import Conv
+from kfac_core.linalg.patches import choose_patches
+
+from ..builders import conv_reference as naive
+from ..builders import reference
+from ..builders.tolerances import assert_close, assert_differs
+
+C, OUT, N, M = 4, 8, 2, 2
+BIASES = (True, False)
+WEIGHT_LAYOUTS = ("spatial_io", "oi_spatial")
+
+
+def layer_of(geometry, *, bias=True, weight="spatial_io", data="channels_last", **more):
+    options = {
+        "in_channels": C,
+        "out_channels": OUT,
+        "kernel_size": geometry.kernel,
+        "strides": geometry.strides,
+        "padding": geometry.padding,
+        "dilation": geometry.dilation,
+        "groups": geometry.groups,
+        "bias": bias,
+        "weight_layout": weight,
+        "data_layout": data,
+    }
+    return Conv(**(options | more))
+
+
+@functools.cache
+def problem(geometry, spatial):
+    """Return x, g of M sources, and each source's weight gradient, by loops."""
+    rng = np.random.default_rng([20160204, *spatial, *geometry.strides])
+    out = naive.output_size(spatial, geometry)
+    x, g = rng.normal(size=(N, *spatial, C)), rng.normal(size=(M, N, *out, OUT))
+    return x, g, np.stack([naive.weight_gradient(x, one, geometry) for one in g])
+
+
+def batch_of(backend, x, g, data, dtype="float64", mask=None):
+    """Return a batch in a data layout, from arrays with their channels last."""
+    if data == "channels_first":
+        x, g = np.moveaxis(x, -1, 1), np.moveaxis(g, -1, 2)
+    mask = None if mask is None else backend.asarray(mask)
+    x, g = backend.asarray(x, dtype), backend.asarray(g, dtype)
+    return kc.Batch(x, g, mask, sources=int(g.shape[0]))
+
+
+def all_rows(layers, batches):
+    return [layer.rows(batch) for layer, batch in zip(layers, batches, strict=True)]
+
+
+def compiled(backend, function):
+    """Return a function compiled, where else each slice would be compiled alone."""
+    if backend.name != "jax":
+        return function
+    import jax
+
+    return jax.jit(function)
+
+
+def summed(backend, rows):
+    """Return sum over examples and positions of x g^T, shape (M, n(+1), out)."""
+    x, g = backend.to_numpy(rows.inputs), backend.to_numpy(rows.output_grads)
+    if x.ndim == 3:
+        x, g = x[None], g[None]
+    if rows.homogeneous:
+        x = np.concatenate([x, np.ones((*x.shape[:-1], 1))], axis=-1)
+    D = np.einsum("qnsi,qmnso->miqo", x, g)
+    return D.reshape(*D.shape[:2], -1)
+
+
+def in_layout(W, weight):
+    """Return a weight (*kernel, c, out) in the layout of a framework."""
+    return W if weight == "spatial_io" else np.moveaxis(W, (-1, -2), (0, 1))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("data", ["channels_last", "channels_first"])
+def test_weight_gradient_is_the_sum_over_rows(backend, dims, data):
+    """Sum of x g^T is d/dW of sum(y * g), in each option with each other."""
+    combinations = itertools.product(naive.geometries(dims), BIASES, WEIGHT_LAYOUTS)
+    cases = [
+        (layer_of(geometry, bias=bias, weight=weight, data=data), geometry)
+        for geometry, bias, weight in combinations
+    ]
+    layers = [layer for layer, _ in cases]
+    problems = [problem(geometry, naive.SPATIAL[dims]) for _, geometry in cases]
+    batches = [batch_of(backend, x, g, data) for x, g, _ in problems]
+
+    every = compiled(backend, functools.partial(all_rows, layers))(batches)
+
+    for layer, rows, (_, g, W) in zip(layers, every, problems, strict=True):
+        D, weight = summed(backend, rows), layer.weight_layout
+        assert D.shape[1:] == layer.matrix_shape
+        for m in range(M):
+            got = layer.matrix_to_parameters(backend.asarray(D[m]))
+            shapes = {name: tuple(value.shape) for name, value in got.items()}
+            assert shapes == layer.parameter_shapes
+            got = {name: backend.to_numpy(value) for name, value in got.items()}
+            assert_close(got["weight"], in_layout(W[m], weight), "product", "float64")
+            if layer.bias:
+                expected = g[m].reshape(-1, OUT).sum(axis=0)
+                assert_close(got["bias"], expected, "product", "float64")
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_weight_gradient_in_float32(backend, dims):
+    """Rows keep the dtype of what the layer saw."""
+    geometry = naive.geometries(dims)[-2]
+    x, g, W = problem(geometry, naive.SPATIAL[dims])
+    layer = layer_of(geometry, bias=False)
+
+    rows = layer.rows(batch_of(backend, x, g, "channels_last", "float32"))
+
+    assert rows.inputs.dtype == rows.output_grads.dtype == backend.dtype("float32")
+    D = summed(backend, rows).reshape(W.shape)
+    assert_close(D, W, "product", "float32")
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_weight_gradient_is_that_of_the_framework(backend, dims):
+    """The library's own convolution, differentiated, gives the same gradient."""
+    if backend.name not in naive.FRAMEWORKS:
+        pytest.skip("needs --backend=torch or jax: a library that has convolutions")
+    geometries = naive.geometries(dims)
+    options = {"weight": "oi_spatial", "data": "channels_first"}
+    layers = [layer_of(geometry, **options) for geometry in geometries]
+    problems = [problem(geometry, naive.SPATIAL[dims]) for geometry in geometries]
+    batches = [batch_of(backend, x, g, "channels_first") for x, g, _ in problems]
+
+    def differentiate(batches):
+        return [
+            naive.FRAMEWORKS[backend.name](
+                batch.inputs,
+                batch.output_grads[0],
+                layer.parameter_shapes["weight"],
+                geometry,
+            )
+            for layer, batch, geometry in zip(layers, batches, geometries, strict=True)
+        ]
+
+    every = compiled(backend, functools.partial(all_rows, layers))(batches)
+    gradients = compiled(backend, differentiate)(batches)
+
+    for layer, rows, gradient in zip(layers, every, gradients, strict=True):
+        D = backend.asarray(summed(backend, rows)[0])
+        got = backend.to_numpy(layer.matrix_to_parameters(D)["weight"])
+        assert_close(got, backend.to_numpy(gradient), "product", "float64")
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("weight", WEIGHT_LAYOUTS)
+def test_parameters_come_back_as_they_were(backend, dims, bias, weight, rng):
+    """To the matrix and back is the identity; rows are kernel positions, channels."""
+    geometry = naive.geometries(dims)[1]
+    layer = layer_of(geometry, bias=bias, weight=weight)
+    W = rng.normal(size=(*geometry.kernel, C // geometry.groups, OUT))
+    b = rng.normal(size=OUT)
+    parameters = {"weight": backend.asarray(np.ascontiguousarray(in_layout(W, weight)))}
+    if bias:
+        parameters["bias"] = backend.asarray(b)
+
+    matrix = layer.parameters_to_matrix(parameters)
+    again = layer.matrix_to_parameters(matrix)
+
+    expected = W.reshape(-1, OUT)
+    expected = np.concatenate([expected, b[None]]) if bias else expected
+    assert_close(backend.to_numpy(matrix), expected, "exact", "float64")
+    for name, value in parameters.items():
+        assert_close(
+            backend.to_numpy(again[name]), backend.to_numpy(value), "exact", "float64"
+        )
+
+
+def test_channels_of_a_group_stand_together(backend):
+    """Output channel o is of group o // m; dealing channels out in turn differs."""
+    geometry = naive.Geometry((3, 2), (1, 1), "same", (1, 1), groups=2)
+    x, g, W = problem(geometry, (6, 5))
+    dealt = np.concatenate([g[..., 0::2], g[..., 1::2]], axis=-1)
+
+    D = summed(
+        backend, layer_of(geometry, bias=False).rows(batch_of(backend, x, g, ""))
+    )
+    wrong = layer_of(geometry, bias=False).rows(batch_of(backend, x, dealt, ""))
+
+    assert_close(D.reshape(W.shape), W, "product", "float64")
+    assert_differs(summed(backend, wrong).reshape(W.shape), W)
+
+
+def test_depthwise_is_a_convolution_of_each_channel(backend):
+    """With as many groups as channels each group is a layer of one channel."""
+    geometry = naive.Geometry((3, 2), (1, 1), "same", (1, 1), groups=C)
+    x, g, _ = problem(geometry, (6, 5))
+    single = naive.Geometry((3, 2), (1, 1), "same", (1, 1))
+
+    rows = layer_of(geometry).rows(batch_of(backend, x, g, "channels_last"))
+
+    assert tuple(rows.inputs.shape) == (C, N, 30, 6)
+    assert tuple(rows.output_grads.shape) == (C, M, N, 30, OUT // C)
+    for q in range(C):
+        own = layer_of(single, in_channels=1, out_channels=2).rows(
+            batch_of(backend, x[..., q : q + 1], g[..., 2 * q : 2 * q + 2], "")
+        )
+        for name in ("inputs", "output_grads"):
+            got = backend.to_numpy(getattr(rows, name))[q]
+            expected = backend.to_numpy(getattr(own, name))
+            assert_close(got, expected, "exact", "float64")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_block_is_that_of_the_patches(backend, dtype, groups, masked, rng):
+    """A Kronecker block of a convolution, by loops over patches, inverted densely."""
+    geometry = naive.Geometry((2, 2), (2, 1), "same", (1, 1), groups)
+    x, g, _ = problem(geometry, (6, 5))
+    mask = rng.random(size=g.shape[1:-1]) < 0.7 if masked else None
+    block = kc.Block(layer_of(geometry), kc.Kronecker())
+    batch = batch_of(backend, x, g, "channels_last", dtype, mask)
+    V = rng.normal(size=block.layer.matrix_shape)
+
+    statistics = block.update(
+        block.initial(batch.inputs),
+        batch,
+        conventions=kc.Conventions(loss="sum", sources="sum"),
+        decay=0.5,
+    )
+    operator = block.operator(statistics, damping=0.3, rule="factored")
+    got = backend.to_numpy(operator.multiply_inverse(backend.asarray(V, dtype)))
+
+    A, G, S = naive.kronecker_factors(x, g, geometry, bias=True, mask=mask)
+    for q, columns in enumerate(np.split(np.arange(OUT), groups)):
+        F = reference.damped_block(A[q], G[q], S, damping=0.3, rule="factored")
+        expected = np.linalg.solve(F, V[:, columns].ravel()).reshape(-1, len(columns))
+        assert_close(got[:, columns], expected, "inverse", dtype)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_masked_rows_are_zero_whatever_they_held(backend, groups, rng):
+    """NaN in masked output gradients, and patches that are masked, are gone."""
+    geometry = naive.Geometry((3, 2), (1, 1), "valid", (1, 1), groups)
+    x, g, _ = problem(geometry, (6, 5))
+    mask = rng.random(size=g.shape[1:-1]) < 0.5
+    x, g = x.copy(), np.where(mask[..., None], g, np.nan)
+    mask[0], x[0], g[:, 0] = False, np.nan, np.inf
+
+    rows = layer_of(geometry).rows(batch_of(backend, x, g, "channels_last", mask=mask))
+
+    inputs, grads = naive.group_rows(x, g, geometry)
+    keep = mask.reshape(N, -1, 1)
+    inputs, grads = np.where(keep, inputs, 0.0), np.where(keep, grads, 0.0)
+    got = backend.to_numpy(rows.inputs), backend.to_numpy(rows.output_grads)
+    assert_close(got[0].reshape(inputs.shape), inputs, "exact", "float64")
+    assert_close(got[1].reshape(grads.shape), grads, "exact", "float64")
+    assert np.array_equal(backend.to_numpy(rows.mask), keep[..., 0])
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("budget", [1, 2, 5, 100])
+def test_chunks_are_the_rows_within_a_budget(backend, groups, budget, rng):
+    """No chunk holds more patch elements than stated; together they are all rows."""
+    geometry = naive.Geometry((3, 2), (1, 2), "same", (1, 1), groups)
+    out = naive.output_size((6, 5), geometry)
+    one = naive.elements(out) * 6 * C
+    x, g = rng.normal(size=(5, 6, 5, C)), rng.normal(size=(M, 5, *out, OUT))
+    layer = layer_of(geometry)
+    mask = rng.random(size=(5, *out)) < 0.7
+    batch = batch_of(backend, x, g, "channels_last", mask=mask)
+
+    limit = budget * one + one // 2
+    chunks = list(layer.row_chunks(batch, max_patch_elements=limit))
+
+    whole = layer.rows(batch)
+    assert len(chunks) == -(-5 // budget)
+    for name, axis in (("inputs", -3), ("output_grads", -3), ("mask", 0)):
+        parts = [backend.to_numpy(getattr(chunk, name)) for chunk in chunks]
+        joined = np.concatenate(parts, axis=axis)
+        expected = backend.to_numpy(getattr(whole, name))
+        assert_close(joined, expected, "exact", "float64")
+    assert max(naive.elements(chunk.inputs.shape) for chunk in chunks) <= limit
+
+
+def test_budget_below_one_example_is_an_error(backend):
+    """A budget that cannot be held is refused before anything is made."""
+    geometry = naive.Geometry((3, 2), (1, 1), "same", (1, 1))
+    x, g, _ = problem(geometry, (6, 5))
+    batch = batch_of(backend, x, g, "channels_last")
+
+    with pytest.raises(ShapeError, match="30 patches and 720 elements, got 719"):
+        layer_of(geometry).row_chunks(batch, max_patch_elements=719)
+
+
+@pytest.mark.parametrize("data", ["channels_last", "channels_first"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_chosen_rows_are_among_all_rows(backend, groups, data, rng):
+    """Chosen rows, in chunks or not, are the rows of those numbers, mask and all."""
+    geometry = naive.Geometry((3, 2), (2, 1), "same", (1, 2), groups)
+    x, g, _ = problem(geometry, (6, 5))
+    mask = rng.random(size=g.shape[1:-1]) < 0.5
+    layer = layer_of(geometry, data=data)
+    batch = batch_of(backend, x, g, data, mask=mask)
+    whole = layer.rows(batch)
+    chosen = choose_patches((N, whole.positions), keep=(2, 4), seed=3)
+
+    some = layer.rows(replaced(batch, chosen=chosen))
+    one = 4 * naive.elements(geometry.kernel) * C
+    chunks = layer.row_chunks(replaced(batch, chosen=chosen), max_patch_elements=one)
+
+    n, s = np.divmod(chosen, whole.positions)
+    assert (some.examples, some.positions) == chosen.shape
+    parts = list(chunks)
+    assert len(parts) == 2
+    for name, at in (("inputs", -3), ("output_grads", -3), ("mask", 0)):
+        got = backend.to_numpy(getattr(some, name))
+        expected = backend.to_numpy(getattr(whole, name))
+        expected = expected[n, s] if name == "mask" else expected[..., n, s, :]
+        assert_close(got, expected, "exact", "float64")
+        pieces = [backend.to_numpy(getattr(part, name)) for part in parts]
+        assert_close(np.concatenate(pieces, axis=at), expected, "exact", "float64")
+
+
+def test_factors_of_chosen_rows_are_right_on_average(rng):
+    """Over many seeds the mean of the chosen rows' A is the A of the batch."""
+    geometry = naive.Geometry((2, 2), (1, 1), "same", (1, 1))
+    x, g = rng.normal(size=(6, 6, 5, C)) + 0.5, rng.normal(size=(1, 6, 6, 5, OUT))
+    layer, batch = layer_of(geometry), kc.Batch(x, g, sources=1)
+    A, _, _ = naive.kronecker_factors(x, g, geometry, bias=False)
+
+    total = np.zeros_like(A[0])
+    for seed in range(3000):
+        chosen = choose_patches((6, 30), keep=(3, 10), seed=(8, seed))
+        P = layer.rows(replaced(batch, chosen=chosen)).inputs.reshape(30, -1)
+        total += P.T @ P / 30
+
+    # One row differs from A by about 2.7 |A|, and these are 90000 of them.
+    error = np.linalg.norm(total / 3000 - A[0]) / np.linalg.norm(A[0])
+    assert error < 3 * 2.7 / np.sqrt(90000)
+
+
+def test_tfkfac_9_3_nothing_is_sub_sampled_unasked(backend):
+    """Every row comes, twice the same; and no option can be given by position."""
+    geometry = naive.Geometry((3, 2), (1, 1), "same", (1, 1))
+    x, g, _ = problem(geometry, (6, 5))
+    layer, batch = layer_of(geometry), batch_of(backend, x, g, "channels_last")
+
+    first, second = layer.rows(batch), layer.rows(batch)
+
+    assert (first.examples, first.positions) == (N, 30)
+    got = backend.to_numpy(first.inputs), backend.to_numpy(second.inputs)
+    assert np.array_equal(*got)
+    with pytest.raises(TypeError, match="positional"):
+        layer.rows(batch, 7)
+    with pytest.raises(TypeError, match="positional"):
+        Conv(3, 4, (3, 3))
+
+
+def test_tfkfac_9_5_positions_heed_dilation_and_any_number_of_axes(backend):
+    """S is 16 and not 36 with dilation 2; one stride an axis, in 1 to 3 axes."""
+    for dims in (1, 2, 3):
+        layer = layer_of(naive.Geometry((3,) * dims, (1,) * dims, "valid", (2,) * dims))
+        x, g = np.ones((1, *(8,) * dims, C)), np.ones((1, 1, *(4,) * dims, OUT))
+
+        rows = layer.rows(batch_of(backend, x, g, "channels_last"))
+
+        assert layer.output_size((8,) * dims) == (4,) * dims
+        assert rows.positions == 4**dims
+
+
+def test_options_left_out_are_ones_and_lists_become_tuples():
+    """Strides and dilation default to 1; what JSON gives is hashable afterwards."""
+    options = {"in_channels": 3, "out_channels": 2, "bias": True}
+    options |= {"weight_layout": "spatial_io", "data_layout": "channels_last"}
+
+    layer = Conv(kernel_size=[3, 2], padding=[[1, 0], [0, 1]], **options)
+
+    assert (layer.strides, layer.dilation, layer.groups) == ((1, 1), (1, 1), 1)
+    assert layer.padding == ((1, 0), (0, 1))
+    assert hash(layer) == hash(
+        Conv(kernel_size=(3, 2), strides=(1, 1), padding=((1, 0), (0, 1)), **options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"in_channels": 0}, ShapeError, "`in_channels`"),
+        ({"out_channels": 7}, ShapeError, "`out_channels`.*7 and 2"),
+        ({"groups": 0}, ShapeError, "`groups`"),
+        ({"kernel_size": ()}, ShapeError, "`kernel_size`"),
+        ({"kernel_size": 3}, ShapeError, "`kernel_size`.*got 3"),
+        ({"kernel_size": (3, 0)}, ShapeError, "`kernel_size`"),
+        ({"strides": (1,)}, ShapeError, r"`strides`.*\(1,\)"),
+        ({"dilation": (1, 1.5)}, ShapeError, "`dilation`"),
+        ({"padding": 1}, ShapeError, "`padding`"),
+        ({"padding": ((1, 1),)}, ShapeError, "`padding`"),
+        ({"padding": "SAME"}, ConventionError, "'same'"),
+        ({"weight_layout": "io"}, ConventionError, "`weight_layout`"),
+        ({"data_layout": "NHWC"}, ConventionError, "`data_layout`"),
+    ],
+)
+def test_description_that_contradicts_itself_is_refused(change, error, match):
+    """Each message names the argument and shows what came."""
+    geometry = naive.Geometry((3, 2), (1, 1), "same", (1, 1), groups=2)
+    with pytest.raises(error, match=match):
+        layer_of(geometry, **change)
+
+
+@pytest.mark.parametrize(
+    ("x", "g", "match"),
+    [
+        ((2, 6, C), (2, 6, 5, OUT), r"`inputs`.*\(N, \*spatial, 4\) with 2 spatial"),
+        ((2, 6, 5, 3), (2, 6, 5, OUT), "`inputs`"),
+        ((2, 6, 5, C), (2, 6, 4, OUT), r"`output_grads`.*\(2, 6, 5, 8\).*strides"),
+        ((2, 6, 5, C), (1, 2, 6, 5, OUT), "several sources"),
+        ((0, 6, 5, C), (0, 6, 5, OUT), "at least one row"),
+        ((2, 0, 5, C), (2, 6, 5, OUT), "fits|`output_grads`"),
+    ],
+)
+def test_batch_that_does_not_fit_is_refused(backend, x, g, match):
+    """Each message names the array, with the shapes expected and got."""
+    layer = layer_of(naive.Geometry((3, 2), (1, 1), "same", (1, 1)))
+    batch = kc.Batch(backend.asarray(np.ones(x)), backend.asarray(np.ones(g)))
+    with pytest.raises(ShapeError, match=match):
+        layer.rows(batch)
+
+
+def test_arguments_of_another_kind_are_refused(backend):
+    """Integers, masks that are no booleans, other libraries, and wrong parameters."""
+    layer = layer_of(naive.Geometry((3, 2), (1, 1), "same", (1, 1)))
+    x, g = (
+        backend.asarray(np.ones((2, 6, 5, C))),
+        backend.asarray(np.ones((2, 6, 5, OUT))),
+    )
+    mask = backend.asarray(np.ones((2, 6, 5)))
+    with pytest.raises(DtypeError, match="`mask`"):
+        layer.rows(kc.Batch(x, g, mask))
+    with pytest.raises(ShapeError, match="`mask`"):
+        layer.rows(kc.Batch(x, g, mask[:, :, 0] == 1))
+    with pytest.raises(DtypeError, match="`inputs`"):
+        layer.rows(kc.Batch(backend.asarray(np.ones((2, 6, 5, C), int)), g))
+    with pytest.raises(ShapeError, match=r"`chosen`.*below 60"):
+        layer.rows(kc.Batch(x, g, chosen=np.array([[60]])))
+    with pytest.raises(ShapeError, match=r"\['bias', 'weight'\]"):
+        layer.parameters_to_matrix({"weight": x})
+    with pytest.raises(ShapeError, match="`weight`"):
+        layer.parameters_to_matrix({"weight": x, "bias": g[0, 0, 0, :]})
+    with pytest.raises(ShapeError, match="`matrix`"):
+        layer.matrix_to_parameters(x[0, 0, :, :])
+    if backend.name == "torch":
+        with pytest.raises(MixedArraysError):
+            layer.rows(kc.Batch(x, np.ones((2, 6, 5, OUT))))
+
+
+def test_frameworks_with_channels_first_and_last_describe_one_layer():
+    """The same geometry from either order of the weight, in that order's layouts."""
+    options = {"strides": 2, "padding": [1, 0], "dilation": (1, 2), "groups": 2}
+    last, first = (
+        kc.framework_conv(shape, **options, bias=True, channels=channels)
+        for shape, channels in (((3, 2, 4, 6), "last"), ((6, 4, 3, 2), "first"))
+    )
+
+    expected = Conv(
+        in_channels=8,
+        out_channels=6,
+        kernel_size=(3, 2),
+        strides=(2, 2),
+        padding=[(1, 1), (0, 0)],
+        dilation=(1, 2),
+        groups=2,
+        bias=True,
+        weight_layout="oi_spatial",
+        data_layout="channels_first",
+    )
+    assert first == expected
+    assert last == dataclasses.replace(
+        expected, weight_layout="spatial_io", data_layout="channels_last"
+    )
+    with pytest.raises(ConventionError, match="channels"):
+        kc.framework_conv((1, 1, 1), padding=0, bias=True, channels="middle")

@@ -1,0 +1,165 @@
+"""Statistics of convolutions: chunks within a budget, and chosen rows."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+from ..builders.tolerances import assert_close, assert_differs
+
+
+def make_conv(**options):
+    settings = {
+        "in_channels": 2,
+        "out_channels": 4,
+        "kernel_size": (2, 2),
+        "padding": "same",
+        "bias": True,
+        "weight_layout": "spatial_io",
+        "data_layout": "channels_last",
+    }
+    return kc.Conv(**(settings | options))
+
+
+def values_of(backend, statistics):
+    """Return every average on the host."""
+    found = {}
+    for name, average in statistics.averages.items():
+        value = average.value(debias=True)
+        found[name] = backend.to_numpy(
+            value.full() if hasattr(value, "full") else value
+        )
+    return found
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("loss", ["sum", "mean", "mean_rows"])
+@pytest.mark.parametrize(
+    "approximation",
+    [kc.Kronecker(), kc.Kronecker(sharing="reduce"), kc.Diagonal(), kc.TNT()],
+)
+def test_chunks_give_what_the_whole_batch_gives(
+    backend, rng, approximation, loss, masked
+):
+    """A budget changes when patches are made, never a statistic, whatever the loss."""
+    groups = 2
+    x, g = rng.normal(size=(5, 3, 3, 2)), rng.normal(size=(5, 3, 3, 4))
+    mask = backend.asarray(rng.random((5, 3, 3)) > 0.4) if masked else None
+    block = kc.Block(make_conv(groups=groups), approximation)
+    batch = kc.Batch(backend.asarray(x), backend.asarray(g), mask=mask)
+    start = block.initial(batch.like)
+    options = {
+        "conventions": kc.Conventions(loss=loss, sources="sum"),
+        "decay": 0.7,
+        "weight": 2.0,
+    }
+    start = block.update(start, batch, **options)
+
+    whole = block.update(start, batch, **options)
+    one = 9 * 4 * 2
+    parts = block.update(start, batch, **options, max_patch_elements=2 * one + 1)
+
+    expected = values_of(backend, whole)
+    for name, got in values_of(backend, parts).items():
+        assert_close(got, expected[name], "gram", "float64")
+
+
+def test_an_estimator_keeps_to_its_budget(rng):
+    """The estimator never holds many more patches than it was allowed."""
+    conv = make_conv(in_channels=4, kernel_size=(5, 5))
+    x, g = rng.normal(size=(64, 16, 16, 4)), rng.normal(size=(64, 16, 16, 4))
+    patches = 64 * 16 * 16 * 25 * 4
+    peaks = {}
+    for budget in (None, patches // 16):
+        estimator = kc.Estimator(
+            {"conv": kc.Block(conv, kc.Kronecker())},
+            decay=0.9,
+            damping=0.1,
+            damping_rule="factored",
+            loss="sum",
+            max_patch_elements=budget,
+        )
+        estimator.update({"conv": kc.Batch(x[:1], g[:1])})
+        tracemalloc.start()
+        estimator.update({"conv": kc.Batch(x, g)})
+        peaks[budget] = tracemalloc.get_traced_memory()[1] / (8 * patches)
+        tracemalloc.stop()
+
+    assert peaks[None] > 1.0
+    assert peaks[patches // 16] < 0.3
+
+
+def test_a_budget_below_one_example_is_refused(backend, rng):
+    """An example that does not fit the budget names the argument and what it needs."""
+    block = kc.Block(make_conv(), kc.Kronecker())
+    batch = kc.Batch(
+        backend.asarray(rng.normal(size=(2, 3, 3, 2))),
+        backend.asarray(rng.normal(size=(2, 3, 3, 4))),
+    )
+
+    with pytest.raises(kc.ShapeError, match=r"`max_patch_elements`.*72"):
+        block.update(
+            block.initial(batch.like),
+            batch,
+            conventions=kc.Conventions(loss="sum", sources="sum"),
+            decay=0.9,
+            max_patch_elements=71,
+        )
+
+
+@pytest.mark.parametrize("loss", ["sum", "mean", "mean_rows"])
+def test_chosen_rows_keep_the_batchs_scale(backend, rng, loss):
+    """Factors of chosen rows estimate the batch's: no factor of N or of S is lost."""
+    x, g = np.ones((8, 3, 3, 2)), np.ones((8, 3, 3, 4))
+    block = kc.Block(make_conv(padding="valid", kernel_size=(1, 1)), kc.Kronecker())
+    chosen = kc.choose_patches((8, 9), keep=(4, 3), seed=0)
+    conventions = kc.Conventions(loss=loss, sources="sum")
+    results = []
+    for rows in (None, chosen):
+        batch = kc.Batch(backend.asarray(x), backend.asarray(g), chosen=rows)
+        statistics = block.update(
+            block.initial(batch.like), batch, conventions=conventions, decay=0.0
+        )
+        results.append(values_of(backend, statistics))
+
+    whole, some = results
+    for name in ("input", "output", "repeats"):
+        assert_close(some[name], whole[name], "gram", "float64")
+    assert float(some["repeats"]) == 9.0
+
+
+@pytest.mark.parametrize(
+    "approximation",
+    [kc.Kronecker(sharing="reduce"), kc.Diagonal(), kc.Full(), kc.TNT(), kc.Eigen()],
+)
+def test_statistics_of_whole_examples_refuse_some_positions(rng, approximation):
+    """What sums over an example's positions needs all of them; examples can be chosen."""
+    block = kc.Block(make_conv(), approximation)
+    x, g = rng.normal(size=(6, 3, 3, 2)), rng.normal(size=(6, 3, 3, 4))
+    conventions = kc.Conventions(loss="sum", sources="sum")
+    start = block.initial(x)
+    some = kc.Batch(x, g, chosen=kc.choose_patches((6, 9), keep=(6, 4), seed=1))
+    examples = kc.Batch(x, g, chosen=kc.choose_patches((6, 9), keep=(3, 9), seed=1))
+
+    block.update(start, examples, conventions=conventions, decay=0.0)
+    with pytest.raises(kc.UnsupportedError, match="positions"):
+        block.update(start, some, conventions=conventions, decay=0.0)
+
+
+def test_only_a_convolution_has_rows_to_choose(rng):
+    """Chosen rows of a dense layer are an error, not passed over."""
+    layer = kc.Dense(in_features=2, out_features=2, bias=False, weight_layout="io")
+    batch = kc.Batch(np.ones((3, 2)), np.ones((3, 2)), chosen=np.array([[0]]))
+
+    with pytest.raises(kc.UnsupportedError, match="chosen"):
+        layer.rows(batch)
+
+
+def test_the_seed_decides_which_rows_are_chosen(rng):
+    """One seed gives one choice; another, or another step, gives another."""
+    first = kc.choose_patches((9, 9), keep=(4, 3), seed=5)
+
+    assert np.array_equal(first, kc.choose_patches((9, 9), keep=(4, 3), seed=5))
+    assert_differs(first, kc.choose_patches((9, 9), keep=(4, 3), seed=(5, 1)))

@@ -1,0 +1,213 @@
+"""Residual certificates: they tell the truth, and find a factorization that is wrong."""
+
+import numpy as np
+import pytest
+
+from kfac_core.linalg.certificate import (
+    RESIDUAL_LIMIT,
+    basis_residual,
+    cholesky_residual,
+    inverse_residual,
+    probe,
+    probed,
+    relative_norm,
+)
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+from ..builders import reference
+from ..builders.tolerances import CERTIFICATE_FACTOR
+
+N = 16
+SHIFT = 0.01
+
+
+def spoiled(rng, X, kind):
+    """Return a symmetric X with one thing wrong, by a few percent of its size."""
+    X = X.copy()
+    if kind == "noise":
+        E = rng.normal(size=X.shape)
+        X += 0.05 * np.linalg.norm(X) / len(X) * (E + E.T)
+    elif kind == "scale":
+        X *= 1.05
+    elif kind == "row":
+        row = 0.2 * np.linalg.norm(X) * rng.normal(size=len(X))
+        X[3] += row
+        X[:, 3] += row
+    elif kind == "entry":
+        X[2, 5] += 0.5 * np.linalg.norm(X)
+        X[5, 2] = X[2, 5]
+    else:
+        X = np.diag(np.diag(X))
+    return X
+
+
+KINDS = ["noise", "scale", "row", "entry", "diagonal only"]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_residual_of_an_inverse_is_truthful(backend, dtype, rng, kind, side):
+    """It is the true ``|M X - I|_F / sqrt(n)`` up to the stated factor, from both sides."""
+    A = reference.spd(rng, N)
+    M = A + SHIFT * np.eye(N)
+    X = spoiled(rng, np.linalg.inv(M), kind)
+
+    problem = (
+        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        backend.asarray(SHIFT, dtype),
+    )
+    residual = inverse_residual(
+        *problem,
+        SymmetricMatrix(backend.asarray(X, dtype), whole=True),
+        known=probed(*problem, xp=backend.xp) if side == "left" else None,
+        xp=backend.xp,
+    )
+
+    true = np.linalg.norm(M @ X - np.eye(N)) / np.sqrt(N)
+    assert 1 / CERTIFICATE_FACTOR < float(residual) / true < CERTIFICATE_FACTOR
+    assert float(residual) > RESIDUAL_LIMIT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_residual_of_a_factor_is_truthful(backend, dtype, rng, kind):
+    """It is the true ``|L L^T - M|_F / |M|_F`` up to the stated factor."""
+    A = reference.spd(rng, N)
+    M = A + SHIFT * np.eye(N)
+    L = np.tril(spoiled(rng, np.linalg.cholesky(M), kind))
+
+    residual = cholesky_residual(
+        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        backend.asarray(SHIFT, dtype),
+        backend.asarray(L, dtype),
+        xp=backend.xp,
+    )
+
+    true = np.linalg.norm(L @ L.T - M) / np.linalg.norm(M)
+    assert 1 / CERTIFICATE_FACTOR < float(residual) / true < CERTIFICATE_FACTOR
+    assert float(residual) > RESIDUAL_LIMIT
+
+
+@pytest.mark.parametrize("spoil", ["eigenvalue", "eigenvector", "swapped"])
+def test_a_spoiled_basis_is_caught(backend, dtype, rng, spoil):
+    """A wrong eigenvalue, a wrong eigenvector and a wrong order are each seen."""
+    A = reference.spd(rng, N)
+    w, Q = np.linalg.eigh(A)
+    good = w.copy(), Q.copy()
+    if spoil == "eigenvalue":
+        w[-1] *= 1.3
+    elif spoil == "eigenvector":
+        Q[:, -1] += 0.3 * rng.normal(size=N)
+    else:
+        w = w[::-1].copy()
+    matrix = SymmetricMatrix(backend.asarray(A, dtype), whole=True)
+
+    bad_residual, good_residual = (
+        basis_residual(
+            matrix,
+            backend.asarray(values, dtype),
+            backend.asarray(vectors, dtype),
+            xp=backend.xp,
+        )
+        for values, vectors in ((w, Q), good)
+    )
+
+    assert float(bad_residual) > RESIDUAL_LIMIT
+    assert float(good_residual) < 1e-5
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_infinitely_bad(backend, dtype, bad):
+    """NaN or infinity in an inverse gives an infinite residual, never NaN."""
+    X = np.eye(N)
+    X[1, 1] = bad
+
+    with np.errstate(invalid="ignore"):
+        residual = inverse_residual(
+            SymmetricMatrix(backend.asarray(np.eye(N), dtype), whole=True),
+            backend.asarray(0.0, dtype),
+            SymmetricMatrix(backend.asarray(X, dtype), whole=True),
+            xp=backend.xp,
+        )
+
+    assert float(residual) == np.inf
+
+
+@pytest.mark.parametrize("scale", [1e-18, 1e-12, 1e12, 1e18])
+def test_residuals_do_not_depend_on_the_scale(backend, dtype, rng, scale):
+    """Huge and tiny matrices have the residuals of ordinary ones, in float32 as well."""
+    A = reference.spd(rng, N)
+    w, Q = np.linalg.eigh(A)
+    L, X = np.linalg.cholesky(A), 1.05 * np.linalg.inv(A)
+
+    def residuals(s):
+        matrix = SymmetricMatrix(backend.asarray(s * A, dtype), whole=True)
+        inverse = SymmetricMatrix(backend.asarray(X / s, dtype), whole=True)
+        zero, xp = backend.asarray(0.0, dtype), backend.xp
+        factor = backend.asarray(1.05 * np.sqrt(s) * L, dtype)
+        values, vectors = (
+            backend.asarray(1.05 * s * w, dtype),
+            backend.asarray(Q, dtype),
+        )
+        return [
+            float(inverse_residual(matrix, zero, inverse, xp=xp)),
+            float(cholesky_residual(matrix, zero, factor, xp=xp)),
+            float(basis_residual(matrix, values, vectors, xp=xp)),
+        ]
+
+    scaled, ordinary = residuals(scale), residuals(1.0)
+
+    np.testing.assert_allclose(scaled, ordinary, rtol=0.01)
+
+
+def test_a_stack_has_a_residual_for_each_matrix(backend, dtype, rng):
+    """One bad inverse in a stack does not hide, and does not spoil the others."""
+    A = np.stack([reference.spd(rng, N) for _ in range(3)])
+    X = np.linalg.inv(A)
+    X[1] *= 1.05
+
+    residual = inverse_residual(
+        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        backend.asarray(np.zeros(3), dtype),
+        SymmetricMatrix(backend.asarray(X, dtype), whole=True),
+        xp=backend.xp,
+    )
+
+    bad = backend.to_numpy(residual) > RESIDUAL_LIMIT
+    assert bad.tolist() == [False, True, False]
+
+
+def test_the_probe_sees_every_coordinate(backend, dtype):
+    """No entry of the probe is close to zero for the sizes of small factors."""
+    for n in (1, 2, 7, 64):
+        z = probe(n, dtype=backend.dtype(dtype), device=backend.device, xp=backend.xp)
+
+        values = np.abs(backend.to_numpy(z))
+        assert values.shape == (n, 1)
+        assert values.min() > 1e-2
+        assert values.max() < 2.0
+
+
+@pytest.mark.parametrize(
+    ("error", "scale", "expected"),
+    [
+        ([3.0, 4.0], [0.0, 10.0], 0.5),
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([3e-30, 4e-30], [1e-29, 0.0], 0.5),
+        ([3e30, 4e30], [1e31, 0.0], 0.5),
+        ([np.nan, 1.0], [1.0, 1.0], np.inf),
+        ([np.inf, 1.0], [1.0, 1.0], np.inf),
+        ([1.0, 1.0], [np.nan, 1.0], np.inf),
+    ],
+)
+def test_a_relative_norm_is_a_number(backend, dtype, error, scale, expected):
+    """It neither over- nor underflows, and what is no number is infinite."""
+    columns = [backend.asarray(np.array([x]).T, dtype) for x in (error, scale)]
+
+    with np.errstate(invalid="ignore"):
+        native = relative_norm(*columns, xp=backend.xp)
+        defined = relative_norm.__wrapped__(*columns, xp=backend.xp)
+
+    assert native.dtype == backend.dtype(dtype)
+    assert native.shape == ()
+    assert float(native) == pytest.approx(expected, rel=1e-6)
+    assert float(defined) == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,162 @@
+"""Cholesky factors, inverses from them, and the test that finds a failed one."""
+
+import numpy as np
+import pytest
+
+from kfac_core.linalg.cholesky import (
+    add_to_diagonal,
+    cholesky_inverse,
+    damped_cholesky,
+    inverse_from_cholesky,
+    is_positive_factor,
+)
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+from ..builders import reference
+from ..builders.tolerances import assert_close
+
+SIZES = [1, 4, 128]
+"""One, small, and above the leaves of the recursions."""
+
+
+def lower_only(A):
+    """Return the lower triangle, with finite garbage above the diagonal."""
+    return np.tril(A) + np.triu(np.full_like(A, 3.0), 1)
+
+
+@pytest.mark.parametrize(
+    ("n", "whole"), [(1, True), (4, True), (4, False), (128, False)]
+)
+def test_the_factor_is_the_cholesky_factor(backend, dtype, rng, n, whole):
+    """L is lower triangular and unique; the upper triangle of A is not read."""
+    A = reference.spd(rng, n)
+    stored = A if whole else lower_only(A)
+
+    L = damped_cholesky(
+        SymmetricMatrix(backend.asarray(stored, dtype), whole), 0.05, xp=backend.xp
+    )
+
+    got, expected = backend.to_numpy(L), np.linalg.cholesky(A + 0.05 * np.eye(n))
+    assert L.dtype == backend.dtype(dtype)
+    assert np.array_equal(got, np.tril(got))
+    assert_close(got, expected, "cholesky", dtype)
+    assert bool(is_positive_factor(L, xp=backend.xp))
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_inverse_comes_from_the_factor(backend, dtype, rng, n):
+    """``(L L^T)^-1`` is the dense inverse, and L stays as it was."""
+    M = reference.spd(rng, n)
+    L = backend.asarray(np.linalg.cholesky(M), dtype)
+
+    X = inverse_from_cholesky(L, xp=backend.xp)
+
+    kept = np.asarray(np.linalg.cholesky(M), dtype).astype(np.float64)
+    assert_close(backend.to_numpy(X.full()), np.linalg.inv(M), "inverse", dtype)
+    assert np.array_equal(backend.to_numpy(L), kept)
+
+
+@pytest.mark.parametrize("n", [4, 128])
+def test_native_factors_agree_with_the_definitions(backend, dtype, rng, n):
+    """A backend's own factorization and inverse give what the definitions give."""
+    M = SymmetricMatrix(backend.asarray(reference.spd(rng, n), dtype), whole=True)
+
+    L = damped_cholesky(M, 0.1, xp=backend.xp)
+    L_defined = damped_cholesky.__wrapped__(M, 0.1, xp=backend.xp)
+    X = SymmetricMatrix(*cholesky_inverse(L, xp=backend.xp))
+    X_defined = SymmetricMatrix(*cholesky_inverse.__wrapped__(L, xp=backend.xp))
+
+    expected = backend.to_numpy(L_defined)
+    assert_close(backend.to_numpy(L), expected, "cholesky", dtype)
+    expected = backend.to_numpy(X_defined.full())
+    assert_close(backend.to_numpy(X.full()), expected, "inverse", dtype)
+
+
+def test_the_shift_may_be_an_array(backend, dtype, rng):
+    """A 0-d array is added to the diagonal as the number is, and A is not changed."""
+    A = reference.spd(rng, 4)
+    array = backend.asarray(A, dtype)
+    shift = backend.asarray(0.3, dtype)
+
+    L = damped_cholesky(SymmetricMatrix(array, whole=True), shift, xp=backend.xp)
+    damped = add_to_diagonal(array, shift, xp=backend.xp)
+
+    M = A + 0.3 * np.eye(4)
+    assert_close(backend.to_numpy(L), np.linalg.cholesky(M), "cholesky", dtype)
+    assert_close(backend.to_numpy(damped), M, "roundoff", dtype)
+    assert_close(backend.to_numpy(array), np.asarray(A, dtype), "exact", dtype)
+
+
+def test_a_stack_is_factorized_matrix_by_matrix(backend, dtype, rng):
+    """Leading axes are independent matrices, each with its own shift."""
+    A = np.stack([reference.spd(rng, 4) for _ in range(3)])
+    shifts = np.array([0.0, 0.5, 2.0])
+
+    L = damped_cholesky(
+        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        backend.asarray(shifts, dtype),
+        xp=backend.xp,
+    )
+    X = inverse_from_cholesky(L, xp=backend.xp)
+
+    M = A + shifts[:, None, None] * np.eye(4)
+    assert_close(backend.to_numpy(L), np.linalg.cholesky(M), "cholesky", dtype)
+    assert_close(backend.to_numpy(X.full()), np.linalg.inv(M), "inverse", dtype)
+
+
+@pytest.mark.parametrize(
+    "A",
+    [
+        pytest.param(np.zeros((4, 4)), id="zero"),
+        pytest.param(-np.eye(4), id="negative"),
+        pytest.param(np.diag([1.0, 2.0, 1.0, -3.0]), id="last-pivot"),
+        pytest.param(np.eye(4) + np.eye(4)[::-1] * 2.0, id="indefinite"),
+        pytest.param(np.ones((4, 4)), id="singular"),
+        pytest.param(np.diag(np.r_[np.ones(127), -1.0]), id="large"),
+    ],
+)
+def test_a_matrix_that_is_not_positive_is_found(backend, dtype, A):
+    """No exception, and no factor that passes for one, whatever the library leaves."""
+    matrix = SymmetricMatrix(backend.asarray(A, dtype), whole=True)
+
+    L = damped_cholesky(matrix, 0.0, xp=backend.xp)
+    L_defined = damped_cholesky.__wrapped__(matrix, 0.0, xp=backend.xp)
+
+    assert not bool(is_positive_factor(L, xp=backend.xp))
+    assert not bool(is_positive_factor(L_defined, xp=backend.xp))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ((1, 1), 0.0),
+        ((1, 1), -1e-30),
+        ((2, 2), -3.0),
+        ((0, 0), np.nan),
+        ((2, 0), np.nan),
+        ((2, 1), np.inf),
+        ((1, 1), np.inf),
+    ],
+)
+def test_garbage_is_no_factor(backend, dtype, rng, place, value):
+    """A diagonal entry that is not positive, or any that is not finite, is a failure."""
+    L = np.linalg.cholesky(reference.spd(rng, 4))
+    garbage = L.copy()
+    garbage[place] = value
+
+    flags = is_positive_factor(
+        backend.asarray(np.stack([L, garbage]), dtype), xp=backend.xp
+    )
+
+    assert backend.to_numpy(flags).tolist() == [True, False]
+
+
+def test_a_bad_matrix_in_a_stack_is_found(backend, dtype, rng):
+    """The flag of the matrix that failed is false, wherever in a stack it stands."""
+    A = np.stack([reference.spd(rng, 4), -np.eye(4), reference.spd(rng, 4)])
+
+    L = damped_cholesky(
+        SymmetricMatrix(backend.asarray(A, dtype), whole=True), 0.0, xp=backend.xp
+    )
+
+    assert not backend.to_numpy(is_positive_factor(L, xp=backend.xp))[1]

@@ -1,0 +1,243 @@
+"""Gram matrices of rows and their running sums, against loops over the rows."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import kfac_core as kc
+from kfac_core.errors import MixedArraysError, ShapeError
+from kfac_core.linalg.gram import gram_update, updated_gram
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+from ..builders import reference
+from ..builders.tolerances import assert_close, assert_differs
+
+
+@pytest.mark.parametrize("homogeneous", [False, True])
+@pytest.mark.parametrize(("n", "d"), [(7, 4), (1, 3), (0, 3), (5, 1)])
+def test_gram_is_the_sum_of_outer_products(backend, dtype, rng, n, d, homogeneous):
+    """Every row adds its outer product; no rows give the zero matrix."""
+    rows = rng.normal(size=(n, d))
+
+    got = kc.gram(backend.asarray(rows, dtype), homogeneous=homogeneous)
+
+    expected = reference.gram(rows, homogeneous=homogeneous)
+    assert got.dtype == backend.dtype(dtype)
+    assert_close(backend.to_numpy(got), expected, "gram", dtype)
+
+
+@pytest.mark.parametrize("homogeneous", [False, True])
+def test_weights_multiply_outer_products(backend, dtype, rng, homogeneous):
+    """A weight multiplies its row's outer product once, and its 1 as well."""
+    rows, weights = rng.normal(size=(9, 4)), rng.uniform(0.1, 5.0, size=9)
+    weights[2] = 0.0
+
+    got = kc.gram(
+        backend.asarray(rows, dtype),
+        weights=backend.asarray(weights, dtype),
+        homogeneous=homogeneous,
+    )
+
+    expected = reference.gram(rows, weights=weights, homogeneous=homogeneous)
+    squared = reference.gram(rows, weights=weights**2, homogeneous=homogeneous)
+    assert_close(backend.to_numpy(got), expected, "gram", dtype)
+    assert_differs(backend.to_numpy(got), squared)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("homogeneous", [False, True])
+def test_masked_rows_are_absent_whatever_they_hold(
+    backend, dtype, rng, homogeneous, weighted
+):
+    """NaN and infinity in masked rows and in their weights leave no trace."""
+    rows, weights = rng.normal(size=(8, 3)), rng.uniform(0.5, 2.0, size=8)
+    mask = np.array([1, 1, 0, 1, 0, 1, 1, 0], bool)
+    expected = reference.gram(
+        rows[mask],
+        weights=weights[mask] if weighted else None,
+        homogeneous=homogeneous,
+    )
+    rows[2], rows[4, 1], weights[7] = np.nan, np.inf, np.nan
+
+    got = kc.gram(
+        backend.asarray(rows, dtype),
+        weights=backend.asarray(weights, dtype) if weighted else None,
+        mask=backend.asarray(mask),
+        homogeneous=homogeneous,
+    )
+
+    assert_close(backend.to_numpy(got), expected, "gram", dtype)
+
+
+def test_a_mask_of_nothing_gives_zero(backend, dtype):
+    """Where every row is masked the Gram matrix is exactly zero, its corner too."""
+    rows = np.full((4, 3), np.nan)
+
+    got = kc.gram(
+        backend.asarray(rows, dtype),
+        mask=backend.asarray(np.zeros(4, bool)),
+        homogeneous=True,
+    )
+
+    assert_close(backend.to_numpy(got), np.zeros((4, 4)), "exact", dtype)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided", "reversed"])
+def test_views_give_what_copies_give(backend, dtype, rng, layout):
+    """The memory layout of the rows does not matter."""
+    rows = rng.normal(size=(6, 5))
+    if layout == "transposed":
+        view = backend.xp.matrix_transpose(backend.asarray(rows.T, dtype))
+    elif layout == "strided":
+        view = backend.asarray(np.repeat(rows, 2, axis=1), dtype)[:, ::2]
+    else:
+        view = backend.xp.flip(backend.asarray(rows[::-1], dtype), axis=0)
+
+    got = kc.gram(view, homogeneous=True)
+
+    expected = reference.gram(rows, homogeneous=True)
+    assert_close(backend.to_numpy(got), expected, "gram", dtype)
+
+
+def test_gram_is_exactly_symmetric(backend, dtype, rng):
+    """Both triangles hold the same bits."""
+    rows = rng.normal(size=(33, 17))
+
+    got = backend.to_numpy(kc.gram(backend.asarray(rows, dtype), homogeneous=True))
+
+    assert np.array_equal(got, got.T)
+
+
+@pytest.mark.parametrize("with_tail", [False, True])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("decay", "scale"), [(0.9, 0.3), (1.0, 1.0), (0.0, 2.5)])
+def test_update_is_the_dense_update(
+    backend, dtype, rng, decay, scale, whole, with_tail
+):
+    """One update is ``decay C + scale X^T X`` and leaves the old sum as it was."""
+    rows, tail = rng.normal(size=(6, 4)), rng.uniform(size=6)
+    extended = np.column_stack([rows, tail]) if with_tail else rows
+    old = reference.spd(rng, extended.shape[1])
+    stored = old if whole else np.tril(old) + np.triu(np.full_like(old, 7.0), 1)
+    array = backend.asarray(stored, dtype)
+
+    got = updated_gram(
+        SymmetricMatrix(array, whole),
+        backend.asarray(rows, dtype),
+        tail=backend.asarray(tail, dtype) if with_tail else None,
+        decay=decay,
+        scale=scale,
+        xp=backend.xp,
+    )
+
+    expected = decay * old + scale * extended.T @ extended
+    assert_close(backend.to_numpy(got.full()), expected, "gram", dtype)
+    kept = np.asarray(stored, dtype).astype(np.float64)
+    assert np.array_equal(backend.to_numpy(array), kept)
+
+
+def test_coefficients_may_be_arrays(backend, dtype, rng):
+    """A 0-d array of decay or scale does what the number does."""
+    rows, old = rng.normal(size=(6, 4)), reference.spd(rng, 4)
+
+    got = updated_gram(
+        SymmetricMatrix(backend.asarray(old, dtype), whole=True),
+        backend.asarray(rows, dtype),
+        tail=None,
+        decay=backend.asarray(0.7, dtype),
+        scale=backend.asarray(0.2, dtype),
+        xp=backend.xp,
+    )
+
+    assert got.array.dtype == backend.dtype(dtype)
+    expected = 0.7 * old + 0.2 * rows.T @ rows
+    assert_close(backend.to_numpy(got.full()), expected, "gram", dtype)
+
+
+def test_stacks_are_updated_one_by_one(backend, dtype, rng):
+    """Leading axes of the rows are independent problems."""
+    rows, tail = rng.normal(size=(3, 6, 4)), rng.uniform(size=(3, 6))
+    old = np.stack([reference.spd(rng, 5) for _ in range(3)])
+
+    got = updated_gram(
+        SymmetricMatrix(backend.asarray(old, dtype), whole=True),
+        backend.asarray(rows, dtype),
+        tail=backend.asarray(tail, dtype),
+        decay=0.9,
+        scale=0.5,
+        xp=backend.xp,
+    )
+
+    X = np.concatenate([rows, tail[..., None]], axis=-1)
+    expected = np.stack([0.9 * c + 0.5 * x.T @ x for c, x in zip(old, X, strict=True)])
+    assert_close(backend.to_numpy(got.full()), expected, "gram", dtype)
+
+
+@pytest.mark.parametrize("with_total", [False, True])
+def test_the_native_update_agrees_with_the_definition(backend, dtype, rng, with_total):
+    """A backend's own operation gives what the definition gives."""
+    rows, tail = rng.normal(size=(40, 11)), rng.uniform(size=40)
+    total = SymmetricMatrix(backend.asarray(reference.spd(rng, 12), dtype), whole=True)
+    arguments = (total if with_total else None, backend.asarray(rows, dtype))
+    options = {
+        "tail": backend.asarray(tail, dtype),
+        "decay": 0.5,
+        "scale": 0.25,
+        "xp": backend.xp,
+    }
+
+    native = SymmetricMatrix(*gram_update(*arguments, **options))
+    defined = SymmetricMatrix(*gram_update.__wrapped__(*arguments, **options))
+
+    expected = backend.to_numpy(defined.full())
+    assert_close(backend.to_numpy(native.full()), expected, "gram", dtype)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rows=hnp.arrays(
+        np.float64,
+        st.tuples(st.integers(0, 6), st.integers(1, 5)),
+        elements=st.integers(-64, 64).map(lambda k: k / 8),
+    )
+)
+def test_gram_of_all_rows_is_the_sum_over_parts(rows):
+    """Split anywhere, the parts' Gram matrices add up (any shape, no rows included)."""
+    cut = len(rows) // 2
+
+    whole = kc.gram(rows, homogeneous=True)
+    parts = kc.gram(rows[:cut], homogeneous=True) + kc.gram(
+        rows[cut:], homogeneous=True
+    )
+
+    assert_close(parts, whole, "gram", "float64")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "named"),
+    [
+        (np.ones(3), {}, "rows"),
+        (np.ones((2, 3, 4)), {}, "rows"),
+        (np.ones((4, 3)), {"weights": np.ones(3)}, "weights"),
+        (np.ones((4, 3)), {"weights": np.ones((4, 1))}, "weights"),
+        (np.ones((4, 3)), {"mask": np.ones((4, 3), bool)}, "mask"),
+    ],
+)
+def test_misshapen_arguments_are_named(backend, rows, options, named):
+    """A wrong shape is an error that names the argument."""
+    given_options = {k: backend.asarray(v) for k, v in options.items()}
+
+    with pytest.raises(ShapeError, match=f"`{named}`"):
+        kc.gram(backend.asarray(rows), **given_options)
+
+
+def test_arrays_of_two_libraries_are_refused(backend):
+    """Rows and weights of different libraries are an error that names both."""
+    other = np.ones(3)
+    if backend.name == "numpy":
+        other = pytest.importorskip("array_api_strict").asarray(other)
+
+    with pytest.raises(MixedArraysError, match=r"rows.*weights"):
+        kc.gram(backend.asarray(np.ones((3, 2))), weights=other)

@@ -1,0 +1,288 @@
+"""The ladder: which rung holds, what it reports, and what is refused."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kfac_core.array.status import Status
+from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
+from kfac_core.linalg import ladder
+from kfac_core.linalg.ladder import cholesky_factor, damped_inverse
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+from ..builders import reference
+from ..builders.tolerances import CERTIFICATE_FACTOR, assert_close, tolerance
+
+
+def climb(backend, dtype, A, shift, *, check="raise", inverse=True):
+    """Factorize ``A + shift I``; what is certified is the inverse where there is one."""
+    A = np.asarray(A)
+    problem = (
+        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        backend.asarray(np.broadcast_to(shift, A.shape[:-2]), dtype),
+    )
+    options = {"check": check, "name": "fc1/input", "xp": backend.xp}
+    factor = cholesky_factor(*problem, **options)
+    last = damped_inverse(*problem, factor, **options) if inverse else factor
+    if inverse:
+        alone = damped_inverse(*problem, None, **options)
+        assert alone.rung == last.rung
+        for one, other in ((alone.status, last.status), (alone.matrix, last.matrix)):
+            full = [
+                x.full() if isinstance(x, SymmetricMatrix) else x for x in (one, other)
+            ]
+            np.testing.assert_array_equal(*(backend.to_numpy(x) for x in full))
+    return SimpleNamespace(
+        lower=factor.lower,
+        inverse=last.matrix if inverse else None,
+        status=last.status,
+        residual=last.residual,
+        clipped=last.clipped,
+        rung=last.rung,
+    )
+
+
+def inverse_of(backend, made):
+    return backend.to_numpy(made.inverse.full())
+
+
+@pytest.mark.parametrize("check", ["raise", "status"])
+@pytest.mark.parametrize("n", [1, 4, 128])
+def test_an_ordinary_matrix_stays_on_the_first_rung(backend, dtype, rng, n, check):
+    """L and the inverse are the dense ones, in working precision, nothing clipped."""
+    A = reference.spd(rng, n)
+
+    made = climb(backend, dtype, A, 0.01, check=check)
+
+    M = A + 0.01 * np.eye(n)
+    assert made.rung == "working"
+    assert int(made.status) == Status.OK
+    assert float(made.clipped) == 0.0
+    assert_close(inverse_of(backend, made), np.linalg.inv(M), "inverse", dtype)
+    lower = backend.to_numpy(made.lower)
+    assert_close(lower, np.linalg.cholesky(M), "cholesky", dtype)
+
+
+@pytest.mark.parametrize("condition", [1e1, 1e4])
+def test_the_certificate_is_that_of_the_inverse(backend, dtype, rng, condition):
+    """It is the true residual up to the stated factor and to its own rounding."""
+    A = reference.spd(rng, 64, condition=condition)
+
+    made = climb(backend, dtype, A, 0.0)
+
+    M = np.asarray(A, dtype).astype(np.float64)
+    X = inverse_of(backend, made)
+    true = np.linalg.norm(M @ X - np.eye(64)) / 8.0
+    rounding = np.finfo(dtype).eps * condition
+    assert float(made.residual) < CERTIFICATE_FACTOR * (true + rounding)
+    assert true < CERTIFICATE_FACTOR * (float(made.residual) + rounding)
+
+
+def test_without_an_inverse_the_factor_is_certified(backend, dtype, rng):
+    """The residual is then that of L, at roundoff."""
+    made = climb(backend, dtype, reference.spd(rng, 4), 0.0, inverse=False)
+
+    assert made.inverse is None
+    assert float(made.residual) < tolerance("product", dtype)
+
+
+def test_float64_helps_where_float32_fails(backend):
+    """Ones plus 1e-9 I has no float32 Cholesky factor; the answer comes from float64."""
+    A, shift = np.ones((4, 4)), 1e-9
+    M = A + shift * np.eye(4)
+
+    made = climb(backend, "float32", A, shift)
+
+    assert made.rung == "float64"
+    assert made.lower.dtype == backend.dtype("float32")
+    assert int(made.status) == Status.OK
+    assert_close(inverse_of(backend, made), np.linalg.inv(M), "product", "float32")
+    lower = backend.to_numpy(made.lower)
+    assert_close(lower, np.linalg.cholesky(M), "product", "float32")
+
+
+def test_an_inaccurate_inverse_is_not_accepted(backend, rng):
+    """Where Cholesky succeeds but the inverse is bad, float64 does it again."""
+    A = reference.spd(rng, 64, condition=2e7) + 1e-7 * np.eye(64)
+
+    made = climb(backend, "float32", A, 0.0)
+
+    M = np.asarray(A, "float32").astype(np.float64)
+    assert made.rung == "float64"
+    assert_close(inverse_of(backend, made), np.linalg.inv(M), "product", "float32")
+
+
+@pytest.mark.parametrize("wrong", ["damped_cholesky", "inverse_from_cholesky"])
+def test_what_a_certificate_refuses_is_not_taken(
+    backend, dtype, rng, monkeypatch, wrong
+):
+    """A factor or an inverse that is 5% off is found on each rung, and none is used."""
+    A = reference.spd(rng, 4)
+    right = getattr(ladder, wrong)
+
+    def off(*args, **options):
+        made = right(*args, **options)
+        return made.scaled(1.05) if isinstance(made, SymmetricMatrix) else made * 1.05
+
+    monkeypatch.setattr(ladder, wrong, off)
+
+    inverse = wrong == "inverse_from_cholesky"
+    made = climb(backend, dtype, A, 0.01, inverse=inverse)
+
+    M = A + 0.01 * np.eye(4)
+    assert made.rung == "eigendecomposition"
+    lower = backend.to_numpy(made.lower)
+    if inverse:
+        assert_close(inverse_of(backend, made), np.linalg.inv(M), "inverse", dtype)
+    else:
+        assert_close(lower, np.linalg.cholesky(M), "cholesky", dtype)
+
+
+def test_an_indefinite_matrix_is_clipped(backend, dtype, rng):
+    """The last rung inverts the nearest semidefinite A plus the shift, and says so."""
+    Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
+    A = (Q * [1.0, 0.5, 0.25, -0.125]) @ Q.T
+    clipped = (Q * [1.0, 0.5, 0.25, 0.0]) @ Q.T + 0.01 * np.eye(4)
+
+    made = climb(backend, dtype, A, 0.01)
+
+    assert made.rung == "eigendecomposition"
+    assert made.lower.dtype == backend.dtype(dtype)
+    assert_close(float(made.clipped), 0.125, "product", dtype)
+    assert_close(inverse_of(backend, made), np.linalg.inv(clipped), "inverse", dtype)
+    lower = backend.to_numpy(made.lower)
+    assert_close(lower, np.linalg.cholesky(clipped), "cholesky", dtype)
+
+
+def test_a_shift_that_makes_it_definite_clips_nothing(backend, dtype, rng):
+    """Negative eigenvalues above -shift are inverted as they are, not clipped."""
+    Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
+    A = (Q * [1.0, 0.5, 0.25, -0.125]) @ Q.T
+
+    made = climb(backend, dtype, A, 0.5)
+
+    M = A + 0.5 * np.eye(4)
+    assert made.rung == "working"
+    assert_close(inverse_of(backend, made), np.linalg.inv(M), "inverse", dtype)
+
+
+@pytest.mark.parametrize(
+    "A",
+    [
+        pytest.param(np.zeros((4, 4)), id="zero"),
+        pytest.param(-np.eye(4), id="negative"),
+        pytest.param(np.ones((4, 4)), id="singular"),
+        pytest.param(np.diag([1.0, 1.0, 1.0, 0.0]), id="one-zero"),
+    ],
+)
+def test_what_no_rung_can_invert_is_an_error(backend, dtype, A):
+    """A singular matrix without damping raises, naming the factor and the remedy."""
+    with pytest.raises(FactorizationError, match="Increase `damping`") as caught:
+        climb(backend, dtype, A, 0.0)
+
+    assert caught.value.factor == "fc1/input"
+    assert "fc1/input" in str(caught.value)
+    assert isinstance(caught.value, np.linalg.LinAlgError)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [(0, 0), (3, 1)])
+def test_a_matrix_that_is_not_finite_is_refused(backend, dtype, bad, place):
+    """NaN and infinity are an error before any factorization, naming the factor."""
+    A = np.eye(4)
+    A[place] = A[place[::-1]] = bad
+
+    with pytest.raises(NotFiniteError, match="fc1/input"):
+        climb(backend, dtype, A, 0.1)
+
+
+@pytest.mark.parametrize("shift", [-0.1, np.nan, np.inf])
+def test_a_bad_shift_is_refused(backend, dtype, shift):
+    """A shift that is negative or not finite is an error, naming the factor."""
+    with pytest.raises(DampingError, match="fc1/input"):
+        climb(backend, dtype, np.eye(4), shift)
+
+
+@pytest.mark.parametrize(
+    ("A", "shift", "flag"),
+    [
+        pytest.param(np.eye(4) * np.nan, 0.1, Status.MATRIX_NOT_FINITE, id="nan"),
+        pytest.param(np.eye(4) * -2.0, 0.1, Status.NOT_POSITIVE, id="negative"),
+        pytest.param(np.zeros((4, 4)), 0.0, Status.NOT_POSITIVE, id="zero"),
+        pytest.param(np.eye(4), -2.0, Status.BAD_DAMPING, id="bad-shift"),
+        pytest.param(np.eye(4), np.nan, Status.BAD_DAMPING, id="nan-shift"),
+    ],
+)
+def test_status_mode_reports_and_never_raises(backend, dtype, A, shift, flag):
+    """The flag says what is wrong, and L and the inverse are NaN throughout."""
+    with np.errstate(invalid="ignore"):
+        made = climb(backend, dtype, A, shift, check="status")
+
+    assert int(made.status) == flag
+    assert np.all(np.isnan(backend.to_numpy(made.lower)))
+    assert np.all(np.isnan(inverse_of(backend, made)))
+
+
+def test_status_mode_flags_an_inaccurate_inverse(backend, rng):
+    """An inverse above the residual limit is kept, and flagged."""
+    A = reference.spd(rng, 64, condition=2e7) + 1e-7 * np.eye(64)
+
+    made = climb(backend, "float32", A, 0.0, check="status")
+
+    assert made.rung == "working"
+    assert int(made.status) in (Status.INACCURATE, Status.NOT_POSITIVE)
+
+
+@pytest.mark.parametrize("check", ["raise", "status"])
+def test_a_stack_is_factorized_matrix_by_matrix(backend, dtype, rng, check):
+    """Each matrix of a stack has its own shift, flags and residual."""
+    A = np.stack([reference.spd(rng, 4) for _ in range(3)])
+    shifts = np.array([0.0, 0.5, 2.0])
+
+    made = climb(backend, dtype, A, shifts, check=check)
+
+    expected = np.linalg.inv(A + shifts[:, None, None] * np.eye(4))
+    assert backend.to_numpy(made.status).tolist() == [0, 0, 0]
+    assert made.residual.shape == (3,)
+    assert_close(inverse_of(backend, made), expected, "inverse", dtype)
+
+
+def test_a_stack_climbs_together(backend, dtype, rng):
+    """With one indefinite matrix in it, a stack is clipped where it has to be."""
+    Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
+    w = np.array([[1.0, 0.5, 0.25, 0.125], [1.0, 0.5, 0.25, -0.125], [1, 1, 1, 1]])
+    A = np.stack([(Q * values) @ Q.T for values in w])
+
+    made = climb(backend, dtype, A, 0.01)
+
+    expected = np.stack([(Q / (np.maximum(v, 0) + 0.01)) @ Q.T for v in w])
+    assert_close(backend.to_numpy(made.clipped), [0.0, 0.125, 0.0], "product", dtype)
+    assert_close(inverse_of(backend, made), expected, "inverse", dtype)
+
+
+def test_status_of_a_stack_is_for_each_matrix(backend, dtype, rng):
+    """A matrix that is not finite is NaN and flagged; its neighbors are right."""
+    A = np.stack([reference.spd(rng, 4) for _ in range(3)])
+    expected = np.linalg.inv(A + 0.1 * np.eye(4))
+    A[1, 2, 2] = np.nan
+
+    made = climb(backend, dtype, A, 0.1, check="status")
+
+    flags = backend.to_numpy(made.status).tolist()
+    X = inverse_of(backend, made)
+    assert flags == [Status.OK, Status.MATRIX_NOT_FINITE, Status.OK]
+    assert np.all(np.isnan(X[1]))
+    assert_close(X[::2], expected[::2], "inverse", dtype)
+
+
+@pytest.mark.parametrize("shift", [1e-30, 1e-12, 1e6, 1e15])
+def test_tiny_and_huge_shifts_are_ordinary(backend, dtype, rng, shift):
+    """The inverse is right relative to its own size, however large the damping is."""
+    A = reference.spd(rng, 4)
+
+    made = climb(backend, dtype, A, shift)
+
+    expected = np.linalg.inv(A + shift * np.eye(4))
+    assert made.rung == "working"
+    assert_close(inverse_of(backend, made), expected, "inverse", dtype)

@@ -1,0 +1,24 @@
+"""Sums of outer products in few columns: stacks of them (A13)."""
+
+import numpy as np
+
+from kfac_core.linalg.low_rank import low_rank_zero
+
+from ..builders.tolerances import assert_close
+
+
+def test_stacks_are_compressed_each_for_itself(backend, rng):
+    """Leading axes are independent problems."""
+    X = rng.normal(size=(2, 4, 3))
+    zero = low_rank_zero(
+        (2, 4), rank=2, dtype=backend.xp.float64, device=backend.device, xp=backend.xp
+    )
+
+    made = zero.joined(backend.asarray(X))
+
+    B = backend.to_numpy(made.root)
+    for i in range(2):
+        w, Q = np.linalg.eigh(X[i] @ X[i].T)
+        best = (Q[:, -2:] * w[-2:]) @ Q[:, -2:].T
+        assert_close(B[i] @ B[i].T, best, "inverse", "float64")
+        assert_close(backend.to_numpy(made.lost)[i], w[:-2].sum(), "inverse", "float64")

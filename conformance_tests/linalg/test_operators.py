@@ -1,0 +1,269 @@
+"""Curvature operators: every product against the dense damped block (A1 to A9)."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+from ..builders import reference
+from ..builders.tolerances import assert_close, assert_differs
+
+RULES = ["factored", "factored_unit_pi", "exact"]
+KINDS = ["full", "diagonal"]
+ALL = ("inverse", "cholesky", "eigenbasis")
+DAMPING = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Statistics on a backend, and the factors that they must hold."""
+
+    backend: Any
+    dtype: str
+    block: Any
+    statistics: Any
+    A: np.ndarray
+    G: np.ndarray
+    S: float
+
+    def operator(self, rule, damping=DAMPING, factorizations=(), **options):
+        return self.block.operator(
+            self.statistics,
+            damping=damping,
+            rule=rule,
+            factorizations=factorizations,
+            **options,
+        )
+
+    def dense(self, rule, damping=DAMPING):
+        return reference.damped_block(
+            self.A, self.G, self.S, damping=damping, rule=rule
+        )
+
+    def vector(self, V):
+        return self.backend.asarray(V, self.dtype)
+
+    def map_of(self, product):
+        """Return a linear map of vectors as a matrix, column by column."""
+        n, m = len(self.A), len(self.G)
+        columns = []
+        for i, j in itertools.product(range(n), range(m)):
+            unit = np.zeros((n, m))
+            unit[i, j] = 1.0
+            columns.append(self.backend.to_numpy(product(self.vector(unit))).ravel())
+        return np.stack(columns, axis=1)
+
+    def close(self, got, dense, V, operation="inverse", **options):
+        """Compare a product with that of a dense matrix, flattened row-major."""
+        expected = (dense @ V.ravel()).reshape(V.shape)
+        got = self.backend.to_numpy(got)
+        assert_close(got, expected, operation, self.dtype, **options)
+
+
+def make_case(backend, dtype, *, S=1, kinds=("full", "full"), n=3, m=3, bias=True):
+    """Return statistics of a fixed batch."""
+    rng = np.random.default_rng(7)
+    shared = {1: (), 6: (2, 3)}[S]
+    x, g = rng.normal(size=(10, *shared, n)), rng.normal(size=(1, 10, *shared, m))
+    layer = kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout="io")
+    block = kc.Block(layer, kc.Kronecker(input=kinds[0], output=kinds[1]))
+    fed = kc.Batch(backend.asarray(x, dtype), backend.asarray(g[0], dtype))
+    statistics = block.update(
+        block.initial(fed.inputs),
+        fed,
+        conventions=kc.Conventions(loss="sum", sources="sum"),
+        decay=0.0,
+    )
+    A, G, count = reference.kronecker_factors(x, g, bias=bias)
+    A = np.diag(np.diag(A)) if kinds[0] == "diagonal" else A
+    G = np.diag(np.diag(G)) if kinds[1] == "diagonal" else G
+    return Case(backend, dtype, block, statistics, A, G, count)
+
+
+@pytest.fixture(params=itertools.product([1, 6], KINDS, KINDS), ids=str)
+def case(request, backend, dtype):
+    """Each pair of kinds of factors, without and with shared positions."""
+    S, *kinds = request.param
+    return make_case(backend, dtype, S=S, kinds=tuple(kinds))
+
+
+@pytest.fixture
+def plain(backend, dtype):
+    """Full factors and six shared positions."""
+    return make_case(backend, dtype, S=6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_products_and_solves_are_the_dense_ones(case, rng, rule):
+    """A1, A3: multiply, damped and not, and multiply_inverse; the dense form itself."""
+    V = rng.normal(size=(4, 3))
+    F, undamped = case.dense(rule), case.S * np.kron(case.A, case.G)
+
+    operator = case.operator(rule)
+    product = operator.multiply(case.vector(V))
+    bare = operator.multiply(case.vector(V), damped=False)
+    solved = operator.multiply_inverse(case.vector(V))
+    dense = case.backend.to_numpy(operator.to_dense())
+    bare_dense = case.backend.to_numpy(operator.to_dense(damped=False))
+
+    assert operator.shape == (4, 3)
+    case.close(product, F, V, "product")
+    case.close(bare, undamped, V, "product")
+    case.close(solved, np.linalg.inv(F), V, "inverse")
+    assert_close(dense, F, "product", case.dtype)
+    assert_close(bare_dense, undamped, "product", case.dtype)
+    assert_differs(dense, undamped)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_powers_are_the_dense_powers(case, rng, rule):
+    """A6: any real power of the damped block; 1 and -1 among them."""
+    V, F = rng.normal(size=(4, 3)), case.dense(rule)
+    operator = case.operator(rule, factorizations=("eigenbasis",))
+
+    got = {
+        p: operator.multiply_matpower(case.vector(V), p)
+        for p in (-1, -0.5, -0.25, 0.5, 1, 2)
+    }
+
+    for p, product in got.items():
+        case.close(product, reference.matrix_power(F, p), V, "power")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_cholesky_factor_is_that_of_the_dense_block(case, rng, rule):
+    """A6: L is lower triangular and unique; so are its transpose and its inverses."""
+    L = np.linalg.cholesky(case.dense(rule))
+    V = rng.normal(size=(4, 3))
+    operator = case.operator(rule, factorizations=("cholesky",))
+
+    got = case.map_of(operator.multiply_cholesky)
+    transposed = operator.multiply_cholesky(case.vector(V), transpose=True)
+    inverse = operator.multiply_cholesky_inverse(case.vector(V))
+    both = operator.multiply_cholesky_inverse(case.vector(V), transpose=True)
+
+    assert_close(got, L, "cholesky", case.dtype)
+    case.close(transposed, L.T, V)
+    case.close(inverse, np.linalg.inv(L), V)
+    case.close(both, np.linalg.inv(L).T, V)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_samples_have_the_inverse_as_covariance(case, rule):
+    """A9: with T the map from noise to samples, ``T T^T`` is the damped inverse."""
+    operator = case.operator(rule, factorizations=("cholesky",))
+
+    T = case.map_of(operator.sample)
+
+    expected = np.linalg.inv(case.dense(rule))
+    assert_close(T @ T.T, expected, "inverse", case.dtype)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_traces_determinants_and_spectra_are_dense(case, rule):
+    """A7: trace and eigenvalues, damped and not, and the log-determinant."""
+    F, undamped = case.dense(rule), case.S * np.kron(case.A, case.G)
+    operator, host = case.operator(rule), case.backend.to_numpy
+
+    traces = [host(operator.trace()), host(operator.trace(damped=False))]
+    spectrum = host(operator.eigenvalues())
+    bare_spectrum = host(operator.eigenvalues(damped=False))
+    logdet = host(operator.logdet())
+
+    dtype = case.dtype
+    assert_close(traces, [np.trace(F), np.trace(undamped)], "product", dtype)
+    assert_close(spectrum, np.linalg.eigvalsh(F), "eigenvalues", dtype)
+    assert_close(bare_spectrum, np.linalg.eigvalsh(undamped), "eigenvalues", dtype)
+    assert_close(logdet, np.linalg.slogdet(F)[1], "logdet", dtype)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_damping_is_the_dense_solve(plain, rng, rule):
+    """A2: without damping every rule solves with ``S A (x) G`` itself."""
+    V = rng.normal(size=(4, 3))
+
+    got = plain.operator(rule, damping=0.0).multiply_inverse(plain.vector(V))
+
+    inverse = np.linalg.inv(plain.S * np.kron(plain.A, plain.G))
+    plain.close(got, inverse, V)
+
+
+def test_the_rules_differ(plain, rng):
+    """The three rules are three operators."""
+    V = plain.vector(rng.normal(size=(4, 3)))
+
+    got = [
+        plain.backend.to_numpy(plain.operator(rule).multiply_inverse(V))
+        for rule in RULES
+    ]
+
+    for a, b in itertools.combinations(got, 2):
+        assert_differs(a, b)
+
+
+def test_quadratic_forms_of_products_factorize(plain, rng):
+    """A8: ``(x(x)g)^T (A(x)G)^-1 (x(x)g) = (x^T A^-1 x)(g^T G^-1 g) / S``."""
+    x, g = rng.normal(size=4), rng.normal(size=3)
+    V = np.outer(x, g)
+
+    operator = plain.operator("factored", damping=0.0)
+    solved = plain.backend.to_numpy(operator.multiply_inverse(plain.vector(V)))
+
+    left, right = (v @ np.linalg.solve(F, v) for F, v in ((plain.A, x), (plain.G, g)))
+    assert_close(np.sum(V * solved), left * right / plain.S, "inverse", plain.dtype)
+
+
+def test_predictive_covariance_from_rotated_jacobians(plain, rng):
+    """A8: ``J (K + lam I)^-1 J^T`` from Jacobians in the eigenbasis, and from samples."""
+    J = rng.normal(size=(2, 4, 3))
+    operator = plain.operator("exact", factorizations=("eigenbasis",))
+    a, g = operator.input, operator.output
+    host, transpose = plain.backend.to_numpy, plain.backend.xp.matrix_transpose
+
+    spectrum = plain.S * np.outer(
+        host(a.eigenvalues(shifted=False)), host(g.eigenvalues(shifted=False))
+    )
+    turned = [host(g.to_basis(transpose(a.to_basis(plain.vector(row))))).T for row in J]
+    roots = [host(operator.sample(plain.vector(row))) for row in J]
+
+    expected = J.reshape(2, -1) @ np.linalg.inv(plain.dense("exact"))
+    expected = expected @ J.reshape(2, -1).T
+    rotated = np.einsum("iab,jab,ab->ij", turned, turned, 1 / (spectrum + DAMPING))
+    sampled = np.einsum("iab,jab->ij", roots, roots)
+    assert_close(rotated, expected, "inverse", plain.dtype)
+    assert_close(sampled, expected, "inverse", plain.dtype)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 3), (3, 1)])
+def test_layers_of_width_one_are_ordinary(backend, dtype, rng, rule, n, m):
+    """A 1 x 1 factor is inverted, rooted and damped like any other."""
+    case = make_case(backend, dtype, n=n, m=m, bias=False)
+    V, F = rng.normal(size=(n, m)), case.dense(rule)
+
+    operator = case.operator(rule)
+
+    case.close(operator.multiply_inverse(case.vector(V)), np.linalg.inv(F), V)
+    half = operator.multiply_matpower(case.vector(V), -0.5)
+    case.close(half, reference.matrix_power(F, -0.5), V, "power")
+    L = np.linalg.cholesky(F)
+    case.close(operator.multiply_cholesky(case.vector(V)), L, V)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("damping", [1e-30, 1e-12, 1e8, 1e20])
+def test_tiny_and_huge_dampings_are_ordinary(plain, rng, rule, damping):
+    """The inverse, a root and the Cholesky factor are right relative to their size."""
+    V, F = rng.normal(size=(4, 3)), plain.dense(rule, damping)
+
+    operator = plain.operator(rule, damping=damping)
+
+    plain.close(operator.multiply_inverse(plain.vector(V)), np.linalg.inv(F), V)
+    root = operator.multiply_matpower(plain.vector(V), -0.5)
+    plain.close(root, reference.matrix_power(F, -0.5), V, "power")
+    L = np.linalg.cholesky(F)
+    plain.close(operator.multiply_cholesky(plain.vector(V)), L, V)

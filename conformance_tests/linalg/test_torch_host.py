@@ -1,0 +1,134 @@
+"""Refreshes of PyTorch's statistics that NumPy computes, on one thread."""
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array.structure import leaves
+
+from ..builders import reference
+from ..builders.tolerances import assert_close
+from .test_torch_lapack import on_one_thread  # noqa: F401  (a fixture)
+
+N, n, m = 12, 4, 3
+DAMPING = 0.3
+
+
+@pytest.fixture
+def asked(on_one_thread, monkeypatch):  # noqa: F811
+    """How often PyTorch's adapter was asked for a view."""
+    operations = kc.backend._operations_by_namespace["array_api_compat.torch"]
+    found, own = [], operations["host_view"]
+
+    def told(x, /, *, xp):
+        found.append(x)
+        return own(x, xp=xp)
+
+    monkeypatch.setitem(operations, "host_view", told)
+    return found
+
+
+def estimator_of(blocks, **options):
+    settings = {"decay": 0.9, "damping": DAMPING, "damping_rule": "factored"}
+    return kc.Estimator(blocks, **(settings | {"loss": "sum"} | options))
+
+
+def dense_block():
+    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+    return kc.Block(layer, kc.Kronecker())
+
+
+@pytest.mark.parametrize("rule", ["factored", "factored_unit_pi", "exact"])
+@pytest.mark.parametrize("wanted", ["inverse", "cholesky", "eigenbasis"])
+def test_an_operator_is_that_of_the_dense_matrices(
+    on_one_thread,  # noqa: F811
+    asked,
+    dtype,
+    rng,
+    rule,
+    wanted,
+):
+    """Tensors come back, which are the operator's, and no statistic has changed."""
+    x, g = rng.normal(size=(N, n)), rng.normal(size=(N, m))
+    estimator = estimator_of(
+        {"fc": dense_block()}, damping_rule=rule, factorizations=(wanted,)
+    )
+    fed = (on_one_thread.asarray(values, dtype) for values in (x, g))
+    estimator.update({"fc": kc.Batch(*fed)})
+    before = {p: t.clone() for p, t in leaves(estimator.state("fc").statistics)}
+
+    estimator.refresh()
+
+    assert asked
+    operator = estimator.operator("fc")
+    A, G, S = reference.kronecker_factors(x, g[None], bias=True)
+    F = reference.damped_block(A, G, S, damping=DAMPING, rule=rule)
+    assert_close(on_one_thread.to_numpy(operator.to_dense()), F, "product", dtype)
+    V = rng.normal(size=(n + 1, m))
+    U = operator.multiply_inverse(on_one_thread.asarray(V, dtype))
+    expected = np.linalg.solve(F, V.reshape(-1)).reshape(V.shape)
+    assert_close(on_one_thread.to_numpy(U), expected, "inverse", dtype)
+    kinds = {type(t).__module__ for _, t in leaves(operator)}
+    assert kinds == {"torch"}
+    for path, tensor in leaves(estimator.state("fc").statistics):
+        assert bool((tensor == before[path]).all())
+
+
+def test_blocks_that_share_a_factor_share_its_basis(on_one_thread, asked, rng):  # noqa: F811
+    """What is remembered of a shared average is remembered of its view."""
+    blocks = {"q": dense_block(), "k": dense_block()}
+    estimator = estimator_of(
+        blocks, damping_rule="exact", shared_factors={"k/input": "q/input"}
+    )
+    x = on_one_thread.asarray(rng.normal(size=(N, n)), "float64")
+    fed = {
+        name: kc.Batch(x, on_one_thread.asarray(rng.normal(size=(N, m)), "float64"))
+        for name in blocks
+    }
+    estimator.update(fed)
+
+    estimator.refresh()
+
+    assert asked
+    bases = [estimator.operator(name).input.basis for name in blocks]
+    assert bases[0] is bases[1]
+    others = [estimator.operator(name).output.basis for name in blocks]
+    assert others[0] is not others[1]
+
+
+def test_what_numpy_cannot_see_pytorch_computes(on_one_thread, asked, rng):  # noqa: F811
+    """A damping that is an array, and statistics that something looks on at."""
+    torch = pytest.importorskip("torch")
+    x, g = (on_one_thread.asarray(rng.normal(size=(N, k)), "float64") for k in (n, m))
+    plain = estimator_of({"fc": dense_block()})
+    plain.update({"fc": kc.Batch(x, g)})
+    plain.refresh()
+    traced = estimator_of(
+        {"fc": dense_block()}, damping=torch.tensor(DAMPING, dtype=torch.float64)
+    )
+    traced.update({"fc": kc.Batch(x, g)})
+    asked.clear()
+
+    traced.refresh()
+
+    assert not asked
+    pairs = (e.operator("fc").to_dense().numpy() for e in (plain, traced))
+    assert_close(*pairs, "product", "float64")
+
+
+def test_a_failure_raises_and_keeps_what_was(on_one_thread, asked, rng):  # noqa: F811
+    """As PyTorch alone: the message names the block, and the old operator multiplies."""
+    x, g = (on_one_thread.asarray(rng.normal(size=(N, k)), "float64") for k in (n, m))
+    estimator = estimator_of({"fc": dense_block()}, decay=0.0)
+    estimator.update({"fc": kc.Batch(x, g)})
+    estimator.refresh()
+    kept = estimator.operator("fc")
+    estimator.damping = 0.0
+    estimator.update({"fc": kc.Batch(x, g * 0.0)})
+    asked.clear()
+
+    with pytest.raises(kc.FactorizationError, match="fc/"):
+        estimator.refresh()
+
+    assert asked
+    assert estimator.operator("fc") is kept

@@ -1,0 +1,599 @@
+"""The vectors of every estimation mode, against enumerated Fisher matrices.
+
+The references are the likelihoods of ``test_losses``: sums over every target, one row at
+a time.  Sampled modes are held to the standard error that follows from the fourth
+moments of their vectors, which are enumerated too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.losses import (
+    Categorical,
+    EstimationMode,
+    GaussianLearnedVariance,
+    NoiseSpec,
+    curvature_matrix,
+    draw_noise,
+    noise_spec,
+    source_reduction_of,
+    vectors,
+    with_random_signs,
+)
+
+from ..builders.tolerances import assert_close, assert_differs
+from .test_losses import (
+    CASES,
+    every_case,
+    every_natural_case,
+    in_rows,
+    leading_axes,
+    rounded,
+    targets_array,
+)
+
+MODES = get_args(EstimationMode)
+SAMPLED = ("gradients", "curvature_prop", "curvature_prop_GGN")
+every_mode = pytest.mark.parametrize("mode", MODES)
+every_pair = pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        pytest.param(case, mode, id=f"{case.name}-{mode}")
+        for case, mode in itertools.product(CASES, MODES)
+        if not (case.name == "GaussianLearnedVariance" and mode.endswith("GGN"))
+    ],
+)
+CATEGORICAL = CASES[0]
+
+
+def sources_of(
+    backend, case, z, mode, dtype="float64", *, samples=2, seed=7, **options
+):
+    """Return a mode's vectors, with targets and noise made from the seed."""
+    natural = backend.asarray(z, dtype)
+    spec = noise_spec(case.loss, natural, mode=mode, samples=samples)
+    noise = None if spec is None else draw_noise(spec, like=natural, rng=seed)
+    y = case.random_targets(np.random.default_rng(seed), z)
+    targets = targets_array(backend, case, y, dtype)
+    return vectors(
+        case.loss, natural, mode=mode, noise=noise, targets=targets, **options
+    )
+
+
+def outer_products(backend, made):
+    """Return the sum or mean over sources of v v^T, for every row."""
+    v = backend.to_numpy(made.vectors)
+    total = np.einsum("m...i,m...j->...ij", v, v)
+    return total / made.sources if made.source_reduction == "mean" else total
+
+
+def output_factor(backend, made, *, sources=None):
+    """Return G as a block's statistics have it, from a layer with one input of 1."""
+    *rows, width = made.vectors.shape[1:]
+    layer = kc.Dense(in_features=1, out_features=width, bias=False, weight_layout="io")
+    block = kc.Block(layer, kc.Kronecker())
+    dtype = "float32" if made.vectors.dtype == backend.xp.float32 else "float64"
+    inputs = backend.asarray(np.ones((*rows, 1)), dtype)
+    statistics = block.update(
+        block.initial(inputs),
+        kc.Batch(inputs, made.vectors, sources=made.sources),
+        conventions=kc.Conventions(
+            loss="sum", sources=sources or made.source_reduction
+        ),
+        decay=0.0,
+    )
+    operator = block.operator(statistics, damping=1.0, rule="exact", factorizations=())
+    return backend.to_numpy(operator.to_dense(damped=False))
+
+
+def fourth_moments(case, z, mode):
+    """Return E[v_i v_j] and the variance of v_i v_j for one row's vectors."""
+    if mode == "gradients":
+        pairs = [(p, case.gradient(z, y)) for p, y in case.targets(z)]
+    else:
+        B = _factor(case, z)
+        every = itertools.product([-1.0, 1.0], repeat=B.shape[1])
+        pairs = [(0.5 ** B.shape[1], B @ np.array(r)) for r in every]
+    mean = sum(p * np.outer(v, v) for p, v in pairs)
+    squares = sum(p * np.outer(v, v) ** 2 for p, v in pairs)
+    return mean, np.maximum(squares - mean**2, 0.0)
+
+
+def _factor(case, z):
+    """Return the documented factor B, whose signs decide what curvature_prop draws."""
+    if case.name == "Categorical":
+        p = np.exp(z) / np.sum(np.exp(z))
+        return np.diag(np.sqrt(p)) - np.outer(p, np.sqrt(p))
+    return np.diag(np.sqrt(np.diag(case.fisher(z))))
+
+
+@every_case
+@leading_axes
+def test_exact_is_the_enumerated_fisher(backend, dtype, rng, case, lead):
+    """The sources of the exact mode sum to the Fisher matrix of every row."""
+    z = rounded(case.natural(rng, *lead), dtype)
+
+    made = sources_of(backend, case, z, "exact", dtype)
+
+    assert made.vectors.shape == (made.sources, *z.shape)
+    expected = in_rows(case.fisher, (z, 1))
+    assert_close(outer_products(backend, made), expected, "product", dtype)
+
+
+@every_natural_case
+@leading_axes
+def test_exact_ggn_works_and_is_the_hessian(backend, dtype, rng, case, lead):
+    """TensorFlow's exact_GGN always raised; here it is the Hessian at any target."""
+    z = rounded(case.natural(rng, *lead), dtype)
+    y = case.random_targets(rng, z)
+
+    made = sources_of(backend, case, z, "exact_GGN", dtype)
+
+    expected = in_rows(case.hessian, (z, 1), (y, y.ndim - len(lead)))
+    assert_close(outer_products(backend, made), expected, "inverse", dtype)
+
+
+@every_case
+@pytest.mark.parametrize("mode", ["gradients", "curvature_prop"])
+def test_sampled_modes_converge_at_the_rate_of_a_mean(backend, rng, case, mode):
+    """With M samples every entry's error is its standard error, which falls as M^-1/2.
+
+    Over all entries the root mean square of error over standard error is 1 but for the
+    luck of the seed; the bound is [0.7, 1.4], and five standard errors for any entry.
+    """
+    z = case.natural(rng, 12)
+    moments = [fourth_moments(case, row, mode) for row in z]
+    mean, variance = (np.array(m) for m in zip(*moments, strict=True))
+    random = variance > 1e-12
+    rms = {}
+
+    for samples in (100, 10_000):
+        made = sources_of(backend, case, z, mode, samples=samples, seed=11)
+        errors = outer_products(backend, made) - mean
+        scaled = errors[random] / np.sqrt(variance[random] / samples)
+        rms[samples] = np.sqrt(np.mean(errors**2))
+        assert 0.7 <= np.sqrt(np.mean(scaled**2)) <= 1.4
+        assert np.max(np.abs(scaled)) <= 5.0
+        assert np.max(np.abs(errors[~random]), initial=0.0) <= 1e-10
+
+    assert_close(mean, in_rows(case.fisher, (z, 1)), "inverse", "float64")
+    assert 6.0 <= rms[100] / rms[10_000] <= 16.0
+
+
+@every_natural_case
+def test_curvature_prop_ggn_draws_what_curvature_prop_draws(backend, dtype, rng, case):
+    """Where the matrices are equal, so are the factors, and the vectors of one seed."""
+    z = case.natural(rng, 4)
+
+    ggn = sources_of(backend, case, z, "curvature_prop_GGN", dtype)
+    fisher = sources_of(backend, case, z, "curvature_prop", dtype)
+
+    got, expected = (backend.to_numpy(made.vectors) for made in (ggn, fisher))
+    assert_close(got, expected, "exact", dtype)
+
+
+@every_case
+def test_empirical_is_the_gradient_at_the_data(backend, dtype, rng, case):
+    """The empirical mode has one source, the gradient of each row's own loss."""
+    z = rounded(case.natural(rng, 5), dtype)
+    y = case.random_targets(rng, z)
+    y = y if y.dtype.kind == "i" else rounded(y, dtype)
+
+    made = vectors(
+        case.loss,
+        backend.asarray(z, dtype),
+        mode="empirical",
+        targets=targets_array(backend, case, y, dtype),
+    )
+
+    expected = in_rows(case.gradient, (z, 1), (y, y.ndim - 1))
+    assert made.sources == 1
+    assert_close(backend.to_numpy(made.vectors)[0], expected, "roundoff", dtype)
+
+
+@every_pair
+def test_statistics_of_every_mode_are_on_one_scale(backend, rng, case, mode):
+    """A block's G is the mean over rows of the sum or mean of a mode's v v^T."""
+    z = case.natural(rng, 6)
+
+    made = sources_of(backend, case, z, mode, samples=4000)
+
+    G = output_factor(backend, made)
+    expected = np.mean(outer_products(backend, made), axis=0)
+    assert_close(G, expected, "product", "float64")
+    if mode != "empirical":
+        F = np.mean(in_rows(case.fisher, (z, 1)), axis=0)
+        limit = 1e-10 if mode.startswith("exact") else 0.06
+        assert np.linalg.norm(G - F) <= limit * np.linalg.norm(F)
+
+
+@every_mode
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_vectors_can_be_scaled_for_any_convention_of_sources(
+    backend, dtype, rng, mode, reduction
+):
+    """An estimator that sums sources, and one that averages them, learn the same G."""
+    z = CATEGORICAL.natural(rng, 6)
+
+    own = sources_of(backend, CATEGORICAL, z, mode, dtype, samples=3)
+    made = sources_of(
+        backend, CATEGORICAL, z, mode, dtype, samples=3, source_reduction=reduction
+    )
+
+    assert own.source_reduction == source_reduction_of(mode)
+    assert made.source_reduction == reduction
+    expected = output_factor(backend, own)
+    assert_close(output_factor(backend, made), expected, "gram", dtype)
+    if own.sources > 1:
+        other = "mean" if reduction == "sum" else "sum"
+        assert_differs(output_factor(backend, made, sources=other), expected)
+
+
+@every_pair
+def test_weights_scale_curvature_linearly_in_every_mode(
+    backend, dtype, rng, case, mode
+):
+    """The curvature is w times that of weight one; TensorFlow's empirical was w^2."""
+    z, w = case.natural(rng, 4, 2), rng.uniform(0.5, 3.0, size=(4, 2))
+    one = outer_products(backend, sources_of(backend, case, z, mode, dtype))
+
+    for weight, factors in (
+        (2.5, np.full((4, 2), 2.5)),
+        (np.float32(2.5), np.full((4, 2), 2.5)),
+        (backend.asarray(2.5, dtype), np.full((4, 2), 2.5)),
+        (backend.asarray(w[:, 0], dtype), np.stack([w[:, 0]] * 2, axis=1)),
+        (backend.asarray(w, dtype), w),
+    ):
+        made = sources_of(backend, case, z, mode, dtype, weight=weight)
+        got = outer_products(backend, made)
+        assert_close(got, one * factors[..., None, None], "product", dtype)
+        assert_differs(got, one * factors[..., None, None] ** 2)
+
+
+@every_mode
+@pytest.mark.parametrize("kind", ["float", "bool", "int64"])
+def test_rows_of_weight_zero_are_zero_whatever_they_hold(
+    backend, dtype, rng, mode, kind
+):
+    """Padding may hold NaN; weights may be a mask, of booleans or integers."""
+    z = CATEGORICAL.natural(rng, 4)
+    full = sources_of(backend, CATEGORICAL, z, mode, dtype)
+    weight = backend.asarray([1, 0, 1, 0], dtype if kind == "float" else kind)
+    natural = np.where(np.array([0, 1, 0, 1])[:, None] == 1, np.nan, z)
+    spec = noise_spec(CATEGORICAL.loss, natural, mode=mode, samples=2)
+    like = backend.asarray(natural, dtype)
+
+    made = vectors(
+        CATEGORICAL.loss,
+        like,
+        mode=mode,
+        noise=None if spec is None else draw_noise(spec, like=like, rng=7),
+        targets=backend.asarray(
+            CATEGORICAL.random_targets(np.random.default_rng(7), z)
+        ),
+        weight=weight,
+    )
+
+    got, expected = backend.to_numpy(made.vectors), backend.to_numpy(full.vectors)
+    assert np.all(got[:, 1::2] == 0)
+    assert_close(got[:, ::2], expected[:, ::2], "exact", dtype)
+
+
+def test_a_weight_of_zero_is_zero_curvature(backend, dtype, rng):
+    """The number zero switches a loss off."""
+    z = CATEGORICAL.natural(rng, 4)
+
+    made = sources_of(backend, CATEGORICAL, z, "exact", dtype, weight=0)
+
+    assert not np.any(backend.to_numpy(made.vectors))
+
+
+def test_bad_weights_are_never_silent(backend, rng):
+    """A bad number is refused; a bad number in an array gives NaN in its rows alone."""
+    z = CATEGORICAL.natural(rng, 3)
+
+    for weight in (-1.0, np.nan, np.inf):
+        with pytest.raises(kc.ConventionError, match="`weight`"):
+            sources_of(backend, CATEGORICAL, z, "exact", weight=weight)
+    with pytest.raises(kc.ShapeError, match=r"`weight`.*\(3,\)"):
+        sources_of(backend, CATEGORICAL, z, "exact", weight=backend.asarray(np.ones(4)))
+
+    weight = backend.asarray([1.0, -1.0, 2.0])
+    made = sources_of(backend, CATEGORICAL, z, "exact", weight=weight)
+    bad = np.isnan(backend.to_numpy(made.vectors))
+    assert bad.all(axis=(0, 2)).tolist() == [False, True, False]
+    with pytest.raises(kc.NotFiniteError, match="`output_grads`"):
+        output_factor(backend, made)
+
+
+@every_case
+def test_exact_sources_pulled_back_are_the_whole_networks_fisher(
+    backend, dtype, rng, case
+):
+    """Summed over rows and sources, (J^T v)(J^T v)^T is J^T F J of all parameters."""
+    N, P = 5, 7
+    z = rounded(case.natural(rng, N), dtype)
+    J = rng.normal(size=(N, case.outputs, P))
+
+    made = sources_of(backend, case, z, "exact", dtype)
+
+    pulled = np.einsum("mni,nip->mnp", backend.to_numpy(made.vectors), J)
+    got = np.einsum("mnp,mnq->pq", pulled, pulled)
+    F = in_rows(case.fisher, (z, 1))
+    expected = np.einsum("nip,nij,njq->pq", J, F, J)
+    assert_close(got, expected, "product", dtype)
+
+
+def test_exact_is_biased_where_summed_gradients_are_squared(backend, rng):
+    """One index for all rows keeps cross terms; random signs take them away."""
+    N, P, draws = 6, 3, 1000
+    z = CATEGORICAL.natural(rng, N)
+    J = rng.normal(size=(N, 4, P))
+    F = in_rows(CATEGORICAL.fisher, (z, 1))
+    expected = np.einsum("nip,nij,njp->p", J, F, J)
+
+    def squared(made):
+        summed = np.einsum("mni,nip->mp", backend.to_numpy(made.vectors), J)
+        return np.sum(summed**2, axis=0)
+
+    made = sources_of(backend, CATEGORICAL, z, "exact")
+    noise = rng.uniform(size=(draws, *made.vectors.shape[:-1]))
+    signed = [with_random_signs(made, backend.asarray(u)) for u in noise]
+
+    assert_differs(squared(made), expected, by=0.1)
+    samples = np.array([squared(one) for one in signed])
+    errors = (samples.mean(axis=0) - expected) / (samples.std(axis=0) / draws**0.5)
+    assert np.max(np.abs(errors)) <= 4.0
+
+
+@every_mode
+def test_random_signs_leave_outer_products_of_rows_alone(backend, dtype, rng, mode):
+    """What a block's statistics are made of does not change."""
+    made = sources_of(backend, CATEGORICAL, CATEGORICAL.natural(rng, 4, 2), mode, dtype)
+    u = backend.asarray(rng.uniform(size=tuple(made.vectors.shape[:-1])), dtype)
+
+    signed = with_random_signs(made, u)
+
+    got, expected = outer_products(backend, signed), outer_products(backend, made)
+    assert_close(got, expected, "exact", dtype)
+    flipped = backend.to_numpy(signed.vectors) != backend.to_numpy(made.vectors)
+    assert flipped.any()
+    with pytest.raises(kc.ShapeError, match="`noise`"):
+        with_random_signs(made, made.vectors)
+
+
+@every_mode
+def test_a_mode_says_what_it_estimates(backend, rng, mode):
+    """The vectors remember their mode, and the mode its matrix."""
+    made = sources_of(backend, CATEGORICAL, CATEGORICAL.natural(rng, 3), mode)
+
+    assert made.mode == mode
+    assert (
+        curvature_matrix(mode)
+        == {
+            "gradients": "fisher",
+            "empirical": "empirical_fisher",
+            "curvature_prop": "fisher",
+            "curvature_prop_GGN": "ggn",
+            "exact": "fisher",
+            "exact_GGN": "ggn",
+        }[mode]
+    )
+    assert made.sources == (
+        2 if mode in SAMPLED else 4 if mode.startswith("exact") else 1
+    )
+
+
+@every_case
+@every_mode
+def test_noise_is_asked_for_by_distribution_and_shape(backend, case, mode):
+    """Only sampled modes want noise, of the shape that they say."""
+    natural = backend.asarray(np.zeros((5, 2, case.outputs)))
+
+    spec = noise_spec(case.loss, natural, mode=mode, samples=3)
+
+    if mode not in SAMPLED:
+        assert spec is None
+    elif mode == "gradients":
+        discrete = case.name in ("Categorical", "Bernoulli")
+        per_row = {"Categorical": (), "GaussianLearnedVariance": (2,)}
+        shape = (3, 5, 2, *per_row.get(case.name, (case.outputs,)))
+        assert spec == NoiseSpec("uniform" if discrete else "normal", shape)
+    else:
+        assert spec == NoiseSpec("uniform", (3, 5, 2, case.outputs))
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "normal"])
+def test_noise_is_the_callers_and_repeats_with_its_seed(backend, dtype, distribution):
+    """A seed gives the same numbers anywhere; no global state is read or moved."""
+    spec = NoiseSpec(distribution, (1000, 3))
+    like = backend.asarray(np.zeros(1), dtype)
+    before = np.random.get_state()[1].copy()
+
+    first = draw_noise(spec, like=like, rng=5)
+    generator = np.random.default_rng(5)
+    second = draw_noise(spec, like=like, rng=generator)
+    third = draw_noise(spec, like=like, rng=generator)
+
+    host = np.random.default_rng(5)
+    values = (
+        host.random((1000, 3))
+        if distribution == "uniform"
+        else (host.standard_normal((1000, 3)))
+    )
+    assert first.dtype == like.dtype
+    assert_close(backend.to_numpy(first), values, "roundoff", dtype)
+    assert np.array_equal(backend.to_numpy(first), backend.to_numpy(second))
+    assert_differs(backend.to_numpy(third), values)
+    assert np.array_equal(before, np.random.get_state()[1])
+
+
+@pytest.mark.parametrize("rng_argument", [None, 0.5, np.random.RandomState(0)])
+def test_noise_needs_a_generator_or_a_seed(backend, rng_argument):
+    """Nothing stands for the global state."""
+    with pytest.raises(kc.DtypeError, match="`rng`"):
+        draw_noise(
+            NoiseSpec("uniform", (2,)),
+            like=backend.asarray(np.zeros(1)),
+            rng=rng_argument,
+        )
+
+
+def test_uniform_noise_stays_below_one_in_float32(backend):
+    """A float64 just below one would be rounded to one, which is out of range."""
+
+    class Highest(np.random.Generator):
+        def random(self, *args, **options):
+            return np.full(args[0], np.nextafter(1.0, 0.0))
+
+    like = backend.asarray(np.zeros(1), "float32")
+    generator = Highest(np.random.PCG64(0))
+
+    noise = draw_noise(NoiseSpec("uniform", (3,)), like=like, rng=generator)
+
+    assert np.all(backend.to_numpy(noise) < 1)
+
+
+def test_errors_say_what_is_missing(backend, rng):
+    """Missing or misshapen arguments are errors that name them."""
+    loss, z = Categorical(), rng.normal(size=(4, 3))
+    natural = backend.asarray(z)
+
+    with pytest.raises(kc.ConventionError, match="`mode`"):
+        vectors(loss, natural, mode="fisher")
+    with pytest.raises(kc.ConventionError, match="`mode`"):
+        noise_spec(loss, natural, mode="fisher")
+    with pytest.raises(kc.ConventionError, match="`source_reduction`"):
+        vectors(loss, natural, mode="exact", source_reduction="none")
+    with pytest.raises(kc.ConventionError, match="'empirical' needs `targets`"):
+        vectors(loss, natural, mode="empirical")
+    for mode in SAMPLED:
+        with pytest.raises(kc.ConventionError, match=f"'{mode}' needs `noise`"):
+            vectors(loss, natural, mode=mode)
+        # The axis of samples is missing; one sample has it too.
+        spec = noise_spec(loss, natural, mode=mode)
+        noise = backend.asarray(np.full(spec.shape[1:], 0.5))
+        with pytest.raises(kc.ShapeError, match=r"`noise`.*\(M, 4"):
+            vectors(loss, natural, mode=mode, noise=noise)
+    labels = backend.asarray(np.zeros((2, 4), int))
+    with pytest.raises(kc.ShapeError, match="`targets`"):
+        vectors(loss, natural, mode="empirical", targets=labels)
+    with pytest.raises(kc.ShapeError, match="`natural`"):
+        vectors(loss, natural[0, :], mode="exact")
+    with pytest.raises(kc.ShapeError, match="`samples`"):
+        noise_spec(loss, natural, mode="gradients", samples=0)
+
+
+def test_arrays_of_two_libraries_are_refused(backend, rng):
+    """Noise, targets and weights are of the library that the outputs are of."""
+    natural = backend.asarray(rng.normal(size=(4, 3)))
+    name = "array_api_strict" if backend.name == "numpy" else "numpy"
+    other = kc.get_backend(name).namespace()
+
+    with pytest.raises(kc.MixedArraysError, match="`noise`"):
+        vectors(Categorical(), natural, mode="gradients", noise=other.zeros((1, 4)))
+    labels = other.zeros(4, dtype=other.int64)
+    with pytest.raises(kc.MixedArraysError, match="`targets`"):
+        vectors(Categorical(), natural, mode="empirical", targets=labels)
+    with pytest.raises(kc.MixedArraysError, match="`weight`"):
+        vectors(Categorical(), natural, mode="exact", weight=other.ones(4))
+
+
+@pytest.mark.parametrize("mode", ["curvature_prop_GGN", "exact_GGN"])
+def test_ggn_modes_are_refused_for_a_learned_variance(backend, rng, mode):
+    """The error says why, and which modes there are instead."""
+    with pytest.raises(kc.UnsupportedError, match="'exact'"):
+        sources_of(backend, CASES[3], CASES[3].natural(rng, 3), mode)
+
+
+@every_pair
+def test_vectors_are_the_same_inside_jit(requires_backend, rng, case, mode):
+    """With noise given, every mode is a pure function that JAX compiles."""
+    backend = requires_backend("jax", adapter=True)
+    import jax
+
+    z = case.natural(rng, 4)
+    natural = backend.asarray(z)
+    spec = noise_spec(case.loss, natural, mode=mode, samples=3)
+    noise = None if spec is None else draw_noise(spec, like=natural, rng=3)
+    y = targets_array(backend, case, case.random_targets(rng, z), "float64")
+    weight = backend.asarray(rng.uniform(size=4))
+
+    def made(natural, noise, targets, weight):
+        return vectors(
+            case.loss, natural, mode=mode, noise=noise, targets=targets, weight=weight
+        )
+
+    got, expected = (
+        jax.jit(made)(natural, noise, y, weight),
+        made(natural, noise, y, weight),
+    )
+
+    assert (got.mode, got.sources) == (expected.mode, expected.sources)
+    got, expected = backend.to_numpy(got.vectors), backend.to_numpy(expected.vectors)
+    assert_close(got, expected, "roundoff", "float64")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@every_mode
+def test_vectors_are_the_same_under_torch_compile(requires_backend, rng, mode):
+    """With noise given, every mode is one graph that PyTorch traces."""
+    backend = requires_backend("torch", adapter=True)
+    import torch
+
+    natural = backend.asarray(rng.normal(size=(4, 3)))
+    spec = noise_spec(CATEGORICAL.loss, natural, mode=mode, samples=3)
+    noise = None if spec is None else draw_noise(spec, like=natural, rng=3)
+    labels = backend.asarray([0, 1, 2, 0])
+    weight = backend.asarray([1.0, 0.0, 2.0, 0.5])
+
+    def made(natural, noise, targets, weight):
+        options = {"mode": mode, "noise": noise, "targets": targets, "weight": weight}
+        return vectors(CATEGORICAL.loss, natural, **options).vectors
+
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    got = compiled(natural, noise, labels, weight)
+
+    expected = made(natural, noise, labels, weight)
+    got, expected = backend.to_numpy(got), backend.to_numpy(expected)
+    assert_close(got, expected, "roundoff", "float64")
+
+
+@every_mode
+def test_vectors_carry_no_gradient_graph(requires_backend, rng, mode):
+    """PyTorch differentiates through none of them; the outputs keep their graph."""
+    backend = requires_backend("torch", adapter=True)
+    z = CATEGORICAL.natural(rng, 3)
+    natural = backend.asarray(z).requires_grad_()
+    spec = noise_spec(CATEGORICAL.loss, natural, mode=mode)
+    noise = None if spec is None else draw_noise(spec, like=natural, rng=3)
+
+    made = vectors(
+        CATEGORICAL.loss,
+        natural,
+        mode=mode,
+        noise=noise,
+        targets=backend.asarray([0, 1, 2]),
+    )
+
+    assert not made.vectors.requires_grad
+    assert natural.requires_grad
+
+
+def test_learned_variance_widths_go_through_every_fisher_mode(backend, dtype, rng):
+    """Vectors are as wide as the outputs, mean and log-variance both."""
+    case = CASES[3]
+    z = case.natural(rng, 4, 3)
+
+    for mode in ("gradients", "empirical", "curvature_prop", "exact"):
+        made = sources_of(backend, case, z, mode, dtype)
+        assert tuple(made.vectors.shape[1:]) == (4, 3, 4)
+    assert isinstance(case.loss, GaussianLearnedVariance)

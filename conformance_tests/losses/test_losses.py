@@ -1,0 +1,619 @@
+"""The losses, against likelihoods written down once more and enumerated.
+
+The references work on one row.  Gradients are complex steps through a log-probability,
+Hessians are fourth-order differences of those; expectations over targets are sums over
+all of them, by Gauss-Hermite nodes where targets are continuous (exact up to degree 9).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+
+import kfac_core as kc
+from kfac_core.losses import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    GaussianLearnedVariance,
+    SquaredError,
+)
+
+from ..builders.tolerances import assert_close, assert_differs
+
+VARIANCE = 0.7
+SCALE = 1.3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A loss, and the likelihood of one row that it must agree with."""
+
+    loss: Any
+    outputs: int
+    log_probability: Callable[[np.ndarray, np.ndarray], Any]
+    targets: Callable[[np.ndarray], list[tuple[float, np.ndarray]]]
+
+    @property
+    def name(self) -> str:
+        """The loss's class."""
+        return type(self.loss).__name__
+
+    def gradient(self, z: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Return the gradient of the negative log-probability by complex steps."""
+        steps = z + 1e-30j * np.eye(len(z))
+        return np.array(
+            [-np.imag(self.log_probability(row, y)) / 1e-30 for row in steps]
+        )
+
+    def hessian(self, z: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Return the Hessian of the negative log-probability."""
+        h = 1e-3
+        rows = []
+        for e in h * np.eye(len(z)):
+            near = self.gradient(z + e, y) - self.gradient(z - e, y)
+            far = self.gradient(z + 2 * e, y) - self.gradient(z - 2 * e, y)
+            rows.append((8 * near - far) / (12 * h))
+        return np.array(rows)
+
+    def fisher(self, z: np.ndarray) -> np.ndarray:
+        """Return the Fisher matrix, a sum over all targets."""
+        pairs = [(p, self.gradient(z, y)) for p, y in self.targets(z)]
+        return sum(p * np.outer(g, g) for p, g in pairs)
+
+    def natural(self, rng: np.random.Generator, *lead: int) -> np.ndarray:
+        """Return random outputs."""
+        return rng.normal(size=(*lead, self.outputs))
+
+    def random_targets(
+        self, rng: np.random.Generator, natural: np.ndarray
+    ) -> np.ndarray:
+        """Return some target for every row."""
+        rows = [self.targets(z) for z in natural.reshape(-1, self.outputs)]
+        chosen = np.array([row[rng.integers(len(row))][1] for row in rows])
+        return chosen.reshape(*natural.shape[:-1], *chosen.shape[1:])
+
+
+def _normal_targets(mean, deviation):
+    nodes, weights = np.polynomial.hermite_e.hermegauss(5)
+    weights = weights / weights.sum()
+    return [
+        (
+            float(np.prod(weights[list(index)])),
+            mean + deviation * nodes[list(index)],
+        )
+        for index in itertools.product(range(5), repeat=len(mean))
+    ]
+
+
+def _normal(z, y, variance):
+    return np.sum(-0.5 * (y - z) ** 2 / variance - 0.5 * np.log(2 * np.pi * variance))
+
+
+def _bits(z):
+    p = scipy.special.expit(z)
+    every = itertools.product([0.0, 1.0], repeat=len(z))
+    return [
+        (float(np.prod(np.where(bits, p, 1 - p))), np.array(bits)) for bits in every
+    ]
+
+
+CASES = [
+    Case(
+        Categorical(),
+        4,
+        lambda z, y: z[int(y)] - np.log(np.sum(np.exp(z))),
+        lambda z: [(p, np.array(c)) for c, p in enumerate(scipy.special.softmax(z))],
+    ),
+    Case(Bernoulli(), 3, lambda z, y: np.sum(y * z - np.log(1 + np.exp(z))), _bits),
+    Case(
+        Gaussian(variance=VARIANCE),
+        3,
+        lambda z, y: _normal(z, y, VARIANCE),
+        lambda z: _normal_targets(z, np.sqrt(VARIANCE)),
+    ),
+    Case(
+        GaussianLearnedVariance(),
+        4,
+        lambda z, y: _normal(z[:2], y, np.exp(z[2:])),
+        lambda z: _normal_targets(z[:2], np.exp(z[2:] / 2)),
+    ),
+    Case(
+        SquaredError(scale=SCALE),
+        3,
+        lambda z, y: -SCALE * np.sum((y - z) ** 2) - 1.5 * np.log(np.pi / SCALE),
+        lambda z: _normal_targets(z, np.sqrt(0.5 / SCALE)),
+    ),
+]
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_natural_case = pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.name != "GaussianLearnedVariance"],
+    ids=lambda case: case.name,
+)
+leading_axes = pytest.mark.parametrize("lead", [(5,), (3, 2)], ids=str)
+
+
+def in_rows(function, *arrays):
+    """Apply a function of one row to all rows, given as (array, its row's ndim)."""
+    (first, ndim), *_ = arrays
+    lead = first.shape[: first.ndim - ndim]
+    results = [function(*(a[index] for a, _ in arrays)) for index in np.ndindex(lead)]
+    return np.array(results).reshape(*lead, *np.shape(results[0]))
+
+
+def targets_array(backend, case, targets, dtype):
+    """Bring targets to the backend: labels as integers, everything else as floats."""
+    return backend.asarray(targets, None if case.name == "Categorical" else dtype)
+
+
+def rounded(values, dtype):
+    """Return the numbers that the backend will be given, in float64."""
+    return np.asarray(values).astype(dtype).astype(np.float64)
+
+
+def unit_vectors(backend, shape, dtype):
+    """Return e_i for every row, with the axis of i in front."""
+    units = np.eye(shape[-1]).reshape(
+        shape[-1], *(1 for _ in shape[:-1]), shape[-1]
+    ) * np.ones(shape)
+    return backend.asarray(units, dtype)
+
+
+def as_matrices(backend, product, natural, shape, dtype):
+    """Return the matrix of a product for every row, from its columns."""
+    columns = backend.to_numpy(product(natural, unit_vectors(backend, shape, dtype)))
+    return np.moveaxis(columns, 0, -1)
+
+
+@every_case
+@leading_axes
+def test_log_probability_is_that_of_the_likelihood(backend, dtype, rng, case, lead):
+    """Each row's log-probability is normalized, and summed over its targets."""
+    z = rounded(case.natural(rng, *lead), dtype)
+    y = case.random_targets(rng, z)
+    y = y if y.dtype.kind == "i" else rounded(y, dtype)
+
+    got = case.loss.log_probability(
+        backend.asarray(z, dtype), targets_array(backend, case, y, dtype)
+    )
+
+    expected = in_rows(case.log_probability, (z, 1), (y, y.ndim - len(lead)))
+    assert_close(backend.to_numpy(got), expected, "roundoff", dtype)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+def test_probabilities_of_all_targets_add_up_to_one(backend, dtype, rng, case):
+    """The probabilities are normalized."""
+    z = case.natural(rng, 6)
+    some = [y for _, y in case.targets(z[0])]
+    natural = backend.asarray(z, dtype)
+
+    total = sum(
+        np.exp(
+            backend.to_numpy(
+                case.loss.log_probability(
+                    natural,
+                    targets_array(
+                        backend, case, np.broadcast_to(y, (6, *y.shape)), dtype
+                    ),
+                )
+            )
+        )
+        for y in some
+    )
+
+    assert_close(total, np.ones(6), "roundoff", dtype)
+
+
+def test_references_are_those_of_scipy(rng):
+    """The likelihoods that the tests compare with agree with SciPy's."""
+    z, y = rng.normal(size=3), rng.normal(size=3)
+    bits = np.array([0.0, 1.0, 1.0])
+
+    categorical, bernoulli, gaussian, learned, squared = CASES
+
+    assert np.isclose(
+        categorical.log_probability(z, np.array(1)), scipy.special.log_softmax(z)[1]
+    )
+    p = scipy.special.expit(z)
+    expected = scipy.stats.bernoulli.logpmf(bits, p).sum()
+    assert np.isclose(bernoulli.log_probability(z, bits), expected)
+    expected = scipy.stats.norm.logpdf(y, z, np.sqrt(VARIANCE)).sum()
+    assert np.isclose(gaussian.log_probability(z, y), expected)
+    expected = scipy.stats.norm.logpdf(y, z, np.sqrt(0.5 / SCALE)).sum()
+    assert np.isclose(squared.log_probability(z, y), expected)
+    expected = scipy.stats.norm.logpdf(y[:2], z[:2], np.exp(0.5 * bits[:2])).sum()
+    both = np.concatenate([z[:2], bits[:2]])
+    assert np.isclose(learned.log_probability(both, y[:2]), expected)
+
+
+@every_case
+@leading_axes
+def test_gradient_is_that_of_the_negative_log_probability(
+    backend, dtype, rng, case, lead
+):
+    """The gradient agrees with complex steps through the likelihood."""
+    z = rounded(case.natural(rng, *lead), dtype)
+    y = case.random_targets(rng, z)
+    y = y if y.dtype.kind == "i" else rounded(y, dtype)
+
+    got = case.loss.gradient(
+        backend.asarray(z, dtype), targets_array(backend, case, y, dtype)
+    )
+
+    expected = in_rows(case.gradient, (z, 1), (y, y.ndim - len(lead)))
+    assert_close(backend.to_numpy(got), expected, "roundoff", dtype)
+
+
+@every_case
+@leading_axes
+def test_fisher_product_is_the_enumerated_fisher(backend, dtype, rng, case, lead):
+    """The Fisher matrix is the expectation of g g^T over the model's targets."""
+    z = rounded(case.natural(rng, *lead), dtype)
+    natural = backend.asarray(z, dtype)
+
+    got = as_matrices(backend, case.loss.fisher_multiply, natural, z.shape, dtype)
+
+    expected = in_rows(case.fisher, (z, 1))
+    assert_close(got, expected, "product", dtype)
+
+
+@every_case
+@leading_axes
+def test_factor_times_its_transpose_is_the_fisher(backend, dtype, rng, case, lead):
+    """B B^T is the Fisher matrix, and the transpose product is that of B."""
+    z = rounded(case.natural(rng, *lead), dtype)
+    natural = backend.asarray(z, dtype)
+    inner = case.loss.inner_shape(natural)
+
+    B = as_matrices(backend, case.loss.fisher_factor_multiply, natural, inner, dtype)
+    B_T = as_matrices(
+        backend, case.loss.fisher_factor_transpose_multiply, natural, z.shape, dtype
+    )
+
+    assert_close(np.swapaxes(B, -1, -2), B_T, "product", dtype)
+    expected = in_rows(case.fisher, (z, 1))
+    assert_close(B @ np.swapaxes(B, -1, -2), expected, "product", dtype)
+
+
+@every_natural_case
+def test_ggn_is_the_hessian_whatever_the_target(backend, dtype, rng, case):
+    """For natural parameters the Hessian of each target's loss is the GGN's matrix."""
+    z = rounded(case.natural(rng, 5), dtype)
+    y = case.random_targets(rng, z)
+    natural = backend.asarray(z, dtype)
+    inner = case.loss.inner_shape(natural)
+
+    H = as_matrices(backend, case.loss.ggn_multiply, natural, z.shape, dtype)
+    B = as_matrices(backend, case.loss.ggn_factor_multiply, natural, inner, dtype)
+    B_T = as_matrices(
+        backend, case.loss.ggn_factor_transpose_multiply, natural, z.shape, dtype
+    )
+
+    expected = in_rows(case.hessian, (z, 1), (y, y.ndim - 1))
+    assert_close(H, expected, "inverse", dtype)
+    assert_close(B @ B_T, expected, "inverse", dtype)
+
+
+def test_learned_variance_has_no_ggn(backend, dtype, rng):
+    """Its Hessian is indefinite and depends on the target, so the GGN is refused."""
+    case = CASES[3]
+    z = case.natural(rng, 2)
+    natural = backend.asarray(z, dtype)
+    H = [case.hessian(z[0], y) for _, y in case.targets(z[0])]
+
+    for name in ("multiply", "factor_multiply", "factor_transpose_multiply"):
+        with pytest.raises(kc.UnsupportedError, match="depends on the targets"):
+            getattr(case.loss, f"ggn_{name}")(natural, natural)
+
+    assert min(np.linalg.eigvalsh(h)[0] for h in H) < -0.1
+    assert_differs(H[0], H[1])
+
+
+@pytest.mark.parametrize("lead", [(5,), (3, 2), (4, 4)], ids=str)
+def test_learned_variance_has_an_inner_space_as_wide_as_its_outputs(
+    backend, dtype, rng, lead
+):
+    """The inner shape keeps the leading axes; TensorFlow's was the last axis alone."""
+    natural = backend.asarray(rng.normal(size=(*lead, 6)), dtype)
+    loss = GaussianLearnedVariance()
+
+    inner = loss.inner_shape(natural)
+    made = loss.fisher_factor_multiply(natural, backend.asarray(np.ones(inner), dtype))
+
+    assert inner == (*lead, 6)
+    assert tuple(made.shape) == (*lead, 6)
+    assert loss.noise_shape(natural) == (*lead, 3)
+    assert loss.output_size(3) == 6
+
+
+@every_case
+def test_extra_axes_in_front_are_so_many_calls(backend, dtype, rng, case):
+    """Several vectors, targets or noises at once give what one at a time gives."""
+    z = case.natural(rng, 4)
+    natural = backend.asarray(z, dtype)
+    v = rng.normal(size=(3, *z.shape))
+    u = rng.uniform(size=(3, *case.loss.noise_shape(natural)))
+
+    for function, given in (
+        (case.loss.fisher_multiply, v),
+        (case.loss.fisher_factor_multiply, v),
+        (case.loss.fisher_factor_transpose_multiply, v),
+        (case.loss.sample, u),
+        (case.loss.sampled_gradient, u),
+    ):
+        together = backend.to_numpy(function(natural, backend.asarray(given, dtype)))
+        apart = [
+            backend.to_numpy(function(natural, backend.asarray(one, dtype)))
+            for one in given
+        ]
+        assert_close(together, np.array(apart), "roundoff", dtype)
+
+
+@every_case
+def test_sampled_gradient_is_the_gradient_at_the_sample(backend, rng, case):
+    """The direct form of the gradient at sampled targets is that of its definition."""
+    natural = backend.asarray(case.natural(rng, 4))
+    noise = backend.asarray(rng.uniform(size=case.loss.noise_shape(natural)))
+
+    direct = case.loss.sampled_gradient(natural, noise)
+    at_sample = case.loss.gradient(natural, case.loss.sample(natural, noise))
+
+    got, expected = backend.to_numpy(direct), backend.to_numpy(at_sample)
+    assert_close(got, expected, "product", "float64")
+
+
+@pytest.mark.parametrize("case", CASES[2:], ids=lambda case: case.name)
+def test_sampled_gradient_is_not_rounded_by_a_large_mean(backend, case):
+    """Noise that vanishes beside the mean is not lost from the gradient."""
+    z = np.zeros((1, case.outputs))
+    shape = case.loss.noise_shape(z)
+    z[:, : shape[-1]] = 3e7
+    natural = backend.asarray(z, "float32")
+    noise = backend.asarray(np.full(shape, 0.5), "float32")
+
+    got = backend.to_numpy(case.loss.sampled_gradient(natural, noise))
+    rounded_away = case.loss.gradient(natural, case.loss.sample(natural, noise))
+
+    small = backend.asarray(np.zeros_like(z), "float32")
+    expected = backend.to_numpy(case.loss.sampled_gradient(small, noise))
+    assert_close(got, expected, "roundoff", "float32")
+    assert_differs(backend.to_numpy(rounded_away), expected)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+def test_samples_of_a_grid_have_the_stated_frequencies(backend, dtype, rng, case):
+    """Uniform noise on a grid of K points meets every probability to 1/K."""
+    K = 2000
+    z = case.natural(rng, 1)
+    grid = (np.arange(K) + 0.5) / K
+    shape = case.loss.noise_shape(z)
+    noise = np.broadcast_to(grid.reshape(K, *(1 for _ in shape)), (K, *shape))
+
+    got = backend.to_numpy(
+        case.loss.sample(backend.asarray(z, dtype), backend.asarray(noise, dtype))
+    )
+
+    if case.name == "Categorical":
+        frequencies = np.array([np.mean(got == c) for c in range(4)])
+        expected = scipy.special.softmax(z[0])
+    else:
+        frequencies, expected = got.mean(axis=(0, 1)), scipy.special.expit(z[0])
+    assert np.max(np.abs(frequencies - expected)) <= 1.01 / K
+
+
+@pytest.mark.parametrize("case", CASES[2:], ids=lambda case: case.name)
+def test_samples_are_mean_plus_deviation_times_noise(backend, dtype, rng, case):
+    """Gaussian samples are an affine function of the noise."""
+    z = rounded(case.natural(rng, 4), dtype)
+    e = rng.normal(size=case.loss.noise_shape(z))
+    D = e.shape[-1]
+    deviation = {
+        "Gaussian": np.sqrt(VARIANCE),
+        "GaussianLearnedVariance": np.exp(0.5 * z[:, D:]),
+        "SquaredError": np.sqrt(0.5 / SCALE),
+    }[case.name]
+
+    got = case.loss.sample(backend.asarray(z, dtype), backend.asarray(e, dtype))
+
+    expected = z[:, :D] + deviation * e
+    assert_close(backend.to_numpy(got), expected, "roundoff", dtype)
+
+
+def test_excluded_classes_are_never_drawn(backend, dtype):
+    """A logit of minus infinity has probability zero, at either end of the noise."""
+    z = np.array([[-np.inf, 1.0, -np.inf, 2.0, -np.inf]] * 3)
+    u = np.array([0.0, 0.5, np.nextafter(np.float32(1), np.float32(0))])
+    natural = backend.asarray(z, dtype)
+
+    labels = Categorical().sample(natural, backend.asarray(u, dtype))
+    gradients = backend.to_numpy(Categorical().gradient(natural, labels))
+    soft = backend.asarray([[0, 1.0, 0, 0, 0]] * 3, dtype)
+
+    assert backend.to_numpy(labels).tolist() == [1, 3, 3]
+    assert np.all(np.isfinite(gradients))
+    assert np.all(gradients[:, ::2] == 0)
+    log_p = backend.to_numpy(Categorical().log_probability(natural, soft))
+    expected = np.full(3, -np.log(1 + np.e))
+    assert_close(log_p, expected, "roundoff", dtype)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+def test_extreme_logits_stay_finite(backend, dtype, case):
+    """Logits of ten thousand give finite numbers everywhere."""
+    z = np.array([[1e4, -1e4, 0.0, 3.0], [-1e4, -1e4, -1e4, 2e4]])
+    natural = backend.asarray(z, dtype)
+    v = backend.asarray(np.ones_like(z), dtype)
+    noise = backend.asarray(np.full(case.loss.noise_shape(z), 0.5), dtype)
+    targets = case.loss.sample(natural, noise)
+
+    results = [
+        case.loss.log_probability(natural, targets),
+        case.loss.gradient(natural, targets),
+        case.loss.fisher_multiply(natural, v),
+        case.loss.fisher_factor_multiply(natural, v),
+        case.loss.fisher_factor_transpose_multiply(natural, v),
+    ]
+
+    assert all(np.all(np.isfinite(backend.to_numpy(r))) for r in results)
+
+
+def test_confident_rows_keep_their_relative_accuracy(backend):
+    """The likeliest class's entries, 1 - p nearly 0, are right in float32 too."""
+    z = np.array([[0.0, 18.0, -1.0, 0.5]])
+    natural = backend.asarray(z, "float32")
+    e = backend.asarray([[0.0, 1.0, 0.0, 0.0]], "float32")
+    p = scipy.special.softmax(z[0])
+    rest = p[0] + p[2] + p[3]
+    loss = Categorical()
+
+    gradient = backend.to_numpy(loss.gradient(natural, backend.asarray([1])))
+    F_e = backend.to_numpy(loss.fisher_multiply(natural, e))
+    B_e = backend.to_numpy(loss.fisher_factor_multiply(natural, e))
+    B_T_e = backend.to_numpy(loss.fisher_factor_transpose_multiply(natural, e))
+
+    assert np.isclose(gradient[0, 1], -rest, rtol=1e-5, atol=0)
+    for got in (F_e, B_e, B_T_e):
+        assert np.isclose(got[0, 1], rest, rtol=1e-5, atol=0)
+    naive = np.float32(1) - np.float32(p[1])
+    assert not np.isclose(naive, rest, rtol=1e-2, atol=0)
+
+
+def test_labels_out_of_range_are_not_silent(backend, dtype, rng):
+    """A label that is no class gives NaN in its row, and in no other."""
+    natural = backend.asarray(rng.normal(size=(4, 3)), dtype)
+    labels = backend.asarray([0, -100, 3, 2])
+
+    gradient = backend.to_numpy(Categorical().gradient(natural, labels))
+    log_p = backend.to_numpy(Categorical().log_probability(natural, labels))
+
+    assert np.isnan(gradient).all(axis=1).tolist() == [False, True, True, False]
+    assert np.isnan(gradient).any(axis=1).tolist() == [False, True, True, False]
+    assert np.isnan(log_p).tolist() == [False, True, True, False]
+
+
+def test_narrow_labels_count_many_classes(backend, dtype, rng):
+    """Labels of eight bits go together with three hundred classes."""
+    z = rng.normal(size=(3, 300))
+    natural = backend.asarray(z, dtype)
+    labels = np.array([0, 7, 100])
+
+    narrow = Categorical().gradient(natural, backend.asarray(labels, "int8"))
+    wide = Categorical().gradient(natural, backend.asarray(labels))
+
+    got, expected = backend.to_numpy(narrow), backend.to_numpy(wide)
+    assert_close(got, expected, "exact", dtype)
+
+
+def test_rows_of_probabilities_are_mixtures_of_labels(backend, dtype, rng):
+    """A floating target t gives the average of the labels' results, weighted by t."""
+    z = rng.normal(size=(5, 4))
+    natural = backend.asarray(z, dtype)
+    t = rng.dirichlet(np.ones(4), size=5)
+    rows = backend.asarray(t, dtype)
+    loss = Categorical()
+
+    gradient = backend.to_numpy(loss.gradient(natural, rows))
+    log_p = backend.to_numpy(loss.log_probability(natural, rows))
+
+    labels = [backend.asarray(np.full(5, c)) for c in range(4)]
+    g = [backend.to_numpy(loss.gradient(natural, y)) for y in labels]
+    lp = [backend.to_numpy(loss.log_probability(natural, y)) for y in labels]
+    expected = sum(t[:, c, None] * g[c] for c in range(4))
+    assert_close(gradient, expected, "roundoff", dtype)
+    expected = sum(t[:, c] * lp[c] for c in range(4))
+    assert_close(log_p, expected, "roundoff", dtype)
+
+
+@pytest.mark.parametrize("kind", ["bool", "int64"])
+def test_bernoulli_targets_may_be_booleans_or_integers(backend, dtype, rng, kind):
+    """Bits of any dtype are bits."""
+    natural = backend.asarray(rng.normal(size=(5, 3)), dtype)
+    bits = rng.integers(2, size=(5, 3))
+
+    got = Bernoulli().gradient(natural, backend.asarray(bits, kind))
+
+    expected = Bernoulli().gradient(natural, backend.asarray(bits, dtype))
+    got, expected = backend.to_numpy(got), backend.to_numpy(expected)
+    assert_close(got, expected, "exact", dtype)
+
+
+@every_case
+def test_half_precision_is_widened(backend, rng, case):
+    """Outputs of 16 bits are computed with in float32, and give float32."""
+    if not hasattr(backend.xp, "float16"):
+        pytest.skip("this library has no float16")
+    z = case.natural(rng, 3).astype("float16")
+    v = rng.normal(size=z.shape).astype("float16")
+    wide = backend.asarray(z, "float32"), backend.asarray(v, "float32")
+
+    got = case.loss.fisher_multiply(backend.asarray(z), backend.asarray(v))
+
+    expected = backend.to_numpy(case.loss.fisher_multiply(*wide))
+    assert got.dtype == backend.xp.float32
+    assert_close(backend.to_numpy(got), expected, "exact", "float32")
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 0.25])
+def test_squared_error_is_a_gaussian(backend, dtype, rng, scale):
+    """Its gradient is 2 scale (z - y), its curvature 2 scale: two for a plain sum."""
+    z, y = rng.normal(size=(2, 4, 3))
+    natural, targets = backend.asarray(z, dtype), backend.asarray(y, dtype)
+    loss = SquaredError(scale=scale)
+
+    gradient = backend.to_numpy(loss.gradient(natural, targets))
+    product = backend.to_numpy(loss.ggn_multiply(natural, targets))
+
+    assert_close(gradient, 2 * scale * (z - y), "roundoff", dtype)
+    assert_close(product, 2 * scale * y, "roundoff", dtype)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, np.inf, np.nan, "1", None])
+def test_variances_and_scales_are_positive_numbers(value):
+    """A variance that is none is refused where it is written."""
+    with pytest.raises(kc.ConventionError, match="`variance`"):
+        Gaussian(variance=value)
+    with pytest.raises(kc.ConventionError, match="`scale`"):
+        SquaredError(scale=value)
+
+
+@every_case
+def test_errors_name_the_argument(backend, rng, case):
+    """What does not fit is an error with the argument's name and shape."""
+    loss, z = case.loss, case.natural(rng, 4)
+    natural = backend.asarray(z)
+    y = targets_array(backend, case, case.random_targets(rng, z), "float64")
+    wrong = backend.asarray(np.zeros((4, case.outputs + 1)))
+
+    with pytest.raises(kc.DtypeError, match=r"`natural`.*floating"):
+        loss.gradient(backend.asarray(np.zeros((4, 4), int)), y)
+    with pytest.raises(kc.DtypeError, match=r"`natural`.*array"):
+        loss.gradient(z.tolist(), y)
+    with pytest.raises(kc.ShapeError, match="`natural`"):
+        loss.gradient(backend.asarray(1.0), y)
+    with pytest.raises(kc.ShapeError, match=r"`targets`.*\(4, "):
+        loss.gradient(natural, wrong)
+    with pytest.raises(kc.ShapeError, match="`noise`"):
+        loss.sample(natural, wrong)
+    for product in ("multiply", "factor_multiply", "factor_transpose_multiply"):
+        with pytest.raises(kc.ShapeError, match=r"`v`.*\(4, "):
+            getattr(loss, f"fisher_{product}")(natural, wrong)
+        with pytest.raises(kc.DtypeError, match="`v`"):
+            getattr(loss, f"fisher_{product}")(natural, backend.asarray(z.astype(int)))
+
+
+def test_learned_variance_refuses_an_odd_number_of_outputs(backend):
+    """Means and log-variances come in equal numbers."""
+    with pytest.raises(kc.ShapeError, match="multiple of 2"):
+        GaussianLearnedVariance().gradient(
+            backend.asarray(np.zeros((4, 5))), backend.asarray(np.zeros((4, 2)))
+        )

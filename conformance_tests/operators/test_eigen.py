@@ -1,0 +1,139 @@
+"""Eigendecompositions: only their products are compared, never eigenvectors."""
+
+import numpy as np
+import pytest
+
+from kfac_core.array.status import Status
+from kfac_core.errors import NotFiniteError
+from kfac_core.linalg.eigen import eigh
+from kfac_core.linalg.ladder import symmetric_basis
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+from ..builders import reference
+from ..builders.tolerances import assert_close
+
+
+def rebuilt(w, Q):
+    """Return ``Q diag(w) Q^T``."""
+    return (Q * w[..., None, :]) @ np.swapaxes(Q, -1, -2)
+
+
+@pytest.mark.parametrize(
+    ("n", "whole"), [(1, True), (4, True), (4, False), (128, False)]
+)
+def test_the_product_is_the_matrix(backend, dtype, rng, n, whole):
+    """Q diag(w) Q^T is A, Q is orthogonal, w ascends; the upper triangle is not read."""
+    A = reference.spd(rng, n)
+    stored = A if whole else np.tril(A) + np.triu(np.full_like(A, 3.0), 1)
+    matrix = SymmetricMatrix(backend.asarray(stored, dtype), whole)
+
+    w, Q = map(backend.to_numpy, eigh(matrix, xp=backend.xp))
+
+    assert_close(rebuilt(w, Q), A, "eigenvalues", dtype)
+    assert_close(Q.T @ Q, np.eye(n), "eigenvalues", dtype)
+    assert_close(w, np.linalg.eigvalsh(A), "eigenvalues", dtype)
+    assert np.all(np.diff(w) >= 0)
+
+
+def test_repeated_eigenvalues_need_no_special_care(backend, dtype, rng):
+    """A matrix with a triple eigenvalue is rebuilt like any other."""
+    Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
+    A = rebuilt(np.array([2.0, 2.0, 2.0, 0.0]), Q)
+
+    w, V = map(
+        backend.to_numpy,
+        eigh(SymmetricMatrix(backend.asarray(A, dtype), whole=True), xp=backend.xp),
+    )
+
+    assert_close(rebuilt(w, V), A, "eigenvalues", dtype)
+
+
+def test_native_and_definition_have_the_same_products(backend, dtype, rng):
+    """A backend's own decomposition rebuilds what the definition's rebuilds."""
+    matrix = SymmetricMatrix(
+        backend.asarray(reference.spd(rng, 128), dtype), whole=True
+    )
+
+    w, Q = map(backend.to_numpy, eigh(matrix, xp=backend.xp))
+    v, P = map(backend.to_numpy, eigh.__wrapped__(matrix, xp=backend.xp))
+
+    assert_close(rebuilt(w, Q), rebuilt(v, P), "eigenvalues", dtype)
+
+
+def test_stacks_are_decomposed_one_by_one(backend, dtype, rng):
+    """Leading axes are independent matrices."""
+    A = np.stack([reference.spd(rng, 4) for _ in range(3)])
+
+    w, Q = map(
+        backend.to_numpy,
+        eigh(SymmetricMatrix(backend.asarray(A, dtype), whole=True), xp=backend.xp),
+    )
+
+    assert_close(rebuilt(w, Q), A, "eigenvalues", dtype)
+
+
+@pytest.mark.parametrize("check", ["raise", "status"])
+def test_negative_eigenvalues_are_set_to_zero_and_reported(backend, dtype, rng, check):
+    """A basis is that of the nearest semidefinite matrix; the clipped mass is known."""
+    V, _ = np.linalg.qr(rng.normal(size=(4, 4)))
+    A = rebuilt(np.array([1.0, 0.5, -0.25, -0.125]), V)
+
+    basis = symmetric_basis(
+        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        check=check,
+        name="fc/input",
+        xp=backend.xp,
+    )
+
+    w, Q = backend.to_numpy(basis.eigenvalues), backend.to_numpy(basis.eigenvectors)
+    expected = rebuilt(np.array([1.0, 0.5, 0.0, 0.0]), V)
+    assert np.all(w >= 0)
+    assert_close(rebuilt(w, Q), expected, "eigenvalues", dtype)
+    assert_close(backend.to_numpy(basis.clipped), 0.375, "eigenvalues", dtype)
+    assert int(basis.status) == Status.OK
+
+
+def test_a_zero_matrix_has_a_basis(backend, dtype):
+    """All eigenvalues are zero, and the certificate is not 0/0."""
+    matrix = SymmetricMatrix(backend.asarray(np.zeros((4, 4)), dtype), whole=True)
+
+    basis = symmetric_basis(matrix, check="raise", name="fc/input", xp=backend.xp)
+
+    assert not np.any(backend.to_numpy(basis.eigenvalues))
+    assert float(basis.residual) < 1e-6
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_matrix_that_is_not_finite_is_refused(backend, dtype, bad):
+    """NaN and infinity never reach a decomposition: an error that names the factor."""
+    A = np.eye(4)
+    A[2, 2] = bad
+
+    with pytest.raises(NotFiniteError, match="fc/input"):
+        symmetric_basis(
+            SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+            check="raise",
+            name="fc/input",
+            xp=backend.xp,
+        )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_in_status_mode_it_is_flagged_and_nan(backend, dtype, bad):
+    """A matrix that is not finite gives NaN throughout and the flag, and no error."""
+    A = np.stack([2.0 * np.eye(4), np.eye(4)])
+    A[1, 1, 0] = A[1, 0, 1] = bad
+
+    basis = symmetric_basis(
+        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        check="status",
+        name="fc/input",
+        xp=backend.xp,
+    )
+
+    w, Q = backend.to_numpy(basis.eigenvalues), backend.to_numpy(basis.eigenvectors)
+    flags = backend.to_numpy(basis.status).tolist()
+    assert flags == [Status.OK, Status.MATRIX_NOT_FINITE]
+    assert np.all(np.isnan(w[1]))
+    assert np.all(np.isnan(Q[1]))
+    assert_close(rebuilt(w[0], Q[0]), 2.0 * np.eye(4), "eigenvalues", dtype)

@@ -1,0 +1,225 @@
+"""A whole step inside ``jax.jit`` and ``jax.vmap``, and no gradient graph in any result."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kfac_core.array.status import Status
+from kfac_core.array.structure import leaves
+from kfac_core.steps import (
+    add_l2,
+    choose_gamma,
+    curvature_of_products,
+    decay_decoupled,
+    is_accepted,
+    kl_clip,
+    l2_curvature,
+    l2_penalty,
+    linear_combination,
+    quadratic_model,
+    reduction_ratio,
+    search_gamma,
+    select,
+    trust_region_rate,
+)
+
+from ..builders import reference
+from ..builders.steps_reference import SIZE, put, tree
+from ..builders.tolerances import assert_close
+
+
+@pytest.fixture
+def jax(requires_backend):
+    """JAX itself, with 64-bit floats."""
+    requires_backend("jax", adapter=True)
+    import jax
+
+    return jax
+
+
+def step(theta, grad, direction, before, products, losses, damping):
+    """Make a step with every part of the package, looking at no value.
+
+    The model is tried at two dampings as if at two gammas; the step is taken back where
+    its model was not finite or the loss grew.
+    """
+    clip = kl_clip(grad, direction, learning_rate=0.5, bound=0.2, check="status")
+    directions = [linear_combination([-clip.scale], [direction]), before]
+    options = {"weight_decay": 0.01, "only": lambda block, name: name != "bias"}
+    curvature = curvature_of_products(directions, products)
+    curvature = curvature + l2_curvature(directions, **options)
+
+    def attempt(lam):
+        model = quadratic_model(
+            add_l2(grad, theta, **options),
+            directions,
+            curvature=curvature,
+            damping=lam,
+        )
+        found = model.minimize(check="status")
+        return model.change(found.coefficients, damped=True), {
+            "coefficients": found.coefficients,
+            "status": found.status | clip.status,
+        }
+
+    best = search_gamma(attempt, damping, factor=0.5)
+    delta = linear_combination(best.step["coefficients"], directions)
+    rate = trust_region_rate(
+        curvature[0, 0], bound=0.1, maximum=1.0, check="status"
+    ).scale
+    delta = linear_combination([rate], [delta])
+    delta = decay_decoupled(delta, theta, weight_decay=0.02, learning_rate=1.0)
+    proposed = linear_combination([1.0, 1.0], [theta, delta])
+    accepted = is_accepted(*losses) & (best.step["status"] == 0)
+    after, velocity = select(accepted, (proposed, delta), (theta, before))
+    return {
+        "theta": after,
+        "velocity": velocity,
+        "gamma": best.gamma,
+        "rho": reduction_ratio(*losses, predicted=best.change),
+        "penalty": l2_penalty(after, **options),
+        "status": best.step["status"],
+    }
+
+
+def arguments(put_vector, put_scalar, rng, *, trouble=None, losses=(2.0, 1.5)):
+    """Return what `step` takes, with one thing wrong on demand."""
+    theta, grad, direction, before = rng.normal(size=(4, SIZE))
+    F = reference.spd(rng, SIZE)
+    if trouble == "first step":
+        before = np.zeros(SIZE)
+    if trouble == "parallel":
+        before = -3.0 * direction
+    if trouble == "not finite":
+        grad = np.where(np.arange(SIZE) == 5, np.nan, grad)
+    products = [put_vector(F @ d) for d in (direction, before)]
+    vectors = [put_vector(x) for x in (theta, grad, direction, before)]
+    return (*vectors, products, [put_scalar(x) for x in losses], put_scalar(0.3))
+
+
+def host(nested, prefix=""):
+    """Return the arrays of a nested dict on the host, by path."""
+    found = {}
+    for name, x in nested.items():
+        if isinstance(x, dict):
+            found |= host(x, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = np.array(x)
+    return found
+
+
+TROUBLES = [
+    # what is wrong, the losses, the status, whether the step stands
+    (None, (2.0, 1.5), 0, True),
+    (None, (2.0, 2.5), 0, False),
+    (None, (2.0, np.nan), 0, False),
+    ("first step", (2.0, 1.5), 0, True),
+    ("parallel", (2.0, 1.5), Status.NOT_POSITIVE, False),
+    ("not finite", (2.0, 1.5), Status.MATRIX_NOT_FINITE, False),
+]
+
+
+def test_a_traced_step_is_the_same_step(jax, requires_backend):
+    """One compiled program agrees with NumPy, in good steps and in every fallback."""
+    backend = requires_backend("jax")
+    traced = jax.jit(step)
+
+    for trouble, losses, status, stands in TROUBLES:
+
+        def made(put_vector, put_scalar, trouble=trouble, losses=losses):
+            rng = np.random.default_rng(5)
+            return arguments(
+                put_vector, put_scalar, rng, trouble=trouble, losses=losses
+            )
+
+        there = made(
+            lambda x: put(backend, x, "float64"),
+            lambda x: backend.asarray(x, "float64"),
+        )
+        here = made(tree, np.asarray)
+        got, expected = host(traced(*there)), host(step(*here))
+
+        assert int(got["status"]) == status
+        for path, x in expected.items():
+            if path == "rho" and np.isinf(x):
+                assert got[path] == x
+                continue
+            assert_close(got[path], x, "identity", "float64")
+        old = host(here[0])["fc1.weight"]
+        assert np.array_equal(got["theta.fc1.weight"], old) is not stands
+    assert traced._cache_size() == 1
+
+
+def test_vmap_is_a_loop(jax, requires_backend):
+    """The step under ``jax.vmap`` over dampings is a loop over them."""
+    backend = requires_backend("jax")
+    *fixed, _ = arguments(
+        lambda x: put(backend, x, "float64"),
+        lambda x: backend.asarray(x, "float64"),
+        np.random.default_rng(5),
+    )
+    dampings = backend.asarray([0.1, 30.0], "float64")
+
+    got = jax.jit(jax.vmap(lambda lam: step(*fixed, lam)["theta"]))(dampings)
+
+    traced = jax.jit(step)
+    for i, lam in enumerate((0.1, 30.0)):
+        expected = traced(*fixed, backend.asarray(lam, "float64"))["theta"]
+        for path, x in host(expected).items():
+            assert_close(host(got)[path][i], x, "identity", "float64")
+
+
+def test_a_traced_step_is_a_constant_of_differentiation(jax, requires_backend):
+    """The derivative of a step with respect to the gradient is zero."""
+    backend = requires_backend("jax")
+    theta, grad, *rest = arguments(
+        lambda x: put(backend, x, "float64"),
+        lambda x: backend.asarray(x, "float64"),
+        np.random.default_rng(5),
+    )
+
+    def entry(grad):
+        return step(theta, grad, *rest)["theta"]["fc1"]["weight"][0, 0]
+
+    derivative = jax.jit(jax.grad(entry))(grad)
+
+    assert not any(np.any(x) for x in host(derivative).values())
+
+
+def test_no_graph_is_left(requires_backend):
+    """Results of tensors that require gradients do not; the tensors still do."""
+    backend = requires_backend("torch", adapter=True)
+    given = []
+
+    def wanting(x):
+        given.append(x.requires_grad_())
+        return x
+
+    def vector(flat):
+        return {
+            block: {name: wanting(x) for name, x in parameters.items()}
+            for block, parameters in put(backend, flat, "float64").items()
+        }
+
+    made = arguments(
+        vector,
+        lambda x: wanting(backend.asarray(x, "float64")),
+        np.random.default_rng(5),
+    )
+    result = step(*made)
+    theta, grad, direction, before, _, losses, damping = made
+    model = quadratic_model(
+        grad,
+        [direction, before],
+        curvature=wanting(backend.asarray(np.eye(2), "float64")),
+        damping=damping,
+    )
+    gamma = choose_gamma([damping, 2.0 * damping], losses)
+    kept = select(wanting(backend.asarray(1.0, "float64")) > 0, theta, before)
+
+    found = [x for _, x in leaves({**result, "model": model, "kept": kept})]
+    found += [gamma, model.change(losses, damped=True)]
+    assert len(found) > 10
+    assert not any(x.requires_grad for x in found)
+    assert all(x.requires_grad for x in given)

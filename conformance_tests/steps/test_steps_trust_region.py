@@ -1,0 +1,126 @@
+"""Bounds on the length of a step, in both forms."""
+
+import numpy as np
+import pytest
+
+from kfac_core.array.status import Status
+from kfac_core.errors import ConventionError, DtypeError, NotFiniteError, ShapeError
+from kfac_core.steps import kl_clip, linear_combination, trust_region_rate
+
+from ..builders import reference
+from ..builders.steps_reference import SIZE, flat, put
+from ..builders.tolerances import assert_close
+
+
+@pytest.fixture
+def step(rng):
+    """A damped curvature, a gradient and its direction, dense."""
+    F = reference.spd(rng, SIZE)
+    grad = rng.normal(size=SIZE)
+    return F, grad, np.linalg.solve(F, grad)
+
+
+@pytest.mark.parametrize("bound", [1e-6, 1e-2, 1e6])
+def test_the_clipped_step_is_as_long_as_allowed(backend, dtype, step, bound):
+    """nu is the formula's, and ``|lr nu P grad|^2`` in the norm of F is the bound."""
+    F, grad, direction = step
+    there = put(backend, direction, dtype)
+
+    got = kl_clip(put(backend, grad, dtype), there, learning_rate=0.1, bound=bound)
+    delta = 0.1 * flat(backend, linear_combination([got.scale], [there]))
+
+    size = 0.1**2 * grad @ direction
+    nu = min(1.0, np.sqrt(bound / size))
+    assert_close(backend.to_numpy(got.scale), nu, "product", dtype)
+    assert_close(backend.to_numpy(got.size), size, "product", dtype)
+    assert int(got.status) == 0
+    assert_close(delta @ F @ delta, min(bound, size), "inverse", dtype)
+    assert (nu == 1.0) == (bound > 1.0)
+
+
+@pytest.mark.parametrize("bound", [1e-6, 1e6])
+def test_the_rate_is_the_formulas(backend, dtype, step, bound):
+    """``alpha = min(alpha_max, sqrt(bound / D . F D))``."""
+    F, _, D = step
+    length = backend.asarray(D @ F @ D, dtype)
+
+    got = trust_region_rate(length, bound=bound, maximum=0.5)
+
+    expected = min(0.5, np.sqrt(bound / (D @ F @ D)))
+    assert_close(backend.to_numpy(got.scale), expected, "product", dtype)
+    assert (expected == 0.5) == (bound > 1.0)
+
+
+def test_the_two_forms_are_one(backend, step):
+    """With ``D . F D = grad . P grad`` and alpha_max = lr, ``alpha = lr nu``."""
+    F, grad, direction = step
+    vectors = put(backend, grad, "float64"), put(backend, direction, "float64")
+    length = backend.asarray(direction @ F @ direction, "float64")
+
+    nu = kl_clip(*vectors, learning_rate=0.1, bound=1e-4).scale
+    alpha = trust_region_rate(length, bound=1e-4, maximum=0.1).scale
+
+    assert_close(
+        backend.to_numpy(alpha), 0.1 * backend.to_numpy(nu), "product", "float64"
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "status"),
+    [
+        (0.0, 1.0, 0),
+        (-1.0, 1.0, Status.NOT_POSITIVE),
+        (1e-300, 1.0, 0),
+        (1e-320, 1.0, 0),
+    ],
+)
+def test_next_to_nothing_is_not_clipped(size, scale, status):
+    """No gradient, or one below zero, has the scale of no bound."""
+    one, other = {"fc": {"w": np.ones(1)}}, {"fc": {"w": np.full(1, size)}}
+
+    clip = kl_clip(one, other, learning_rate=1.0, bound=0.1)
+    rate = trust_region_rate(np.asarray(size), bound=0.1, maximum=1.0)
+
+    for got in (clip, rate):
+        assert got.scale == scale
+        assert got.status == status
+
+
+def test_a_learning_rate_of_zero_is_not_clipped():
+    """0 / 0 is a step of no length."""
+    one = {"fc": {"w": np.ones(1)}}
+
+    assert kl_clip(one, one, learning_rate=0.0, bound=0.1).scale == 1.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_length_that_is_not_finite_raises_or_is_flagged(backend, bad):
+    """Never a silent NaN: an error, or zero with a flag."""
+    length = backend.asarray(bad, "float64")
+    gradient = put(backend, np.full(SIZE, bad), "float64")
+    one = put(backend, np.ones(SIZE), "float64")
+
+    rate = trust_region_rate(length, bound=1.0, maximum=1.0, check="status")
+    clip = kl_clip(gradient, one, learning_rate=1.0, bound=1.0, check="status")
+
+    for got in (rate, clip):
+        assert float(got.scale) == 0.0
+        assert int(got.status) == Status.MATRIX_NOT_FINITE
+    with pytest.raises(NotFiniteError, match="length of the step"):
+        trust_region_rate(length, bound=1.0, maximum=1.0)
+    with pytest.raises(NotFiniteError, match="length of the step"):
+        kl_clip(gradient, one, learning_rate=1.0, bound=1.0)
+
+
+def test_arguments_that_cannot_be_used_are_named():
+    """A matrix of curvatures is refused, with its shape; and a bound below zero."""
+    with pytest.raises(ShapeError, match=r"`curvature`.*\(2, 2\)"):
+        trust_region_rate(np.eye(2), bound=1.0, maximum=1.0)
+    with pytest.raises(DtypeError, match=r"`curvature`.*int"):
+        trust_region_rate(np.ones((), int), bound=1.0, maximum=1.0)
+    with pytest.raises(ConventionError, match=r"`bound` to be positive, got -1"):
+        trust_region_rate(np.ones(()), bound=-1.0, maximum=1.0)
+    with pytest.raises(ConventionError, match="`maximum`"):
+        trust_region_rate(np.ones(()), bound=1.0, maximum=0.0)
+    with pytest.raises(ConventionError, match="`check`"):
+        trust_region_rate(np.ones(()), bound=1.0, maximum=1.0, check="ignore")

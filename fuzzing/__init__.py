@@ -1,1 +1,0 @@
-"""Coverage-guided fuzzing of the readers of files: ``python -m fuzzing checkpoint``."""

@@ -1,0 +1,1 @@
+"""Arrays of any library: namespaces, backends, structures, dispatch, precision."""

@@ -1,0 +1,344 @@
+"""What an array library brings: the `Backend` protocol and the registry of backends.
+
+Conventions.  A backend has the name of its library's root package (``"torch"``), and
+arrays in decide which backend computes: an array whose namespace belongs to
+``torch`` is computed by ``torch``, and nothing is converted.  An *adapter* is a
+module or an object that the entry-point group ``kfac_core.backends`` (or
+`register_backend`) gives for a name.  Everything in it but ``name`` is optional: what
+it lacks is done by `kfac_core.array.generic_backend`, in the pure Array API standard.
+
+`OPERATIONS` names the operations that an adapter may bring natively, as functions of
+those names with the signatures of their generic definitions in `kfac_core.linalg`.
+A native operation may return ``NotImplemented`` for arguments that it does not
+cover; then the definition is used.  With no adapter at all everything computes the
+same, only slower.
+
+An adapter is imported when its arrays (or its name) are first met, and published
+only when it is complete, so that threads never see half of one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+import numpy as np
+
+from kfac_core.array.generic_backend import BrokenBackend, GenericBackend
+from kfac_core.array.structure import Registrar, register_structures_with
+from kfac_core.errors import UnknownBackendError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "OPERATIONS",
+    "Array",
+    "Backend",
+    "Namespace",
+    "adapter_problem",
+    "backend_names",
+    "backend_of",
+    "get_backend",
+    "load_adapters",
+    "native_operation",
+    "native_operations",
+    "register_backend",
+]
+
+Array: TypeAlias = Any
+"""An array of any library that follows the Array API standard."""
+
+Namespace: TypeAlias = Any
+"""The Array API namespace of such a library."""
+
+ENTRY_POINT_GROUP = "kfac_core.backends"
+
+OPERATIONS = (
+    "gram_update",
+    "damped_cholesky",
+    "cholesky_inverse",
+    "solve_triangular",
+    "multiply_triangular",
+    "eigh",
+    "multiply_symmetric",
+    "scale_symmetric",
+    "all_finite",
+    "known_finite",
+    "is_plain",
+    "relative_norm",
+    "count_indices",
+    "sum_rows_at",
+    "host_computes",
+    "host_view",
+    "from_host",
+)
+"""The operations that a backend may replace by native ones, by these names."""
+
+
+class Backend(Protocol):
+    """What the library asks of a backend, beyond the operations.
+
+    An adapter that leaves a member out gets the generic one; see `GenericBackend`,
+    whose docstrings say what each must do.
+    """
+
+    name: str
+
+    def problem(self) -> str | None:
+        """Say why the backend cannot be used here, and what to install; else None."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Return the versions of the libraries behind the backend."""
+
+    def devices(self) -> tuple[str, ...]:
+        """Return the names of the devices, as they stand after the colon."""
+
+    def namespace(self) -> Namespace:
+        """Return the Array API namespace."""
+
+    def device(self, spec: str | None, /) -> Any:
+        """Return the library's device of that name (None: the library's default)."""
+
+    def asarray(self, values: np.ndarray[Any, Any], /, *, device: Any) -> Array:
+        """Copy a NumPy array to a device, keeping its dtype."""
+
+    def to_numpy(self, x: Array, /) -> np.ndarray[Any, Any]:
+        """Copy an array to the host."""
+
+    def detach(self, x: Array, /) -> Array:
+        """Return the array without the gradient graph that it may hang on."""
+
+    def compiled(
+        self, function: Callable[..., Any], /, *, donate: tuple[int, ...]
+    ) -> Callable[..., Any] | None:
+        """Return a compiled form of a pure function, or None without a compiler."""
+
+    def enable_float64(self) -> None:
+        """Let the library make 64-bit floats, where it does not by itself."""
+
+    def threads(self) -> int:
+        """Return how many threads one call of the library computes on."""
+
+    def hold_threads(self, number: int, /) -> Callable[[], None]:
+        """Let calls compute on so many threads; return what undoes it."""
+
+
+_loaded: dict[str, Backend] = {}
+_operations: dict[str, Mapping[str, Callable[..., Any]]] = {}
+_problems: dict[str, str] = {}
+_operations_by_namespace: dict[str, dict[str, Callable[..., Any]]] = {}
+"""The same by the usual names of a namespace, for the many look-ups of a step."""
+_lock = threading.RLock()
+
+
+def register_backend(adapter: Any, /) -> None:
+    """Register an adapter in this process, as an entry point would.
+
+    Parameters
+    ----------
+    adapter : module or object
+        With a ``name``, and any members of `Backend` and `OPERATIONS`.  It takes the
+        place of an adapter of the same name.
+    """
+    name: str = adapter.name
+    with _lock:
+        operations = {
+            op: getattr(adapter, op) for op in OPERATIONS if hasattr(adapter, op)
+        }
+        registrar: Registrar | None = getattr(adapter, "register_structure", None)
+        if registrar is not None:
+            register_structures_with(registrar)
+        _problems.pop(name, None)
+        _publish(name, operations)
+        _loaded[name] = cast("Backend", _Completed(adapter, GenericBackend(name)))
+
+
+def get_backend(name: str, /) -> Backend:
+    """Return the backend of a name, importing its adapter if that is not done yet.
+
+    Parameters
+    ----------
+    name : str
+        As in ``KFAC_CORE_BACKEND``, without a device.
+
+    Returns
+    -------
+    Backend
+        Complete; whether it is usable here its ``problem()`` says.
+
+    Raises
+    ------
+    UnknownBackendError
+        Where nothing of that name is registered, and no importable package of that
+        name follows the Array API standard.
+    """
+    if name not in _loaded:
+        _load(name)
+    backend = _loaded[name]
+    known = name in _entry_points()
+    if isinstance(backend, GenericBackend) and not (known or backend.is_known()):
+        raise UnknownBackendError(
+            f"Unknown backend {name!r}: registered are {', '.join(backend_names())}, and "
+            f"no package {name!r} that follows the Array API standard can be imported. "
+            "Check the spelling of `KFAC_CORE_BACKEND` or of the argument, or install "
+            "the package."
+        )
+    return backend
+
+
+def backend_of(xp: Namespace, /) -> Backend:
+    """Return the backend of an Array API namespace."""
+    name = _root(xp)
+    if name not in _loaded:
+        _load(name)
+    return _loaded[name]
+
+
+def native_operation(name: str, xp: Namespace, /) -> Callable[..., Any] | None:
+    """Return the native operation for the arrays of a namespace, or None."""
+    found = _operations_by_namespace.get(xp.__name__)
+    if found is not None:
+        return found.get(name)
+    root = _root(xp)
+    if root not in _operations:
+        _load(root)
+    return _operations[root].get(name)
+
+
+def native_operations(name: str, /) -> frozenset[str]:
+    """Return the names of the operations that the backend of a name brings natively."""
+    get_backend(name)
+    return frozenset(_operations[name])
+
+
+def backend_names() -> tuple[str, ...]:
+    """Return the names of all registered backends, whether usable here or not."""
+    return tuple(sorted({*_entry_points(), *_operations_with_adapters()}))
+
+
+def load_adapters() -> None:
+    """Import the adapters of all libraries that this process has imported already.
+
+    Whoever holds an array has imported its library.  Done where a block is described,
+    since a program that is being traced later can import nothing.  NumPy is passed
+    over: this package itself imports it, so that its being there says nothing, and
+    nothing traces NumPy.
+    """
+    for name in _entry_points():
+        if name != np.__name__ and name in sys.modules and name not in _loaded:
+            _load(name)
+
+
+def adapter_problem(name: str, /) -> str | None:
+    """Say why the adapter of a name could not be imported; None where it was."""
+    return _problems.get(name)
+
+
+class _Completed:
+    """An adapter, with the generic plumbing in place of the members it lacks."""
+
+    def __init__(self, adapter: Any, generic: GenericBackend) -> None:
+        self._adapter = adapter
+        self._generic = generic
+        self.name = generic.name
+
+    def problem(self) -> str | None:
+        """Say what the adapter says; an adapter that cannot say it is the problem."""
+        asked = getattr(self._adapter, "problem", None) or self._generic.problem
+        try:
+            found: str | None = asked()
+        except Exception as error:
+            # Whoever chooses another backend, or asks the doctor, is not to fail here.
+            said = f"{type(error).__name__}: {error}"
+            entry = _entry_points().get(self.name)
+            return _broken(entry, said, "asked for its problem") if entry else said
+        return found
+
+    def __getattr__(self, member: str) -> Any:
+        found = getattr(self._adapter, member, None)
+        found = found if found is not None else getattr(self._generic, member)
+        # The next time it is found before this is asked.
+        self.__dict__[member] = found
+        return found
+
+
+def _root(xp: Namespace) -> str:
+    """Return the root package of a namespace: ``array_api_compat.torch`` -> ``torch``."""
+    return _root_of(xp.__name__)
+
+
+@functools.cache
+def _root_of(name: str) -> str:
+    return name.removeprefix("array_api_compat.").partition(".")[0]
+
+
+def _publish(name: str, operations: dict[str, Callable[..., Any]]) -> None:
+    _operations[name] = MappingProxyType(operations)
+    for namespace in (name, f"array_api_compat.{name}", f"{name}.numpy"):
+        _operations_by_namespace[namespace] = operations
+
+
+def _load(name: str) -> None:
+    """Import the adapter of a name; without one, publish the generic backend."""
+    with _lock:
+        if name in _loaded:
+            return
+        entry = _entry_points().get(name)
+        if entry is not None:
+            try:
+                register_backend(_adapter(entry))
+            except ImportError as error:
+                # The adapter (or its library) is not there.  Arrays of the library may
+                # be all the same, and the definitions serve them.
+                _problems[name] = str(error)
+            except Exception as error:
+                _problems[name] = f"{type(error).__name__}: {error}"
+                _publish(name, {})
+                reason = _broken(entry, _problems[name])
+                _loaded[name] = BrokenBackend(name, reason)
+                # Arrays get this far without anybody asking what the problem is.
+                warnings.warn(f"Backend {name!r}: {reason}.", stacklevel=2)
+                return
+            else:
+                return
+        _publish(name, {})
+        _loaded[name] = GenericBackend(name)
+
+
+def _adapter(entry: EntryPoint) -> Any:
+    """Import an adapter, which must bear the name that it is registered by."""
+    adapter = entry.load()
+    found = getattr(adapter, "name", None)
+    if found != entry.name:
+        raise ValueError(f"expected its `name` to be {entry.name!r}, got {found!r}")
+    return adapter
+
+
+def _broken(entry: EntryPoint, error: str, use: str = "loaded") -> str:
+    """Say whose adapter is broken, and what to do."""
+    package = "an unknown package"
+    if entry.dist is not None:
+        package = f"the package {entry.dist.name} {entry.dist.version}"
+    return (
+        f"its adapter {entry.value!r}, of {package}, cannot be {use} ({error}); "
+        "update that package, or uninstall it"
+    )
+
+
+@functools.cache
+def _entry_points() -> dict[str, EntryPoint]:
+    # A fifth of the time of `import kfac_core`, if it stood at the top.
+    from importlib.metadata import entry_points
+
+    return {e.name: e for e in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _operations_with_adapters() -> list[str]:
+    return [n for n, b in _loaded.items() if not isinstance(b, GenericBackend)]

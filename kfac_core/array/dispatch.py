@@ -1,0 +1,55 @@
+"""From an operation's definition to the native one, where the backend has it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from kfac_core.array.backend import OPERATIONS, native_operation
+
+__all__ = ["dispatched", "is_factorization_failure"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
+    """Let a backend replace an operation by the native one of the same name.
+
+    Parameters
+    ----------
+    definition : callable
+        In the pure standard, with the namespace as the keyword ``xp``.  Its name is
+        one of `kfac_core.array.backend.OPERATIONS`.  It stays reachable as ``__wrapped__``.
+
+    Returns
+    -------
+    callable
+        With the same signature.
+    """
+    name = definition.__name__
+    if name not in OPERATIONS:
+        raise ValueError(f"{name!r} is not among OPERATIONS: {', '.join(OPERATIONS)}")
+
+    @functools.wraps(definition)
+    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        native = native_operation(name, kwargs["xp"])
+        if native is not None:
+            result: Any = native(*args, **kwargs)
+            if result is not NotImplemented:
+                answer: R = result
+                return answer
+        return definition(*args, **kwargs)
+
+    return operation
+
+
+def is_factorization_failure(error: Exception, /) -> bool:
+    """Whether an exception is some library's word for "not factorizable".
+
+    The standard names no exception, and the libraries' have no common base: NumPy's
+    derives from ValueError, PyTorch's from RuntimeError.  Their names agree.
+    """
+    names = (cls.__name__.lstrip("_") for cls in type(error).__mro__)
+    return "LinAlgError" in names

@@ -1,0 +1,373 @@
+"""What is taken as an array: namespaces, devices, dtypes, and the checks at the door.
+
+Conventions.  Arrays decide the library; two arrays given together must be of one
+library and on one device.  Real floating dtypes only: integers are refused, since an
+average of integers is not what anybody means, and half precision is widened to
+float32 before anything is computed with it.  A scalar (a damping, a decay) is a Python
+number or a 0-d array, possibly a traced one.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.status import Status
+from kfac_core.errors import (
+    BackendUnavailableError,
+    DtypeError,
+    MixedArraysError,
+    ShapeError,
+)
+
+__all__ = [
+    "any_status",
+    "Scalar",
+    "as_scalar",
+    "cast",
+    "device_of",
+    "full_of",
+    "is_finite_number",
+    "moved_axis",
+    "namespace_of",
+    "own_namespace",
+    "require_floating",
+    "require_matrix",
+    "same_place",
+    "status_unless",
+    "wide_dtype",
+]
+
+_FLAGS = tuple(int(flag) for flag in Status)
+
+ARRAY_API_VERSION = "2024.12"
+"""The oldest version of the Array API standard that is enough."""
+
+_namespaces: dict[type[Any], Namespace] = {}
+"""The namespaces of the types of array that were met, for the next time."""
+
+_real_floating: dict[tuple[str, Any], bool] = {}
+"""Whether a dtype of a namespace is a real floating one."""
+
+_standard_devices: dict[type[Any], bool] = {}
+"""Whether the arrays of a type have the standard's attribute ``device``."""
+
+NO_ARRAYS: Mapping[str, Array | None] = MappingProxyType({})
+
+Scalar = Any
+"""A Python number, or a 0-d array of the library that the other arrays are of."""
+
+
+def namespace_of(
+    *, optional: Mapping[str, Array | None] = NO_ARRAYS, **arrays: Array
+) -> Namespace:
+    """Return the one namespace of the arrays, which are named by the keywords.
+
+    Parameters
+    ----------
+    optional : mapping of str to array or None
+        Arguments that may be left out: None is passed over.
+    **arrays : array
+        The other arguments, by the names that an error message should use.
+
+    Returns
+    -------
+    namespace
+        With the functions of the Array API standard.
+
+    Raises
+    ------
+    DtypeError
+        Where an argument is no array.
+    MixedArraysError
+        Where two of them are of different libraries, or on different devices.
+    BackendUnavailableError
+        Where the library follows too old a version of the standard.
+    """
+    given = arrays
+    if optional is not NO_ARRAYS:
+        given = arrays | {name: x for name, x in optional.items() if x is not None}
+    xp = _known_namespace(given)
+    if xp is None:
+        try:
+            # None and Python numbers have no namespace and are passed over.
+            xp = array_api_compat.array_namespace(*given.values())
+            complete = all(hasattr(x, "dtype") for x in given.values())
+        except TypeError as error:
+            raise _explain(given) from error
+        if not complete:
+            raise _explain(given)
+        _require_version(xp)
+        for x in given.values():
+            _namespaces[type(x)] = xp
+    if len(given) > 1:
+        same_place(**given)
+    return xp
+
+
+def own_namespace(x: Array, /) -> Namespace:
+    """Return the namespace of one thing that is known to be an array."""
+    xp = _namespaces.get(type(x))
+    if xp is None:
+        xp = array_api_compat.array_namespace(x)
+        _require_version(xp)
+        _namespaces[type(x)] = xp
+    return xp
+
+
+def same_place(**arrays: Array | None) -> None:
+    """Raise where arrays of one library lie on different devices.
+
+    Parameters
+    ----------
+    **arrays : array or None
+        As for `namespace_of`.
+
+    Raises
+    ------
+    MixedArraysError
+        Naming the first two that differ.
+    """
+    first: tuple[str, Any] | None = None
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        place = device_of(x)
+        if place is None:
+            continue
+        if first is None:
+            first = (name, place)
+        elif place != first[1]:
+            raise MixedArraysError(
+                f"`{first[0]}` is on {first[1]} and `{name}` is on {place}: arrays given "
+                "together must be on one device. Move one of them yourself; nothing is "
+                "moved in silence."
+            )
+
+
+def device_of(x: Array, /) -> Any:
+    """Return the device of an array; None where a tracer does not know it."""
+    standard = _standard_devices.get(type(x))
+    if standard is None:
+        standard = _standard_devices[type(x)] = _has_standard_device(x)
+    if standard:
+        return x.device
+    try:
+        return array_api_compat.device(x)
+    except AttributeError:
+        return None
+
+
+def require_floating(xp: Namespace, x: Array, name: str, /) -> None:
+    """Raise `DtypeError` unless the dtype is a real floating one.
+
+    Parameters
+    ----------
+    xp : namespace
+        Of the array.
+    x : array
+        Any shape.
+    name : str
+        What a message should call it.
+
+    Raises
+    ------
+    DtypeError
+        For integers, booleans and complex numbers.
+    """
+    if not _is_real_floating(xp, x.dtype):
+        raise DtypeError(
+            f"Expected `{name}` to have a real floating dtype, got {x.dtype}. Convert it "
+            "first, for example with `astype(x, float32)`."
+        )
+
+
+def require_matrix(x: Array, shape: tuple[int, ...], name: str, /) -> None:
+    """Raise `ShapeError` unless the array has exactly that shape."""
+    if tuple(x.shape) != shape:
+        raise ShapeError(
+            f"Expected `{name}` to have shape {shape}, got {tuple(x.shape)}."
+        )
+
+
+def wide_dtype(xp: Namespace, dtype: Any, /) -> Any:
+    """Return the dtype itself, or float32 where that is narrower than 32 bits."""
+    return xp.float32 if xp.finfo(dtype).bits < 32 else dtype
+
+
+def cast(xp: Namespace, x: Array, dtype: Any, /) -> Array:
+    """Return the array in a dtype, itself where it has that already."""
+    return x if x.dtype == dtype else xp.astype(x, dtype)
+
+
+def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
+    """Bring a scalar argument into a form that never changes a result's dtype.
+
+    Parameters
+    ----------
+    xp : namespace
+        Of the arrays that the scalar goes together with.
+    value : float or 0-d array
+        NumPy scalars and other real numbers become Python floats.
+    dtype : dtype
+        What a 0-d array is cast to.
+    name : str
+        What a message should call it.
+
+    Returns
+    -------
+    float or 0-d array
+        The scalar.
+
+    Raises
+    ------
+    ShapeError
+        Where an array is not 0-d.
+    DtypeError, MixedArraysError
+        Where it is neither a number nor an array of this library.
+    """
+    if isinstance(value, numbers.Real):
+        return float(value)
+    try:
+        namespace = array_api_compat.array_namespace(value)
+    except TypeError as error:
+        raise DtypeError(
+            f"Expected `{name}` to be a number or a 0-d array, got {value!r}."
+        ) from error
+    if value.ndim != 0:
+        raise ShapeError(
+            f"Expected `{name}` to be a number or a 0-d array, got an array of shape "
+            f"{tuple(value.shape)}."
+        )
+    if namespace is not xp:
+        raise MixedArraysError(
+            f"`{name}` is a 0-d array of {namespace.__name__}, but the other arrays are "
+            f"of {xp.__name__}. Give a Python number, or an array of that library."
+        )
+    return cast(xp, value, dtype)
+
+
+def moved_axis(x: Array, source: int, destination: int, /, *, xp: Namespace) -> Array:
+    """Return the array with one axis in another place, the others in their order.
+
+    As ``moveaxis`` of the standard, which PyTorch cannot do under ``torch.func.vmap``.
+    """
+    axes = list(range(x.ndim))
+    axis = axes.pop(source)
+    axes.insert(destination % x.ndim, axis)
+    return xp.permute_dims(x, tuple(axes))
+
+
+def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
+    """Return a scalar as a 0-d array of the dtype and on the device of another array."""
+    if isinstance(value, numbers.Real):
+        return xp.full((), float(value), dtype=like.dtype, device=device_of(like))
+    return cast(xp, value, like.dtype)
+
+
+def status_unless(xp: Namespace, condition: Array, flag: int, /) -> Array:
+    """Return 0 where the condition (an array of booleans) holds, else `flag`.
+
+    A comparison with NaN is false, so that conditions state what is wanted.
+    """
+    return xp.astype(xp.logical_not(condition), xp.int32) * int(flag)
+
+
+def any_status(status: Array, /, *, xp: Namespace) -> Array:
+    """Return the flags of a whole stack, 0-d: those that stand anywhere in it."""
+    if status.ndim == 0:
+        return status
+    total = xp.zeros((), dtype=xp.int32, device=device_of(status))
+    for flag in _FLAGS:
+        total = total + xp.astype(xp.any((status & flag) != 0), xp.int32) * flag
+    return total
+
+
+def is_finite_number(value: object, /) -> bool:
+    """Whether a value is a Python number that is neither NaN nor infinite."""
+    if not isinstance(value, numbers.Real):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
+def _known_namespace(given: Mapping[str, Any]) -> Namespace | None:
+    """Return the namespace of arrays whose types were all met before."""
+    xp = None
+    for x in given.values():
+        found = _namespaces.get(type(x))
+        if found is None or (xp is not None and found is not xp):
+            return None
+        xp = found
+    return xp
+
+
+def _require_version(xp: Namespace) -> None:
+    """Raise for a library whose functions are not those of a version that is enough."""
+    version = getattr(xp, "__array_api_version__", None)
+    if version is None:
+        found = "does not say which version of the Array API standard it follows"
+    elif version < ARRAY_API_VERSION:
+        found = f"follows version {version} of the Array API standard"
+    else:
+        return
+    raise BackendUnavailableError(
+        f"{_short(xp.__name__)} {found}; kfac_core needs {ARRAY_API_VERSION} or newer. "
+        "Install a newer version of the library."
+    )
+
+
+def _has_standard_device(x: Array) -> bool:
+    return hasattr(type(x), "device") and not (
+        array_api_compat.is_jax_array(x)
+        or array_api_compat.is_dask_array(x)
+        or array_api_compat.is_pydata_sparse_array(x)
+    )
+
+
+def _is_real_floating(xp: Namespace, dtype: Any) -> bool:
+    key = (xp.__name__, dtype)
+    known = _real_floating.get(key)
+    if known is None:
+        try:
+            known = bool(xp.isdtype(dtype, "real floating"))
+        except TypeError:
+            # NumPy knows extension dtypes (bfloat16) not at all.
+            known = False
+        _real_floating[key] = known
+    return known
+
+
+def _explain(given: dict[str, Any]) -> Exception:
+    """Say which argument is no array, or which two are of different libraries."""
+    libraries: dict[str, str] = {}
+    for name, x in given.items():
+        try:
+            libraries[name] = array_api_compat.array_namespace(x).__name__
+            problem = not hasattr(x, "dtype")
+        except TypeError:
+            problem = True
+        if problem:
+            return DtypeError(
+                f"Expected `{name}` to be an array, got {type(x).__name__}. Make it one "
+                "with the library that you use, or with kfac_core.asarray."
+            )
+    (first, library), *rest = libraries.items()
+    second = next((name for name, other in rest if other != library), first)
+    return MixedArraysError(
+        f"`{first}` is an array of {_short(library)} and `{second}` of "
+        f"{_short(libraries[second])}: arrays given together must be of one library. "
+        "Convert one of them; nothing is converted in silence."
+    )
+
+
+def _short(library: str) -> str:
+    return library.removeprefix("array_api_compat.")

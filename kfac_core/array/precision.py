@@ -1,0 +1,57 @@
+"""In which dtypes statistics are kept, factorized and applied.
+
+Three separate choices, none of them hidden.  *Storage* is the dtype of the running
+sums: float32 or wider, whatever the data are.  *Computing* is the dtype in which a
+damped factor is factorized.  *Applying* is the dtype in which the snapshot is kept and
+multiplied; a product is returned in the dtype of the vector that was given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kfac_core.array.backend import Namespace
+from kfac_core.errors import ConventionError
+
+__all__ = ["FloatName", "Precision"]
+
+FloatName = Literal["float32", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The three dtypes, by name.
+
+    Parameters
+    ----------
+    storage : {"float32", "float64"} or None
+        Of the statistics; None is the dtype of the first batch, or float32 where that
+        is narrower.
+    compute : {"float32", "float64"} or None
+        Of the factorizations; None is the storage dtype.
+    apply : {"float32", "float64"} or None
+        Of the snapshot; None is the storage dtype.
+
+    Raises
+    ------
+    ConventionError
+        For any other name; half precision is refused, since a factor rounded to it is
+        no longer positive semidefinite.
+    """
+
+    storage: FloatName | None = None
+    compute: FloatName | None = None
+    apply: FloatName | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("storage", "compute", "apply"):
+            if getattr(self, name) not in ("float32", "float64", None):
+                raise ConventionError(
+                    f"Expected `{name}` to be 'float32', 'float64' or None, got "
+                    f"{getattr(self, name)!r}. Statistics and factorizations need 32 bits."
+                )
+
+    def dtype(self, name: FloatName | None, fallback: Any, /, *, xp: Namespace) -> Any:
+        """Return the library's dtype of a name, or the fallback for None."""
+        return fallback if name is None else getattr(xp, name)

@@ -1,0 +1,230 @@
+"""Which backend serves where no array is there to decide.
+
+Arrays in decide the library, always; nothing here changes that.  Only where an array
+is to be made from none (`asarray` of NumPy values, the demo, tests, the command line)
+one of these is taken, the first that is given:
+
+1. the explicit argument ``backend=``;
+2. ``with use_backend("torch:cuda:0")`` (local to the thread or task, and to threads
+   that copy its context);
+3. `set_default_backend` (for the whole process);
+4. the environment variable ``KFAC_CORE_BACKEND=name[:device]``, read at first use;
+5. ``numpy``.
+
+An unknown or unusable name is an error that lists what there is; nothing is ever
+replaced in silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+from kfac_core.array.backend import (
+    Array,
+    Backend,
+    backend_names,
+    backend_of,
+    get_backend,
+)
+from kfac_core.errors import BackendUnavailableError
+
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "Selection",
+    "asarray",
+    "enable_float64",
+    "selected_backend",
+    "set_default_backend",
+    "to_numpy",
+    "use_backend",
+]
+
+ENVIRONMENT_VARIABLE = "KFAC_CORE_BACKEND"
+
+_context: ContextVar[str | None] = ContextVar("kfac_core_backend", default=None)
+_process: list[str | None] = [None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A backend and a device, and why they were chosen.
+
+    Attributes
+    ----------
+    backend : Backend
+        The backend.
+    device : object
+        The library's device; None is the library's default.
+    spec : str
+        The specification as it was given, ``name[:device]``.
+    reason : str
+        Where it was given.
+    """
+
+    backend: Backend
+    device: Any
+    spec: str
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """The name of the backend."""
+        return self.backend.name
+
+
+def selected_backend(backend: str | None = None, /) -> Selection:
+    """Return the backend that serves where no array decides, and why.
+
+    Parameters
+    ----------
+    backend : str, optional
+        An explicit ``name[:device]``, which goes before everything else.
+
+    Returns
+    -------
+    Selection
+        The backend, usable here, and its device.
+
+    Raises
+    ------
+    UnknownBackendError
+        Where no backend has that name.
+    BackendUnavailableError
+        Where the library or the device cannot be used here.
+    """
+    spec, reason = _choose(backend)
+    name, _, device = spec.partition(":")
+    found = get_backend(name)
+    problem = found.problem()
+    if problem is not None:
+        raise BackendUnavailableError(
+            f"Backend {name!r} ({reason}) cannot be used here: {problem}. "
+            f"Usable here: {', '.join(_usable()) or 'none'}."
+        )
+    try:
+        return Selection(found, found.device(device or None), spec, reason)
+    except (ValueError, RuntimeError) as error:
+        raise BackendUnavailableError(
+            f"Backend {spec!r} ({reason}): no such device here: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def use_backend(spec: str, /) -> Iterator[Selection]:
+    """Choose the default backend for a block of code.
+
+    Parameters
+    ----------
+    spec : str
+        ``name[:device]``, such as ``"torch:cuda:0"``.
+
+    Yields
+    ------
+    Selection
+        The backend and its device.
+
+    Raises
+    ------
+    UnknownBackendError, BackendUnavailableError
+        As `selected_backend`, before the block is entered.
+
+    Notes
+    -----
+    The choice is local to the current thread or asynchronous task: threads started
+    inside the block do not see it.  `set_default_backend` is for the process.
+    """
+    selection = selected_backend(spec)
+    token = _context.set(spec)
+    try:
+        yield selection
+    finally:
+        _context.reset(token)
+
+
+def set_default_backend(spec: str | None, /) -> None:
+    """Choose the default backend for the whole process.
+
+    Parameters
+    ----------
+    spec : str or None
+        ``name[:device]``; None takes an earlier choice back.
+
+    Raises
+    ------
+    UnknownBackendError, BackendUnavailableError
+        As `selected_backend`; the earlier choice then stays.
+    """
+    if spec is not None:
+        selected_backend(spec)
+    _process[0] = spec
+
+
+def asarray(values: np.ndarray[Any, Any], /, *, backend: str | None = None) -> Array:
+    """Copy a NumPy array to the selected backend and device, keeping its dtype.
+
+    Parameters
+    ----------
+    values : numpy.ndarray
+        The values; never modified and never aliased.
+    backend : str, optional
+        ``name[:device]`` instead of the selected one.
+
+    Returns
+    -------
+    array
+        Of the selected library.
+
+    Raises
+    ------
+    UnknownBackendError, BackendUnavailableError
+        As `selected_backend`.
+    DtypeError
+        Where the library would narrow the dtype in silence (JAX without 64 bits).
+    """
+    selection = selected_backend(backend)
+    return selection.backend.asarray(np.asarray(values), device=selection.device)
+
+
+def to_numpy(x: Array, /) -> np.ndarray[Any, Any]:
+    """Copy an array of any library to the host; waits for its device."""
+    return backend_of(array_api_compat.array_namespace(x)).to_numpy(x)
+
+
+def enable_float64(*, backend: str | None = None) -> None:
+    """Let the selected library make 64-bit floats.
+
+    For programs, not for libraries: it changes a process-wide setting of the array
+    library where that has one (JAX), and does nothing elsewhere.
+
+    Parameters
+    ----------
+    backend : str, optional
+        ``name[:device]`` instead of the selected one.
+    """
+    selected_backend(backend).backend.enable_float64()
+
+
+def _choose(explicit: str | None) -> tuple[str, str]:
+    if explicit is not None:
+        return explicit, "given as an argument"
+    local = _context.get()
+    if local is not None:
+        return local, "chosen by use_backend"
+    if _process[0] is not None:
+        return _process[0], "chosen by set_default_backend"
+    variable = os.environ.get(ENVIRONMENT_VARIABLE)
+    if variable:
+        return variable, f"from {ENVIRONMENT_VARIABLE}={variable}"
+    return "numpy", "the default"
+
+
+def _usable() -> list[str]:
+    return [name for name in backend_names() if get_backend(name).problem() is None]

@@ -1,0 +1,1 @@
+"""How the loops over blocks are run: stacks, threads, background, costs."""

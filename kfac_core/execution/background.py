@@ -1,0 +1,60 @@
+"""A refresh that runs beside the steps, which go on with the operators that there are.
+
+Conventions.  The thread computes from statistics and dampings as they were when it was
+started; updates in the meantime count towards the age of what it makes.  Nothing changes
+in the estimator until `BackgroundRefresh.install` is called, so that the step at which new
+operators take over is the caller's to say, and the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kfac_core.execution.refreshing import Made, Refresh
+
+__all__ = ["BackgroundRefresh"]
+
+
+class BackgroundRefresh:
+    """A refresh under way; made by `kfac_core.Estimator.start_refresh`.
+
+    Parameters
+    ----------
+    refresh : Refresh
+        What is run.
+    install : callable
+        Takes over what it made.
+    """
+
+    def __init__(
+        self, refresh: Refresh, install: Callable[[Refresh, dict[str, Made]], None]
+    ) -> None:
+        self._refresh = refresh
+        self._install: Callable[[Refresh, dict[str, Made]], None] | None = install
+        pool = ThreadPoolExecutor(1, thread_name_prefix="kfac_core-refresh")
+        self._made: Future[dict[str, Made]] = pool.submit(refresh.run)
+        # The thread ends with its one task.
+        pool.shutdown(wait=False)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has been computed; `install` does not wait then."""
+        return self._made.done()
+
+    def install(self) -> None:
+        """Let the estimator take over the operators, waiting for them if need be.
+
+        A second call does nothing.
+
+        Raises
+        ------
+        KFACError
+            As `kfac_core.Estimator.refresh`.
+        """
+        made = self._made.result()
+        install, self._install = self._install, None
+        if install is not None:
+            install(self._refresh, made)

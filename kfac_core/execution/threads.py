@@ -1,0 +1,151 @@
+"""Independent problems on several threads.
+
+Conventions.  Many factorizations of a few hundred rows go faster side by side than one
+after the other on all processors.  Each then has its share of the threads that the
+library had: on PyTorch always, on NumPy where threadpoolctl is installed; else say
+``OPENBLAS_NUM_THREADS=1`` before the start.  Only what a library does without the
+interpreter's lock runs at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from kfac_core.array.backend import Backend
+
+__all__ = ["in_bundles", "in_threads"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_lock = threading.Lock()
+_holders: dict[str, int] = {}
+_undo: dict[str, Callable[[], None]] = {}
+
+
+def in_threads(
+    function: Callable[[T], R],
+    problems: Sequence[T],
+    /,
+    *,
+    workers: int,
+    library: Backend | None = None,
+) -> list[R]:
+    """Return the function of each problem, in the problems' order.
+
+    Parameters
+    ----------
+    function : callable
+        Changes nothing that another call reads.
+    problems : sequence
+        Its arguments; started in this order.
+    workers : int
+        The number of threads, at least 1, which is the calling thread alone.
+    library : Backend, optional
+        What computes, whose own threads are shared out among the workers meanwhile.
+
+    Returns
+    -------
+    list
+        The results.  Where calls raise, the first error in the problems' order is
+        raised after all have ended.
+
+    Raises
+    ------
+    ValueError
+        For fewer workers than one.
+    """
+    if workers < 1:
+        raise ValueError(f"Expected `workers` >= 1, got {workers}.")
+    if workers == 1 or len(problems) < 2:
+        return [function(problem) for problem in problems]
+    workers = min(workers, len(problems))
+    if library is None:
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(function, problems))
+    with _held(library, workers) as share:
+        hold = library.hold_threads
+        with ThreadPoolExecutor(workers, initializer=hold, initargs=(share,)) as pool:
+            return list(pool.map(function, problems))
+
+
+def in_bundles(
+    function: Callable[[list[T]], dict[str, R]],
+    problems: Sequence[T],
+    /,
+    *,
+    work: Callable[[T], int],
+    workers: int,
+    library: Backend | None,
+) -> dict[str, R]:
+    """Return what a function of several problems finds for all of them.
+
+    The most work is begun first, so that no thread is left with it at the end.  But
+    small problems are mostly Python, for whose lock threads would wait in turn: the
+    smallest, up to half of one worker's share, are solved by one thread while others
+    have large ones, half of them at the start and half at the end.
+
+    Parameters
+    ----------
+    function : callable
+        Of a list of problems; changes nothing that another call reads.
+    problems : sequence
+        Any.
+    work : callable
+        How much a problem takes, in any unit.
+    workers, library : int, Backend
+        As for `in_threads`; with one worker the calling thread has all problems.
+
+    Returns
+    -------
+    dict
+        Of all names that were found, in no order.
+    """
+    if workers == 1 or len(problems) < 2:
+        return function(list(problems))
+    found: dict[str, R] = {}
+    tasks = _bundles(problems, work, workers)
+    for part in in_threads(function, tasks, workers=workers, library=library):
+        found |= part
+    return found
+
+
+def _bundles(
+    problems: Sequence[T], work: Callable[[T], int], workers: int
+) -> list[list[T]]:
+    """Return each problem once, in lists and in the order to start."""
+    ordered = sorted(problems, key=work, reverse=True)
+    room = sum(map(work, ordered)) // (2 * workers)
+    small: list[T] = []
+    while len(ordered) > workers and work(ordered[-1]) <= room:
+        room -= work(ordered[-1])
+        small.append(ordered.pop())
+    tasks = [small[::2], *([problem] for problem in ordered), small[1::2]]
+    return [task for task in tasks if task]
+
+
+@contextlib.contextmanager
+def _held(library: Backend, workers: int) -> Iterator[int]:
+    """Hold a library to a share of its threads, and yield how many that is.
+
+    Of several that hold it at a time the first says how many each has, and the last to
+    leave gives them back.
+    """
+    name = library.name
+    with _lock:
+        share = library.threads()
+        if _holders.get(name, 0) == 0:
+            share = max(1, share // workers)
+            _undo[name] = library.hold_threads(share)
+        _holders[name] = _holders.get(name, 0) + 1
+    try:
+        yield share
+    finally:
+        with _lock:
+            _holders[name] -= 1
+            if _holders[name] == 0:
+                _undo.pop(name)()

@@ -1,0 +1,138 @@
+"""What the calls of a network's layers saw, until it is fed as batches.
+
+For frameworks in which a layer may be called any number of times, and in which output
+gradients come back one after the other.
+
+Conventions.  The curvature is that of the mean over the R rows of the network's outputs.
+A call has N examples, whatever axes were flattened into its first one: the output
+gradients of a block whose calls saw N examples together are scaled by ``sqrt(N / R)``, so
+that its block is right.  Several calls of one layer are further examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import array_api_compat
+
+from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.namespaces import cast, own_namespace, wide_dtype
+from kfac_core.layers.rows import Batch
+
+__all__ = ["LayerCall", "batches_of_calls"]
+
+
+class LayerCall:
+    """One call of a layer: its inputs, and the output gradients that came back to it.
+
+    Parameters
+    ----------
+    block : str
+        The name of the block that the layer's weight is of.
+    inputs : array, shape (N, ...)
+        As for `kfac_core.Batch`.
+    mask : array of bool, shape (N, ...), optional
+        Likewise.
+    grad_shape : tuple of int
+        The shape that output gradients are brought into; empty where they have theirs.
+
+    Attributes
+    ----------
+    output_grads : list of array
+        Of one source each, in float32 or wider.
+    """
+
+    def __init__(
+        self,
+        block: str,
+        inputs: Array,
+        /,
+        *,
+        mask: Array | None = None,
+        grad_shape: tuple[int, ...] = (),
+    ) -> None:
+        self.block, self.inputs, self.mask = block, inputs, mask
+        self.grad_shape = grad_shape
+        self.output_grads: list[Array] = []
+
+    def add_source(self, output_grad: Array | None, /) -> None:
+        """Take the output gradient of a further source.
+
+        Parameters
+        ----------
+        output_grad : array, shape (N, ...), or None
+            Its gradient graph is left behind.  None, where a framework says that nothing
+            came back, is passed over.
+        """
+        if output_grad is None:
+            return
+        xp = array_api_compat.array_namespace(output_grad)
+        g = backend_of(xp).detach(output_grad)
+        g = cast(xp, g, wide_dtype(xp, g.dtype))
+        if self.grad_shape:
+            g = xp.reshape(g, self.grad_shape)
+        self.output_grads.append(g)
+
+    def add_to_source(self, output_grad: Array | None, /) -> None:
+        """Take a further part of the output gradient of one and the same source.
+
+        Parameters
+        ----------
+        output_grad : array, shape (N, ...), or None
+            As for `add_source`; it comes in parts where a loss is differentiated in parts.
+        """
+        self.add_source(output_grad)
+        if len(self.output_grads) > 1:
+            first, second = self.output_grads
+            self.output_grads = [first + second]
+
+
+def batches_of_calls(
+    calls: Iterable[LayerCall], /, *, rows: int, scale: float = 1.0
+) -> dict[str, Batch]:
+    """Return what each block's calls saw, as one batch a block.
+
+    Parameters
+    ----------
+    calls : iterable of LayerCall
+        Those of one block have the same number of sources; calls without any are left
+        out.
+    rows : int
+        R, the rows of the network's outputs.
+    scale : float
+        What output gradients are multiplied by besides.
+
+    Returns
+    -------
+    dict of str to Batch
+        For an estimator with ``loss="sum"``; where there is one call, its inputs are those
+        that it was made with.
+    """
+    of_block: dict[str, list[LayerCall]] = {}
+    for call in calls:
+        if call.output_grads:
+            of_block.setdefault(call.block, []).append(call)
+    batches: dict[str, Batch] = {}
+    for name, uses in of_block.items():
+        xp = own_namespace(uses[0].inputs)
+        x = _joined([use.inputs for use in uses], xp)
+        g = _joined([_stacked(use.output_grads, xp) for use in uses], xp, axis=1)
+        masks = [use.mask for use in uses if use.mask is not None]
+        factor = scale * math.sqrt(x.shape[0] / rows)
+        batches[name] = Batch(
+            x,
+            g if factor == 1 else g * factor,
+            mask=_joined(masks, xp) if masks else None,
+            sources=int(g.shape[0]),
+        )
+    return batches
+
+
+def _joined(arrays: list[Array], xp: Any, axis: int = 0) -> Array:
+    return xp.concat(arrays, axis=axis) if arrays[1:] else arrays[0]
+
+
+def _stacked(arrays: list[Array], xp: Any) -> Array:
+    return xp.stack(arrays) if arrays[1:] else arrays[0][None, ...]

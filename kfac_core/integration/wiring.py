@@ -1,0 +1,312 @@
+"""Which block each use of a layer belongs to, and where its parameters stand.
+
+Conventions.  A framework that follows its own computation meets uses of layers one after
+the other, and has its parameters in a list.  A use is known by its layer and its *slots*,
+the places of its parameters in that list: two uses with the same slots are one block.
+Parameters may have any shape of the right size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+from kfac_core.approximations.kronecker import Kronecker
+from kfac_core.approximations.second_moment import Full
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import namespace_of
+from kfac_core.array.structure import structure
+from kfac_core.block import Block
+from kfac_core.conventions import LossReduction, SourceReduction, require_one_of
+from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
+from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import Batch
+from kfac_core.losses.sources import SourceVectors
+
+__all__ = ["Captured", "Recorder", "Use", "Wiring", "usual_approximation"]
+
+Use: TypeAlias = tuple[str, Layer, Mapping[str, int]]
+"""A name, a layer, and the place of each of its parameters."""
+
+
+def usual_approximation(name: str, layer: Layer, /) -> Any:
+    """Return what a layer has where nobody chose.
+
+    Parameters
+    ----------
+    name : str
+        Not read.
+    layer : Layer
+        Of any kind.
+
+    Returns
+    -------
+    Approximation
+        `Kronecker`, for ids with a diagonal input factor; `Full` for normalizations.
+    """
+    if layer.kind == "scale_shift":
+        return Full()
+    return Kronecker(input="diagonal" if layer.kind == "embedding" else "full")
+
+
+class Recorder:
+    """The uses of layers that one run of a network makes, in order.
+
+    Parameters
+    ----------
+    leaves : sequence of array
+        The parameters themselves, kept while this lives.
+    zeros : sequence of array, optional
+        What is added to the outputs of each use, so that a framework can differentiate by
+        it; where left out, nothing is, and the run serves to meet the uses.
+
+    Attributes
+    ----------
+    uses : list of Use
+        What was met.
+    seen : list of tuple of array
+        The inputs, mask (or None) and outputs of each.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Any], zeros: Sequence[Any] | None = None, /
+    ) -> None:
+        self._leaves, self._zeros = leaves, zeros
+        self._places = {id(leaf): place for place, leaf in enumerate(leaves)}
+        self.uses: list[Use] = []
+        self.seen: list[tuple[Any, Any, Any]] = []
+
+    def met(
+        self,
+        name: str,
+        layer: Layer,
+        given: Mapping[str, Any],
+        /,
+        *,
+        x: Any,
+        y: Any,
+        mask: Any = None,
+    ) -> Any:
+        """Write a use down, and return its outputs, to which zeros may be added.
+
+        Parameters
+        ----------
+        name, layer, given : str, Layer, mapping of str to array
+            The block's name, its geometry, and its parameters: the leaves themselves.
+        x, y, mask : array
+            Inputs, outputs, and which rows count.
+
+        Returns
+        -------
+        array
+            Equal to `y`.
+
+        Raises
+        ------
+        ConventionError
+            For an array that is no leaf, and for outputs of another type than the
+            leaves, as those of tracers of a transform within the network are.
+        """
+        for role, array in given.items():
+            inner = self._zeros is None and type(y) is not type(array)
+            if id(array) not in self._places or inner:
+                raise ConventionError(
+                    f"Layer {name!r}: expected `{role}` to be a leaf of the parameters "
+                    "itself, before any cast, and outside of transforms (vmap, jit, scan, "
+                    "remat) within the network."
+                )
+        slots = {role: self._places[id(array)] for role, array in given.items()}
+        self.uses.append((name, layer, slots))
+        self.seen.append((x, mask, y))
+        return y if self._zeros is None else y + self._zeros[len(self.uses) - 1]
+
+
+@structure(static=("loss", "sources"))
+class Captured:
+    """What the blocks of a network saw in one batch.
+
+    Attributes
+    ----------
+    batches : dict of str to Batch or tuple of Batch
+        As `Estimator.update` takes them.
+    loss : {"sum", "mean", "mean_rows"}
+        The reduction of the loss that the output gradients are of.
+    sources : {"sum", "mean"} or None
+        How their sources are to be combined; None where there is one.
+    """
+
+    batches: dict[str, Any]
+    loss: LossReduction
+    sources: SourceReduction | None
+
+
+class Wiring:
+    """The blocks of a network whose layers' uses were met.
+
+    Parameters
+    ----------
+    uses : sequence of Use
+        In the order in which they were met.
+    leaves : mapping of str to tuple of int
+        Each parameter's name and shape, in order.
+    approximation : callable
+        ``(name, layer) -> Approximation``; None leaves that use of a layer out.
+    rest : {"refuse", "keep"}
+        Whether parameters of no block are an error, or keep their gradients.
+
+    Attributes
+    ----------
+    blocks : dict of str to Block
+        By the name of the first use.
+
+    Raises
+    ------
+    ConventionError
+        For two blocks of one name.
+    ShapeError
+        For parameters that are not of the layer's sizes.
+    UnsupportedError
+        For a parameter of no block, or of two.
+    """
+
+    def __init__(
+        self,
+        uses: Sequence[Use],
+        leaves: Mapping[str, tuple[int, ...]],
+        /,
+        *,
+        approximation: Callable[[str, Any], Any] = usual_approximation,
+        rest: Literal["refuse", "keep"],
+    ) -> None:
+        require_one_of("rest", rest, ("refuse", "keep"))
+        self.blocks: dict[str, Block] = {}
+        self.slots: dict[str, dict[str, int]] = {}
+        self._names: dict[Any, str] = {}
+        shapes = list(leaves.values())
+        for name, layer, slots in uses:
+            _require_sizes(name, layer, {role: shapes[i] for role, i in slots.items()})
+            kept = approximation(name, layer)
+            key = _key((name, layer, slots))
+            if kept is None or key in self._names:
+                continue
+            if name in self.blocks:
+                raise ConventionError(
+                    f"Two layers with different parameters are called {name!r}."
+                )
+            self._names[key] = name
+            self.slots[name] = dict(slots)
+            self.blocks[name] = Block(layer, kept)
+        places = [i for slots in self.slots.values() for i in slots.values()]
+        for i, leaf in enumerate(leaves):
+            count = places.count(i)
+            if count > 1 or (count == 0 and rest == "refuse"):
+                raise UnsupportedError(
+                    f"Expected the parameter {leaf} to be in one block, not in {count}. "
+                    "Say what its layer is; or leave one of its uses out by "
+                    "`approximation`; or say rest='keep' for parameters in no block."
+                )
+
+    def names(self, uses: Sequence[Use], /) -> list[str | None]:
+        """Return the block of each use, None where it is left out.
+
+        Raises
+        ------
+        ConventionError
+            Where a block has no use.
+        """
+        names = [self._names.get(_key(use)) for use in uses]
+        unused = [name for name in self.blocks if name not in names]
+        if unused:
+            raise ConventionError(f"The layers {unused} were not used this time.")
+        return names
+
+    def captured(
+        self,
+        uses: Sequence[Use],
+        seen: Sequence[tuple[Array, Array | None]],
+        grads: Sequence[Array],
+        /,
+        *,
+        loss: LossReduction | None = None,
+        made: SourceVectors | None = None,
+    ) -> Captured:
+        """Return what the blocks saw, of what each use did.
+
+        Parameters
+        ----------
+        uses : sequence of Use
+            Those that are left out, too.
+        seen : sequence of pairs
+            The inputs and the mask (or None) of each use.
+        grads : sequence of array
+            The output gradients of each use; with an axis of sources before the others
+            where they are of `made`.
+        loss : {"sum", "mean", "mean_rows"}, optional
+            The reduction of the loss that was differentiated, where `made` is None.
+        made : SourceVectors, optional
+            Which were pulled back in the place of a loss's gradient.
+
+        Returns
+        -------
+        Captured
+            Of every block.
+
+        Raises
+        ------
+        ConventionError
+            For an unknown reduction, and where a block has no use.
+        """
+        reduction: Any = loss if made is None else "sum"
+        require_one_of("loss", reduction, get_args(LossReduction))
+        sources = None if made is None else made.sources
+        found: dict[str, Any] = {}
+        for name, (x, mask), g in zip(self.names(uses), seen, grads, strict=True):
+            if name is not None:
+                found[name] = (*found.get(name, ()), Batch(x, g, mask, sources))
+        batches = {name: b[0] if len(b) == 1 else b for name, b in found.items()}
+        return Captured(
+            batches, reduction, None if made is None else made.source_reduction
+        )
+
+    def vectors(self, leaves: Sequence[Array], /) -> dict[str, dict[str, Array]]:
+        """Return a list of gradients as `Estimator.precondition` takes them."""
+        return {
+            name: {
+                role: _reshaped(leaves[i], self.blocks[name].layer, role)
+                for role, i in slots.items()
+            }
+            for name, slots in self.slots.items()
+        }
+
+    def replaced(
+        self, leaves: Sequence[Array], vectors: Mapping[str, Mapping[str, Array]], /
+    ) -> list[Array]:
+        """Return the list with the blocks' vectors in their places."""
+        new = list(leaves)
+        for name, parts in vectors.items():
+            for role, i in self.slots[name].items():
+                xp, old = namespace_of(leaf=leaves[i]), leaves[i]
+                new[i] = xp.astype(xp.reshape(parts[role], old.shape), old.dtype)
+        return new
+
+
+def _key(use: Use) -> Any:
+    _, layer, slots = use
+    return layer, tuple(sorted(slots.items()))
+
+
+def _reshaped(x: Array, layer: Layer, role: str) -> Array:
+    return namespace_of(gradient=x).reshape(x, layer.parameter_shapes[role])
+
+
+def _require_sizes(
+    name: str, layer: Layer, found: Mapping[str, tuple[int, ...]]
+) -> None:
+    expected = layer.parameter_shapes
+    sizes = {role: math.prod(shape) for role, shape in expected.items()}
+    if sizes != {role: math.prod(shape) for role, shape in found.items()}:
+        raise ShapeError(
+            f"Layer {name!r}: expected parameters of the sizes of {dict(expected)}, got "
+            f"{dict(found)}."
+        )

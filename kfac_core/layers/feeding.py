@@ -1,0 +1,78 @@
+"""What is done with batches at the estimator's door."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core.array.structure import leaves, map_structure
+from kfac_core.layers.rows import require_finite
+
+__all__ = ["detached", "detached_array", "require_finite_rows"]
+
+
+def detached(batch: Any, /) -> Any:
+    """Return a batch, or several uses of one, without gradient graphs.
+
+    Parameters
+    ----------
+    batch : Batch, GradientBatch or sequence of Batch
+        What was fed.
+
+    Returns
+    -------
+    object
+        Of the same form.
+    """
+    if isinstance(batch, list | tuple):
+        return tuple(detached(use) for use in batch)
+    if all(array is detached_array(array) for _, array in leaves(batch)):
+        return batch
+    return map_structure(detached_array, batch)
+
+
+def detached_array(x: Array, /) -> Array:
+    """Return an array without its gradient graph; anything else as it is."""
+    try:
+        xp = own_namespace(x)
+    except TypeError:
+        return x  # Not an array; whoever takes it says so, with its name.
+    return backend_of(xp).detach(x)
+
+
+def require_finite_rows(statuses: Mapping[str, Array], /) -> None:
+    """Raise for rows that are not finite; one transfer to the host for each device.
+
+    Parameters
+    ----------
+    statuses : mapping of str to array
+        By block, as an update left them.
+
+    Raises
+    ------
+    NotFiniteError, IdRangeError
+        Naming the block and the argument.
+    """
+    for name, flags in _read(statuses).items():
+        if flags:
+            require_finite(flags, name=name)
+
+
+def _read(statuses: Mapping[str, Array]) -> dict[str, int]:
+    """Bring 0-d integers to the host, in one transfer for each device."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, status in statuses.items():
+        library = own_namespace(status).__name__
+        groups.setdefault((library, str(device_of(status))), []).append(name)
+    values: dict[str, int] = {}
+    for names in groups.values():
+        if len(names) == 1:
+            values[names[0]] = int(statuses[names[0]])
+            continue
+        stacked = [statuses[name] for name in names]
+        xp = own_namespace(stacked[0])
+        host = backend_of(xp).to_numpy(xp.stack(stacked))
+        values.update(zip(names, host.tolist(), strict=True))
+    return values

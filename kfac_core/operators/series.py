@@ -1,0 +1,235 @@
+"""The operator of a chain of time steps, symmetric (option 1) or infinite (option 2).
+
+Conventions.  ``V0 = (A_0 + a I) (x) (G_0 + b I)``, with shifts a and b that
+`kfac_core.damping.factored_shifts` made from the damping; the moments of lag 1 are
+never damped.  Which F is made from V0 and lag 1 is the chain's: see
+`kfac_core.linalg.series_chain` and `kfac_core.linalg.series_infinite`.
+
+What is structured: F, its inverse, a square root of the inverse (so samples), and for
+the symmetric variant the trace and the log-determinant.  F is a sum of Kronecker
+products which share no eigenvectors, so that its other powers, its eigenvalues and its
+Cholesky factor are no products of small matrices.  They are made from the dense matrix,
+up to `DENSE_LIMIT` rows, and refused above.
+
+Without damping A_0 and G_0 may be singular.  Lag 1 then lies in their ranges, and roots
+by eigendecomposition, with directions below roundoff left out, take the place of
+Cholesky factors.
+"""
+
+from __future__ import annotations
+
+import array_api_compat
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import full_of
+from kfac_core.array.structure import replaced, structure
+from kfac_core.errors import NotReadyError, UnsupportedError
+from kfac_core.linalg.factorizations import Rung
+from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
+from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.operators.flat import FlatOperator
+from kfac_core.operators.operator import entering, leaving
+
+__all__ = ["DENSE_LIMIT", "SeriesOperator"]
+
+DENSE_LIMIT = 2048
+"""The most rows that F may have to be factorized as a dense matrix (34 MB)."""
+
+_DENSE: tuple[Factorization, ...] = ("cholesky", "eigenbasis")
+
+
+@structure(static=("rung",))
+class SeriesOperator:
+    """A snapshot of the curvature of a chain of steps; see `CurvatureOperator`.
+
+    Attributes
+    ----------
+    input, output : ShiftedMatrix
+        ``A_0 + a I`` and ``G_0 + b I``.
+    lagged_input, lagged_output : array, shapes (n, n) and (m, m)
+        A_1 and G_1, not symmetrized.
+    scale : array, 0-d
+        S, the mean number of steps.
+    shares : array, shape (T,), or None
+        The shares of the lengths; None for the infinite variant.
+    chain : SymmetricChain or InfiniteChain
+        F, damped.
+    dense : FlatOperator or None
+        F as one matrix, where a factorization of it was asked for.
+    rung : {"working", "float64"}
+        In which precision the chain was made.
+    """
+
+    input: ShiftedMatrix
+    output: ShiftedMatrix
+    lagged_input: Array
+    lagged_output: Array
+    scale: Array
+    shares: Array | None
+    chain: SymmetricChain | InfiniteChain
+    dense: FlatOperator | None
+    rung: Rung
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape ``(in(+1), out)`` of the vectors."""
+        return self.input.size, self.output.size
+
+    def prepared(self, *factorizations: Factorization) -> SeriesOperator:
+        """Return the same operator with factorizations made that were missing.
+
+        The inverse is there always.  ``"cholesky"`` and ``"eigenbasis"`` are of the
+        dense matrix; a block above `DENSE_LIMIT` goes without.  ``"eigenbasis"`` also
+        prepares the undamped products.
+        """
+        made = self
+        if "eigenbasis" in factorizations:
+            made = replaced(
+                made,
+                input=made.input.prepared("eigenbasis"),
+                output=made.output.prepared("eigenbasis"),
+            )
+        wanted = tuple(f for f in _DENSE if f in factorizations)
+        if not wanted or self._rows() > DENSE_LIMIT:
+            return made
+        return replaced(made, dense=made._dense_matrix().prepared(*wanted))
+
+    def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
+        """Return ``F v``.
+
+        ``4 n m (n + m)`` flops (symmetric), or that and ``2 (n^3 + m^3)`` for each of at
+        most about ``2 log2 T + 2`` doublings (infinite; 24 with ``check="status"``).
+        """
+        V, xp = self._enter(vector, "vector")
+        return leaving(self._chain(damped=damped).multiply(V, xp=xp), vector)
+
+    def multiply_inverse(self, vector: Array, /) -> Array:
+        """Return ``F_damped^-1 v``; ``4 n m (n + m)`` flops, twice that if infinite.
+
+        References
+        ----------
+        Martens, Ba and Johnson (2018), "Kronecker-factored Curvature Approximations for
+        Recurrent Neural Networks", ICLR.
+        """
+        V, xp = self._enter(vector, "vector")
+        return leaving(self.chain.solve(V, xp=xp), vector)
+
+    def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
+        """Return ``F_damped^p v``; dense for all p but 1 and -1."""
+        if exponent == 1:
+            return self.multiply(vector)
+        if exponent == -1:
+            return self.multiply_inverse(vector)
+        return self._dense_matrix().multiply_matpower(vector, exponent)
+
+    def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
+        """Return ``L v`` or ``L^T v``, with L the Cholesky factor of the dense block."""
+        return self._dense_matrix().multiply_cholesky(vector, transpose=transpose)
+
+    def multiply_cholesky_inverse(
+        self, vector: Array, /, *, transpose: bool = False
+    ) -> Array:
+        """Return ``L^-1 v`` or ``L^-T v``, with L as in `multiply_cholesky`."""
+        dense = self._dense_matrix()
+        return dense.multiply_cholesky_inverse(vector, transpose=transpose)
+
+    def sample(self, noise: Array, /) -> Array:
+        """Turn white noise into noise of covariance ``F_damped^-1``.
+
+        By a square root of the inverse that is structured, and not triangular; as cheap
+        as `multiply_inverse`.
+        """
+        Z, xp = self._enter(noise, "noise")
+        return leaving(self.chain.solve_root(Z, xp=xp), noise)
+
+    def trace(self, *, damped: bool = True) -> Array:
+        """Return the trace of F; from the dense matrix for the infinite variant."""
+        xp = self._xp()
+        chain = self._chain(damped=damped)
+        if isinstance(chain, SymmetricChain):
+            return chain.trace(xp=xp)
+        self._require_small()
+        return xp.linalg.trace(chain.dense(xp=xp))
+
+    def logdet(self) -> Array:
+        """Return ``log det F_damped``; from the dense matrix for the infinite variant.
+
+        ``m log det(A_0 + a I) + n log det(G_0 + b I) + sum log W`` if symmetric.
+        """
+        if not isinstance(self.chain, SymmetricChain):
+            return self._dense_matrix().logdet()
+        n, m = self.shape
+        logdets = m * self.input.logdet() + n * self.output.logdet()
+        return logdets + self.chain.logdet(xp=self._xp())
+
+    def eigenvalues(self, *, damped: bool = True) -> Array:
+        """Return the eigenvalues of the dense matrix, ascending."""
+        return self._dense_matrix(damped=damped).eigenvalues()
+
+    def to_dense(self, *, damped: bool = True) -> Array:
+        """Return F as one matrix, ``2 (n m)^3`` flops."""
+        dense = self._chain(damped=damped).dense(xp=self._xp())
+        return 0.5 * (dense + self._xp().matrix_transpose(dense))
+
+    def status(self) -> Array:
+        """Return the flags of both factors, of the chain and of the dense matrix."""
+        status = self.input.status() | self.output.status() | self.chain.flags
+        return status if self.dense is None else status | self.dense.status()
+
+    def _chain(self, *, damped: bool) -> SymmetricChain | InfiniteChain:
+        if damped:
+            return self.chain
+        xp = self._xp()
+        if self.shares is None and self.input.check == "status":
+            raise NotReadyError(
+                "the undamped infinite chain need not converge, and a snapshot made with "
+                "check='status' could not report it. Make one with check='raise'."
+            )
+        A = _pseudo_root(self.input, self.lagged_input, xp)
+        G = _pseudo_root(self.output, self.lagged_output, xp)
+        if self.shares is not None:
+            return symmetric_chain(A, G, self.shares, xp=xp)
+        return infinite_chain(A, G, self.scale, check=self.input.check, xp=xp)
+
+    def _dense_matrix(self, *, damped: bool = True) -> FlatOperator:
+        """Return F as an operator without structure, prepared or not yet."""
+        if damped and self.dense is not None:
+            return self.dense
+        self._require_small()
+        matrix = SymmetricMatrix(self.to_dense(damped=damped), whole=True)
+        zero = full_of(self._xp(), 0.0, matrix.array)
+        name, check = self.input.name.removesuffix("/input"), self.input.check
+        block = shifted_matrix(matrix, zero, factorizations=(), check=check, name=name)
+        return FlatOperator(block, self.shape)
+
+    def _require_small(self) -> None:
+        if self._rows() > DENSE_LIMIT:
+            raise UnsupportedError(
+                "the terms of a series share no eigenvectors, so that this can be computed "
+                f"from the dense matrix only, and {self._rows()} rows are more than "
+                f"{DENSE_LIMIT}. Use `multiply`, `multiply_inverse` or `sample`, or the "
+                "variant 'independent', which has every function."
+            )
+
+    def _rows(self) -> int:
+        return self.input.size * self.output.size
+
+    def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
+        return entering(
+            vector, self.shape, self.input.dtype, operator=self.scale, name=name
+        )
+
+    def _xp(self) -> Namespace:
+        return array_api_compat.array_namespace(self.scale)
+
+
+def _pseudo_root(factor: ShiftedMatrix, lagged: Array, xp: Namespace) -> Root:
+    """Return a root of the matrix without its shift, which may be singular."""
+    w, Q = factor.eigenvalues(shifted=False), factor.eigenvectors()
+    roundoff = 10.0 * factor.size * float(xp.finfo(w.dtype).eps)
+    kept = w > roundoff * xp.max(w)
+    root = xp.sqrt(xp.where(kept, w, xp.zeros_like(w)))
+    inverse = xp.where(kept, 1.0 / xp.where(kept, root, xp.ones_like(w)), 0.0 * w)
+    return Root(Q * root[None, :], Q * inverse[None, :], lagged)

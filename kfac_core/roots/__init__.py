@@ -1,0 +1,1 @@
+"""Preconditioners of gradients' second moments: roots and bases (Shampoo, SOAP)."""

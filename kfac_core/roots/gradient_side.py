@@ -1,0 +1,283 @@
+"""Second moments of a gradient array along each of its axes: Shampoo's side of things.
+
+Conventions.  V is the gradient of one parameter as an optimizer sees it, of shape
+``(n_1, ..., n_k)``: of the loss that it descends, nearly always a mean over the batch.
+Nothing is rescaled by the batch's size, unlike the statistics of a `Block`, and what is
+made of these factors scales with V accordingly.  ``V_(i)`` is the unfolding of V with
+axis i for rows, of shape ``(n_i, prod_{j != i} n_j)``; for a matrix, V and ``V^T``.  One
+update has the k factors
+
+    C_i = V_(i) V_(i)^T                                             (Shampoo, SOAP)
+    C_i = V_(i) ((x)_{j != i} R_j R_j^T) V_(i)^T / prod_{j != i} n_j   (KL-Shampoo)
+
+with given roots ``R_j``.  For a matrix with ``R_j = S_j^(-1/2)`` the second is
+``V S_2^-1 V^T / n_2`` and ``V^T S_1^-1 V / n_1``.  The averages are called ``"axis0"``,
+``"axis1"``, ..., as those of `kfac_core.approximations.tnt` for one array.
+
+References
+----------
+Gupta, Koren and Singer (2018), "Shampoo", arXiv:1802.09568, algorithms 1 and 2;
+Vyas et al. (2024), "SOAP", arXiv:2409.11321, algorithm 3; Lin et al. (2025),
+"Understanding and improving Shampoo and SOAP via Kullback-Leibler minimization",
+arXiv:2509.03378.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
+    Scalar,
+    as_scalar,
+    cast,
+    device_of,
+    full_of,
+    moved_axis,
+    namespace_of,
+    require_floating,
+    require_matrix,
+    status_unless,
+    wide_dtype,
+)
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import map_structure, replaced
+from kfac_core.errors import DecayError, NotFiniteError, ShapeError
+from kfac_core.factors.average import require_decay, require_weight
+from kfac_core.factors.full import FullFactor
+from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+__all__ = ["GradientFactors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientFactors:
+    """The factors of one array by its gradients: a description, without arrays.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the array, at least one axis, all lengths positive.
+
+    Raises
+    ------
+    ShapeError
+        For another shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> factors = GradientFactors(shape=(2, 3))
+    >>> V = np.asarray([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]])
+    >>> statistics = factors.updated(factors.initial(V), V, decay=0.9)
+    >>> left, right = factors.values(statistics, debias=True)
+    >>> bool(np.allclose(left.full(), V @ V.T) and np.allclose(right.full(), V.T @ V))
+    True
+    """
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if not self.shape or any(n < 1 for n in self.shape):
+            raise ShapeError(
+                f"Expected `shape` with at least one axis and positive lengths, got "
+                f"{self.shape}."
+            )
+
+    def initial(self, like: Array, /) -> Statistics:
+        """Return the statistics of nothing, of an array's library, device and dtype.
+
+        Parameters
+        ----------
+        like : array
+            Of a real floating dtype; float32 is taken where it is narrower.
+
+        Returns
+        -------
+        Statistics
+            All zero.
+
+        Raises
+        ------
+        DtypeError
+            For integers.
+        """
+        xp = namespace_of(like=like)
+        require_floating(xp, like, "like")
+        dtype, device = wide_dtype(xp, like.dtype), device_of(like)
+        averages = {
+            f"axis{i}": FullFactor().initial((n,), dtype=dtype, device=device, xp=xp)
+            for i, n in enumerate(self.shape)
+        }
+        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+
+    def updated(
+        self,
+        statistics: Statistics,
+        gradient: Array,
+        /,
+        *,
+        decay: Scalar,
+        weight: Scalar = 1.0,
+        roots: Sequence[SymmetricMatrix | Array] | None = None,
+        samples: int | None = None,
+        check: Check = "raise",
+        name: str = "gradient",
+    ) -> Statistics:
+        """Return the statistics after ``sum_i <- decay sum_i + weight C_i``.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            As they were; never modified.
+        gradient : array, shape (n_1, ..., n_k), or (samples, n_1, ..., n_k)
+            V, or several of which the ``C_i`` are averaged.
+        decay : float or 0-d array
+            In [0, 1].
+        weight : float or 0-d array
+            Positive: 1 for sums and debiased averages, ``1 - decay`` for averages that
+            are not debiased.
+        roots : sequence of SymmetricMatrix or array of shape (n_i, n_i), optional
+            The ``R_i``, for the second form of the ``C_i``; that of the factor's own
+            axis is not read.
+        samples : int, optional
+            The length of a leading axis of the gradient; None where it has none.
+        check : {"raise", "status"}
+            Whether a gradient that is not finite raises, which waits for the device, or
+            leaves the statistics as they were, with a flag.
+        name : str
+            What a message should call the gradient.
+
+        Returns
+        -------
+        Statistics
+            New.
+
+        Raises
+        ------
+        ShapeError, DtypeError, MixedArraysError, DecayError
+            For arguments that do not fit.
+        NotFiniteError
+            For a gradient or a root that is not finite (``check="raise"``).
+
+        Notes
+        -----
+        ``2 prod(n) sum(n)`` flops for the first form (half where the backend has a
+        symmetric rank-k update), and ``k`` times that for the second.
+        """
+        require_decay(decay)
+        require_weight(weight)
+        xp, dtype = statistics.namespace, statistics.dtype
+        namespace_of(statistics=statistics.any_weight, **{name: gradient})
+        require_floating(xp, gradient, name)
+        lead = () if samples is None else (samples,)
+        require_matrix(gradient, (*lead, *self.shape), name)
+        V = xp.reshape(cast(xp, gradient, dtype), (samples or 1, *self.shape))
+        decay = as_scalar(xp, decay, dtype, "decay")
+        weight = as_scalar(xp, weight, dtype, "weight")
+        given = None if roots is None else self._roots(roots, V, xp)
+        flags = _flags(V, given or (), decay, weight, xp)
+        if check == "raise":
+            _raise_for(flags, name)
+        averages = {}
+        for axis, n in enumerate(self.shape):
+            rows = V if given is None else self._whitened(V, given, axis, xp)
+            others = 1 if given is None else math.prod(self.shape) // n
+            averages[f"axis{axis}"] = FullFactor().updated(
+                statistics.averages[f"axis{axis}"],
+                xp.reshape(moved_axis(rows, axis + 1, -1, xp=xp), (-1, n)),
+                tail=None,
+                decay=decay,
+                scale=weight / (others * V.shape[0]),
+                weight=full_of(xp, weight, statistics.any_weight),
+                xp=xp,
+            )
+        new = Statistics(averages, xp.zeros_like(statistics.status))
+        if check == "raise":
+            return new
+        kept = map_structure(lambda a, b: xp.where(flags == 0, a, b), new, statistics)
+        return replaced(kept, status=flags)
+
+    def values(
+        self, statistics: Statistics, /, *, debias: bool
+    ) -> tuple[SymmetricMatrix, ...]:
+        """Return the factors, one an axis.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            Never modified.
+        debias : bool
+            Whether sums are divided by their weights.
+
+        Returns
+        -------
+        tuple of SymmetricMatrix
+            Of sizes ``n_1, ..., n_k``: to be damped (`kfac_core.damped_factor`), to have
+            a root of (`kfac_core.inverse_root`), or a basis (`kfac_core.ordered_basis`).
+        """
+        return tuple(
+            statistics.averages[f"axis{i}"].value(debias=debias)
+            for i in range(len(self.shape))
+        )
+
+    def _roots(
+        self, roots: Sequence[SymmetricMatrix | Array], V: Array, xp: Namespace
+    ) -> tuple[Array, ...]:
+        """Return the roots as arrays of the dtype of the statistics."""
+        if len(roots) != len(self.shape):
+            raise ShapeError(
+                f"Expected `roots` to hold {len(self.shape)} matrices, one an axis, got "
+                f"{len(roots)}."
+            )
+        arrays = [r.full() if isinstance(r, SymmetricMatrix) else r for r in roots]
+        namespace_of(gradient=V, **{f"roots[{i}]": r for i, r in enumerate(arrays)})
+        for i, (R, n) in enumerate(zip(arrays, self.shape, strict=True)):
+            require_floating(xp, R, f"roots[{i}]")
+            require_matrix(R, (n, n), f"roots[{i}]")
+        return tuple(cast(xp, R, V.dtype) for R in arrays)
+
+    def _whitened(
+        self, V: Array, roots: tuple[Array, ...], axis: int, xp: Namespace
+    ) -> Array:
+        """Return V with ``R_j^T`` applied along every axis but one."""
+        for other, R in enumerate(roots):
+            if other != axis:
+                product = xp.tensordot(R, V, axes=((0,), (other + 1,)))
+                V = moved_axis(product, 0, other + 1, xp=xp)
+        return V
+
+
+def _flags(
+    V: Array, roots: tuple[Array, ...], decay: Scalar, weight: Scalar, xp: Namespace
+) -> Array:
+    """Return the flags of what an update is made of, 0-d."""
+    flags = status_unless(xp, xp.all(xp.isfinite(V)), Status.OUTPUT_GRADS_NOT_FINITE)
+    for R in roots:
+        finite = xp.all(xp.isfinite(R))
+        flags = flags | status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
+    # Python numbers were looked at before.
+    if not isinstance(decay, float):
+        flags = flags | status_unless(xp, (decay >= 0) & (decay <= 1), Status.BAD_DECAY)
+    if not isinstance(weight, float):
+        good = (weight > 0) & xp.isfinite(weight)
+        flags = flags | status_unless(xp, good, Status.BAD_DECAY)
+    return flags
+
+
+def _raise_for(flags: Array, name: str) -> None:
+    status = Status(int(flags))
+    if Status.OUTPUT_GRADS_NOT_FINITE in status:
+        raise NotFiniteError(f"`{name}` holds NaN or infinity. Leave such a step out.")
+    if Status.MATRIX_NOT_FINITE in status:
+        raise NotFiniteError(
+            f"`roots` for {name} hold NaN or infinity; look at their status."
+        )
+    if Status.BAD_DECAY in status:
+        raise DecayError(
+            f"{name}: expected `decay` in [0, 1] and `weight` > 0, both finite."
+        )
