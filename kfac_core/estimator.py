@@ -476,25 +476,28 @@ class Estimator:
         KFACError
             As `precondition` and the product itself.
         """
+        state = self.state
         needed = FACTORIZATION_OF.get(product)
         if needed not in (None, *self.network.refreshing.factorizations):
-            self._prepare(needed, vectors)
-        return self.network.apply(
+            state = self._prepared(needed, vectors)
+        products = self.network.apply(
             product,
-            self.state,
+            state,
             vectors,
             *arguments,
             executor=self._executor,
             **options,
         )
+        self.state = state
+        return products
 
-    def _prepare(self, factorization: Any, names: Iterable[str]) -> None:
-        """Keep operators in which a factorization has been made."""
+    def _prepared(self, factorization: Any, names: Iterable[str]) -> NetworkState:
+        """Return the state with operators in which a factorization has been made."""
         held = {name: self.operator(name) for name in names}
         made = {
             name: operator.prepared(factorization) for name, operator in held.items()
         }
-        self.state = self.state.updated(
+        return self.state.updated(
             {
                 name: replaced(self.state[name], operator=operator)
                 for name, operator in made.items()

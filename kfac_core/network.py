@@ -150,7 +150,12 @@ class NetworkState:
     blocks: dict[str, BlockState]
 
     def __getitem__(self, name: str) -> BlockState:
-        """Return the state of a block."""
+        """Return the state of a block, or raise `UnknownBlockError`."""
+        if name not in self.blocks:
+            raise UnknownBlockError(
+                f"Unknown block {name!r}; the blocks are "
+                f"{', '.join(map(repr, self.blocks))}."
+            )
         return self.blocks[name]
 
     def updated(self, blocks: Mapping[str, BlockState], /) -> NetworkState:
@@ -686,7 +691,7 @@ class Network:
         """
         require_one_of("product", product, VECTOR_PRODUCTS)
         tasks = {
-            name: (self.blocks[name], self.operator(state, name), given)
+            name: (self.blocks[self.known(name)], self.operator(state, name), given)
             for name, given in vectors.items()
         }
         function = Product(product, arguments, tuple(options.items()))
@@ -702,7 +707,7 @@ class Network:
         NotReadyError
             Before the block's first refresh.
         """
-        held = state.blocks[name if name in self.blocks else self.known(name)]
+        held = state.blocks[self.known(name)]
         operator = held.operator
         if operator is None or (type(held.refreshes) is int and not held.refreshes):
             raise NotReadyError(
@@ -795,18 +800,18 @@ class Network:
 
     def known(self, name: str, /) -> str:
         """Return a name that is a block's, or raise `UnknownBlockError`."""
+        if name in self.blocks:
+            return name
         if name in self.tied_weights.uses:
             block = self.tied_weights.uses[name]
             raise UnknownBlockError(
                 f"{name!r} is a further use of the weight of block {block!r}, whose "
                 "gradient, summed over the uses, is to be given."
             )
-        if name not in self.blocks:
-            raise UnknownBlockError(
-                f"Unknown block {name!r}; the blocks are "
-                f"{', '.join(map(repr, self.blocks))}."
-            )
-        return name
+        raise UnknownBlockError(
+            f"Unknown block {name!r}; the blocks are "
+            f"{', '.join(map(repr, self.blocks))}."
+        )
 
     def require_damping(self, damping: Scalar | Mapping[str, Scalar], /) -> None:
         """Raise `DampingError` for a damping that is no number >= 0 of each block."""

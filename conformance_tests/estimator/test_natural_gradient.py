@@ -30,7 +30,7 @@ def natural(mode="exact", loss="mean", **every):
         reduction="sum",
         mode=mode,
     )
-    return kc.NaturalGradient(estimator, loss=loss, **every)
+    return kc.NaturalGradient(estimator, reduction=loss, **every)
 
 
 def call_of(x, *sources, **options):

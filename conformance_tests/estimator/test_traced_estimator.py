@@ -256,7 +256,7 @@ def test_uses_with_the_same_parameters_are_one_block(rng):
     seen = [(rng.normal(size=(4, n)), None) for _ in USES]
     grads = [rng.normal(size=(4, m)) for _ in USES]
 
-    found = wiring.captured(USES, seen, grads, loss="mean")
+    found = wiring.captured(USES, seen, grads, reduction="mean")
 
     assert list(wiring.blocks) == ["one", "two"]
     assert wiring.names(USES) == ["one", "two", "one"]

@@ -42,13 +42,13 @@ def influence_of(*cases, check="raise", **damping):
 
 def precondition(influence, gradients, *, storage="float64", budget=PLENTY, loss="sum"):
     return influence.precondition(
-        gradients, loss=loss, storage=storage, max_elements=budget
+        gradients, reduction=loss, storage=storage, max_elements=budget
     )
 
 
 def scores(influence, queries, gradients, *, budget=PLENTY, loss="sum", **options):
     return influence.scores(
-        queries, gradients, loss=loss, max_elements=budget, **options
+        queries, gradients, reduction=loss, max_elements=budget, **options
     )
 
 
@@ -88,7 +88,7 @@ def test_self_scores_are_the_diagonal(case):
 
     expected = np.einsum("np,pr,nr->n", G, dense_of(case), G)
     for given in (examples, stack):
-        got = influence.self_scores({"0": given}, loss="sum", max_elements=PLENTY)
+        got = influence.self_scores({"0": given}, reduction="sum", max_elements=PLENTY)
         assert_close(case.backend.to_numpy(got), expected, "inverse", case.dtype)
 
 
@@ -122,7 +122,7 @@ def test_every_budget_gives_the_same_scores(backend, kind):
     stored = precondition(influence, {"0": queries})
     expected = backend.to_numpy(scores(influence, stored, {"0": examples}))
     own = backend.to_numpy(
-        influence.self_scores({"0": examples}, loss="sum", max_elements=PLENTY)
+        influence.self_scores({"0": examples}, reduction="sum", max_elements=PLENTY)
     )
 
     with pytest.raises(kc.ShapeError, match="max_elements") as caught:
@@ -139,7 +139,7 @@ def test_every_budget_gives_the_same_scores(backend, kind):
     again = precondition(influence, {"0": queries}, budget=small)
     got = scores(influence, again, {"0": examples})
     assert_close(backend.to_numpy(got), expected, "roundoff", "float64")
-    got = influence.self_scores({"0": examples}, loss="sum", max_elements=small)
+    got = influence.self_scores({"0": examples}, reduction="sum", max_elements=small)
     assert_close(backend.to_numpy(got), own, "roundoff", "float64")
 
 
@@ -178,7 +178,9 @@ def test_the_budget_is_kept(requires_backend, rng, positions, storage):
         lambda: precondition(influence, asked, storage=storage, budget=budget)
     )
     _, peak_own = peak_of(
-        lambda: influence.self_scores({"0": batch}, loss="sum", max_elements=budget)
+        lambda: influence.self_scores(
+            {"0": batch}, reduction="sum", max_elements=budget
+        )
     )
 
     assert_close(limited, whole, "roundoff", "float64")
@@ -291,7 +293,7 @@ def test_none_and_one(plain):
     assert tuple(scores(influence, stored, none).shape) == (EXAMPLES, 0)
     empty = precondition(influence, none)
     assert tuple(scores(influence, empty, {"0": examples}).shape) == (0, EXAMPLES)
-    own = influence.self_scores(none, loss="sum", max_elements=PLENTY)
+    own = influence.self_scores(none, reduction="sum", max_elements=PLENTY)
     assert tuple(own.shape) == (0,)
     got = plain.backend.to_numpy(scores(influence, precondition(influence, one), one))
     assert_close(got, G_n[:1] @ dense_of(plain) @ G_n[:1].T, "inverse", "float64")
@@ -382,7 +384,7 @@ def test_gradients_that_are_not_finite_are_refused(plain):
     with pytest.raises(kc.NotFiniteError, match="gradients of the examples"):
         scores(influence, stored, bad)
     with pytest.raises(kc.NotFiniteError, match="gradients of the examples"):
-        influence.self_scores(bad, loss="sum", max_elements=PLENTY)
+        influence.self_scores(bad, reduction="sum", max_elements=PLENTY)
     lenient = influence_of(plain, check="status")
     got = plain.backend.to_numpy(scores(lenient, stored, bad))
     assert np.all(np.isnan(got[:, 2]))

@@ -33,7 +33,7 @@ def in_parts(estimator, x, g):
         part = block.moments(
             kc.Batch(x[cut, :], g[cut, :]),
             conventions=estimator.conventions,
-            precision=estimator.precision,
+            precision=estimator.network.precision,
         )
         total = part if total is None else block.merge(total, part)
     estimator.absorb({"fc": total})

@@ -165,6 +165,7 @@ class _OfStack:
     def __init__(self, function: Any) -> None:
         self._function = function
         self.on_host = function.on_host
+        self.worth_threads = function.worth_threads
 
     def __call__(self, name: str, block: Any, *arguments: Any) -> Any:
         *own, length = arguments
@@ -239,4 +240,7 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
 
 def _array_form(x: Any) -> Any:
     """Return what has to agree of arrays that are stacked."""
+    if not hasattr(x, "shape"):
+        # No array: whoever takes it says so, with the name of its block.
+        return id(x)
     return type(x), tuple(x.shape), x.dtype, device_of(x)

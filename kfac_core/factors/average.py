@@ -61,8 +61,8 @@ class Average:
                 self.weight > 0, self.weight, xp.ones_like(self.weight)
             )
         if isinstance(self.sum, SymmetricMatrix):
-            return self.sum.scaled(inverse)
-        return map_structure(lambda x: x * inverse, self.sum)
+            return self.sum.scaled(_beside(inverse, self.sum.array, xp))
+        return map_structure(lambda x: x * _beside(inverse, x, xp), self.sum)
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""
@@ -79,6 +79,13 @@ class Average:
         value = other.value(debias=True)
         new = map_structure(lambda s, c: s * decay + c * counts, self.sum, value)
         return Average(new, self.decayed(decay, counts))
+
+
+def _beside(weight: Scalar, x: Array, xp: Namespace, /) -> Scalar:
+    """Return weights with as many axes as an array, whose first ones are theirs."""
+    if isinstance(weight, float) or weight.ndim in (0, x.ndim):
+        return weight
+    return xp.reshape(weight, (*weight.shape, *(1,) * (x.ndim - weight.ndim)))
 
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
