@@ -52,7 +52,7 @@ def solve_rows(
     UnsupportedError
         For an operator of groups, or of exact damping.
     FactorizationError
-        Where the inverse cannot be made (an operator made with ``check="raise"``).
+        Where the inverse was not prepared and cannot be made.
 
     Notes
     -----
