@@ -113,34 +113,6 @@ class ExampleGramOperator:
         inner = self.gram.solve(self._products(V, xp)[:, None])[:, 0]
         return leaving((V - self._combined(inner, xp)) / self._lam(), vector)
 
-    def solve_combination(self, coefficients: Array, /) -> Array:
-        """Return ``(F + lam I)^-1 sum_k c_k D_k`` as ``Y^T (H + lam I)^-1 c``.
-
-        The natural gradient of a mean over the same examples, without the cancellation
-        that `multiply_inverse` has for small damping.
-
-        Parameters
-        ----------
-        coefficients : array, shape (K,)
-            c, in the order of the gradients here, weights included.
-
-        Returns
-        -------
-        array, shape (n, m)
-            In the dtype of the coefficients; ``2 K S n m`` flops.
-
-        Raises
-        ------
-        ShapeError, DtypeError, MixedArraysError
-            For coefficients that do not fit.
-        """
-        xp = namespace_of(coefficients=coefficients, operator=self.inputs)
-        require_floating(xp, coefficients, "coefficients")
-        require_matrix(coefficients, (self.gradients,), "coefficients")
-        c = cast(xp, coefficients, self.inputs.dtype)
-        solved = self.gram.solve(c[:, None])[:, 0]
-        return leaving(self._combined(solved, xp), coefficients)
-
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``(F + lam I)^p v``; the damping positive unless p is 1."""
         if exponent == 1:

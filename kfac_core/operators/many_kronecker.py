@@ -16,7 +16,7 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import truth_of
-from kfac_core.array.namespaces import device_of, status_unless
+from kfac_core.array.namespaces import device_of, moved_axis, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import FactorizationError, UnsupportedError
@@ -202,9 +202,9 @@ class ManyKronecker:
     ) -> Array:
         """Apply a function of each factor along its own axis."""
         for axis, part in enumerate(self.factors.values()):
-            moved = xp.moveaxis(v, axis, 0)
+            moved = moved_axis(v, axis, 0, xp=xp)
             flat = function(part, xp.reshape(moved, (part.size, -1)))
-            v = xp.moveaxis(xp.reshape(flat, moved.shape), 0, axis)
+            v = moved_axis(xp.reshape(flat, moved.shape), 0, axis, xp=xp)
         return v
 
     def _spectrum(self, *, damped: bool, xp: Namespace) -> Array:
