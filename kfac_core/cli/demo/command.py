@@ -103,11 +103,11 @@ def run(args: argparse.Namespace, /) -> int:
         for method, rates in LEARNING_RATES.items()
         for rate in (rates[1::2] if args.quick else rates)
     ]
-    # NumPy and SciPy each have a BLAS whose threads wait in a busy loop.  On two cores
-    # steps that alternate between the two are up to three times slower than on one.
+    # NumPy, SciPy and PyTorch each have threads that wait in a busy loop.  On two cores
+    # steps that alternate between them are up to three times slower than on one.
     # scikit-learn depends on threadpoolctl, so it is there.
     limits = importlib.import_module("threadpoolctl").threadpool_limits
-    with limits(1, user_api="blas"), Progress(steps * len(plan)) as progress:
+    with limits(1), Progress(steps * len(plan)) as progress:
         for method, rate in plan:
             name = f"{method}, learning rate {rate:g}"
             progress.begin(name)
