@@ -56,7 +56,7 @@ class KFAC:
             decay=0.95,
             damping=self._damping,
             damping_rule="factored",
-            loss="sum",
+            reduction="sum",
         )
         self._previous: Vector | None = None
         self._steps = 0
