@@ -115,8 +115,8 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     """
     operator: Any = state.operator
     factors: dict[str, FactorReport] = {}
-    parts = {s: getattr(operator, s, None) for s in ("input", "output", "block")}
-    for side, part in (parts | getattr(operator, "factors", {})).items():
+    parts = {} if operator is None else operator.parts()
+    for side, part in parts.items():
         if isinstance(part, ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne):
             factors[side] = _factor(part)
     if operator is not None and state.statistics is not None:

@@ -25,8 +25,8 @@ class Approximation(Protocol):
         """The name of the approximation."""
 
     @property
-    def lacks(self) -> Mapping[str, str]:
-        """The products that its operators cannot give, each with the reason."""
+    def unsupported_products(self) -> Mapping[str, str]:
+        """The products that its operators do not have, each with the reason."""
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why it does not go together with a layer; None where it does."""

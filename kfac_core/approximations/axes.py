@@ -15,7 +15,7 @@ from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.shifted import shifted_matrix
-from kfac_core.operators.many_kronecker import ManyKronecker, definite_flags
+from kfac_core.operators.many_kronecker import ManyKronecker
 
 __all__ = ["axes_operator", "initial_axes", "updated_axes"]
 
@@ -141,9 +141,9 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     made = ManyKronecker(
         factors, cast(xp, S, apply), cast(xp, lam, apply), flags, exact
     )
-    if not exact or not options.factorizations:
-        return made
-    return definite_flags(made.prepared("eigenbasis"))
+    return made.prepared(
+        *options.factorizations, check=options.check, name=options.name
+    )
 
 
 def _shape(layer: Layer) -> tuple[int, ...]:

@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import as_scalar, full_of
 from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.linalg.shifted_diagonal import shifted_diagonal
-from kfac_core.operators.flat import FlatOperator
+from kfac_core.operators.operator import EVERY_PRODUCT
+from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["ScaledIdentity"]
 
@@ -37,7 +37,7 @@ class ScaledIdentity:
     scale: float
 
     name = "scaled_identity"
-    lacks = NOTHING
+    unsupported_products = EVERY_PRODUCT
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and self.scale >= 0):
@@ -72,19 +72,19 @@ class ScaledIdentity:
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FlatOperator:
+    ) -> SpectralOperator:
         """Return ``(c + lam) I``."""
         xp = options.namespace(statistics)
         compute, apply = options.dtypes(statistics.dtype, xp=xp)
-        n, m = layer.matrix_shape
         one = full_of(xp, self.scale, statistics.any_weight)
-        entries = xp.astype(xp.broadcast_to(one, (n * m,)), compute)
-        block = shifted_diagonal(
-            entries,
-            as_scalar(xp, options.damping, compute, "damping"),
+        spectrum = xp.astype(xp.broadcast_to(one, layer.matrix_shape), compute)
+        damping = as_scalar(xp, options.damping, compute, "damping")
+        return spectral_operator(
+            spectrum,
+            damping=full_of(xp, damping, spectrum),
+            vector_shape=layer.matrix_shape,
             factorizations=options.factorizations,
             check=options.check,
             name=options.name,
-            apply_dtype=apply,
+            dtype=apply,
         )
-        return FlatOperator(block, layer.matrix_shape)

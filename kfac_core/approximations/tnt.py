@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
 from kfac_core.approximations.kronecker import kronecker_operator
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
 from kfac_core.conventions import require_one_of
@@ -36,9 +36,7 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
-from kfac_core.operators.exact_kronecker import ExactKronecker
-from kfac_core.operators.kronecker import FactoredKronecker
-from kfac_core.operators.many_kronecker import ManyKronecker
+from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
 
 __all__ = ["TNT", "Positions"]
 
@@ -64,7 +62,7 @@ class TNT:
     positions: Positions = "summed"
 
     name = "tnt"
-    lacks = NOTHING
+    unsupported_products = EVERY_PRODUCT
 
     def __post_init__(self) -> None:
         require_one_of("positions", self.positions, get_args(Positions))
@@ -141,7 +139,7 @@ class TNT:
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FactoredKronecker | ExactKronecker | ManyKronecker:
+    ) -> CurvatureOperator:
         """Return ``S A (x) G / tr A`` damped as the rule says, as it is now."""
         if layer.kind == "parameters":
             return axes_operator(statistics, options)

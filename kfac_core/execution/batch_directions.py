@@ -3,7 +3,7 @@
 Conventions.  The gradient is the mean over the batch's examples, ``V = 1/N X^T G``, of R
 rows x of n and g of m numbers.  With an operator ``S (A + a I) (x) (G + b I)`` its inverse
 may act on the rows before they are multiplied (identity A15 of
-`kfac_core.operators.of_rows`):
+`kfac_core.CurvatureOperator.multiply_inverse_of_rows`):
 
     2 R (n^2 + m^2 + n m)  flops on rows,     2 n m (n + m + R)  on the matrix.
 """
@@ -17,8 +17,6 @@ from kfac_core.array.namespaces import cast, full_of, wide_dtype
 from kfac_core.block import Block, Fed
 from kfac_core.conventions import Conventions
 from kfac_core.layers.rows import Rows
-from kfac_core.operators.kronecker import FactoredKronecker
-from kfac_core.operators.of_rows import multiply_inverse_of_rows
 from kfac_core.operators.operator import CurvatureOperator
 
 __all__ = ["direction_of_batch", "rows_are_cheaper"]
@@ -63,23 +61,22 @@ def direction_of_batch(
     rows = block.rows(batch)
     if not (
         isinstance(rows, Rows)
-        and type(operator) is FactoredKronecker
-        and not operator.input.lead
+        and operator.acts_on_rows
         and rows.sources == 1
         and rows_are_cheaper(rows.examples * rows.positions, operator.shape)
     ):
         gradient = block.mean_gradient(batch, conventions=conventions)
         return operator.multiply_inverse(gradient)
     xp = array_api_compat.array_namespace(rows.like)
-    dtype = operator.scale.dtype
+    dtype = operator.like.dtype
     x, g = rows.full_inputs(dtype, xp=xp), cast(xp, rows.output_grads, dtype)
     x, g = xp.reshape(x, (-1, x.shape[-1])), xp.reshape(g, (-1, g.shape[-1]))
     scale = conventions.gradient_scale(
         examples=rows.examples, rows=rows.kept(dtype, xp=xp)
     )
-    share = full_of(xp, scale / rows.examples, operator.scale)
+    share = full_of(xp, scale / rows.examples, operator.like)
     weights = xp.ones_like(x[:, 0]) * share
-    direction = multiply_inverse_of_rows(operator, x, g, weights=weights)
+    direction = operator.multiply_inverse_of_rows(x, g, weights=weights)
     return cast(xp, direction, wide_dtype(xp, rows.like.dtype))
 
 

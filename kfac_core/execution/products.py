@@ -63,7 +63,7 @@ def require_products(blocks: Mapping[str, Block], products: tuple[str, ...], /) 
     for product in products:
         require_one_of("products", product, _ALL_PRODUCTS)
         for name, block in blocks.items():
-            reason = block.approximation.lacks.get(product)
+            reason = block.approximation.unsupported_products.get(product)
             if reason is not None:
                 raise UnsupportedError(
                     f"Block {name!r} ({block.approximation.name}) has no {product}: "
