@@ -125,14 +125,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
         unit_pi = options.rule == "factored_unit_pi"
         shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
     factors = {
-        name: shifted_matrix(
-            value,
-            shift,
-            factorizations=() if exact else options.factorizations,
-            check=options.check,
-            name=f"{options.name}/{name}",
-            apply_dtype=apply,
-        )
+        name: shifted_matrix(value, shift, apply_dtype=apply)
         for (name, value), shift in zip(values.items(), shifts, strict=True)
     }
     good = xp.isfinite(lam) & (lam >= 0)

@@ -321,7 +321,7 @@ def _coordinates(
         xp.zeros(lead, dtype=xp.int32, device=device),
         nothing,
         nothing,
-        "working",
+        xp.zeros(lead, dtype=xp.int32, device=device),
     )
 
 

@@ -35,6 +35,7 @@ from kfac_core.operators.example_gram import (
 
 __all__ = ["ExampleGram"]
 
+
 @dataclass(frozen=True, kw_only=True)
 class ExampleGram:
     """The block of the K gradients that weigh most: ``K S (in(+1) + out)`` numbers.

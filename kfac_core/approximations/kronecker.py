@@ -290,7 +290,10 @@ def shared_inputs(
     """
     x = cast(xp, rows.inputs, dtype)
     if sharing == "expand":
-        x, tail = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1])), rows.tail(dtype, xp=xp)
+        x, tail = (
+            xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1])),
+            rows.tail(dtype, xp=xp),
+        )
         return x, None if tail is None else xp.reshape(tail, x.shape[:-1])
     ones = homogeneous_coordinate(x, rows.mask, xp=xp)
     number = xp.sum(ones, axis=-1)
@@ -409,9 +412,7 @@ def kronecker_operator(
     if not options.factorizations:
         return SpectralOperator(None, None, None, lam, flags, shape, undamped)
     found = made.spectral(check=options.check, name=options.name)
-    spectral = replaced(
-        found, damping=lam, flags=found.flags | flags, factors=undamped
-    )
+    spectral = replaced(found, damping=lam, flags=found.flags | flags, factors=undamped)
     return spectral.prepared(
         *options.factorizations, check=options.check, name=options.name
     )

@@ -4,8 +4,8 @@ Conventions.  As `kfac_core.approximations.kronecker`, whose statistics these ar
 factor compressed to its largest r (or q) eigenpairs after every update.  What is cut off
 is positive semidefinite: with A_K and G_K the factors that `Kronecker` would hold,
 ``A <= A_K`` and ``G <= G_K``, with ``tr(A_K - A)`` and ``tr(G_K - G)`` in
-`LowRankOperator.truncated_traces`.  Exact, up to rounding, while A_K and G_K have ranks of at most r
-and q.
+`LowRankOperator.truncated_traces`.  Exact, up to rounding, while A_K and G_K have ranks
+of at most r and q.
 
 References
 ----------
@@ -41,6 +41,7 @@ from kfac_core.operators.low_rank import (
 )
 
 __all__ = ["LowRankKronecker"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankKronecker:

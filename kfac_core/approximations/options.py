@@ -17,6 +17,7 @@ from kfac_core.linalg.shifted import Factorization
 
 __all__ = ["OperatorOptions", "UpdateOptions"]
 
+
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
     """The options of one update of an approximation's statistics.

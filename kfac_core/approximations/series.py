@@ -35,7 +35,7 @@ from typing import Any, Literal, get_args
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError

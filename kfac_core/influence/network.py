@@ -306,7 +306,9 @@ class Influence:
         status = None
         for name, F in self.curvatures.items():
             positive = F.namespace.min(F.spectrum) + self.damping[name] > 0
-            flags = F.status() | status_unless(F.namespace, positive, Status.NOT_POSITIVE)
+            flags = F.status() | status_unless(
+                F.namespace, positive, Status.NOT_POSITIVE
+            )
             status = flags if status is None else status | flags
         return status
 

@@ -237,12 +237,10 @@ class Rows:
         return x if tail is None else append_coordinate(x, tail, xp=xp)
 
     def tail(self, dtype: object, /, *, xp: Namespace) -> Array | None:
-        """Return the homogeneous coordinates, shape ((Q,) N, S); None where there are none."""
+        """Return the homogeneous coordinates, shape ((Q,) N, S); None without a bias."""
         if not self.homogeneous:
             return None
-        return homogeneous_coordinate(
-            cast(xp, self.inputs, dtype), self.mask, xp=xp
-        )
+        return homogeneous_coordinate(cast(xp, self.inputs, dtype), self.mask, xp=xp)
 
     def _examples(self, start: int, stop: int) -> Rows:
         """Return the rows of some of the examples."""

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import (
     Scalar,
     any_status,
@@ -172,7 +173,7 @@ class ExampleGramOperator(CurvatureOperator):
 
     def logdet(self) -> Array:
         """Return ``log det (H + lam I) + (n m - K) log lam``, 0-d."""
-        made = self.prepared("cholesky")
+        made = self._seen()
         xp = own_namespace(self.inputs)
         rest = (self._numbers() - self.gradients) * xp.log(self._lam())
         return made.gram.logdet() + rest
@@ -213,12 +214,12 @@ class ExampleGramOperator(CurvatureOperator):
         return product + self._lam() * V if damped else product
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        made = self.prepared("inverse")
+        made = self._seen()
         inner = made.gram.solve(self._products(V, xp)[:, None])[:, 0]
         return (V - self._combined(inner, xp)) / self._lam()
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
-        made, lam = self.prepared("eigenbasis"), self._lam()
+        made, lam = self._seen(), self._lam()
         h = made.gram.eigenvalues(shifted=False)
         inner = made.gram.to_basis(self._products(V, xp)[:, None])[:, 0]
         scaled = inner * divided_difference(h, lam, exponent, xp=xp)
@@ -228,6 +229,16 @@ class ExampleGramOperator(CurvatureOperator):
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         """Return ``(F + lam I)^-1/2 Z``."""
         return self._power(Z, xp, -0.5)
+
+    def _seen(self) -> ExampleGramOperator:
+        """Return itself, its damping positive where that can be seen."""
+        if self.definite:
+            return self
+        xp = own_namespace(self.inputs)
+        flag = status_unless(xp, self._lam() > 0, Status.NOT_POSITIVE)
+        if truth_of(flag == 0, xp=xp) is False:
+            raise_for(flag, "block", remedy=_SINGULAR)
+        return self
 
     def _products(self, V: Array, xp: Namespace) -> Array:
         return gradient_products(self.inputs, self.output_grads, V, xp=xp)
@@ -324,9 +335,6 @@ def example_gram_operator(
     gram = shifted_matrix(
         gradient_gram(x, g, xp=xp),
         as_scalar(xp, damping, dtype, "damping"),
-        factorizations=(),
-        check=check,
-        name=name,
         apply_dtype=apply_dtype,
     )
     apply = dtype if apply_dtype is None else apply_dtype

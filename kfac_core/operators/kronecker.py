@@ -106,9 +106,7 @@ class FactoredKronecker(CurvatureOperator):
         """Whether `solve_rows` is there: for a layer without groups."""
         return not self.input.lead
 
-    def solve_rows(
-        self, inputs: Array, output_grads: Array, /
-    ) -> tuple[Array, Array]:
+    def solve_rows(self, inputs: Array, output_grads: Array, /) -> tuple[Array, Array]:
         """Return the rows that the preconditioned gradient is made of.
 
         Parameters

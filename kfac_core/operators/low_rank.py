@@ -141,7 +141,7 @@ class LowRankOperator(CurvatureOperator):
     def logdet(self) -> Array:
         """Return the log-determinant of the damped block, 0-d."""
         xp = own_namespace(self.scale)
-        spectrum = self.prepared("inverse")._spectrum(True)
+        spectrum = self._seen()._spectrum(True)
         parts = zip(spectrum, self._multiplicities(), strict=True)
         sums = [number * xp.sum(xp.log(values)) for values, number in parts if number]
         return sum(sums[1:], start=sums[0])
@@ -183,7 +183,7 @@ class LowRankOperator(CurvatureOperator):
         return self._power(V, xp, -1.0)
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
-        made = self.prepared("inverse") if exponent < 0 else self
+        made = self if exponent >= 0 or self.definite else self._seen()
         parts = zip(made._spectrum(True), self._multiplicities(), strict=True)
         # A complement that is empty has no eigenvalue, which may be zero here.
         powers = [values**exponent if number else values for values, number in parts]
@@ -192,6 +192,11 @@ class LowRankOperator(CurvatureOperator):
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         """Return ``F_damped^-1/2 Z``."""
         return self._power(Z, xp, -0.5)
+
+    def _seen(self) -> LowRankOperator:
+        """Return itself, definite where that can be seen."""
+        made: LowRankOperator = self._looked_at("inverse", self.scale)
+        return made
 
     def _dampings(self) -> dict[str, Array]:
         if self.exact:

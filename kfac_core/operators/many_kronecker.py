@@ -116,7 +116,7 @@ class ManyKronecker(CurvatureOperator):
         """Return the log-determinant of the damped block, 0-d."""
         xp = own_namespace(self.scale)
         if self.exact:
-            return xp.sum(xp.log(self.prepared("inverse")._spectrum(True)))
+            return xp.sum(xp.log(self._ready("inverse")._spectrum(True)))
         total = self.shape[0] * xp.log(self.scale)
         for part in self.factors.values():
             total = total + (self.shape[0] // part.size) * part.logdet()
@@ -125,7 +125,7 @@ class ManyKronecker(CurvatureOperator):
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues, ascending."""
         xp = own_namespace(self.scale)
-        spectrum = self.prepared("eigenbasis")._spectrum(damped)
+        spectrum = self._ready("eigenbasis")._spectrum(damped)
         return xp.sort(xp.reshape(spectrum, (-1,)))
 
     def to_dense(self, *, damped: bool = True) -> Array:
@@ -166,7 +166,7 @@ class ManyKronecker(CurvatureOperator):
         if not self.exact:
             power = self._along(V, lambda part, x: part.power(x, exponent), xp)
             return self.scale**exponent * power
-        made = self.prepared("inverse" if exponent < 0 else "eigenbasis")
+        made = self._ready("inverse" if exponent < 0 else "eigenbasis")
         inner = made._along(V, lambda part, x: part.to_basis(x), xp)
         inner = inner * made._spectrum(True) ** exponent
         return made._along(inner, lambda part, x: part.from_basis(x), xp)
@@ -188,6 +188,14 @@ class ManyKronecker(CurvatureOperator):
         if self.exact:
             return self._power(Z, xp, -0.5)
         return self._lower_solve(Z, xp, True)
+
+    def _ready(self, factorization: Factorization) -> ManyKronecker:
+        """Return itself prepared for a product by the eigenbases, where that can raise."""
+        bases = all(part.basis is not None for part in self.factors.values())
+        if bases and (self.definite or factorization == "eigenbasis"):
+            return self
+        made: ManyKronecker = self._looked_at(factorization, self.scale)
+        return made
 
     def _along(
         self, v: Array, function: Callable[[ShiftedMatrix, Array], Array], xp: Namespace

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_plain
+from kfac_core.array.finite import is_plain, is_readable
 from kfac_core.array.namespaces import (
     cast,
     namespace_of,
@@ -53,10 +53,11 @@ class CurvatureOperator(abc.ABC):
     Notes
     -----
     A vector has the shape `shape`, or, where the operator is a stack, `stack_shape`;
-    the result has the same shape and dtype.  Every product raises `ShapeError`, `DtypeError` or `MixedArraysError`
-    for a vector that does not fit, `UnsupportedError` where the operator does not have
-    it, and `FactorizationError` where a factorization that was not prepared cannot be
-    made.
+    the result has the same shape and dtype.  Every product raises `ShapeError`,
+    `DtypeError` or `MixedArraysError` for a vector that does not fit, `UnsupportedError`
+    where the operator does not have it, and `FactorizationError` where a factorization
+    that was not prepared cannot be made; `NotReadyError`, where it would have to be made
+    while a program is traced.
     """
 
     @property
@@ -227,9 +228,7 @@ class CurvatureOperator(abc.ABC):
         """Whether the inverse acts on x and g of a gradient apart; see `solve_rows`."""
         return False
 
-    def solve_rows(
-        self, inputs: Array, output_grads: Array, /
-    ) -> tuple[Array, Array]:
+    def solve_rows(self, inputs: Array, output_grads: Array, /) -> tuple[Array, Array]:
         """Return the rows that a preconditioned gradient is made of, by those of V.
 
         Raises
@@ -283,6 +282,16 @@ class CurvatureOperator(abc.ABC):
     def parts(self) -> dict[str, Any]:
         """Return the damped factors or bases that the operator is made of, by name."""
         return {}
+
+    def _looked_at(self, factorization: Factorization, small: Array) -> Any:
+        """Return itself prepared for a product; as it is while a program is traced.
+
+        A tracer could not see a failure.  What is missing then is refused by the factor
+        that lacks it.  ``small`` is any small array of the operator.
+        """
+        if is_readable(small, xp=own_namespace(small)):
+            return self.prepared(factorization)
+        return self
 
     @abc.abstractmethod
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
@@ -405,7 +414,9 @@ def leaving(result: Array, vector: Array, /) -> Array:
     return cast(own_namespace(result), result, vector.dtype)
 
 
-def raise_for(flags: Array, name: str, /, *, remedy: str = "Increase `damping`.") -> None:
+def raise_for(
+    flags: Array, name: str, /, *, remedy: str = "Increase `damping`."
+) -> None:
     """Raise for the flags of a damped block; this synchronizes with the device.
 
     Parameters

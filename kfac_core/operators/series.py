@@ -21,11 +21,11 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import is_readable
 from kfac_core.array.namespaces import full_of, own_namespace
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import UnsupportedError
-from kfac_core.linalg.factorizations import Rung
+from kfac_core.errors import NotReadyError, UnsupportedError
 from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
@@ -41,7 +41,7 @@ DENSE_LIMIT = 2048
 _DENSE: tuple[Factorization, ...] = ("cholesky", "eigenbasis")
 
 
-@structure(static=("rung",))
+@structure()
 class SeriesOperator(CurvatureOperator):
     """The snapshot of the curvature of a chain of time steps; see `CurvatureOperator`.
 
@@ -64,8 +64,9 @@ class SeriesOperator(CurvatureOperator):
         F, damped.
     dense : DenseOperator or None
         F as one matrix, where a factorization of it was asked for.
-    rung : {"working", "float64"}
-        In which precision the chain was made.
+    fallback : array of int32, 0-d
+        Of `kfac_core.linalg.factorizations.Fallback`: in which precision the chain was
+        made.
 
     References
     ----------
@@ -81,7 +82,7 @@ class SeriesOperator(CurvatureOperator):
     shares: Array | None
     chain: SymmetricChain | InfiniteChain
     dense: DenseOperator | None
-    rung: Rung
+    fallback: Array
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -183,16 +184,16 @@ class SeriesOperator(CurvatureOperator):
         if damped:
             return self.chain
         xp = own_namespace(self.scale)
-        if self.shares is None and self.input.check == "status":
+        if self.shares is None and not is_readable(self.scale, xp=xp):
             raise NotReadyError(
-                "the undamped infinite chain need not converge, and a snapshot made with "
-                "check='status' could not report it. Make one with check='raise'."
+                "the undamped infinite chain need not converge, which could not be "
+                "reported while a program is traced. Multiply with it outside."
             )
         A = _pseudo_root(self.input, self.lagged_input, xp)
         G = _pseudo_root(self.output, self.lagged_output, xp)
         if self.shares is not None:
             return symmetric_chain(A, G, self.shares, xp=xp)
-        return infinite_chain(A, G, self.scale, check=self.input.check, xp=xp)
+        return infinite_chain(A, G, self.scale, check="raise", xp=xp)
 
     def _dense_matrix(self, *, damped: bool = True) -> DenseOperator:
         """Return F as an operator without structure, prepared or not yet."""
@@ -201,9 +202,7 @@ class SeriesOperator(CurvatureOperator):
         self._require_small()
         matrix = SymmetricMatrix(self.to_dense(damped=damped), whole=True)
         zero = full_of(own_namespace(self.scale), 0.0, matrix.array)
-        name, check = self.input.name.removesuffix("/input"), self.input.check
-        block = shifted_matrix(matrix, zero, factorizations=(), check=check, name=name)
-        return DenseOperator(block, self.shape)
+        return DenseOperator(shifted_matrix(matrix, zero), self.shape)
 
     def _require_small(self) -> None:
         if self._rows() > DENSE_LIMIT:

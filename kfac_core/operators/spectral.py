@@ -18,7 +18,6 @@ Q groups of columns   ``(Q, n, m)``            a stack                      stac
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from kfac_core.array.backend import Array, Namespace
@@ -33,11 +32,11 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced, structure
-from kfac_core.errors import NotReadyError, ShapeError
+from kfac_core.errors import ShapeError
 from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
-from kfac_core.linalg.shifted import Factorization
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
 from kfac_core.operators.operator import CurvatureOperator, raise_for
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ class SpectralOperator(CurvatureOperator):
 
     def at_rows(self, indices: Array, /) -> CurvatureOperator:
         """Return the operator on the rows of some ids, where Q_A is the identity."""
-        made = self.prepared("eigenbasis")
+        made = self._ready("eigenbasis")
         if made.input is not None or not made.is_kronecker:
             return super().at_rows(indices)
         spectrum = self.namespace.take(made._values(), indices, axis=-2)
@@ -235,11 +234,11 @@ class SpectralOperator(CurvatureOperator):
     def logdet(self) -> Array:
         """Return ``sum log(s + lam)``, 0-d."""
         xp = self.namespace
-        return xp.sum(xp.log(self.prepared("inverse")._damped()))
+        return xp.sum(xp.log(self._ready("inverse")._damped()))
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return ``s + lam``, or s, ascending, shape (n m,)."""
-        made = self.prepared("eigenbasis")
+        made = self._ready("eigenbasis")
         values = made._damped() if damped else made._values()
         return self.namespace.sort(self.namespace.reshape(values, (-1,)))
 
@@ -266,11 +265,16 @@ class SpectralOperator(CurvatureOperator):
         return status
 
     def parts(self) -> dict[str, Any]:
-        """Return the bases, or the factors that they are to be made of."""
-        if self.spectrum is None:
-            return self._product().parts()
+        """Return the bases; with the factors that they were made of, where there are."""
         bases = {"input": self.input, "output": self.output}
-        return {side: basis for side, basis in bases.items() if basis is not None}
+        if self.factors is None:
+            return {side: basis for side, basis in bases.items() if basis is not None}
+        return {
+            side: replaced(part, basis=bases[side])
+            if isinstance(part, ShiftedMatrix)
+            else part
+            for side, part in self.factors.parts().items()
+        }
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         if self.factors is None:
@@ -279,11 +283,11 @@ class SpectralOperator(CurvatureOperator):
         return product + self._lam() * V if damped else product
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        made = self.prepared("inverse")
+        made = self._ready("inverse")
         return made._vectors(made._coordinates(V, xp) / made._damped(), xp)
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
-        made = self.prepared("inverse" if exponent < 0 else "eigenbasis")
+        made = self._ready("inverse" if exponent < 0 else "eigenbasis")
         return made._turned(V, xp, made._damped() ** exponent)
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
@@ -291,16 +295,16 @@ class SpectralOperator(CurvatureOperator):
         return self._power(Z, xp, -0.5)
 
     def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
-        made = self.prepared("cholesky")
-        if made.lower is None:
-            return V * xp.sqrt(made._damped())
-        return made.lower.multiply(V, transpose=transpose)
+        lower = self._triangle()
+        if lower is None:
+            return V * xp.sqrt(self._ready("inverse")._damped())
+        return lower.multiply(V, transpose=transpose)
 
     def _lower_solve(self, V: Array, xp: Namespace, transpose: bool) -> Array:
-        made = self.prepared("cholesky")
-        if made.lower is None:
-            return V / xp.sqrt(made._damped())
-        return made.lower.solve(V, transpose=transpose)
+        lower = self._triangle()
+        if lower is None:
+            return V / xp.sqrt(self._ready("inverse")._damped())
+        return lower.solve(V, transpose=transpose)
 
     def _turned(self, V: Array, xp: Namespace, values: Array) -> Array:
         """Return ``Q_A [ (Q_A^T V Q_G) * values ] Q_G^T``."""
@@ -322,7 +326,7 @@ class SpectralOperator(CurvatureOperator):
 
     def _values(self) -> Array:
         """Return s."""
-        spectrum = self.prepared("eigenbasis").spectrum
+        spectrum = self._ready("eigenbasis").spectrum
         assert spectrum is not None
         return spectrum
 
@@ -339,9 +343,28 @@ class SpectralOperator(CurvatureOperator):
         return self.damping if self.damping.ndim == 0 else self.damping[0]
 
     def _product(self) -> FactoredKronecker:
-        if self.factors is None:
-            raise NotReadyError("the operator has neither a spectrum nor factors.")
+        assert self.factors is not None, "neither a spectrum nor factors"
         return self.factors
+
+    def _ready(self, factorization: Factorization) -> SpectralOperator:
+        """Return itself prepared for a product, where that can raise."""
+        if self.spectrum is None:
+            require_readable(self.damping, "eigenbasis")
+            return self.prepared(factorization)
+        if factorization == "eigenbasis" or self.definite:
+            return self
+        made: SpectralOperator = self._looked_at(factorization, self.damping)
+        return made
+
+    def _triangle(self) -> KroneckerCholesky | None:
+        """Return L, made now where that can raise; None for a diagonal."""
+        if self.lower is None and not self._is_diagonal():
+            require_readable(self.damping, "cholesky")
+            return self.prepared("cholesky").lower
+        return self.lower
+
+    def _is_diagonal(self) -> bool:
+        return self.spectrum is not None and self.input is None and self.output is None
 
     def _decomposed(self, check: Check, name: str) -> SpectralOperator:
         """Return the same with bases and spectrum, made from the factors."""
@@ -362,7 +385,7 @@ class SpectralOperator(CurvatureOperator):
     def _with_lower(self, check: Check, name: str) -> SpectralOperator:
         """Return the same with its Cholesky factor, where that is no diagonal."""
         made = self if self.definite else self._definite(check, name)
-        if self.input is None and self.output is None:
+        if self._is_diagonal():
             return made
         if not self.is_kronecker:
             raise NotImplementedError("a whole matrix has a Cholesky factor of its own")
@@ -391,9 +414,7 @@ class SpectralOperator(CurvatureOperator):
     def _basis_matrix(self, basis: Basis | None, size: int) -> Array:
         if basis is not None:
             return basis.eigenvectors
-        eye = self.namespace.eye(
-            size, dtype=self.dtype, device=device_of(self.damping)
-        )
+        eye = self.namespace.eye(size, dtype=self.dtype, device=device_of(self.damping))
         return self.namespace.broadcast_to(eye, (*self.lead, size, size))
 
     def _split(self, V: Array, xp: Namespace) -> Array:

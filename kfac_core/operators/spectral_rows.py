@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, namespace_of
+from kfac_core.array.namespaces import namespace_of
 from kfac_core.layers.rows import Rows
 from kfac_core.operators.spectral import SpectralOperator
 
@@ -129,11 +129,11 @@ def row_products(block: SpectralOperator, weights: Array, rows: Any, /) -> Array
 
 def _in_basis(block: SpectralOperator, rows: Rows, xp: Namespace) -> Rows:
     """Return the rows ``Q_A^T x`` and ``Q_G^T g``."""
-    bases = [
+    Q_A, Q_G = (
         None if basis is None else basis.eigenvectors
         for basis in (block.input, block.output)
-    ]
-    return rows.in_basis(*bases, block.dtype, xp=xp)
+    )
+    return rows.in_basis(Q_A, Q_G, block.dtype, xp=xp)
 
 
 def _turns(block: SpectralOperator, rows: Any) -> bool:
@@ -149,7 +149,9 @@ def _is_rank_one(block: SpectralOperator, rows: Any) -> bool:
     return single and _turns(block, rows)
 
 
-def _rank_one(block: SpectralOperator, rows: Rows, xp: Namespace) -> tuple[Array, Array]:
+def _rank_one(
+    block: SpectralOperator, rows: Rows, xp: Namespace
+) -> tuple[Array, Array]:
     """Return ``Q_A^T x`` and ``Q_G^T g``, shapes ((Q,) N, n) and ((Q,) M, N, m)."""
     rows.require_all_positions()
     turned = _in_basis(block, rows, xp)

@@ -13,7 +13,7 @@ from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import ConventionError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
-from kfac_core.linalg.factorizations import Rung
+from kfac_core.linalg.factorizations import Fallback
 from kfac_core.linalg.fitness import damping_array, symmetric_argument, unfit_flags
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-@structure(static=("degree", "rung"))
+@structure(static=("degree",))
 class InverseRoot:
     """An inverse p-th root, with its certificate.
 
@@ -43,10 +43,10 @@ class InverseRoot:
         every rung but the last.
     steps : array of int32, shape (...)
         How many Newton steps were taken; zero for an eigendecomposition.
+    fallback : array of int32, shape (...)
+        Of `kfac_core.linalg.factorizations.Fallback`.
     degree : int
         p.
-    rung : {"working", "float64", "eigendecomposition"}
-        The rung that held.
     """
 
     matrix: SymmetricMatrix
@@ -54,8 +54,8 @@ class InverseRoot:
     residual: Array
     clipped: Array
     steps: Array
+    fallback: Array
     degree: int
-    rung: Rung
 
 
 def root_residual(
@@ -104,7 +104,7 @@ def judged_root(
     *,
     degree: int,
     steps: Array,
-    rung: Rung,
+    fallback: Fallback,
     xp: Namespace,
 ) -> InverseRoot:
     """Return a root with its certificate; NaN throughout where there is none.
@@ -117,7 +117,7 @@ def judged_root(
         X, finite or not, symmetric up to rounding.
     status : array of int32, shape (...)
         The flags so far; where any is set X becomes NaN.
-    degree, steps, rung
+    degree, steps, fallback
         As in `InverseRoot`.
     xp : namespace
         Of the arrays.
@@ -139,8 +139,8 @@ def judged_root(
         residual,
         xp.zeros_like(residual),
         steps,
+        xp.full_like(status, int(fallback)),
         degree,
-        rung,
     )
 
 

@@ -20,7 +20,7 @@ from kfac_core.array.namespaces import Scalar, cast, device_of
 from kfac_core.array.status import Check
 from kfac_core.errors import ConventionError
 from kfac_core.linalg.cholesky import add_to_diagonal
-from kfac_core.linalg.factorizations import Rung
+from kfac_core.linalg.factorizations import Fallback
 from kfac_core.linalg.fitness import fit_problem, narrowed, require_fit, widened
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.roots.certified_root import (
@@ -103,7 +103,9 @@ def newton_inverse_root(
     wide = widened(A, xp=xp)
     if wide is not None:
         wide_shift = cast(xp, shift, xp.float64)
-        made = _newton(wide, wide_shift, unfit, degree, rung="float64", **options)
+        made = _newton(
+            wide, wide_shift, unfit, degree, fallback=Fallback.FLOAT64, **options
+        )
         if root_holds(made, xp):
             return narrowed(made, A, xp=xp)
     return clipped_root(A, shift, degree, name=name, xp=xp)
@@ -118,7 +120,7 @@ def _newton(
     *,
     max_iterations: int,
     stops: bool,
-    rung: Rung = "working",
+    fallback: Fallback = Fallback.WORKING,
     xp: Namespace,
 ) -> InverseRoot:
     """Return the root on one rung; look at a value only where it may stop."""
@@ -147,7 +149,7 @@ def _newton(
         if stops and not bool(xp.any(active)):
             break
     return judged_root(
-        fit, fit_shift, X, unfit, degree=degree, steps=steps, rung=rung, xp=xp
+        fit, fit_shift, X, unfit, degree=degree, steps=steps, fallback=fallback, xp=xp
     )
 
 

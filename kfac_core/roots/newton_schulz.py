@@ -187,7 +187,7 @@ def _iterated(
     status = unfit | status_unless(xp, accurate | (unfit != 0), Status.INACCURATE)
     clipped = xp.zeros_like(residual)
     inverse = SymmetricMatrix(xp.where(kept, X, start), whole=True)
-    made = Inverse(inverse, status, residual, clipped, "working")
+    made = Inverse(inverse, status, residual, clipped, xp.zeros_like(status))
     return WarmInverse(made, first, steps, "newton-schulz")
 
 
