@@ -5,10 +5,22 @@ import sys
 import numpy as np
 import pytest
 
+import kfac_core as kc
 from kfac_core.cli import main
-from kfac_core.cli.demo.training import kfac_losses
+from kfac_core.cli.demo.training import Problem, make_optimizer
 
 from ..builders.tolerances import assert_close
+
+
+def kfac_losses(*, steps, seed, backend):
+    """Return the losses of the batches in the first steps of K-FAC, in float64."""
+    kc.enable_float64(backend=backend)
+    problem = Problem(seed=seed, steps=steps, dtype="float64", backend=backend)
+    optimizer = make_optimizer("K-FAC", problem, 1.0)
+    return [
+        optimizer.step(problem.to_backend(problem.digits.train[batch]))
+        for batch in problem.batches
+    ]
 
 
 def test_the_first_twenty_steps_are_the_same_on_every_backend(backend):

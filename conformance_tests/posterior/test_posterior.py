@@ -332,7 +332,9 @@ def test_what_does_not_fit_is_refused(plain):
     with pytest.raises(kc.DtypeError, match="vectors"):
         posterior.multiply([[1.0]])
     gram = kc.Block(plain.block.layer, kc.ExampleGram(gradients=2))
-    one = gram.operator(gram.initial(plain.array(np.ones(1))), damping=1.0, rule="exact")
+    one = gram.operator(
+        gram.initial(plain.array(np.ones(1))), damping=1.0, rule="exact"
+    )
     with pytest.raises(kc.UnsupportedError, match="no eigenbasis"):
         one.spectral()
     with pytest.raises(kc.UnknownBlockError, match="would count as zero"):

@@ -7,7 +7,14 @@ from typing import Any
 
 from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, status_unless
+from kfac_core.array.namespaces import (
+    Scalar,
+    as_scalar,
+    cast,
+    full_of,
+    moved_axis,
+    status_unless,
+)
 from kfac_core.array.status import Status
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.full import FullFactor
@@ -79,7 +86,7 @@ def updated_axes(
     V = xp.reshape(rows.vectors(statistics.dtype, xp=xp), (-1, *_shape(layer)))
     averages = {}
     for i, n in enumerate(_shape(layer)):
-        unfolded = xp.reshape(xp.moveaxis(V, i + 1, -1), (-1, n))
+        unfolded = xp.reshape(moved_axis(V, i + 1, -1, xp=xp), (-1, n))
         averages[f"axis{i}"] = FullFactor().updated(
             statistics.averages[f"axis{i}"],
             unfolded,

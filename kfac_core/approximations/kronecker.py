@@ -228,7 +228,8 @@ class Kronecker:
         Raises
         ------
         NotFiniteError, DampingError, FactorizationError
-            As `kfac_core.linalg.ladder.factorize`, with ``check="raise"``.
+            For statistics that are not finite, a damping that is negative or not finite,
+            and a factor that no rung can factorize, with ``check="raise"``.
 
         Notes
         -----

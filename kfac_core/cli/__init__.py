@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import kfac_core
 from kfac_core.cli.screen import complain
 from kfac_core.errors import KFACError
 
-__all__ = ["Command", "commands", "main"]
+__all__ = ["Command", "commands", "ended", "main"]
 
 INTERRUPTED, UNREAD = 130, 141
 """What a shell has for a process that SIGINT or SIGPIPE ended."""
@@ -79,15 +79,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     parser = _parser()
     chosen = parser.parse_args(arguments)
+    return ended(chosen.command, chosen.run, chosen)
+
+
+def ended(
+    command: str,
+    run: Callable[[argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    /,
+) -> int:
+    """Run a subcommand, and return its exit code whatever ends it.
+
+    Parameters
+    ----------
+    command : str
+        What a complaint begins with.
+    run : callable
+        Takes the arguments, and returns an exit code.
+    arguments : argparse.Namespace
+        As parsed.
+
+    Returns
+    -------
+    int
+        As `main`.
+    """
     try:
-        code: int = chosen.run(chosen)
+        code = run(arguments)
         sys.stdout.flush()
+    except BrokenPipeError:
+        return _unread()
     except (KFACError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            return _unread()
-        return complain(chosen.command, error)
+        return complain(command, error)
     except KeyboardInterrupt:
-        complain(chosen.command, "interrupted")
+        complain(command, "interrupted")
         return INTERRUPTED
     return code
 

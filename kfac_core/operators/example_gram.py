@@ -44,7 +44,7 @@ from kfac_core.linalg.example_gram import (
 )
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
-from kfac_core.operators.operator import CurvatureOperator, leaving, raise_for
+from kfac_core.operators.operator import CurvatureOperator, raise_for
 from kfac_core.operators.parts import prepared_of
 
 __all__ = ["NO_TRIANGLE", "ExampleGramOperator", "example_gram_operator"]
@@ -137,34 +137,6 @@ class ExampleGramOperator(CurvatureOperator):
                 raise_for(made.flags, name, remedy=_SINGULAR)
         gram = self.gram.prepared(*factorizations, check=check, name=name)
         return made if gram is made.gram else replaced(made, gram=gram)
-
-    def solve_combination(self, coefficients: Array, /) -> Array:
-        """Return ``(F + lam I)^-1 sum_k c_k D_k`` as ``Y^T (H + lam I)^-1 c``.
-
-        The natural gradient of a mean over the same examples, without the cancellation
-        that `multiply_inverse` has for small damping.
-
-        Parameters
-        ----------
-        coefficients : array, shape (K,)
-            c, in the order of the gradients here, weights included.
-
-        Returns
-        -------
-        array, shape (n, m)
-            In the dtype of the coefficients; ``2 K S n m`` flops.
-
-        Raises
-        ------
-        ShapeError, DtypeError, MixedArraysError
-            For coefficients that do not fit.
-        """
-        xp = namespace_of(coefficients=coefficients, operator=self.inputs)
-        require_floating(xp, coefficients, "coefficients")
-        require_matrix(coefficients, (self.gradients,), "coefficients")
-        c = cast(xp, coefficients, self.inputs.dtype)
-        solved = self.gram.solve(c[:, None])[:, 0]
-        return leaving(self._combined(solved, xp), coefficients)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return ``tr F + n m lam``, or ``tr F``, 0-d."""

@@ -8,7 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, own_namespace, status_unless
+from kfac_core.array.namespaces import (
+    device_of,
+    moved_axis,
+    own_namespace,
+    status_unless,
+)
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.linalg.kronecker import kronecker_dense
@@ -202,9 +207,9 @@ class ManyKronecker(CurvatureOperator):
     ) -> Array:
         """Apply a function of each factor along its own axis."""
         for axis, part in enumerate(self.factors.values()):
-            moved = xp.moveaxis(v, axis, 0)
+            moved = moved_axis(v, axis, 0, xp=xp)
             flat = function(part, xp.reshape(moved, (part.size, -1)))
-            v = xp.moveaxis(xp.reshape(flat, moved.shape), 0, axis)
+            v = moved_axis(xp.reshape(flat, moved.shape), 0, axis, xp=xp)
         return v
 
     def _spectrum(self, damped: bool) -> Array:

@@ -225,11 +225,13 @@ class CurvatureOperator(abc.ABC):
 
     @property
     def acts_on_rows(self) -> bool:
-        """Whether the inverse acts on x and g of a gradient apart; see `solve_rows`."""
+        """Whether the inverse acts on x and g of a gradient apart."""
         return False
 
-    def solve_rows(self, inputs: Array, output_grads: Array, /) -> tuple[Array, Array]:
-        """Return the rows that a preconditioned gradient is made of, by those of V.
+    def multiply_inverse_of_rows(
+        self, inputs: Array, output_grads: Array, /, *, weights: Array
+    ) -> Array:
+        """Return ``F_damped^-1 sum_i w_i x_i g_i^T`` from the rows; see `acts_on_rows`.
 
         Raises
         ------
@@ -242,42 +244,6 @@ class CurvatureOperator(abc.ABC):
             "alone. Take a factored rule of damping, or give `multiply_inverse` the "
             "gradient."
         )
-
-    def multiply_inverse_of_rows(
-        self, inputs: Array, output_grads: Array, /, *, weights: Array
-    ) -> Array:
-        """Return ``F_damped^-1 sum_i w_i x_i g_i^T``.
-
-        Equal to ``multiply_inverse(x.T @ (w[:, None] * g))``.
-
-        Parameters
-        ----------
-        inputs, output_grads : array, shapes (k, in(+1)) and (k, out)
-            As for `solve_rows`.
-        weights : array, shape (k,)
-            The w: 1/N each for a mean over N examples.
-
-        Returns
-        -------
-        array, shape (in(+1), out)
-            In the dtype of `inputs`.
-
-        Raises
-        ------
-        KFACError
-            As `solve_rows`.
-
-        Notes
-        -----
-        ``2 k (n^2 + m^2 + n m)`` flops, against ``2 n m (n + m + k)``: for square layers
-        the fewer, where k is below the width.
-        """
-        xp = namespace_of(weights=weights, operator=self.like)
-        require_floating(xp, weights, "weights")
-        require_matrix(weights, (int(inputs.shape[0]),), "weights")
-        x, g = self.solve_rows(inputs, output_grads)
-        weighted = cast(xp, g, x.dtype) * cast(xp, weights, x.dtype)[:, None]
-        return xp.matmul(xp.matrix_transpose(x), weighted)
 
     def parts(self) -> dict[str, Any]:
         """Return the damped factors or bases that the operator is made of, by name."""

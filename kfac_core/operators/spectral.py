@@ -25,6 +25,7 @@ from kfac_core.array.namespaces import (
     any_status,
     cast,
     device_of,
+    moved_axis,
     namespace_of,
     own_namespace,
     require_floating,
@@ -422,13 +423,13 @@ class SpectralOperator(CurvatureOperator):
         if not self.lead:
             return xp.reshape(V, (*V.shape[:-2], *self.inner_shape))
         groups, n, m = self.inner_shape
-        return xp.moveaxis(xp.reshape(V, (*V.shape[:-2], n, groups, m)), -2, -3)
+        return moved_axis(xp.reshape(V, (*V.shape[:-2], n, groups, m)), -2, -3, xp=xp)
 
     def _joined(self, V: Array, xp: Namespace) -> Array:
         """Return vectors in the shape of the block; undoes `_split`."""
         if not self.lead:
             return xp.reshape(V, (*V.shape[:-2], *self.shape))
-        moved = xp.moveaxis(V, -3, -2)
+        moved = moved_axis(V, -3, -2, xp=xp)
         return xp.reshape(moved, (*V.shape[:-3], *self.shape))
 
     def _dampings(self) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""An inverse p-th root with its certificate, however it was made.
+"""An inverse p-th root with its certificate.
 
 Conventions: those of `kfac_core.roots.roots`.
 """
@@ -41,8 +41,6 @@ class InverseRoot:
     clipped : array, shape (...)
         The sum of the negative eigenvalues that were set to zero, in magnitude; zero on
         every rung but the last.
-    steps : array of int32, shape (...)
-        How many Newton steps were taken; zero for an eigendecomposition.
     fallback : array of int32, shape (...)
         Of `kfac_core.linalg.factorizations.Fallback`.
     degree : int
@@ -53,7 +51,6 @@ class InverseRoot:
     status: Array
     residual: Array
     clipped: Array
-    steps: Array
     fallback: Array
     degree: int
 
@@ -103,7 +100,6 @@ def judged_root(
     /,
     *,
     degree: int,
-    steps: Array,
     fallback: Fallback,
     xp: Namespace,
 ) -> InverseRoot:
@@ -117,7 +113,7 @@ def judged_root(
         X, finite or not, symmetric up to rounding.
     status : array of int32, shape (...)
         The flags so far; where any is set X becomes NaN.
-    degree, steps, fallback
+    degree, fallback
         As in `InverseRoot`.
     xp : namespace
         Of the arrays.
@@ -138,7 +134,6 @@ def judged_root(
         status,
         residual,
         xp.zeros_like(residual),
-        steps,
         xp.full_like(status, int(fallback)),
         degree,
     )

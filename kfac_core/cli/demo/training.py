@@ -42,7 +42,6 @@ __all__ = [
     "METHODS",
     "Problem",
     "Run",
-    "kfac_losses",
     "make_optimizer",
     "reconstruct",
     "train",
@@ -241,39 +240,6 @@ def reconstruct(parameters: Parameters, images: Array, /) -> np.ndarray[Any, Any
     xp = array_api_compat.array_namespace(images)
     _, logits = forward(xp, parameters, images)
     return kc.to_numpy(sigmoid(xp, logits))
-
-
-def kfac_losses(
-    *, steps: int, seed: int, backend: str | None = None, dtype: str = "float64"
-) -> list[float]:
-    """Return the losses of the batches in the first steps of K-FAC.
-
-    With one seed they agree on every backend, to the rounding errors of the dtype.
-
-    Parameters
-    ----------
-    steps : int
-        The number of steps.
-    seed : int
-        Decides everything that is random.
-    backend : str, optional
-        ``name[:device]`` instead of the selected one.
-    dtype : str
-        ``"float64"`` or ``"float32"``.
-
-    Returns
-    -------
-    list of float
-        One loss a step, before the step; learning rate 1.
-    """
-    if dtype == "float64":
-        kc.enable_float64(backend=backend)
-    problem = Problem(seed=seed, steps=steps, dtype=dtype, backend=backend)
-    optimizer = make_optimizer("K-FAC", problem, 1.0)
-    return [
-        optimizer.step(problem.to_backend(problem.digits.train[batch]))
-        for batch in problem.batches
-    ]
 
 
 def _evaluate(
