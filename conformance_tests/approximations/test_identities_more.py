@@ -118,8 +118,8 @@ def test_a_rotation_in_an_eigenspace_changes_ekfac_and_not_kfac(backend, rng):
         factorizations=("eigenbasis",),
     )
     own = kfac.input
-    R = rotation(rng, backend.to_numpy(own.basis.eigenvalues))
-    own = replaced(own, basis=turned(backend, own.basis, R))
+    R = rotation(rng, backend.to_numpy(own.eigenvalues))
+    own = turned(backend, own, R)
 
     ekfac = [
         eigen_operator(backend, replaced(statistics, bases=some), x, g)

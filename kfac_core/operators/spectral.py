@@ -18,7 +18,7 @@ Q groups of columns   ``(Q, n, m)``            a stack                      stac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import (
@@ -38,10 +38,8 @@ from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
+from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.operators.operator import CurvatureOperator, raise_for
-
-if TYPE_CHECKING:
-    from kfac_core.operators.kronecker import FactoredKronecker
 
 __all__ = ["SpectralOperator", "spectral_operator"]
 
@@ -70,7 +68,7 @@ class SpectralOperator(CurvatureOperator):
         Of `Status`.
     vector_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
-    factors : FactoredKronecker or None
+    factors : CurvatureOperator or None
         ``S A (x) G`` without damping, where the block is that product.  ``F v`` is then
         computed by the factors, in ``2 n m (n + m)`` flops and without the bases, so
         that the residual of the inverse measures the decompositions too.
@@ -91,7 +89,7 @@ class SpectralOperator(CurvatureOperator):
     damping: Array
     flags: Array
     vector_shape: tuple[int, int]
-    factors: FactoredKronecker | None = None
+    factors: CurvatureOperator | None = None
     lower: KroneckerCholesky | None = None
     definite: bool = False
 
@@ -266,7 +264,13 @@ class SpectralOperator(CurvatureOperator):
         return status
 
     def parts(self) -> dict[str, Any]:
-        """Return the bases; with the factors that they were made of, where there are."""
+        """Return the factors with their bases; the bases or the diagonal without them."""
+        if self._is_diagonal():
+            flat = self.namespace.reshape(self._values(), (-1,))
+            diagonal = ShiftedDiagonal(
+                flat, self._one_damping(), self.flags, self.definite
+            )
+            return {"block": diagonal}
         bases = {"input": self.input, "output": self.output}
         if self.factors is None:
             return {side: basis for side, basis in bases.items() if basis is not None}
@@ -343,7 +347,7 @@ class SpectralOperator(CurvatureOperator):
         """Return lam, 0-d; it is the same for every group."""
         return self.damping if self.damping.ndim == 0 else self.damping[0]
 
-    def _product(self) -> FactoredKronecker:
+    def _product(self) -> CurvatureOperator:
         assert self.factors is not None, "neither a spectrum nor factors"
         return self.factors
 
