@@ -3,10 +3,11 @@
 A network with one hidden layer is fitted to a noisy curve with a gap, for several
 precisions tau of the prior, the largest first, each from the mode of the one before.  The
 modes are least-squares problems, solved by Levenberg and Marquardt's method until nothing
-moves: the numbers below are those of the modes, and of no path to them.  K-FAC, EKFAC and the whole block of each layer give the
-log-marginal likelihood at each tau, and the standard deviation of the prediction at the
-best one, beside the dense Gauss-Newton matrix of the whole network, whose layers are not
-independent.  Run it by
+moves: the numbers below are those of the modes, and of no path to them.
+
+K-FAC, EKFAC and the whole block of each layer give the log-marginal likelihood at each
+tau, and the standard deviation of the prediction at the best one, beside the dense
+Gauss-Newton matrix of the whole network, whose layers are not independent.  Run it by
 
     python docs/examples/laplace.py
     python docs/examples/laplace.py --output bands.png
