@@ -143,7 +143,7 @@ def test_a_shared_input_factor_is_the_givers(backend, rng, rule):
         ({"k/middle": "q/input"}, "'block/input' or 'block/output'"),
         ({"k/output": "q/output"}, "different kinds or sizes"),
         ({"k/input": "q/input", "q/input": "p/input"}, "both take and give"),
-        ({"d/input": "q/input"}, "not Kronecker-factored"),
+        ({"d/input": "q/input"}, "has no input factor"),
     ],
 )
 def test_factors_that_cannot_be_shared_are_refused(shared, message):

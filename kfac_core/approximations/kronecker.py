@@ -62,6 +62,7 @@ __all__ = [
     "Kronecker",
     "Sharing",
     "kronecker_operator",
+    "kronecker_shapes",
     "shared_inputs",
     "shared_output_grads",
 ]
@@ -106,14 +107,18 @@ class Kronecker(Approximation):
         return {"input": self.input, "output": self.output}
 
     @property
-    def has_full_factors(self) -> bool:
-        """Whether both factors are full matrices."""
+    def stacks(self) -> bool:
+        """Whether both factors are full matrices, whose formulas keep leading axes."""
         return self.input == "full" and self.output == "full"
 
     @property
-    def stacks(self) -> bool:
-        """Whether both factors are full matrices, whose formulas keep leading axes."""
-        return self.has_full_factors
+    def reads_patches(self) -> bool:
+        """Whether the input factor is of patches; ``"uncorrelated"`` reads pixels."""
+        return self.input != "uncorrelated"
+
+    def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
+        """Return the sizes of both factors, where these are full matrices."""
+        return kronecker_shapes(layer) if self.stacks else {}
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why it does not go together with a layer; None where it does."""
@@ -281,6 +286,24 @@ class Kronecker(Approximation):
         return factor_of(self.input, layer).updated(
             average, x, tail=tail, scale=scale, **coefficients, xp=xp
         )
+
+
+def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
+    """Return the sizes of the factors of a Kronecker product.
+
+    Parameters
+    ----------
+    layer : Layer
+        Layer of the block.
+
+    Returns
+    -------
+    dict of str to tuple of int
+        As `Approximation.factor_shapes`.
+    """
+    n, columns = layer.matrix_shape
+    m = columns // layer.groups
+    return {"input": (n, m), "output": (m, n)}
 
 
 def shared_inputs(

@@ -38,14 +38,6 @@ class Diagonal(Approximation):
 
     name = "diagonal"
 
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Return None: every layer has a diagonal."""
-        return None
-
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
-
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
@@ -102,14 +94,6 @@ class Full(Approximation):
     """The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests."""
 
     name = "full"
-
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Return None: every layer has a block."""
-        return None
-
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
 
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
