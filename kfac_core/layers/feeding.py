@@ -28,9 +28,10 @@ def detached(batch: Any, /) -> Any:
     """
     if isinstance(batch, list | tuple):
         return tuple(detached(use) for use in batch)
-    if all(array is detached_array(array) for _, array in leaves(batch)):
-        return batch
-    return map_structure(detached_array, batch)
+    for _, array in leaves(batch):
+        if array is not detached_array(array):
+            return map_structure(detached_array, batch)
+    return batch
 
 
 def detached_array(x: Array, /) -> Array:
