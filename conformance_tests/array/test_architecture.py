@@ -22,10 +22,12 @@ LAYERS = (
     {"conventions", "damping", "layers", "factors", "losses"},
     {"operators"},
     {"approximations"},
+    {"options"},
     {"block", "sharing"},
-    {"execution", "report", "estimator"},
-    {"checkpoint", "roots", "steps", "integration", "chain", "posterior", "influence"}
-    | {"distributed"},
+    {"network"},
+    {"serialization", "report", "execution", "distributed"},
+    {"estimator"},
+    {"checkpoint", "roots", "steps", "integration", "chain", "posterior", "influence"},
     {"cli", "__init__", "__main__"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

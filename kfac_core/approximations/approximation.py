@@ -46,6 +46,19 @@ class Approximation(Protocol):
         return False
 
     @property
+    def factor_kinds(self) -> Mapping[str, str]:
+        """The kind of each factor that another block may take, by side; see `Sharing`."""
+        return {}
+
+    @property
+    def has_full_factors(self) -> bool:
+        """Whether the block is one Kronecker product of two full matrices.
+
+        Then `kfac_core.execution.costs` knows what its stages cost.
+        """
+        return False
+
+    @property
     def decays(self) -> Mapping[str, float]:
         """The averages that decay in a way of their own."""
         return {}

@@ -25,6 +25,7 @@ arXiv:2311.00636, sections 3.2 and 3.3, for expand and reduce.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -93,9 +94,19 @@ class Kronecker(Approximation):
         require_one_of("sharing", self.sharing, get_args(Sharing))
 
     @property
-    def stacks(self) -> bool:
+    def factor_kinds(self) -> Mapping[str, str]:
+        """The kinds of both factors."""
+        return {"input": self.input, "output": self.output}
+
+    @property
+    def has_full_factors(self) -> bool:
         """Whether both factors are full matrices."""
         return self.input == "full" and self.output == "full"
+
+    @property
+    def stacks(self) -> bool:
+        """Whether both factors are full matrices, whose formulas keep leading axes."""
+        return self.has_full_factors
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why it does not go together with a layer; None where it does."""

@@ -69,6 +69,11 @@ class TNT(Approximation):
     def __post_init__(self) -> None:
         require_one_of("positions", self.positions, get_args(Positions))
 
+    @property
+    def has_full_factors(self) -> bool:
+        """Return True; a block of one array is many factors, and has no costs."""
+        return True
+
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why the layer has no TNT block; None where it has."""
         if layer.kind in ("dense", "conv"):

@@ -166,8 +166,7 @@ def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
     BlockCosts or None
         As the module's conventions say.
     """
-    kinds = [getattr(block.approximation, s, "full") for s in ("input", "output")]
-    if block.approximation.name not in ("kronecker", "tnt") or kinds != ["full"] * 2:
+    if not block.approximation.has_full_factors or block.layer.kind == "parameters":
         return None
     groups = block.layer.groups
     n, columns = block.layer.matrix_shape

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.block import Block
 from kfac_core.errors import ConventionError, UnknownBlockError
 from kfac_core.factors.statistics import Statistics
@@ -102,7 +101,7 @@ def _parse(text: str, blocks: Mapping[str, Block]) -> tuple[str, str]:
             f"`shared_factors`: unknown block {name!r}; the blocks are "
             f"{', '.join(map(repr, blocks))}."
         )
-    if not isinstance(blocks[name].approximation, Kronecker):
+    if not blocks[name].approximation.factor_kinds:
         raise ConventionError(
             f"`shared_factors`: block {name!r} is not Kronecker-factored."
         )
@@ -116,4 +115,4 @@ def _kind_and_size(
     layer, approximation = blocks[name].layer, blocks[name].approximation
     n, m = layer.matrix_shape
     size = n if side == "input" else m // layer.groups
-    return getattr(approximation, side), size, layer.groups
+    return approximation.factor_kinds[side], size, layer.groups
