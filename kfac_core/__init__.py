@@ -109,7 +109,6 @@ if TYPE_CHECKING:
     from kfac_core.operators.flat import FlatOperator
     from kfac_core.operators.kronecker import FactoredKronecker
     from kfac_core.operators.low_rank import LowRankOperator
-    from kfac_core.operators.of_rows import multiply_inverse_of_rows
     from kfac_core.operators.operator import CurvatureOperator
     from kfac_core.operators.sparse_rows import SparseRows
     from kfac_core.operators.spectral import SpectralBlock, spectral_block
@@ -240,7 +239,6 @@ __all__ = [
     "levenberg_marquardt",
     "load_checkpoint",
     "mean_eigenvalue_damping",
-    "multiply_inverse_of_rows",
     "ordered_basis",
     "precondition_by_roots",
     "read_header",
@@ -363,7 +361,6 @@ _HOMES = {
     "levenberg_marquardt": "kfac_core.damping",
     "load_checkpoint": "kfac_core.checkpoint.reading",
     "mean_eigenvalue_damping": "kfac_core.influence.damping",
-    "multiply_inverse_of_rows": "kfac_core.operators.of_rows",
     "ordered_basis": "kfac_core.roots.orthogonal_iteration",
     "precondition_by_roots": "kfac_core.roots.inverse_free",
     "read_header": "kfac_core.checkpoint.reading",

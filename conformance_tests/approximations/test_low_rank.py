@@ -259,7 +259,7 @@ def test_an_estimator_takes_the_block(backend, rng):
     assert_close(got, expected[:-1], "inverse", "float64")
     assert_close(backend.to_numpy(done["bias"]), expected[-1], "inverse", "float64")
     with pytest.raises(kc.UnsupportedError, match=r"no multiply_cholesky.*dense"):
-        make_estimator(blocks, products=("multiply_cholesky",), **options)
+        estimator.apply("multiply_cholesky", {"w": parameters})
 
 
 @pytest.mark.parametrize("damping", [1e-12, 1e12])

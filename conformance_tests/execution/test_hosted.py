@@ -8,7 +8,7 @@ from kfac_core.array.structure import leaves
 
 from ..builders import reference
 from ..builders.tolerances import assert_close
-from .test_torch_lapack import on_one_thread  # noqa: F401  (a fixture)
+from ..linalg.test_torch_lapack import on_one_thread  # noqa: F401  (a fixture)
 from ..builders.estimators import make_estimator
 
 N, n, m = 12, 4, 3
@@ -18,7 +18,7 @@ DAMPING = 0.3
 @pytest.fixture
 def asked(on_one_thread, monkeypatch):  # noqa: F811
     """How often PyTorch's adapter was asked for a view."""
-    operations = kc.backend._operations_by_namespace["array_api_compat.torch"]
+    operations = backend_module._operations_by_namespace["array_api_compat.torch"]
     found, own = [], operations["host_view"]
 
     def told(x, /, *, xp):
@@ -79,7 +79,7 @@ def test_blocks_that_share_a_factor_share_its_basis(on_one_thread, asked, rng): 
     """What is remembered of a shared average is remembered of its view."""
     blocks = {"q": dense_block(), "k": dense_block()}
     estimator = estimator_of(
-        blocks, damping_rule="exact", shared_factors={"k/input": "q/input"}
+        blocks, damping_rule="exact", factors={"k/input": "q/input"}
     )
     x = on_one_thread.asarray(rng.normal(size=(N, n)), "float64")
     fed = {
