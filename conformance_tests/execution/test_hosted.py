@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.array import backend as backend_module
 from kfac_core.array.structure import leaves
 
 from ..builders import reference

@@ -562,6 +562,7 @@ def test_what_came_from_elsewhere_is_copied_once(backend, rng, copies):
     executor = Stacked()
     for _ in range(3):
         network.precondition(state, given, executor=executor)
+    for _ in range(3):
         network.refresh(state, damping=0.1, executor=executor)
 
     assert sorted(copies) == sorted(["dict"] * 3 + ["FactoredKronecker", "Statistics"])
