@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.execution.movement import marks_of, movement
+from kfac_core.execution.movement import movement, probe_images
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
@@ -184,10 +184,10 @@ def test_movement_is_near_the_relative_change(backend, rng, scale):
             block.initial(grads), batch, conventions=conventions, decay=0.0
         )
 
-    marks = [marks_of(statistics_of(rows), debias=True) for rows in (x, y)]
+    images = [probe_images(statistics_of(rows), debias=True) for rows in (x, y)]
     xp = backend.xp
     A, B = x.T @ x, y.T @ y
     change = np.linalg.norm(A - B) / np.linalg.norm(A)
-    got = float(movement(marks[1], marks[0], xp=xp))
+    got = float(movement(images[1], images[0], xp=xp))
     assert change / 3 < got < change * 3
-    assert float(movement(marks[0], marks[0], xp=xp)) == 0.0
+    assert float(movement(images[0], images[0], xp=xp)) == 0.0

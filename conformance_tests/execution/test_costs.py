@@ -92,7 +92,7 @@ def test_the_estimator_chooses_says_so_and_can_be_told():
     options = {"solving": "cheaper", "interval": 100, "rates": slow}
     assert chosen(**options)[0]["wide"] == "triangular"
     assert chosen(solving="triangular", damping_rule="exact")[0]["wide"] == "inverse"
-    with pytest.raises(kc.ConventionError, match="refresh_interval"):
+    with pytest.raises(kc.ConventionError, match="`interval`"):
         chosen(solving="cheaper")
     with pytest.raises(kc.ConventionError, match="solving"):
         chosen(solving="magic")

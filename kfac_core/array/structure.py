@@ -22,6 +22,7 @@ __all__ = [
     "array_fields",
     "combinable",
     "form_of",
+    "is_plain",
     "is_structure",
     "leaves",
     "map_structure",
@@ -43,6 +44,7 @@ _fields: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
 """The fields of each class in order, and whether they are static."""
 _meet: dict[type[Any], Callable[..., Any] | None] = {}
 _registrars: dict[str, Registrar] = {}
+_PLAIN = frozenset({type(None), bool, int, float, str, frozenset})
 
 
 @dataclass_transform(frozen_default=True)
@@ -94,6 +96,14 @@ def register_structures_with(registrar: Registrar, /) -> None:
     _registrars[name] = registrar
     for cls, static in _static.items():
         registrar(cls, _arrays[cls], static)
+
+
+def is_plain(value: object, /) -> bool:
+    """Whether a value is Python's own: a number, a name, a set of names or None.
+
+    NumPy's scalars are not, which are its 0-d arrays in places.
+    """
+    return type(value) in _PLAIN
 
 
 def is_structure(value: object, /) -> bool:
@@ -224,9 +234,7 @@ def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
         return tuple(parts)
     if isinstance(value, dict):
         return tuple([(name, form_of(part, leaf)) for name, part in value.items()])
-    if value is None or isinstance(value, (int, float, str, frozenset)):
-        return value
-    return leaf(value)
+    return value if is_plain(value) else leaf(value)
 
 
 def taken_apart(value: T, split: Callable[[Any], list[Any]], length: int, /) -> list[T]:

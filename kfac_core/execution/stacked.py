@@ -20,6 +20,7 @@ from typing import Any
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.array.structure import (
     form_of,
+    is_plain,
     is_structure,
     map_structure,
     taken_apart,
@@ -112,7 +113,7 @@ class Stacked:
 
     def _form(self, value: Any) -> Any:
         """Return what has to agree in an argument of tasks of one stack."""
-        if type(value) in (float, str, frozenset):
+        if is_plain(value):
             return value
         piece = self._pieces.get(id(value))
         if piece is not None and piece[0] is value:
@@ -223,7 +224,7 @@ def stacked(values: tuple[Any, ...], /) -> Any:
     """
 
     def joined(*parts: Any) -> Any:
-        if isinstance(parts[0], int | float):
+        if is_plain(parts[0]):
             return parts[0]
         return own_namespace(parts[0]).stack(parts)
 
@@ -254,9 +255,7 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
         columns = [unstacked(part, length) for part in value.values()]
         rows = zip(*columns, strict=True) if columns else [()] * length
         return [dict(zip(value, row, strict=True)) for row in rows]
-    if value is None or isinstance(value, int | float | str):
-        return [value] * length
-    if value.ndim == 0 or value.shape[0] != length:
+    if is_plain(value) or value.ndim == 0 or value.shape[0] != length:
         return [value] * length
     parts = list(own_namespace(value).unstack(value))
     if type(parts[0]) is not type(value):
