@@ -40,14 +40,14 @@ from kfac_core.linalg.shifted import ShiftedMatrix, Solving
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import BlockState, Network, NetworkState
-from kfac_core.operators.eigen import EigenOperator
-from kfac_core.operators.exact_kronecker import ExactKronecker
+from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.example_gram import ExampleGramOperator
-from kfac_core.operators.flat import FlatOperator
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.low_rank import LowRankOperator
 from kfac_core.operators.many_kronecker import ManyKronecker
+from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.series import SeriesOperator
+from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["FORMAT", "VERSION", "dump_state", "parse_state"]
 
@@ -60,11 +60,9 @@ _KNOWN: dict[str, type[Any]] = {
         Average,
         Basis,
         ChannelMoments,
-        EigenOperator,
+        DenseOperator,
         ExampleGramOperator,
-        ExactKronecker,
         FactoredKronecker,
-        FlatOperator,
         Inverse,
         KroneckerCholesky,
         LowRankAverage,
@@ -76,6 +74,7 @@ _KNOWN: dict[str, type[Any]] = {
         Statistics,
         Positive,
         SeriesOperator,
+        SpectralOperator,
         InfiniteChain,
         SymmetricChain,
         ShiftedDiagonal,
@@ -91,7 +90,7 @@ _STATIC: dict[str, Callable[[Any], bool]] = {
     "whole": lambda value: isinstance(value, bool),
     "definite": lambda value: isinstance(value, bool),
     "solving": lambda value: value in get_args(Solving),
-    "shape": lambda value: (
+    "vector_shape": lambda value: (
         isinstance(value, tuple)
         and len(value) == 2
         and all(isinstance(length, int) and length > 0 for length in value)
@@ -295,7 +294,9 @@ def _check_operator(operator: Any, block: Block, where: str) -> None:
         vector = xp.zeros(shape, dtype=xp.float32, device=device_of(status))
         chained = isinstance(operator, SeriesOperator | ManyKronecker)
         prepared = [] if chained else _prepared_products(found)
-        prepared = [p for p in prepared if p not in block.approximation.lacks]
+        prepared = [
+            p for p in prepared if p not in block.approximation.unsupported_products
+        ]
         probes = [(operator, product) for product in ("multiply", *prepared)]
         if _inverts_at_once(operator, found):
             with contextlib.suppress(
@@ -311,21 +312,9 @@ def _check_operator(operator: Any, block: Block, where: str) -> None:
     except Exception as error:
         # Whatever a damaged operator runs into, the state is what is wrong.
         raise StateError(f"{where}: the operator is damaged: {error}") from error
-    sound = isinstance(operator, _OPERATORS) and status.shape == ()
+    sound = isinstance(operator, CurvatureOperator) and status.shape == ()
     if not sound or bool(status != 0):
         raise StateError(f"{where}: the operator is of another kind, or had failed.")
-
-
-_OPERATORS = (
-    FactoredKronecker,
-    ExactKronecker,
-    FlatOperator,
-    EigenOperator,
-    ExampleGramOperator,
-    LowRankOperator,
-    ManyKronecker,
-    SeriesOperator,
-)
 
 
 def _classes(value: Any, path: str = "") -> dict[str, str]:
@@ -346,8 +335,8 @@ def _classes(value: Any, path: str = "") -> dict[str, str]:
 
 def _inverts_at_once(operator: Any, found: Mapping[str, Any]) -> bool:
     """Whether the inverse is there in another form than a factorization named for it."""
-    if isinstance(operator, ExactKronecker):
-        return any(".basis." in f".{path}" for path in found)
+    if isinstance(operator, SpectralOperator):
+        return operator.spectrum is not None
     return isinstance(operator, SeriesOperator | LowRankOperator)
 
 
@@ -356,7 +345,7 @@ def _prepared_products(found: Mapping[str, Any]) -> list[str]:
     signs = {
         "multiply_inverse": ".inverse.matrix.",
         "multiply_cholesky": ".positive.lower",
-        "multiply_cholesky_inverse": "triangular.columns",
+        "multiply_cholesky_inverse": ".lower.columns",
     }
     return [
         product

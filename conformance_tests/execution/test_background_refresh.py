@@ -9,8 +9,8 @@ import kfac_core as kc
 from kfac_core.execution.movement import movement, probe_images
 
 from ..builders import reference
-from ..builders.tolerances import assert_close, assert_differs
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close, assert_differs
 
 SETTINGS = {
     "decay": 0.8,

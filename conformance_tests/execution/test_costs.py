@@ -6,8 +6,8 @@ import pytest
 import kfac_core as kc
 from kfac_core.execution.costs import Rates, block_costs
 
-from ..builders.tolerances import assert_close
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close
 
 SETTINGS = {
     "decay": 0.8,

@@ -8,9 +8,9 @@ from kfac_core.array import backend as backend_module
 from kfac_core.array.structure import leaves
 
 from ..builders import reference
+from ..builders.estimators import make_estimator
 from ..builders.tolerances import assert_close
 from ..linalg.test_torch_lapack import on_one_thread  # noqa: F401  (a fixture)
-from ..builders.estimators import make_estimator
 
 N, n, m = 12, 4, 3
 DAMPING = 0.3

@@ -525,12 +525,11 @@ def test_a_gradient_that_does_not_fit_is_refused(backend, rng, shape):
     given = gradients_of(backend, "float64", rng, network)
     bad = backend.asarray(rng.normal(size=shape), "float64")
 
-    with pytest.raises(kc.ShapeError, match="Block 'b'.*weight"):
-        wrong = given | {"b": given["b"] | {"weight": bad}}
-        network.precondition(state, wrong, executor=executor)
-    with pytest.raises(kc.ShapeError, match="Block 'a'.*weight"):
-        wrong = {name: given[name] | {"weight": bad} for name in NAMES}
-        network.precondition(state, wrong, executor=executor)
+    one = given | {"b": given["b"] | {"weight": bad}}
+    every = {name: given[name] | {"weight": bad} for name in NAMES}
+    for name, wrong in (("b", one), ("a", every)):
+        with pytest.raises(kc.ShapeError, match=rf"Block '{name}'.*weight"):
+            network.precondition(state, wrong, executor=executor)
 
 
 def test_pieces_of_a_stack_are_recognized(backend, rng, copies):
