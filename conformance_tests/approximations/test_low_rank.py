@@ -258,8 +258,8 @@ def test_an_estimator_takes_the_block(backend, rng):
     got = backend.to_numpy(done["weight"])
     assert_close(got, expected[:-1], "inverse", "float64")
     assert_close(backend.to_numpy(done["bias"]), expected[-1], "inverse", "float64")
-    with pytest.raises(kc.UnsupportedError, match=r"no multiply_cholesky.*dense"):
-        make_estimator(blocks, products=("multiply_cholesky",), **options)
+    with pytest.raises(kc.UnsupportedError, match=r"Cholesky factor.*dense"):
+        estimator.apply("multiply_cholesky", {"w": parameters})
 
 
 @pytest.mark.parametrize("damping", [1e-12, 1e12])
