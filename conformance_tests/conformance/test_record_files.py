@@ -10,6 +10,8 @@ import copy
 import json
 import pickle
 import struct
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -17,9 +19,11 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core_conformance.records import read_record
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
+pytest.importorskip("msgspec")
+
+from kfac_core_conformance.records import read_record  # noqa: E402
 
 KEY = "kfac_core_record"
 CHECK = {"block": "fc", "op": "multiply_inverse", "vector": "v", "expected": "r0"}
@@ -164,11 +168,15 @@ DAMAGED = {
     ),
     "overflowing-number": (
         text(lambda s: s.replace('"damping": 0.1', '"damping": 1e999')),
-        "damping: expected a finite number >= 0",
+        "1e999, which is not finite",
     ),
     "endless-integer": (
         text(lambda s: s.replace('"updates": 2', f'"updates": {"9" * 5000}')),
-        "not JSON",
+        "99, which is not finite",
+    ),
+    "large-integer": (
+        text(lambda s: s.replace('"updates": 2', f'"updates": {"9" * 50}')),
+        "updates: expected an integer, got 1e+50",
     ),
     "field-twice": (
         text(lambda s: s.replace('"updates": 2', '"updates": 2, "updates": 2')),
@@ -176,9 +184,15 @@ DAMAGED = {
     ),
     "other-format": (document(settled(format="other")), "format: expected"),
     "unknown-version": (document(settled(version=2)), "version: expected 1"),
-    "boolean-version": (document(settled(version=True)), "version: expected 1"),
+    "boolean-version": (
+        document(settled(version=True)),
+        "version: expected an integer",
+    ),
     "unknown-field": (document(settled(extra=1)), "unknown field 'extra'"),
-    "no-blocks": (document(settled(blocks={})), "at least one block"),
+    "no-blocks": (
+        document(settled(blocks={})),
+        "blocks: expected an object of length >= 1",
+    ),
     "no-updates": (document(settled(updates=0)), "updates: expected an integer"),
     "many-updates": (
         document(settled(updates=10**12)),
@@ -190,7 +204,7 @@ DAMAGED = {
     "unknown-rule": (document(settled(damping_rule="half")), "damping_rule: expected"),
     "decay-of-2": (
         document(lambda g: g.document["ema"].update(decay=2)),
-        "ema.decay: expected a finite number >= 0 and <= 1",
+        "ema.decay: expected a finite number <= 1",
     ),
     "weight-of-0": (
         document(lambda g: g.document["ema"].update(weight=0)),
@@ -214,7 +228,7 @@ DAMAGED = {
     ),
     "unhashable-kind": (
         document(lambda g: g.layer.update(kind=["dense"])),
-        "unknown kind ['dense']",
+        "kind: expected a string, got ['dense']",
     ),
     "unknown-layer-field": (
         document(lambda g: g.layer.update(units=3)),
@@ -435,7 +449,6 @@ CONV = {
 }
 
 
-@pytest.mark.skipif(not hasattr(kc, "Conv"), reason="kfac_core exports no Conv yet")
 @pytest.mark.parametrize(
     "change", [{}, {"kernel_size": [1 << 40], "strides": [1]}, {"strides": [1, 1]}]
 )
@@ -453,9 +466,6 @@ def test_padding_is_no_way_around_the_limit(tmp_path, change):
 IDS = {"kind": "embedding", "num_embeddings": 4, "features": 2, "weight_layout": "io"}
 
 
-@pytest.mark.skipif(
-    not hasattr(kc, "Embedding"), reason="kfac_core exports no Embedding yet"
-)
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
@@ -473,9 +483,6 @@ def test_ids_are_in_range(tmp_path, ids, words):
     assert words in refused(write(tmp_path, "ids", good.bytes()))
 
 
-@pytest.mark.skipif(
-    not hasattr(kc, "Embedding"), reason="kfac_core exports no Embedding yet"
-)
 @pytest.mark.parametrize(
     "approximation",
     [
@@ -517,19 +524,19 @@ def test_a_tensor_that_nothing_names_is_ignored(tmp_path):
     read_record(write(tmp_path, "extra", good.bytes()))
 
 
-def test_a_kind_that_is_not_built_yet_is_refused(tmp_path, monkeypatch):
-    """A description can be older than what this version can make of it."""
-    monkeypatch.setattr(kc, "Kronecker", None)
+@pytest.mark.parametrize("package", ["msgspec", "safetensors"])
+def test_without_a_package_the_error_says_what_to_install(package):
+    """Records are an extra, and the rest of the kit does without."""
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "import kfac_core_conformance\n"
+        "try: import kfac_core_conformance.records\n"
+        "except ImportError as error: print(error)\n"
+    )
 
-    message = refused(write(tmp_path, "early", Good().bytes()))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
 
-    assert "'kronecker' is not supported yet" in message
-
-
-def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
-    """Records are an extra."""
-    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
-
-    message = refused(write(tmp_path, "good", b""))
-
-    assert "pip install 'kfac-core[records]'" in message
+    assert package in done.stdout
+    assert "pip install 'kfac-core[records]'" in done.stdout

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,8 +26,8 @@ from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.rows import Batch
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.operator import CurvatureOperator
+from kfac_core_conformance.records.checks import Check, Factor, ToDense
 from kfac_core_conformance.records.container import HostArray
-from kfac_core_conformance.records.document import CheckDescription
 from kfac_core_conformance.records.record import Record, RecordedBlock, Seen
 
 __all__ = ["Answer", "DampingKey", "Place", "Recomputation", "damping_key", "norm_of"]
@@ -36,7 +35,7 @@ __all__ = ["Answer", "DampingKey", "Place", "Recomputation", "damping_key", "nor
 Answer: TypeAlias = Mapping[str, HostArray]
 """By parameter, or under ``""`` where it is no vector."""
 
-DampingKey: TypeAlias = tuple[float, str]
+DampingKey: TypeAlias = tuple[float, DampingRule]
 """A damping and its rule."""
 
 CONVENTIONS = Conventions(loss="sum", sources="sum")
@@ -98,7 +97,7 @@ class Recomputation:
     @functools.cached_property
     def statistics(self) -> Statistics:
         """The statistics after all updates."""
-        average, recorded = self.record.document.average, self.recorded
+        average, recorded = self.record.document.ema, self.recorded
         block = recorded.block
         coefficients: dict[str, Any] = {
             "conventions": CONVENTIONS,
@@ -123,7 +122,7 @@ class Recomputation:
                 statistics = approximation.corrected(statistics, rows, **coefficients)
         return statistics
 
-    def operator(self, check: CheckDescription, /) -> CurvatureOperator:
+    def operator(self, check: Check, /) -> CurvatureOperator:
         """Return the operator with a check's damping; of none where it needs none.
 
         Parameters
@@ -143,8 +142,8 @@ class Recomputation:
             made = self.recorded.block.operator(
                 self.statistics,
                 damping=damping,
-                rule=cast(DampingRule, rule),
-                debias=self.record.document.average.debias,
+                rule=rule,
+                debias=self.record.document.ema.debias,
                 factorizations=(),
                 name=self.name,
             )
@@ -172,11 +171,11 @@ class Recomputation:
         check = self.record.document.checks[index]
         vector = self.record.vectors[index]
         if not vector:
-            return {"": _MATRICES[check.op](self, check)}
+            return {"": _MATRICES[check.tag()](self, check)}
         block, place = self.recorded.block, self.place
         parameters = {name: place.floats(values) for name, values in vector.items()}
         V = block.parameters_to_matrix(parameters)
-        result = _VECTORS[check.op](self.operator(check), V, check.fields)
+        result = _VECTORS[check.tag()](self.operator(check), V, check)
         found = block.matrix_to_parameters(result)
         return {name: place.host(found[name]) for name in vector}
 
@@ -190,11 +189,11 @@ def norm_of(answer: Answer, /) -> float:
     return largest * float(np.sqrt(sum(np.sum(part * part) for part in parts)))
 
 
-def damping_key(check: CheckDescription, /) -> DampingKey:
+def damping_key(check: Check, /) -> DampingKey:
     """Return the damping and rule of a check; of any that needs none, always the same."""
-    if not check.damped or check.damping is None or check.rule is None:
+    if not check.needs_damping or check.damping is None or check.damping_rule is None:
         return 0.0, "factored"
-    return check.damping, check.rule
+    return check.damping, check.damping_rule
 
 
 def _batch(seen: Seen, place: Place) -> Batch | GradientBatch:
@@ -210,13 +209,13 @@ def _batch(seen: Seen, place: Place) -> Batch | GradientBatch:
     )
 
 
-def _factor(made: Recomputation, check: CheckDescription) -> HostArray:
+def _factor(made: Recomputation, check: Factor) -> HostArray:
     """Return an averaged statistic as a plain array."""
-    which, place = check.fields["factor"], made.place
+    which, place = check.factor, made.place
     averages = made.statistics.averages
     if which not in averages:
         raise UnsupportedError(f"this block keeps no statistic {which!r}")
-    value = averages[which].value(debias=made.record.document.average.debias)
+    value = averages[which].value(debias=made.record.document.ema.debias)
     if isinstance(value, SymmetricMatrix):
         return place.host(value.full())
     if is_structure(value):
@@ -234,64 +233,54 @@ def _factor(made: Recomputation, check: CheckDescription) -> HostArray:
 
 def _unflattened(values: HostArray, recorded: RecordedBlock) -> HostArray:
     """Return a diagonal block in the form of the block's matrix, where it has one."""
-    if recorded.description.layer in _MATRIX_LAYERS:
+    if recorded.description.layer.is_matrix:
         return values.reshape(recorded.block.layer.matrix_shape)
     return values
 
 
-def _damping_split(made: Recomputation, check: CheckDescription) -> HostArray:
+def _damping_split(made: Recomputation, check: Check) -> HostArray:
     """Return what is added to the diagonals of both factors, groups first."""
     operator: Any = made.operator(check)
     shifts = [made.place.host(f.shift) for f in (operator.input, operator.output)]
     return np.stack(np.broadcast_arrays(*shifts), axis=-1)
 
 
-def _to_dense(made: Recomputation, check: CheckDescription) -> HostArray:
+def _to_dense(made: Recomputation, check: ToDense) -> HostArray:
     operator = made.operator(check)
-    return made.place.host(operator.to_dense(damped=check.fields["damped"]))
+    return made.place.host(operator.to_dense(damped=check.damped))
 
 
-def _logdet(made: Recomputation, check: CheckDescription) -> HostArray:
+def _logdet(made: Recomputation, check: Check) -> HostArray:
     return made.place.host(made.operator(check).logdet())
 
 
-def _trace(made: Recomputation, check: CheckDescription) -> HostArray:
+def _trace(made: Recomputation, check: Check) -> HostArray:
     return made.place.host(made.operator(check).trace(damped=False))
 
 
-def _eigenvalues(made: Recomputation, check: CheckDescription) -> HostArray:
+def _eigenvalues(made: Recomputation, check: Check) -> HostArray:
     return made.place.host(made.operator(check).eigenvalues(damped=False))
 
 
-_MATRIX_LAYERS = ("dense", "conv", "embedding")
-
-_MATRICES: Mapping[str, Callable[[Recomputation, CheckDescription], HostArray]] = (
-    MappingProxyType(
-        {
-            "factor": _factor,
-            "damping_split": _damping_split,
-            "to_dense": _to_dense,
-            "logdet": _logdet,
-            "trace": _trace,
-            "eigenvalues": _eigenvalues,
-        }
-    )
-)
+_MATRICES: Mapping[str, Callable[[Recomputation, Any], HostArray]] = {
+    "factor": _factor,
+    "damping_split": _damping_split,
+    "to_dense": _to_dense,
+    "logdet": _logdet,
+    "trace": _trace,
+    "eigenvalues": _eigenvalues,
+}
 """How each check without a vector is answered."""
 
-_VECTORS: Mapping[
-    str, Callable[[CurvatureOperator, Array, Mapping[str, Any]], Array]
-] = MappingProxyType(
-    {
-        "multiply": lambda op, v, f: op.multiply(v, damped=f["damped"]),
-        "multiply_inverse": lambda op, v, f: op.multiply_inverse(v),
-        "multiply_matpower": lambda op, v, f: op.multiply_matpower(v, f["exp"]),
-        "multiply_cholesky": lambda op, v, f: op.multiply_cholesky(
-            v, transpose=f["transpose"]
-        ),
-        "multiply_cholesky_inverse": lambda op, v, f: op.multiply_cholesky_inverse(
-            v, transpose=f["transpose"]
-        ),
-    }
-)
+_VECTORS: Mapping[str, Callable[[CurvatureOperator, Array, Any], Array]] = {
+    "multiply": lambda op, v, c: op.multiply(v, damped=c.damped),
+    "multiply_inverse": lambda op, v, c: op.multiply_inverse(v),
+    "multiply_matpower": lambda op, v, c: op.multiply_matpower(v, c.exp),
+    "multiply_cholesky": lambda op, v, c: op.multiply_cholesky(
+        v, transpose=c.transpose
+    ),
+    "multiply_cholesky_inverse": lambda op, v, c: op.multiply_cholesky_inverse(
+        v, transpose=c.transpose
+    ),
+}
 """How each check with a vector is answered."""

@@ -25,10 +25,10 @@ from kfac_core_conformance.records.answers import (
     damping_key,
     norm_of,
 )
+from kfac_core_conformance.records.checks import Check
 from kfac_core_conformance.records.condition import condition_bound
-from kfac_core_conformance.records.document import CheckDescription
-from kfac_core_conformance.records.fields import one_line
 from kfac_core_conformance.records.record import Record
+from kfac_core_conformance.records.text import one_line
 
 __all__ = ["CheckDtype", "Verdict", "check_record"]
 
@@ -149,12 +149,12 @@ def _verdict(
             error = _relative_error(made.answer(index), expected)
     except _FAILURES as failure:
         problem = one_line(f"{failure}" or type(failure).__name__)
-    damping, rule = damping_key(check) if check.damped else (None, None)
+    damping, rule = damping_key(check) if check.needs_damping else (None, None)
     tolerance = _tolerance(check, expected, reference, index)
     return Verdict(
         index,
         check.block,
-        check.op,
+        check.tag(),
         check.detail,
         damping,
         rule,
@@ -165,7 +165,7 @@ def _verdict(
 
 
 def _tolerance(
-    check: CheckDescription,
+    check: Check,
     expected: Answer,
     reference: Recomputation | None,
     index: int,

@@ -29,6 +29,7 @@ from kfac_core.array.backend import Array
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core_conformance.records.answers import Recomputation, norm_of
+from kfac_core_conformance.records.checks import Logdet, Multiply, MultiplyMatpower
 
 __all__ = ["LARGEST_BOUND", "SLACK", "condition_bound"]
 
@@ -67,20 +68,18 @@ def condition_bound(reference: Recomputation, index: int, /) -> float:
 def _condition(reference: Recomputation, index: int) -> float:
     """Return the number c of the module's table."""
     check = reference.record.document.checks[index]
-    if check.op not in _CONDITIONED:
+    if check.tag() not in _CONDITIONED:
         return 1.0
     operator = reference.operator(check)
     expected = norm_of(reference.record.answers[index])
-    if check.op == "multiply":
-        spectrum = operator.eigenvalues(damped=check.fields["damped"])
+    if isinstance(check, Multiply):
+        spectrum = operator.eigenvalues(damped=check.damped)
         vector = norm_of(reference.record.vectors[index])
         return float(np.max(spectrum)) * vector / expected
     k = _condition_number(operator)
-    if check.op == "multiply_inverse":
-        return k
-    if check.op == "multiply_matpower":
-        return float(k * max(1.0, abs(check.fields["exp"])))
-    if check.op == "logdet":
+    if isinstance(check, MultiplyMatpower):
+        return float(k * max(1.0, abs(check.exp)))
+    if isinstance(check, Logdet):
         n, m = operator.shape
         return n * m * k / expected
     return k

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 import kfac_core
 from kfac_core.array.backend import Array
@@ -34,18 +35,17 @@ from kfac_core.errors import RecordError, UnknownBlockError
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.rows import Batch
 from kfac_core_conformance.records.answers import Place, Recomputation
+from kfac_core_conformance.records.block import describe
+from kfac_core_conformance.records.checks import CHECKS
 from kfac_core_conformance.records.container import (
     METADATA_KEY,
     HostArray,
-    load_library,
     open_container,
 )
-from kfac_core_conformance.records.description import describe
 from kfac_core_conformance.records.document import FORMAT, VERSION
-from kfac_core_conformance.records.fields import shown
-from kfac_core_conformance.records.kinds import OPERATIONS
 from kfac_core_conformance.records.record import assemble, read_record
 from kfac_core_conformance.records.seen import host_array, tensors_of
+from kfac_core_conformance.records.text import shown
 
 __all__ = ["RecordWriter"]
 
@@ -185,10 +185,10 @@ class RecordWriter:
             raise UnknownBlockError(
                 f"Unknown block {block!r}; the blocks are {sorted(self._blocks)}."
             )
-        if operation not in OPERATIONS:
+        if operation not in CHECKS:
             raise RecordError(
                 f"Unknown check {shown(operation)}; expected one of "
-                f"{', '.join(OPERATIONS)}."
+                f"{', '.join(CHECKS)}."
             )
         index = len(self._checks)
         check = {"block": block, "op": operation, "expected": f"r{index}"}
@@ -244,7 +244,7 @@ class RecordWriter:
         # That function makes a vector of length 1 from a scalar.
         shaped = {k: v.reshape(self._tensors[k].shape) for k, v in tensors.items()}
         metadata = {METADATA_KEY: json.dumps(document)}
-        load_library().numpy.save_file(shaped, path, metadata=metadata)
+        save_file(shaped, path, metadata=metadata)
 
     def _computed(self, draft: Path) -> dict[str, HostArray]:
         """Return the answers that nobody gave, as this library has them."""
