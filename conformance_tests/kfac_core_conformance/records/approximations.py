@@ -5,7 +5,7 @@ A struct has the name and the fields of the class of `kfac_core` that it describ
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from kfac_core_conformance.records.schema import Part
 
@@ -72,7 +72,6 @@ class Series(Approximation, tag="series", frozen=True):
 AnyApproximation: TypeAlias = Kronecker | Diagonal | Full | TNT | Eigen | Series
 
 APPROXIMATIONS: dict[str, type[Approximation]] = {
-    approximation.tag(): approximation
-    for approximation in (Kronecker, Diagonal, Full, TNT, Eigen, Series)
+    approximation.tag(): approximation for approximation in get_args(AnyApproximation)
 }
 """The struct of each approximation, by name."""

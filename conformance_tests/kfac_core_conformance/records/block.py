@@ -14,7 +14,7 @@ from kfac_core_conformance.records.approximations import (
     Kronecker,
 )
 from kfac_core_conformance.records.layers import LAYERS, AnyLayer, Conv, Embedding
-from kfac_core_conformance.records.schema import Part, Shape
+from kfac_core_conformance.records.schema import Part
 
 __all__ = ["BlockDescription", "describe"]
 
@@ -55,26 +55,6 @@ class BlockDescription(Part, frozen=True):
         if factor == "input" and isinstance(self.layer, Embedding):
             return True
         return getattr(self.approximation, factor, None) == "diagonal"
-
-    def statistic_shape(self, matrix: tuple[int, int], groups: int, /) -> Shape:
-        """Return the shape of the statistic ``block``.
-
-        Parameters
-        ----------
-        matrix : tuple of int
-            The shape ``(in(+1), out)`` of the block's matrix.
-        groups : int
-            The number of groups of the layer.
-        """
-        n, m = matrix
-        name = self.approximation.tag()
-        if name == "full":
-            return (n * m, n * m)
-        if not self.layer.is_matrix:
-            return (n * m,)
-        if name == "eigen" and groups > 1:
-            return (groups, n, m // groups)
-        return (n, m)
 
     def build(self, *, bag: bool, positions: int) -> kfac_core.Block:
         """Make the block that is described.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 from kfac_core.damping import DampingRule
 from kfac_core.errors import RecordError
-from kfac_core_conformance.records.approximations import Series
+from kfac_core_conformance.records.approximations import Eigen, Full, Series
 from kfac_core_conformance.records.block import BlockDescription
 from kfac_core_conformance.records.schema import Name, NonNegative, Part, Shape
 
@@ -27,6 +27,7 @@ __all__ = [
     "ToDense",
     "Trace",
     "VectorCheck",
+    "answer_shape",
 ]
 
 
@@ -57,7 +58,7 @@ class Check(Part, tag_field="op", kw_only=True, frozen=True):
     @property
     def needs_damping(self) -> bool:
         """Whether the answer depends on the damping."""
-        return self.always_damped
+        return self.always_damped or getattr(self, "damped", False)
 
     @property
     def detail(self) -> str:
@@ -92,22 +93,6 @@ class Check(Part, tag_field="op", kw_only=True, frozen=True):
                 "expected 'factored' or 'factored_unit_pi'"
             )
 
-    def answer_shape(
-        self, block: BlockDescription, matrix: tuple[int, int], groups: int, /
-    ) -> Shape:
-        """Return the shape of an answer that is no vector; here a scalar's.
-
-        Parameters
-        ----------
-        block : BlockDescription
-            The block asked.
-        matrix : tuple of int
-            The shape ``(in(+1), out)`` of the block's matrix.
-        groups : int
-            The number of groups of the layer.
-        """
-        return ()
-
 
 class VectorCheck(Check, kw_only=True, frozen=True):
     """A check that takes a vector and answers with one."""
@@ -129,27 +114,11 @@ class Factor(Check, tag="factor", kw_only=True, frozen=True):
                 f"expected one of {', '.join(known)}"
             )
 
-    def answer_shape(
-        self, block: BlockDescription, matrix: tuple[int, int], groups: int, /
-    ) -> Shape:
-        """Return the statistic's shape, groups first."""
-        if self.factor == "block":
-            return block.statistic_shape(matrix, groups)
-        n, m = matrix
-        size = n if self.factor.endswith("input") else m // groups
-        lead = (groups,) if groups > 1 else ()
-        return (*lead, size) if block.is_diagonal(self.factor) else (*lead, size, size)
-
 
 class Multiply(VectorCheck, tag="multiply", frozen=True):
     """``F v``."""
 
     damped: bool = True
-
-    @property
-    def needs_damping(self) -> bool:
-        """As the check says."""
-        return self.damped
 
 
 class MultiplyInverse(VectorCheck, tag="multiply_inverse", frozen=True):
@@ -189,18 +158,6 @@ class ToDense(Check, tag="to_dense", frozen=True):
 
     damped: bool = False
 
-    @property
-    def needs_damping(self) -> bool:
-        """As the check says."""
-        return self.damped
-
-    def answer_shape(
-        self, block: BlockDescription, matrix: tuple[int, int], groups: int, /
-    ) -> Shape:
-        """Return the shape of the dense block."""
-        n, m = matrix
-        return (n * m, n * m)
-
 
 class Logdet(Check, tag="logdet", frozen=True):
     """The log-determinant of the damped matrix."""
@@ -215,13 +172,6 @@ class Trace(Check, tag="trace", frozen=True):
 class Eigenvalues(Check, tag="eigenvalues", frozen=True):
     """The eigenvalues of the undamped matrix, ascending."""
 
-    def answer_shape(
-        self, block: BlockDescription, matrix: tuple[int, int], groups: int, /
-    ) -> Shape:
-        """Return the number of eigenvalues."""
-        n, m = matrix
-        return (n * m,)
-
 
 class DampingSplit(Check, tag="damping_split", frozen=True):
     """What is added to the diagonals of ``A`` and of ``G``."""
@@ -234,12 +184,6 @@ class DampingSplit(Check, tag="damping_split", frozen=True):
             name = block.approximation.tag()
             raise RecordError(f"a {name} block does not split its damping")
         super().require_answerable(block)
-
-    def answer_shape(
-        self, block: BlockDescription, matrix: tuple[int, int], groups: int, /
-    ) -> Shape:
-        """Return two numbers for each group."""
-        return (groups, 2) if groups > 1 else (2,)
 
 
 AnyCheck: TypeAlias = (
@@ -256,23 +200,50 @@ AnyCheck: TypeAlias = (
     | DampingSplit
 )
 
-CHECKS: dict[str, type[Check]] = {
-    check.tag(): check
-    for check in (
-        Factor,
-        Multiply,
-        MultiplyInverse,
-        MultiplyMatpower,
-        MultiplyCholesky,
-        MultiplyCholeskyInverse,
-        ToDense,
-        Logdet,
-        Trace,
-        Eigenvalues,
-        DampingSplit,
-    )
-}
+CHECKS: dict[str, type[Check]] = {check.tag(): check for check in get_args(AnyCheck)}
 """The struct of each operation."""
+
+
+def answer_shape(
+    check: Check, block: BlockDescription, matrix: tuple[int, int], groups: int, /
+) -> Shape:
+    """Return the shape of an answer that is no vector; empty for a scalar.
+
+    Parameters
+    ----------
+    check : Check
+        Any but a `VectorCheck`.
+    block : BlockDescription
+        The block asked.
+    matrix : tuple of int
+        The shape ``(in(+1), out)`` of the block's matrix.
+    groups : int
+        The number of groups of the layer.
+    """
+    n, m = matrix
+    lead = (groups,) if groups > 1 else ()
+    if isinstance(check, ToDense):
+        return (n * m, n * m)
+    if isinstance(check, Eigenvalues):
+        return (n * m,)
+    if isinstance(check, DampingSplit):
+        return (*lead, 2)
+    if not isinstance(check, Factor):
+        return ()
+    if check.factor == "block":
+        return _block_statistic(block, n, m, lead)
+    size = n if check.factor.endswith("input") else m // groups
+    return (*lead, size) if block.is_diagonal(check.factor) else (*lead, size, size)
+
+
+def _block_statistic(block: BlockDescription, n: int, m: int, lead: Shape) -> Shape:
+    if isinstance(block.approximation, Full):
+        return (n * m, n * m)
+    if not block.layer.is_matrix:
+        return (n * m,)
+    if isinstance(block.approximation, Eigen) and lead:
+        return (*lead, n, m // lead[0])
+    return (n, m)
 
 
 def _plain(value: object) -> str:

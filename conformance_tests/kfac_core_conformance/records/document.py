@@ -17,8 +17,6 @@ from typing import (
     Any,
     Literal,
     NoReturn,
-    get_args,
-    get_origin,
     get_type_hints,
 )
 
@@ -32,6 +30,7 @@ from kfac_core_conformance.records.checks import CHECKS, AnyCheck
 from kfac_core_conformance.records.layers import LAYERS
 from kfac_core_conformance.records.schema import (
     NAME_PATTERN,
+    NAME_WORDS,
     Name,
     NonNegative,
     Part,
@@ -160,95 +159,59 @@ def _integer(digits: str) -> float:
     return int(digits) if len(digits) <= 16 else _finite(digits)
 
 
-_TAGS: dict[str, dict[str, Any]] = {
+_KINDS: dict[str, dict[str, Any]] = {
     "kind": {**LAYERS},
     "name": {**APPROXIMATIONS},
     "op": {**CHECKS},
 }
 """The structs that each tag tells apart."""
 
-_PLAIN = {
-    f"`str` matching regex {NAME_PATTERN!r}": "a name of letters, digits, '_' and '-'",
-    "`int`": "an integer",
-    "`float`": "a finite number",
-    "`float | null`": "a finite number or null",
-    "`bool`": "true or false",
-    "`str`": "a string",
-    "`array`": "a list",
-    "`object`": "an object",
-}
-"""Words for what msgspec expects."""
-
 _ERROR = re.compile(
-    r"(.*?)(?: - at (`key` in )?`\$((?:\.\w+|\[\d+\]|\[\.\.\.\])*)`)?", re.DOTALL
+    r"(.*?)(?: - at (?:`key` in )?`\$((?:\.\w+|\[\d+\]|\[\.\.\.\])*)`)?", re.DOTALL
 )
-"""Message, whether it is about a key, and path of an error of msgspec."""
+"""The message and the path of an error of msgspec."""
 
 
 def _converted(value: Any, part: Any, where: str = "") -> Any:
     """Return a JSON value, found at a place of the document, as a struct."""
     try:
         return msgspec.convert(value, part)
+    except UnicodeError:
+        raise RecordError("the document has a string that is not Unicode") from None
     except msgspec.ValidationError as error:
         found = _ERROR.fullmatch(str(error))
     assert found is not None
-    message, key, path = found.groups("")
+    message, path = found.groups("")
     if part is Document and path.startswith(".blocks[...]"):
         # The path does not name the block: each is tried alone.
         for name, block in value["blocks"].items():
             _converted(block, BlockDescription, f"blocks.{name}")
-    steps = re.findall(r"\w+|\[.+?\]", path)
-    owner = None
-    for step in steps:
+    owner: Any = None
+    for step in re.findall(r"\w+", path):
         owner, value = value, _child(value, step)
-    place = f"{where}{path}".removeprefix(".")
-    if steps and steps[-1] in _TAGS and message.startswith("Invalid value"):
-        place = place.removesuffix(f".{steps[-1]}")
-        reason = (
-            f"unknown {steps[-1]} {shown(value)}; expected one of "
-            f"{', '.join(_TAGS[steps[-1]])}"
-        )
-    elif message.startswith("Invalid enum value"):
-        reason = f"expected {_choices(owner, steps[-1])}, got {shown(value)}"
-    else:
-        reason = _in_words(message)
-        if message.startswith("Expected") and not key:
-            reason += f", got {shown(value)}"
-    raise RecordError(one_line(f"{place or 'the document'}: {reason}")[:400])
-
-
-def _in_words(message: str) -> str:
-    """Return a message of msgspec in this module's words, without what was found."""
-    if message.startswith("Object contains unknown field "):
-        return f"unknown field {shown(message.split(maxsplit=4)[-1][1:-1])}"
-    if message.startswith("Object missing required field "):
-        return f"the field {message.split()[-1].strip('`')!r} is missing"
-    if not message.startswith("Expected"):
-        return message
-    reason = message.replace("Expected", "expected", 1).partition(", got ")[0]
-    for term, words in _PLAIN.items():
-        reason = reason.replace(term, words)
-    return reason
+    reason = message[:1].lower() + message[1:]
+    if message.startswith("Expected"):
+        reason = f"{reason.partition(', got ')[0]}, got {shown(value)}"
+        reason = reason.replace(f"`str` matching regex {NAME_PATTERN!r}", NAME_WORDS)
+    elif message.startswith("Invalid"):
+        reason += f"; expected one of {_choices(owner, path.rpartition('.')[2])}"
+    place = f"{where}{path}".removeprefix(".") or "the document"
+    raise RecordError(one_line(f"{place}: {reason}")[:400])
 
 
 def _child(value: Any, step: str) -> Any:
     """Return what a step of a path leads to; None if it leads nowhere."""
-    if isinstance(value, dict):
-        return value.get(step)
-    if isinstance(value, list) and step[1:-1].isdecimal():
-        return dict(enumerate(value)).get(int(step[1:-1]))
-    return None
+    if isinstance(value, list):
+        return value[int(step)] if step.isdecimal() and int(step) < len(value) else None
+    return value.get(step) if isinstance(value, dict) else None
 
 
 def _choices(owner: Any, field: str) -> str:
-    """Return the values that a field with a choice may have."""
+    """Return the values that a tag, or another field with a choice, may have."""
+    if field in _KINDS:
+        return ", ".join(_KINDS[field])
     part: Any = Document
-    for tag, structs in _TAGS.items():
+    for tag, structs in _KINDS.items():
         part = structs.get(owner.get(tag), part)
-    return " or ".join(map(repr, _literals(get_type_hints(part)[field])))
-
-
-def _literals(hint: Any) -> list[Any]:
-    if get_origin(hint) is Literal:
-        return list(get_args(hint))
-    return [value for part in get_args(hint) for value in _literals(part)]
+    literals = re.findall(r"Literal\[(.*?)\]", repr(get_type_hints(part)[field]))
+    return ", ".join(literals)

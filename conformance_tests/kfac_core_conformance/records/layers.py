@@ -6,7 +6,7 @@ Shapes are named as in the format: N examples, M backpropagated vectors for each
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -243,7 +243,5 @@ class Parameters(Layer, tag="parameters", frozen=True):
 
 AnyLayer: TypeAlias = Dense | Conv | Embedding | ScaleShift | Parameters
 
-LAYERS: dict[str, type[Layer]] = {
-    layer.tag(): layer for layer in (Dense, Conv, Embedding, ScaleShift, Parameters)
-}
+LAYERS: dict[str, type[Layer]] = {layer.tag(): layer for layer in get_args(AnyLayer)}
 """The struct of each kind of layer."""

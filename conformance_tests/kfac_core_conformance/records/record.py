@@ -18,7 +18,7 @@ from kfac_core.block import Block
 from kfac_core.errors import RecordError
 from kfac_core_conformance.records.approximations import Series
 from kfac_core_conformance.records.block import BlockDescription
-from kfac_core_conformance.records.checks import Check, VectorCheck
+from kfac_core_conformance.records.checks import Check, VectorCheck, answer_shape
 from kfac_core_conformance.records.container import Container, HostArray, open_container
 from kfac_core_conformance.records.document import Document, parse_document
 from kfac_core_conformance.records.layers import Embedding, Parameters, ScaleShift
@@ -273,7 +273,7 @@ def _answer(
     if isinstance(check, VectorCheck):
         return _parameters(name, "answer", recorded, container)
     layer = recorded.block.layer
-    shape = check.answer_shape(recorded.description, layer.matrix_shape, layer.groups)
+    shape = answer_shape(check, recorded.description, layer.matrix_shape, layer.groups)
     return {"": container.load(name, "answer", shape)}
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 __all__ = [
     "NAME_PATTERN",
+    "NAME_WORDS",
     "Count",
     "Name",
     "NonNegative",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 NAME_PATTERN = r"^[A-Za-z0-9_-]+\Z"
+NAME_WORDS = "a name of letters, digits, '_' and '-'"
 
 Shape: TypeAlias = tuple[int, ...]
 
