@@ -182,9 +182,11 @@ def _converted(value: Any, part: Any, where: str = "") -> Any:
         found = _ERROR.fullmatch(str(error))
     assert found is not None
     message, path = found.groups("")
-    if part is Document and path.startswith(".blocks[...]"):
+    blocks = _child(value, "blocks")
+    # A field's name in the message may look like a path: nothing is trusted to exist.
+    if path.startswith(".blocks[...]") and isinstance(blocks, dict):
         # The path does not name the block: each is tried alone.
-        for name, block in value["blocks"].items():
+        for name, block in blocks.items():
             _converted(block, BlockDescription, f"blocks.{name}")
     owner: Any = None
     for step in re.findall(r"\w+", path):
@@ -212,6 +214,8 @@ def _choices(owner: Any, field: str) -> str:
         return ", ".join(_KINDS[field])
     part: Any = Document
     for tag, structs in _KINDS.items():
-        part = structs.get(owner.get(tag), part)
+        named = structs.get(str(owner.get(tag)))
+        if named is not None and field in named.__struct_fields__:
+            part = named
     literals = re.findall(r"Literal\[(.*?)\]", repr(get_type_hints(part)[field]))
     return ", ".join(literals)
