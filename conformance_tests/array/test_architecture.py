@@ -35,6 +35,14 @@ ARRAY_LIBRARIES = {
     *("dask", "dpnp", "sparse", "ndonnx", "array_api_strict", "array_api_extra"),
 }
 
+# The packages that stand on the core, and the folders beside it.
+OUTSIDE = {
+    "kfac_core_conformance",
+    "kfac_core_shims",
+    "conformance_tests",
+    "benchmarks",
+}
+
 # What each backend may import, besides the standard library.
 OWN = {
     "numpy": {"numpy", "scipy", "kfac_core_backends"},
@@ -122,6 +130,7 @@ def test_no_array_library_is_imported(path):
     full = imports_in(FILES[path])
 
     assert roots & ARRAY_LIBRARIES == set()
+    assert roots & OUTSIDE == set()
     assert {n for n in full if n.startswith("array_api_compat.")} == set()
     assert "kfac_core_backends" not in roots
 
@@ -199,6 +208,7 @@ def test_no_file_is_for_everything():
 HEAVY = (
     *("torch", "jax", "cupy", "scipy", "matplotlib", "rich", "sklearn", "safetensors"),
     *("array_api_strict", "pandas", "importlib_metadata", "kfac_core_backends"),
+    *("msgspec", "kfac_core_conformance", "kfac_core_shims", "benchmarks"),
 )
 
 

@@ -74,7 +74,9 @@ class UnloadableCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
         """Accept any arguments."""
-        parser.add_argument("arguments", nargs=argparse.REMAINDER)
+        # No argument begins with this: what looks like an option is accepted as well.
+        parser.prefix_chars = "\0"
+        parser.add_argument("arguments", nargs="*")
 
     def run(self, arguments: argparse.Namespace, /) -> int:
         """Say why the command cannot be loaded, and return 2."""
