@@ -1,12 +1,12 @@
-"""The checks of a verification record, put to an adapter.
+"""The answers of a verification record, as checks of an adapter.
 
-A record (``docs/verify.md``) says what layers saw and what a library answered.  A dense
-block of it becomes a network of one layer without weights: the gradient of half the
-squared error at the targets ``-g`` is then g, whatever library differentiates.  M
-sources, which a record sums, become M labels, which are averaged, times the root of M.
+A dense block of a record becomes a network of one layer with zero weights: the gradient of
+half the squared error at the targets ``-g`` is then g, whichever library differentiates.
+A record sums the outer products of M backpropagated vectors, and the kit averages those of
+M labels, so the vectors are multiplied by ``sqrt(M)``.
 
-What a problem of the kit cannot say (other layers, masks, factors that are not full,
-powers, an average without its correction) is reported as not offered, with the reason.
+What a problem of the kit cannot express (other layers, masks, diagonal factors, powers, an
+average without bias correction) is reported as not offered, with the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OPERATIONS: dict[str, Operation] = {
 }
 
 _TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
-"""Of a record's check that names none, by the dtype of its answer."""
+"""Tolerances by the dtype of the answer, for a check without its own."""
 
 
 def record_checks(path: str | os.PathLike[str], /) -> tuple[Check, ...]:
@@ -52,7 +52,7 @@ def record_checks(path: str | os.PathLike[str], /) -> tuple[Check, ...]:
     Returns
     -------
     tuple of Check
-        Those that no adapter can be asked have an `obstacle`.
+        Those that cannot be put to an adapter have an `obstacle`.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def _tolerance(expected: Mapping[str, HostArray]) -> float:
 
 
 def _obstacle(asked: checks.Check) -> str | None:
-    """Say why a check cannot be put to an adapter; None where it can."""
+    """Return why a check cannot be put to an adapter; None if it can."""
     operation = asked.tag()
     if operation not in _OPERATIONS:
         return f"the kit does not ask for {operation}"
@@ -116,7 +116,7 @@ def _obstacle(asked: checks.Check) -> str | None:
 
 
 def _problem(record: Record, recorded: RecordedBlock) -> Problem | str:
-    """Return a block as a problem, or why it is none."""
+    """Return a block as a problem, or why it cannot be expressed as one."""
     description = recorded.description
     dense: Any = description.layer
     approximation: Any = description.approximation.tag()
@@ -126,9 +126,9 @@ def _problem(record: Record, recorded: RecordedBlock) -> Problem | str:
     if approximation not in get_args(Approximation):
         return f"the kit does not ask for {approximation}"
     if description.is_diagonal("input") or description.is_diagonal("output"):
-        return "the kit has no factors that are not full"
+        return "the kit has full factors only"
     if not average.debias and (len(recorded.updates) > 1 or average.weight != 1.0):
-        return "the kit's averages are corrected for their start"
+        return "the kit's averages are debiased"
     if any(seen.mask is not None for seen in recorded.updates):
         return "the kit has no masks"
     rows = dense.in_features + dense.bias
@@ -147,7 +147,7 @@ def _problem(record: Record, recorded: RecordedBlock) -> Problem | str:
 
 
 def _data(seen: Any, single: bool) -> Data:
-    """Return what a block saw as inputs and targets."""
+    """Return the recorded rows of a block as inputs and targets."""
     g = _grads(seen)
     targets = -g[0] if single else -g * math.sqrt(len(g))
     return Data(seen.inputs.astype(np.float64), targets)

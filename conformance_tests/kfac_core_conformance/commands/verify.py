@@ -32,7 +32,7 @@ EXAMPLES = (
 EXIT_CODES = {
     0: "every answer agrees",
     1: "an answer differs",
-    2: "a file cannot be read, or the backend cannot be used",
+    2: "a file cannot be read, even if all others agree, or the backend is unusable",
 }
 
 _COLUMNS = ("block", "operation", "damping", "error", "tolerance", "verdict")

@@ -1,8 +1,7 @@
-"""Recomputing what a record asks, through the library's public functions.
+"""Recomputing the answers of a record with `kfac_core`.
 
-Conventions.  One block at a time: its statistics after all updates, then one operator
-for each damping and rule in turn.  Inputs are cast to the dtype that was chosen before
-anything is computed.
+Blocks are computed one at a time: the statistics after all updates, then one operator for
+each damping and rule.  Inputs are cast to the requested dtype first.
 """
 
 from __future__ import annotations
@@ -33,37 +32,37 @@ from kfac_core_conformance.records.record import Record, RecordedBlock, Seen
 __all__ = ["Answer", "DampingKey", "Place", "Recomputation", "damping_key", "norm_of"]
 
 Answer: TypeAlias = Mapping[str, HostArray]
-"""By parameter, or under ``""`` where it is no vector."""
+"""Arrays by parameter, or one under ``""`` if the answer is no vector."""
 
 DampingKey: TypeAlias = tuple[float, DampingRule]
 """A damping and its rule."""
 
 CONVENTIONS = Conventions(loss="sum", sources="sum")
-"""Those of the format."""
+"""The conventions of the format."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """With what checks are computed.
+    """The backend, device and dtype that checks are computed with.
 
     Attributes
     ----------
     selection : Selection
         The backend and its device.
     dtype : {"float64", "float32"}
-        Of everything but ids and masks.
+        The dtype of all arrays but ids and masks.
     """
 
     selection: Selection
     dtype: str
 
     def floats(self, values: HostArray, /) -> Array:
-        """Copy values there, in the dtype; what is too large for it becomes infinite."""
+        """Copy values to the device, cast to the dtype; overflow gives infinity."""
         with np.errstate(over="ignore"):
             return self.copy(values.astype(self.dtype))
 
     def copy(self, values: HostArray, /) -> Array:
-        """Copy values there as they are."""
+        """Copy values to the device, with their dtype."""
         return self.selection.backend.asarray(values, device=self.selection.device)
 
     def host(self, x: Array, /) -> HostArray:
@@ -72,19 +71,19 @@ class Place:
 
 
 class Recomputation:
-    """One block of a record on one backend: asked one check after another.
+    """One block of a record, recomputed on one backend.
 
-    Its statistics are made once, and an operator once for checks in a row that share
-    their damping and rule; only the last operator is kept.
+    The statistics are computed once.  Consecutive checks with the same damping and rule
+    share an operator; only the last operator is kept.
 
     Parameters
     ----------
     record : Record
-        Of which the block is one.
+        The record.
     name : str
         The block's name.
     place : Place
-        With what everything is computed.
+        Backend, device and dtype.
     """
 
     def __init__(self, record: Record, name: str, place: Place, /) -> None:
@@ -113,7 +112,7 @@ class Recomputation:
         assert statistics is not None
         approximation = block.approximation
         if isinstance(approximation, Eigen):
-            # The format has all moments in the bases of the last factors.
+            # The format defines all moments in the bases of the last factors.
             statistics = approximation.rebased(
                 statistics, moments="zero", check="raise"
             )
@@ -123,17 +122,17 @@ class Recomputation:
         return statistics
 
     def operator(self, check: Check, /) -> CurvatureOperator:
-        """Return the operator with a check's damping; of none where it needs none.
+        """Return the operator with a check's damping; undamped if it needs none.
 
         Parameters
         ----------
         check : CheckDescription
-            One of this block's.
+            A check of this block.
 
         Returns
         -------
         CurvatureOperator
-            Nothing of it is prepared: each check prepares what it needs.
+            Without factorizations: each check computes what it needs.
         """
         key = damping_key(check)
         if self._operator is None or self._operator[0] != key:
@@ -151,12 +150,12 @@ class Recomputation:
         return self._operator[1]
 
     def answer(self, index: int, /) -> Answer:
-        """Answer a check.
+        """Compute the answer to a check.
 
         Parameters
         ----------
         index : int
-            Its number in the document.
+            The number of the check in the document.
 
         Returns
         -------
@@ -166,7 +165,7 @@ class Recomputation:
         Raises
         ------
         KFACError
-            Where the library cannot answer.
+            If the library cannot answer.
         """
         check = self.record.document.checks[index]
         vector = self.record.vectors[index]
@@ -190,7 +189,7 @@ def norm_of(answer: Answer, /) -> float:
 
 
 def damping_key(check: Check, /) -> DampingKey:
-    """Return the damping and rule of a check; of any that needs none, always the same."""
+    """Return the damping and rule of a check; a constant if it needs none."""
     if not check.needs_damping or check.damping is None or check.damping_rule is None:
         return 0.0, "factored"
     return check.damping, check.damping_rule
@@ -219,20 +218,20 @@ def _factor(made: Recomputation, check: Factor) -> HostArray:
     if isinstance(value, SymmetricMatrix):
         return place.host(value.full())
     if is_structure(value):
-        # Moments of which the factor is made; the operator has it as a matrix.
+        # A structured factor, such as moments; the operator has it as a matrix.
         operator: Any = made.operator(check)
         return place.host(getattr(operator, which).dense(shifted=False))
     values = place.host(value)
     if values.ndim == 1 and which == "block":
         return _unflattened(values, made.recorded)
     if which == "block" and made.statistics.bases:
-        # The format has eigenvalues ascending, and here they descend.
+        # The format orders eigenvalues ascending, the library descending.
         return np.flip(values, axis=(-2, -1))
     return values
 
 
 def _unflattened(values: HostArray, recorded: RecordedBlock) -> HostArray:
-    """Return a diagonal block in the form of the block's matrix, where it has one."""
+    """Return a diagonal block in the shape that the format gives it."""
     if recorded.description.layer.is_matrix:
         return values.reshape(recorded.block.layer.matrix_shape)
     return values
@@ -270,7 +269,7 @@ _MATRICES: Mapping[str, Callable[[Recomputation, Any], HostArray]] = {
     "trace": _trace,
     "eigenvalues": _eigenvalues,
 }
-"""How each check without a vector is answered."""
+"""How each check without a vector is computed."""
 
 _VECTORS: Mapping[str, Callable[[CurvatureOperator, Array, Any], Array]] = {
     "multiply": lambda op, v, c: op.multiply(v, damped=c.damped),
@@ -283,4 +282,4 @@ _VECTORS: Mapping[str, Callable[[CurvatureOperator, Array, Any], Array]] = {
         v, transpose=c.transpose
     ),
 }
-"""How each check with a vector is answered."""
+"""How each check with a vector is computed."""
