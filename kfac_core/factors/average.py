@@ -94,7 +94,8 @@ def _beside(weight: Scalar, x: Array, xp: Namespace, /) -> Scalar:
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
     """Raise `DecayError` where a Python number lies outside [0, 1]."""
-    if isinstance(decay, NUMBER) and not 0.0 <= decay <= 1.0:
+    number: Any = decay
+    if isinstance(decay, NUMBER) and not 0.0 <= number <= 1.0:
         raise DecayError(f"Expected `{name}` in [0, 1], got {decay}.")
 
 
