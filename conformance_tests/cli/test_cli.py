@@ -182,8 +182,7 @@ def test_a_broken_command_does_not_take_the_others_with_it(capsys, monkeypatch):
     broken = Registered("broken", load)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [broken])
 
-    assert main(["doctor", "--json"]) == 0
-    capsys.readouterr()
+    assert "doctor" in commands()
     assert main(["broken", "--any", "argument"]) == 2
 
     [line] = capsys.readouterr().err.splitlines()
