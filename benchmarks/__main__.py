@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from benchmarks.command import main
+from kfac_core.cli import ended
 from kfac_core.cli.bench import add_arguments
 
 parser = argparse.ArgumentParser(
@@ -11,4 +12,4 @@ parser = argparse.ArgumentParser(
     description="Time the library beside others and the machine's floor.",
 )
 add_arguments(parser)
-sys.exit(main(parser.parse_args()))
+sys.exit(ended("bench", main, parser.parse_args()))

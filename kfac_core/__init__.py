@@ -75,9 +75,8 @@ if TYPE_CHECKING:
     from kfac_core.execution.background import BackgroundRefresh
     from kfac_core.execution.block_state import BlockState
     from kfac_core.execution.costs import BlockCosts, CostTable, Rates
-    from kfac_core.factors.average import Average, paper_decay
+    from kfac_core.factors.average import Average
     from kfac_core.factors.damped import DampedFactor, damped_factor
-    from kfac_core.factors.inverse_average import InverseAverage, inverse_average
     from kfac_core.factors.statistics import Statistics
     from kfac_core.influence.damping import mean_eigenvalue_damping
     from kfac_core.influence.network import Influence
@@ -103,17 +102,15 @@ if TYPE_CHECKING:
     from kfac_core.layers.time import steps_of, unfold_time
     from kfac_core.linalg.gram import gram
     from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
-    from kfac_core.linalg.kronecker_sum import KroneckerSum, kronecker_sum
     from kfac_core.linalg.patches import choose_patches
     from kfac_core.operators.exact_kronecker import ExactKronecker
     from kfac_core.operators.example_gram import (
         ExampleGramOperator,
-        example_gram_operator,
     )
     from kfac_core.operators.flat import FlatOperator
     from kfac_core.operators.kronecker import FactoredKronecker
     from kfac_core.operators.low_rank import LowRankOperator
-    from kfac_core.operators.of_rows import multiply_inverse_of_rows, solve_rows
+    from kfac_core.operators.of_rows import multiply_inverse_of_rows
     from kfac_core.operators.operator import CurvatureOperator
     from kfac_core.operators.sparse_rows import SparseRows
     from kfac_core.operators.spectral import SpectralBlock, spectral_block
@@ -127,14 +124,10 @@ if TYPE_CHECKING:
     from kfac_core.roots.gradient_side import GradientFactors
     from kfac_core.roots.inverse_free import (
         ikfac_updated,
-        ingd_updated,
         precondition_by_roots,
     )
-    from kfac_core.roots.newton_roots import newton_inverse_root
-    from kfac_core.roots.newton_schulz import WarmInverse, refreshed_inverse
     from kfac_core.roots.orthogonal_iteration import (
         OrderedBasis,
-        off_diagonal_ratio,
         ordered_basis,
         refreshed_basis,
     )
@@ -186,12 +179,10 @@ __all__ = [
     "GradientFactors",
     "IdRangeError",
     "Influence",
-    "InverseAverage",
     "InverseRoot",
     "KFACError",
     "KFOC",
     "Kronecker",
-    "KroneckerSum",
     "Layer",
     "LayerCall",
     "LowRankKronecker",
@@ -225,7 +216,6 @@ __all__ = [
     "UnknownBackendError",
     "UnknownBlockError",
     "UnsupportedError",
-    "WarmInverse",
     "Wiring",
     "asarray",
     "backend_names",
@@ -234,36 +224,27 @@ __all__ = [
     "choose_patches",
     "damped_factor",
     "enable_float64",
-    "example_gram_operator",
     "factor_root",
     "factored_shifts",
     "framework_conv",
     "get_backend",
     "gram",
     "ikfac_updated",
-    "ingd_updated",
-    "inverse_average",
     "inverse_root",
     "kronecker_dense",
     "kronecker_multiply",
-    "kronecker_sum",
     "levenberg_marquardt",
     "load_checkpoint",
     "mean_eigenvalue_damping",
     "multiply_inverse_of_rows",
-    "newton_inverse_root",
-    "off_diagonal_ratio",
     "ordered_basis",
-    "paper_decay",
     "precondition_by_roots",
     "read_header",
     "refreshed_basis",
-    "refreshed_inverse",
     "register_backend",
     "save_checkpoint",
     "selected_backend",
     "set_default_backend",
-    "solve_rows",
     "spectral_block",
     "spectral_blocks",
     "steps_of",
@@ -317,12 +298,10 @@ _HOMES = {
     "GradientFactors": "kfac_core.roots.gradient_side",
     "IdRangeError": "kfac_core.errors",
     "Influence": "kfac_core.influence.network",
-    "InverseAverage": "kfac_core.factors.inverse_average",
     "InverseRoot": "kfac_core.roots.certified_root",
     "KFACError": "kfac_core.errors",
     "KFOC": "kfac_core.approximations.kfoc",
     "Kronecker": "kfac_core.approximations.kronecker",
-    "KroneckerSum": "kfac_core.linalg.kronecker_sum",
     "Layer": "kfac_core.layers.layer",
     "LayerCall": "kfac_core.integration.layer_calls",
     "LowRankKronecker": "kfac_core.approximations.low_rank",
@@ -356,7 +335,6 @@ _HOMES = {
     "UnknownBackendError": "kfac_core.errors",
     "UnknownBlockError": "kfac_core.errors",
     "UnsupportedError": "kfac_core.errors",
-    "WarmInverse": "kfac_core.roots.newton_schulz",
     "Wiring": "kfac_core.integration.wiring",
     "asarray": "kfac_core.array.selection",
     "backend_names": "kfac_core.array.backend",
@@ -365,36 +343,27 @@ _HOMES = {
     "choose_patches": "kfac_core.linalg.patches",
     "damped_factor": "kfac_core.factors.damped",
     "enable_float64": "kfac_core.array.selection",
-    "example_gram_operator": "kfac_core.operators.example_gram",
     "factor_root": "kfac_core.roots.factor_root",
     "factored_shifts": "kfac_core.damping",
     "framework_conv": "kfac_core.integration.framework_conv",
     "get_backend": "kfac_core.array.backend",
     "gram": "kfac_core.linalg.gram",
     "ikfac_updated": "kfac_core.roots.inverse_free",
-    "ingd_updated": "kfac_core.roots.inverse_free",
-    "inverse_average": "kfac_core.factors.inverse_average",
     "inverse_root": "kfac_core.roots.roots",
     "kronecker_dense": "kfac_core.linalg.kronecker",
     "kronecker_multiply": "kfac_core.linalg.kronecker",
-    "kronecker_sum": "kfac_core.linalg.kronecker_sum",
     "levenberg_marquardt": "kfac_core.damping",
     "load_checkpoint": "kfac_core.checkpoint.reading",
     "mean_eigenvalue_damping": "kfac_core.influence.damping",
     "multiply_inverse_of_rows": "kfac_core.operators.of_rows",
-    "newton_inverse_root": "kfac_core.roots.newton_roots",
-    "off_diagonal_ratio": "kfac_core.roots.orthogonal_iteration",
     "ordered_basis": "kfac_core.roots.orthogonal_iteration",
-    "paper_decay": "kfac_core.factors.average",
     "precondition_by_roots": "kfac_core.roots.inverse_free",
     "read_header": "kfac_core.checkpoint.reading",
     "refreshed_basis": "kfac_core.roots.orthogonal_iteration",
-    "refreshed_inverse": "kfac_core.roots.newton_schulz",
     "register_backend": "kfac_core.array.backend",
     "save_checkpoint": "kfac_core.checkpoint.writing",
     "selected_backend": "kfac_core.array.selection",
     "set_default_backend": "kfac_core.array.selection",
-    "solve_rows": "kfac_core.operators.of_rows",
     "spectral_block": "kfac_core.operators.spectral",
     "spectral_blocks": "kfac_core.posterior.spectra",
     "steps_of": "kfac_core.layers.time",

@@ -44,7 +44,6 @@ from kfac_core.execution.block_state import BlockState
 from kfac_core.execution.compiled import Compilation
 from kfac_core.execution.costs import CostTable, Rates, block_costs, solving_of
 from kfac_core.execution.estimator_state import dump_state, parse_state
-from kfac_core.execution.output_buffers import write_into
 from kfac_core.execution.products import (
     VECTOR_PRODUCTS,
     WORTH_THREADS,
@@ -547,11 +546,7 @@ class Estimator:
         return operator
 
     def precondition(
-        self,
-        gradients: Mapping[str, Mapping[str, Any]],
-        /,
-        *,
-        out: Mapping[str, Mapping[str, Any]] | None = None,
+        self, gradients: Mapping[str, Mapping[str, Any]], /
     ) -> dict[str, dict[str, Any]]:
         """Multiply gradients by the inverse of each block's damped curvature.
 
@@ -559,23 +554,18 @@ class Estimator:
         ----------
         gradients : mapping of str to mapping of str to array
             For some or all blocks, the parameters' gradients in the layer's layout.
-        out : mapping of str to mapping of str to array, optional
-            Arrays of the same form that the result is written into, step after step; of
-            a library whose arrays can be written to.  They may be the gradients.
 
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form, dtypes and devices; new arrays, or those of `out`.
+            New arrays of the same form, dtypes and devices.
 
         Raises
         ------
         UnknownBlockError, NotReadyError
             As `operator`.
         ShapeError, DtypeError, MixedArraysError
-            For gradients, or buffers, that do not fit; nothing is written then.
-        UnsupportedError
-            For buffers that cannot be written to.
+            For gradients that do not fit.
 
         Notes
         -----
@@ -588,8 +578,7 @@ class Estimator:
             found = self._stacked_directions(gradients)
             others = {n: given for n, given in gradients.items() if n not in found}
             found = found | self.apply("multiply_inverse", others)
-        directions = {name: found[name] for name in gradients}
-        return directions if out is None else write_into(out, directions)
+        return {name: found[name] for name in gradients}
 
     def precondition_batches(
         self, batches: Mapping[str, Fed], /

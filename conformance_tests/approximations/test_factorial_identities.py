@@ -267,8 +267,8 @@ def test_a_covariance_is_the_fixed_point_of_kl_shampoo(backend, rng):
     left = kc.damped_factor(backend.asarray(A), damping=0.0)
     right = kc.damped_factor(backend.asarray(B), damping=0.0)
 
-    rows = backend.asarray(D.reshape(-1, OUT))
-    solved = backend.to_numpy(right.multiply_right(rows, exponent=-1)).reshape(D.shape)
+    rows = backend.asarray(D.reshape(-1, OUT).T)
+    solved = backend.to_numpy(right.multiply_left(rows, exponent=-1)).T.reshape(D.shape)
     columns = backend.asarray(D.transpose(1, 0, 2).reshape(IN, -1))
     other = backend.to_numpy(left.multiply_left(columns, exponent=-1))
     other = other.reshape(IN, -1, OUT).transpose(1, 0, 2)

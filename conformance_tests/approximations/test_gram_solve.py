@@ -6,7 +6,6 @@ import pytest
 import kfac_core as kc
 from kfac_core.approximations.example_gram import ExampleGram
 from kfac_core.linalg import example_gram as grams
-from kfac_core.operators.example_gram import example_gram_operator
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
@@ -148,28 +147,6 @@ def test_masked_positions_and_merged_parts(backend, rng):
         got = backend.to_numpy(made.to_dense(damped=False))
         assert_close(got, Y.T @ Y, "product", "float64")
         assert float(made.lost) == 0
-
-
-def test_a_combination_is_solved_without_cancellation(backend, rng):
-    """The natural gradient of the same examples, to roundoff, at a tiny damping."""
-    K, damping = N, 1e-12
-    x, g = rng.normal(size=(K, 1, n + 1)), rng.normal(size=(K, 1, m))
-    D = np.einsum("ksa,ksb->kab", x, g).reshape(K, -1)
-    w, c = rng.random(K) + 0.5, rng.normal(size=K)
-    made = example_gram_operator(
-        backend.asarray(x),
-        backend.asarray(g),
-        weights=backend.asarray(w),
-        damping=damping,
-    )
-
-    got = backend.to_numpy(made.solve_combination(backend.asarray(c)))
-
-    Y = np.sqrt(w)[:, None] * D
-    expected = (np.linalg.pinv(Y) @ c).reshape(n + 1, m)
-    assert_close(got, expected, "inverse", "float64")
-    with pytest.raises(kc.ShapeError, match="coefficients"):
-        made.solve_combination(backend.asarray(c[:2]))
 
 
 @pytest.mark.parametrize("damping", [1e-10, 1e10])

@@ -11,13 +11,10 @@ import types
 
 import pytest
 
-from kfac_core.cli import bench
-
 from ..builders import fake_cupy
+from ..builders.benchmark_folder import import_benchmarks
 
-if bench.find_benchmarks() is None:
-    pytest.skip("the source tree is not there", allow_module_level=True)
-bench._import_from(bench.find_benchmarks())
+import_benchmarks()
 
 from benchmarks import workloads  # noqa: E402
 from benchmarks.libraries import device  # noqa: E402

@@ -6,11 +6,9 @@ import io
 
 import pytest
 
-from kfac_core.cli import bench
+from ..builders.benchmark_folder import import_benchmarks
 
-if bench.find_benchmarks() is None:
-    pytest.skip("the source tree is not there", allow_module_level=True)
-bench._import_from(bench.find_benchmarks())
+import_benchmarks()
 
 from benchmarks.growth import growth  # noqa: E402
 from benchmarks.libraries import LIBRARIES  # noqa: E402

@@ -19,9 +19,9 @@ import pytest
 import kfac_core as kc
 from kfac_core.cli import bench
 
-if bench.find_benchmarks() is None:
-    pytest.skip("the source tree is not there", allow_module_level=True)
-bench._import_from(bench.find_benchmarks())
+from ..builders.benchmark_folder import import_benchmarks
+
+import_benchmarks()
 
 from benchmarks import agreement, growth, report, timing, workloads  # noqa: E402
 from benchmarks.libraries import LIBRARIES  # noqa: E402
@@ -317,7 +317,7 @@ def test_the_command_writes_runs_and_targets(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "run", measured)
     monkeypatch.setattr(command, "processors", lambda: 2)
 
-    code = bench.run(arguments)
+    code = command.main(arguments)
 
     printed = json.loads(capsys.readouterr().out)
     assert code == 0
@@ -337,22 +337,56 @@ def test_more_threads_than_processors_are_refused(capsys, monkeypatch):
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
 
-    code = bench.run(parser.parse_args(["--quick", "--threads", "1", "100000"]))
+    code = command.main(parser.parse_args(["--quick", "--threads", "1", "100000"]))
 
     assert code == 2
     assert "processors" in capsys.readouterr().err
 
 
-def test_the_command_refuses_what_it_does_not_know(capsys):
-    """An unknown library is exit code 2 and a list, and nothing is run."""
+def test_the_command_refuses_what_it_does_not_know(capfd, monkeypatch, tmp_path):
+    """An unknown library is exit code 2 and a list, and nothing is run.
+
+    The benchmark is found from any folder, even one with another of that name.
+    """
     pytest.importorskip("rich")
+    (tmp_path / "benchmarks.py").write_text("raise SystemExit(7)\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
 
     code = bench.run(parser.parse_args(["--quick", "--libraries", "x"]))
 
     assert code == 2
-    assert "no library 'x'" in capsys.readouterr().err
+    assert "no library 'x'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        (),
+        ("--quick", "--no-memory", "--json", "--device", "cuda", "--output", "there"),
+        (
+            "--workloads",
+            "one by one",
+            "sweeps",
+            "--stages",
+            "a",
+            "--libraries",
+            "x",
+            "y",
+        ),
+        ("--threads", "1", "2", "--repetitions", "3", "--patience", "7"),
+        ("--python", "numpy=/one", "--python", "torch=/two"),
+    ],
+)
+def test_the_process_is_given_the_options_of_the_command(line):
+    """What the command parsed is what the benchmark parses."""
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    arguments = parser.parse_args(line)
+
+    assert parser.parse_args(bench.as_options(arguments)) == arguments
 
 
 def test_without_the_source_tree_the_command_says_so(monkeypatch, capsys):

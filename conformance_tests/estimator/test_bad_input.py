@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.array import namespaces as namespaces
 
 from ..builders.states import differences, frozen
 
@@ -243,6 +244,36 @@ def test_libraries_are_not_mixed(backend, fed, arrays):
         "`inputs`.*`output_grads`.*Convert one of them",
         lambda: fed.update({"fc1": kc.Batch(x, other)}),
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("2023.12", "array_api_strict follows version 2023.12"),
+        (None, "array_api_strict does not say which version"),
+    ],
+)
+def test_a_library_of_too_old_a_standard_is_refused(monkeypatch, version, words):
+    """The message says which version it follows, and which one is needed."""
+    strict = pytest.importorskip("array_api_strict")
+    if version is None:
+        monkeypatch.delattr(strict, "__array_api_version__", raising=False)
+    else:
+        monkeypatch.setattr(strict, "__array_api_version__", version, raising=False)
+    # Types of array that were met before are not asked again.
+    monkeypatch.setattr(namespaces, "_namespaces", {})
+    x = strict.ones((N, n))
+
+    for admitted in (
+        lambda: estimator().update({"fc1": kc.Batch(x, strict.ones((N, m)))}),
+        lambda: block().initial(x),
+        lambda: kc.gram(x),
+        lambda: namespaces.own_namespace(x),
+    ):
+        with pytest.raises(
+            kc.BackendUnavailableError, match=f"{words}.*needs 2024.12 or newer"
+        ):
+            admitted()
 
 
 def test_statistics_stay_in_their_library(backend, fed):

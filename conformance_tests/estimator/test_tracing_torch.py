@@ -211,6 +211,59 @@ def test_vmap_is_a_loop(torch, tensors, rule):
             assert_close(got[product][i], value, "inverse", "float64")
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("data_layout", ["channels_first", "channels_last"])
+def test_vmap_of_a_convolution_is_a_loop(torch, rng, groups, data_layout):
+    """Its rows and its coordinates in the eigenbasis, under ``torch.func.vmap``."""
+    image, channels = (4, 4), (4, 2)
+    shapes = [(2, N, *image, c) for c in channels]
+    if data_layout == "channels_first":
+        shapes = [(2, N, c, *image) for c in channels]
+    layer = kc.Conv(
+        in_channels=4,
+        out_channels=2,
+        kernel_size=(3, 3),
+        strides=(1, 1),
+        padding="same",
+        dilation=(1, 1),
+        groups=groups,
+        bias=True,
+        weight_layout="oi_spatial",
+        data_layout=data_layout,
+    )
+    block = kc.Block(layer, kc.Kronecker())
+    xs, gs = (torch.tensor(rng.normal(size=shape)) for shape in shapes)
+    vectors = torch.tensor(rng.normal(size=(2, *layer.matrix_shape)))
+
+    def products(x, g, V):
+        statistics = block.update(
+            block.initial(x),
+            kc.Batch(x, g),
+            conventions=SUMMED,
+            decay=0.9,
+            check="status",
+        )
+        operator = block.operator(
+            statistics,
+            damping=0.1,
+            rule="factored",
+            factorizations=("inverse", "eigenbasis"),
+            check="status",
+        )
+        spectral = kc.spectral_block(operator)
+        coordinates = spectral.to_basis(V)
+        turned = spectral.from_basis(coordinates * spectral.eigenvalues)
+        return operator.multiply_inverse(V), turned, spectral.from_basis(coordinates)
+
+    got = torch.func.vmap(products)(xs, gs, vectors)
+
+    for i in range(2):
+        expected = products(xs[i], gs[i], vectors[i])
+        for product, value in zip(got, expected, strict=True):
+            assert_close(product[i], value, "inverse", "float64")
+        assert_close(got[2][i], vectors[i], "inverse", "float64")
+
+
 def estimator(rule="factored"):
     """Return an estimator of the one block."""
     return kc.Estimator(

@@ -17,14 +17,12 @@ from kfac_core.errors import (
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.roots.gradient_side import GradientFactors
-from kfac_core.roots.newton_roots import newton_inverse_root
 from kfac_core.roots.roots import inverse_root
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs, relative_error
 
 SHAPES = [(4,), (3, 4), (2, 3, 2)]
-NEWTON = functools.partial(newton_inverse_root, max_iterations=60)
 
 
 def unfolded(V, axis):
@@ -145,15 +143,14 @@ def test_an_average_of_nothing_is_zero(backend):
     assert not any(np.any(z) for z in zeros)
 
 
-@pytest.mark.parametrize("way", [inverse_root, NEWTON], ids=["eigh", "newton"])
-def test_shampoo_of_one_gradient_is_its_polar_factor(backend, rng, way):
+def test_shampoo_of_one_gradient_is_its_polar_factor(backend, rng):
     """A22: L^-1/4 V R^-1/4 = U W for V = U diag(s) W."""
     V = rng.normal(size=(4, 4)) + 2 * np.eye(4)
 
     factors, statistics = fed(backend, [V], decay=0.0)
 
     roots = [
-        way(F, damping=0.0, degree=4).matrix.full()
+        inverse_root(F, damping=0.0, degree=4).matrix.full()
         for F in factors.values(statistics, debias=True)
     ]
     got = backend.to_numpy(kc.kronecker_multiply(roots, backend.asarray(V)))
@@ -168,12 +165,13 @@ def test_shampoo_of_one_wide_gradient(backend, rng):
 
     factors, statistics = fed(backend, [V], decay=0.0)
 
-    got = backend.asarray(V)
     left, right = (
         kc.damped_factor(F, damping=1e-13)
         for F in factors.values(statistics, debias=True)
     )
-    got = right.multiply_right(left.multiply_left(got, exponent=-0.25), exponent=-0.25)
+    product = left.multiply_left(backend.asarray(V), exponent=-0.25)
+    flipped = backend.xp.matrix_transpose(product)
+    got = backend.xp.matrix_transpose(right.multiply_left(flipped, exponent=-0.25))
     U, _, W = np.linalg.svd(V, full_matrices=False)
     assert_close(backend.to_numpy(got), U @ W, "inverse", "float64")
 

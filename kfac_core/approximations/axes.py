@@ -7,7 +7,14 @@ from typing import Any
 
 from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, status_unless
+from kfac_core.array.namespaces import (
+    Scalar,
+    as_scalar,
+    cast,
+    full_of,
+    moved_axis,
+    status_unless,
+)
 from kfac_core.array.status import Status
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.full import FullFactor
@@ -15,7 +22,7 @@ from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.shifted import shifted_matrix
-from kfac_core.operators.many_kronecker import ManyKronecker, definite_flags
+from kfac_core.operators.many_kronecker import ManyKronecker
 
 __all__ = ["axes_operator", "initial_axes", "updated_axes"]
 
@@ -79,7 +86,7 @@ def updated_axes(
     V = xp.reshape(rows.vectors(statistics.dtype, xp=xp), (-1, *_shape(layer)))
     averages = {}
     for i, n in enumerate(_shape(layer)):
-        unfolded = xp.reshape(xp.moveaxis(V, i + 1, -1), (-1, n))
+        unfolded = xp.reshape(moved_axis(V, i + 1, -1, xp=xp), (-1, n))
         averages[f"axis{i}"] = FullFactor().updated(
             statistics.averages[f"axis{i}"],
             unfolded,
@@ -125,14 +132,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
         unit_pi = options.rule == "factored_unit_pi"
         shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
     factors = {
-        name: shifted_matrix(
-            value,
-            shift,
-            factorizations=() if exact else options.factorizations,
-            check=options.check,
-            name=f"{options.name}/{name}",
-            apply_dtype=apply,
-        )
+        name: shifted_matrix(value, shift, apply_dtype=apply)
         for (name, value), shift in zip(values.items(), shifts, strict=True)
     }
     good = xp.isfinite(lam) & (lam >= 0)
@@ -141,9 +141,9 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     made = ManyKronecker(
         factors, cast(xp, S, apply), cast(xp, lam, apply), flags, exact
     )
-    if not exact or not options.factorizations:
-        return made
-    return definite_flags(made.prepared("eigenbasis"))
+    return made.prepared(
+        *options.factorizations, check=options.check, name=options.name
+    )
 
 
 def _shape(layer: Layer) -> tuple[int, ...]:

@@ -203,8 +203,9 @@ class Series:
         UnsupportedError
             For exact damping of the symmetric and infinite variants.
         NotFiniteError, DampingError, FactorizationError
-            As `kfac_core.linalg.ladder.factorize`, and for moments of lag 1 that do not
-            belong to those of lag 0, with ``check="raise"``.
+            For statistics that are not finite, a damping that is negative or not finite,
+            a factor that no rung can factorize, and moments of lag 1 that do not belong
+            to those of lag 0, with ``check="raise"``.
 
         Notes
         -----

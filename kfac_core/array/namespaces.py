@@ -19,7 +19,12 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.status import Status
-from kfac_core.errors import DtypeError, MixedArraysError, ShapeError
+from kfac_core.errors import (
+    BackendUnavailableError,
+    DtypeError,
+    MixedArraysError,
+    ShapeError,
+)
 
 __all__ = [
     "any_status",
@@ -29,6 +34,7 @@ __all__ = [
     "device_of",
     "full_of",
     "is_finite_number",
+    "moved_axis",
     "namespace_of",
     "own_namespace",
     "require_floating",
@@ -39,6 +45,9 @@ __all__ = [
 ]
 
 _FLAGS = tuple(int(flag) for flag in Status)
+
+ARRAY_API_VERSION = "2024.12"
+"""The oldest version of the Array API standard that is enough."""
 
 _namespaces: dict[type[Any], Namespace] = {}
 """The namespaces of the types of array that were met, for the next time."""
@@ -78,6 +87,8 @@ def namespace_of(
         Where an argument is no array.
     MixedArraysError
         Where two of them are of different libraries, or on different devices.
+    BackendUnavailableError
+        Where the library follows too old a version of the standard.
     """
     given = arrays
     if optional is not NO_ARRAYS:
@@ -92,6 +103,7 @@ def namespace_of(
             raise _explain(given) from error
         if not complete:
             raise _explain(given)
+        _require_version(xp)
         for x in given.values():
             _namespaces[type(x)] = xp
     if len(given) > 1:
@@ -103,7 +115,9 @@ def own_namespace(x: Array, /) -> Namespace:
     """Return the namespace of one thing that is known to be an array."""
     xp = _namespaces.get(type(x))
     if xp is None:
-        xp = _namespaces[type(x)] = array_api_compat.array_namespace(x)
+        xp = array_api_compat.array_namespace(x)
+        _require_version(xp)
+        _namespaces[type(x)] = xp
     return xp
 
 
@@ -239,6 +253,17 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
     return cast(xp, value, dtype)
 
 
+def moved_axis(x: Array, source: int, destination: int, /, *, xp: Namespace) -> Array:
+    """Return the array with one axis in another place, the others in their order.
+
+    As ``moveaxis`` of the standard, which PyTorch cannot do under ``torch.func.vmap``.
+    """
+    axes = list(range(x.ndim))
+    axis = axes.pop(source)
+    axes.insert(destination % x.ndim, axis)
+    return xp.permute_dims(x, tuple(axes))
+
+
 def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
     """Return a scalar as a 0-d array of the dtype and on the device of another array."""
     if isinstance(value, numbers.Real):
@@ -283,6 +308,21 @@ def _known_namespace(given: Mapping[str, Any]) -> Namespace | None:
             return None
         xp = found
     return xp
+
+
+def _require_version(xp: Namespace) -> None:
+    """Raise for a library whose functions are not those of a version that is enough."""
+    version = getattr(xp, "__array_api_version__", None)
+    if version is None:
+        found = "does not say which version of the Array API standard it follows"
+    elif version < ARRAY_API_VERSION:
+        found = f"follows version {version} of the Array API standard"
+    else:
+        return
+    raise BackendUnavailableError(
+        f"{_short(xp.__name__)} {found}; kfac_core needs {ARRAY_API_VERSION} or newer. "
+        "Install a newer version of the library."
+    )
 
 
 def _has_standard_device(x: Array) -> bool:

@@ -10,8 +10,7 @@ gradients.  Then
     Sigma = A_i (x) G_i - Psi (A_(i+1) (x) G_(i+1)) Psi^T
           = (K_A (x) K_G) diag(1 - s_A s_G^T) (K_A (x) K_G)^T,
 
-with ``R R^T = E diag(s) E^T`` and ``K = L_i E``: a difference of two Kronecker products,
-in the form of `kfac_core.linalg.kronecker_sum`.
+with ``R R^T = E diag(s) E^T`` and ``K = L_i E``: a difference of two Kronecker products.
 
 A correlation above 1 by rounding is that of 1, and R is divided by it, so that P and s
 are of one contraction.  By more than that it is flagged: the moments are not of one and

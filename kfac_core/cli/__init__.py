@@ -12,18 +12,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import kfac_core
 from kfac_core.cli.screen import complain
 from kfac_core.errors import KFACError
 
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
-__all__ = ["ENTRY_POINT_GROUP", "Command", "UnloadableCommand", "commands", "main"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "Command",
+    "UnloadableCommand",
+    "commands",
+    "ended",
+    "main",
+]
 
 ENTRY_POINT_GROUP = "kfac_core.commands"
 
@@ -88,9 +93,6 @@ def commands() -> dict[str, Command]:
 
     A registered command cannot take the name of one of the core's.
     """
-    # A fifth of the time of `import kfac_core`, if it stood at the top.
-    from importlib.metadata import entry_points
-
     from kfac_core.cli import bench, doctor, inspect
     from kfac_core.cli.demo import command as demo
 
@@ -135,15 +137,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     parser = _parser()
     chosen = parser.parse_args(arguments)
+    return ended(chosen.command, chosen.run, chosen)
+
+
+def ended(
+    command: str,
+    run: Callable[[argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    /,
+) -> int:
+    """Run a subcommand, and return its exit code whatever ends it.
+
+    Parameters
+    ----------
+    command : str
+        What a complaint begins with.
+    run : callable
+        Takes the arguments, and returns an exit code.
+    arguments : argparse.Namespace
+        As parsed.
+
+    Returns
+    -------
+    int
+        As `main`.
+    """
     try:
-        code: int = chosen.run(chosen)
+        code = run(arguments)
         sys.stdout.flush()
+    except BrokenPipeError:
+        return _unread()
     except (KFACError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            return _unread()
-        return complain(chosen.command, error)
+        return complain(command, error)
     except KeyboardInterrupt:
-        complain(chosen.command, "interrupted")
+        complain(command, "interrupted")
         return INTERRUPTED
     return code
 

@@ -1,14 +1,15 @@
 """``kfac-core bench``: side by side with other libraries and with the machine's floor.
 
 The benchmark itself is the folder ``benchmarks`` of the source tree, beside this package,
-and no part of an installation: it drives other libraries, in processes of their own.
+and no part of an installation: it drives other libraries, in processes of their own.  It
+is started as ``python -m benchmarks`` would start it, and imported by nothing here.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ __all__ = [
     "EXIT_CODES",
     "SUMMARY",
     "add_arguments",
+    "as_options",
     "find_benchmarks",
     "run",
 ]
@@ -98,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
 
 
 def run(arguments: argparse.Namespace, /) -> int:
-    """Run the benchmark.
+    """Run the benchmark, in a process of its own.
 
     Parameters
     ----------
@@ -117,27 +119,43 @@ def run(arguments: argparse.Namespace, /) -> int:
             "needs the source tree of kfac_core, in which it is the folder "
             "`benchmarks`; an installed wheel does not have it.",
         )
-    if "benchmarks" not in sys.modules:
-        _import_from(folder)
-    code: int = importlib.import_module("benchmarks.command").main(arguments)
-    return code
+    paths = [str(folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # -P: a folder of that name where the command is called is not meant.
+    program = [sys.executable, "-P", "-m", folder.name, *as_options(arguments)]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    with subprocess.Popen(program, env=variables) as child:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            # The child is interrupted too, and ends its own workers first.
+            code = child.wait()
+    return code if code >= 0 else 128 - code
+
+
+def as_options(arguments: argparse.Namespace, /) -> list[str]:
+    """Return the command line that `add_arguments` parses into these arguments."""
+    options = []
+    for name in ("quick", "no_memory", "json"):
+        if getattr(arguments, name):
+            options.append(_flag(name))
+    for name in ("workloads", "stages", "libraries", "threads"):
+        values = getattr(arguments, name)
+        if values:
+            options += [_flag(name), *map(str, values)]
+    for name in ("repetitions", "device", "patience", "output"):
+        value = getattr(arguments, name)
+        if value is not None:
+            options += [_flag(name), str(value)]
+    for choice in arguments.python or ():
+        options += ["--python", choice]
+    return options
 
 
 def find_benchmarks() -> Path | None:
     """Return the folder of the benchmark; None where only the package is installed."""
     folder = Path(kfac_core.__file__).resolve().parent.parent / "benchmarks"
-    return folder if (folder / "command.py").is_file() else None
+    return folder if (folder / "__main__.py").is_file() else None
 
 
-def _import_from(folder: Path) -> None:
-    """Import the package `benchmarks` from a folder that is on no search path."""
-    spec = importlib.util.spec_from_file_location(
-        "benchmarks",
-        folder / "__init__.py",
-        submodule_search_locations=[str(folder)],
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    package = importlib.util.module_from_spec(spec)
-    sys.modules["benchmarks"] = package
-    spec.loader.exec_module(package)
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -19,7 +19,6 @@ import array_api_compat
 import numpy as np
 
 from kfac_core.array.namespaces import device_of, is_finite_number
-from kfac_core.array.status import Check
 from kfac_core.array.structure import is_structure, leaves, static_fields
 from kfac_core.block import Block
 from kfac_core.damping import DampingRule
@@ -30,7 +29,7 @@ from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.uncorrelated import ChannelMoments
 from kfac_core.factors.window import WindowAverage, WindowSum
-from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
+from kfac_core.linalg.factorizations import Basis, Inverse, Positive
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky
 from kfac_core.linalg.low_rank import LowRankSum
 from kfac_core.linalg.low_rank_basis import LowRankBasis
@@ -90,10 +89,7 @@ _KNOWN: dict[str, type[Any]] = {
 _STATIC: dict[str, Callable[[Any], bool]] = {
     "whole": lambda value: isinstance(value, bool),
     "definite": lambda value: isinstance(value, bool),
-    "check": lambda value: value in get_args(Check),
     "solving": lambda value: value in get_args(Solving),
-    "rung": lambda value: value in get_args(Rung),
-    "name": lambda value: isinstance(value, str),
     "shape": lambda value: (
         isinstance(value, tuple)
         and len(value) == 2
@@ -102,7 +98,6 @@ _STATIC: dict[str, Callable[[Any], bool]] = {
     "repeats": lambda value: isinstance(value, int) and value > 0,
     "exact": lambda value: isinstance(value, bool),
     "tail": lambda value: value in (0, 1),
-    "doublings": lambda value: isinstance(value, int) and value > 0,
 }
 """What static fields of structures may be, by name."""
 

@@ -148,7 +148,7 @@ def apply_product(
     try:
         needed = _FACTORIZATION_OF.get(product)
         if needed is not None:
-            operator = operator.prepared(needed)
+            operator = operator.prepared(needed, name=name)
         result = getattr(operator, product)(vector, *arguments, **options)
     except ShapeError as error:
         raise ShapeError(f"Block {name!r}: {error}") from None

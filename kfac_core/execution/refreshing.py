@@ -229,7 +229,8 @@ class Refresh:
             return operator, damping
         bare = block.operator(statistics, damping=damping, factorizations=(), **common)
         assert isinstance(bare, FactoredKronecker)
-        return bare.solved_by("triangular").prepared(*wanted), damping
+        solving = bare.solved_by("triangular")
+        return solving.prepared(*wanted, check=self.check, name=name), damping
 
 
 def require_ready(name: str, block: Block, state: BlockState, /) -> None:

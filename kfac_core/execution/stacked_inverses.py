@@ -10,7 +10,7 @@ shape, library, device and dtype; whatever else there is, is done one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array
@@ -21,7 +21,7 @@ from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 
-__all__ = ["InverseStack", "inverse_products", "inverse_stacks"]
+__all__ = ["InverseStack", "inverse_stacks"]
 
 
 @structure(static=("names",))
@@ -41,7 +41,7 @@ class InverseStack:
     names: tuple[str, ...]
 
     def products(self, vectors: Mapping[str, Array], /) -> dict[str, Array]:
-        """Return ``(A + a I)^-1 V (G + b I)^-1 / S`` of each; see `inverse_products`."""
+        """Return ``(A + a I)^-1 V (G + b I)^-1 / S`` of each, by block."""
         xp = own_namespace(self.input)
         V = xp.stack([vectors[name] for name in self.names])
         products = xp.matmul(xp.matmul(self.input, V), self.output)
@@ -83,44 +83,6 @@ def inverse_stacks(operators: Mapping[str, CurvatureOperator], /) -> list[Invers
     return [
         _inverse_stack(operators, names) for names in groups.values() if len(names) > 1
     ]
-
-
-def inverse_products(
-    operators: Mapping[str, CurvatureOperator],
-    vectors: Mapping[str, Array],
-    /,
-    *,
-    stacks: Iterable[InverseStack],
-) -> dict[str, Array]:
-    """Return ``F_damped^-1 v`` for some blocks.
-
-    Parameters
-    ----------
-    operators : mapping of str to CurvatureOperator
-        By block.
-    vectors : mapping of str to array, shape (in(+1), out)
-        For some or all of them.
-    stacks : iterable of InverseStack
-        What `inverse_stacks` made of the same operators.
-
-    Returns
-    -------
-    dict of str to array
-        What `CurvatureOperator.multiply_inverse` gives for each, up to rounding.
-
-    Raises
-    ------
-    ShapeError, DtypeError, MixedArraysError
-        For vectors that do not fit.
-    """
-    found: dict[str, Array] = {}
-    for stack in stacks:
-        if stack.fits(vectors):
-            found |= stack.products(vectors)
-    for name, vector in vectors.items():
-        if name not in found:
-            found[name] = operators[name].multiply_inverse(vector)
-    return {name: found[name] for name in vectors}
 
 
 def _is_small_inverse(operator: Any) -> bool:

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.array.backend import Array, Namespace, backend_of
 from kfac_core.array.namespaces import Scalar, device_of, own_namespace
-from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
 from kfac_core.block import Block
 from kfac_core.errors import FactorizationError, NotFiniteError
@@ -26,7 +25,13 @@ from kfac_core.execution.host import returned, seen
 from kfac_core.execution.threads import in_bundles
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
-from kfac_core.linalg.factorizations import Basis, Inverse, Positive
+from kfac_core.linalg.factorizations import (
+    Basis,
+    Fallback,
+    Inverse,
+    Positive,
+    fallback_of,
+)
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.kronecker import FactoredKronecker
@@ -94,7 +99,7 @@ def operators_of_blocks(
             return {names[0]: one(names[0])}
         block, damping = blocks[names[0]], dampings[names[0]]
         made = _of_stack(block, [statistics[n] for n in names], damping, options)
-        parts = _taken_apart(made, names, options.get("check", "raise"))
+        parts = _taken_apart(made, names)
         return {n: part or one(n) for n, part in zip(names, parts, strict=True)}
 
     stacks: dict[Any, list[str]] = {}
@@ -225,7 +230,7 @@ def _of_stack(
     made: Any
     try:
         made = _of_one("stack", block, stack, damping, options)
-        if all(part.rung == "working" for part in _factorizations(made)):
+        if all(fallback_of(x) == Fallback.WORKING for x in _factorizations(made)):
             return made  # type: ignore[no-any-return]
     except (FactorizationError, NotFiniteError):
         pass
@@ -286,7 +291,7 @@ def _stacked_average(averages: list[Average], xp: Namespace, mirrored: bool) -> 
 
 
 def _taken_apart(
-    made: FactoredKronecker, names: list[str], check: Check
+    made: FactoredKronecker, names: list[str]
 ) -> Iterator[FactoredKronecker | None]:
     """Yield the operator of each block of a stack; None where it failed."""
     xp = own_namespace(made.scale)
@@ -296,20 +301,18 @@ def _taken_apart(
     failed = backend_of(xp).to_numpy(flags)
     scales = xp.unstack(made.scale)
     known = None if failed.any() else xp.reshape(flags[:1], ())
-    sides = (made.input, "input"), (made.output, "output")
     inputs, outputs = (
-        _each(stack, [f"{name}/{side}" for name in names], check, known, xp)
-        for stack, side in sides
+        _each(stack, len(names), known, xp) for stack in (made.input, made.output)
     )
     for bad, A, G, S in zip(failed, inputs, outputs, scales, strict=True):
         yield None if bad else FactoredKronecker(A, G, S)
 
 
 def _each(
-    stack: Any, names: list[str], check: Check, status: Array | None, xp: Namespace
+    stack: Any, number: int, status: Array | None, xp: Namespace
 ) -> list[ShiftedMatrix]:
     """Return each matrix of a stack; `status` is that of all, where they have one."""
-    none: list[Any] = [None] * len(names)
+    none: list[Any] = [None] * number
     positive, inverse, basis = none, none, none
     if stack.positive is not None:
         lower = xp.unstack(stack.positive.lower)
@@ -324,13 +327,8 @@ def _each(
     if stack.applied is not stack.matrix:
         applied = _matrices(stack.applied, xp)
     shifts = xp.unstack(stack.shift)
-    fields = zip(
-        matrices, shifts, applied, positive, inverse, basis, names, strict=True
-    )
-    return [
-        ShiftedMatrix(A, a, B, L, X, Q, name, check)
-        for A, a, B, L, X, Q, name in fields
-    ]
+    fields = zip(matrices, shifts, applied, positive, inverse, basis, strict=True)
+    return [ShiftedMatrix(*each) for each in fields]
 
 
 def _certified(
@@ -347,13 +345,14 @@ def _certified(
     Q = stack.status.shape[0]
     statuses = xp.unstack(stack.status) if status is None else [status] * Q
     residuals = xp.unstack(stack.residual)
-    if cls is Basis or stack.rung != "working":
+    if cls is Basis:
         clipped = xp.unstack(stack.clipped)
     else:
-        # Nothing is clipped on this rung.
+        # A stack is taken apart only where nothing was clipped.
         clipped = [xp.reshape(stack.clipped[:1], ())] * Q
-    each = zip(*parts, statuses, residuals, clipped, strict=True)
-    return [cls(*own, stack.rung) for own in each]
+    fallbacks = [xp.reshape(stack.fallback[:1], ())] * Q
+    each = zip(*parts, statuses, residuals, clipped, fallbacks, strict=True)
+    return [cls(*own) for own in each]
 
 
 def _matrices(stack: SymmetricMatrix, xp: Namespace) -> list[SymmetricMatrix]:

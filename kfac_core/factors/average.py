@@ -22,7 +22,7 @@ from kfac_core.array.structure import map_structure, structure
 from kfac_core.errors import DecayError
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["Average", "paper_decay", "require_decay", "require_weight", "zero_weight"]
+__all__ = ["Average", "require_decay", "require_weight", "zero_weight"]
 
 
 @structure()
@@ -79,39 +79,6 @@ class Average:
         value = other.value(debias=True)
         new = map_structure(lambda s, c: s * decay + c * counts, self.sum, value)
         return Average(new, self.decayed(decay, counts))
-
-
-def paper_decay(k: int, /, *, limit: float) -> float:
-    """Return the decay of the k-th update as the paper has it, ``min(1 - 1/k, limit)``.
-
-    To be used with the weight ``1 - decay`` and without debiasing: the average is then
-    a plain mean until ``1 - 1/k`` reaches the limit.
-
-    Parameters
-    ----------
-    k : int
-        The number of the update, from 1.
-    limit : float
-        In [0, 1]; the paper's is 0.95.
-
-    Returns
-    -------
-    float
-        The decay.
-
-    Raises
-    ------
-    DecayError
-        For ``k < 1`` or a limit outside [0, 1].
-
-    References
-    ----------
-    Martens and Grosse (2015), arXiv:1503.05671, section 5.
-    """
-    require_decay(limit, name="limit")
-    if k < 1:
-        raise DecayError(f"Expected `k` >= 1, the number of the update, got {k}.")
-    return min(1.0 - 1.0 / k, limit)
 
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:

@@ -1,9 +1,8 @@
 """A factor on its own: a damped second moment, without a block.
 
 Conventions.  ``M = A + lam I`` with A a second moment, whole or diagonal (an
-embedding's is diagonal).  Products are with any real power of M, from the left
-on vectors ``(n,)`` and matrices ``(n, k)``, and from the right on ``(n,)`` and
-``(k, n)``; M is symmetric, so that for a vector both are the same.
+embedding's is diagonal).  Products are with any real power of M, from the left, on
+vectors ``(n,)`` and matrices ``(n, k)``.
 
 Examples
 --------
@@ -55,9 +54,35 @@ class DampedFactor:
         """The number n of rows of M."""
         return self.shifted.size
 
-    def prepared(self, *factorizations: Factorization) -> DampedFactor:
-        """Return the same with factorizations made that were missing."""
-        return replaced(self, shifted=self.shifted.prepared(*factorizations))
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "factor",
+    ) -> DampedFactor:
+        """Return the same with factorizations made that were missing.
+
+        Parameters
+        ----------
+        *factorizations : {"inverse", "cholesky", "eigenbasis"}
+            Those that are wanted.
+        check : {"raise", "status"}
+            Whether a failure raises, or is in ``shifted.status()``.
+        name : str
+            What a message should call the factor.
+
+        Returns
+        -------
+        DampedFactor
+            New.
+
+        Raises
+        ------
+        NotFiniteError, DampingError, FactorizationError
+            Where M cannot be factorized (``check="raise"``).
+        """
+        made = self.shifted.prepared(*factorizations, check=check, name=name)
+        return replaced(self, shifted=made)
 
     def covariance(self, *, damped: bool = False) -> Array:
         """Return the moment, or M, as a dense matrix of shape (n, n)."""
@@ -94,19 +119,6 @@ class DampedFactor:
         columns = xp.reshape(v, (self.size, -1))
         result = self._power(cast(xp, columns, self.shifted.dtype), exponent)
         return cast(xp, xp.reshape(result, v.shape), v.dtype)
-
-    def multiply_right(self, v: Array, /, *, exponent: float) -> Array:
-        """Return ``v M^p``; as `multiply_left`, for shapes (n,) and (k, n)."""
-        xp = self._entering(v)
-        if v.ndim not in (1, 2) or v.shape[-1] != self.size:
-            raise ShapeError(
-                f"Expected `v` to have shape ({self.size},) or (k, {self.size}), got "
-                f"{tuple(v.shape)}."
-            )
-        if v.ndim == 1:
-            return self.multiply_left(v, exponent=exponent)
-        flipped = self.multiply_left(xp.matrix_transpose(v), exponent=exponent)
-        return xp.matrix_transpose(flipped)
 
     def trace(self, *, damped: bool = False) -> Array:
         """Return the trace of the moment, or of M, 0-d."""

@@ -34,6 +34,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import (
     full_of,
+    moved_axis,
     namespace_of,
     require_floating,
     require_matrix,
@@ -314,12 +315,12 @@ class Conv:
         lead = self._leading_axes(batch)
         Q, d, (N, *out) = self.groups, len(self.kernel_size), lead
         if self.data_layout == "channels_first":
-            x = xp.moveaxis(x, 1, -1)
-            g = xp.moveaxis(g, -d - 1, -1)
+            x = moved_axis(x, 1, -1, xp=xp)
+            g = moved_axis(g, -d - 1, -1, xp=xp)
         g = xp.reshape(g, (batch.sources or 1, N, math.prod(out), Q, -1))
         if Q > 1:
-            x = xp.moveaxis(xp.reshape(x, (*x.shape[:-1], Q, -1)), -2, 0)
-            g = xp.moveaxis(g, -2, 0)
+            x = moved_axis(xp.reshape(x, (*x.shape[:-1], Q, -1)), -2, 0, xp=xp)
+            g = moved_axis(g, -2, 0, xp=xp)
         else:
             g = g[..., 0, :]
         if mask is not None:

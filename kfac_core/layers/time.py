@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import namespace_of
+from kfac_core.array.namespaces import moved_axis, namespace_of
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import ShapeError
 from kfac_core.layers.rows import Batch
@@ -57,7 +57,7 @@ def unfold_time(x: Array, /, *, steps: int, folding: Folding) -> Array:
     rest = tuple(x.shape[1:])
     if folding == "batch_major":
         return xp.reshape(x, (x.shape[0] // steps, steps, *rest))
-    return xp.moveaxis(xp.reshape(x, (steps, x.shape[0] // steps, *rest)), 0, 1)
+    return moved_axis(xp.reshape(x, (steps, x.shape[0] // steps, *rest)), 0, 1, xp=xp)
 
 
 def steps_of(batch: Batch, /, *, mask_axes: int) -> tuple[Batch, ...]:

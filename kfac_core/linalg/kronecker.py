@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import namespace_of
+from kfac_core.array.namespaces import moved_axis, namespace_of
 from kfac_core.errors import ShapeError
 
 __all__ = ["kronecker_dense", "kronecker_multiply"]
@@ -51,7 +51,7 @@ def kronecker_multiply(factors: Sequence[Array], v: Array, /) -> Array:
             f"Expected `v` to have shape {expected}, got {tuple(v.shape)}."
         )
     for axis, factor in enumerate(factors):
-        v = xp.moveaxis(xp.tensordot(factor, v, axes=((1,), (axis,))), 0, axis)
+        v = moved_axis(xp.tensordot(factor, v, axes=((1,), (axis,))), 0, axis, xp=xp)
     return v
 
 

@@ -24,12 +24,11 @@ import array_api_compat
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast, device_of
 from kfac_core.array.structure import structure
-from kfac_core.errors import ShapeError
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.gram import updated_gram
-from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["LowRankSum", "low_rank_zero", "sketched"]
+__all__ = ["LowRankSum", "low_rank_zero"]
 
 
 @structure()
@@ -125,60 +124,3 @@ def low_rank_zero(
         xp.zeros((*shape, columns), dtype=dtype, device=device),
         xp.zeros(shape[:-1], dtype=dtype, device=device),
     )
-
-
-def sketched(
-    matrix: SymmetricMatrix, sketch: Array, /, *, iterations: int, xp: Namespace
-) -> LowRankSum:
-    """Compress a positive-semidefinite matrix, by subspace iteration from a sketch.
-
-    Parameters
-    ----------
-    matrix : SymmetricMatrix
-        A, of d rows.
-    sketch : array, shape (..., d, r)
-        Where to begin; of the dtype of A.  Random numbers, or an earlier root.
-    iterations : int
-        How often the sketch is multiplied by A before it is projected on, at least 1.
-    xp : namespace
-        Of both.
-
-    Returns
-    -------
-    LowRankSum
-        ``Q (Q^T A Q) Q^T`` with Q an orthonormal basis of ``A^iterations sketch``.  Here
-        `lost` is ``tr A`` less the trace that is kept: exact for the trace, but for a
-        bound of the error only up to the part of A that couples Q with the rest.
-
-    Raises
-    ------
-    ShapeError
-        For no iterations, or a sketch that does not fit.
-
-    Notes
-    -----
-    ``2 (iterations + 1) d^2 r`` flops.  Exact, up to rounding, where A has rank <= r and
-    the sketch is in general position.
-
-    References
-    ----------
-    Halko, Martinsson and Tropp (2011), algorithms 4.4 and 5.3.
-    """
-    if iterations < 1:
-        raise ShapeError(f"Expected `iterations` to be at least 1, got {iterations}.")
-    d, r = matrix.size, sketch.shape[-1]
-    if sketch.ndim < 2 or sketch.shape[-2] != d or r > d:
-        raise ShapeError(
-            f"Expected `sketch` to have shape ({d}, r) with r <= {d}, got "
-            f"{tuple(sketch.shape)}."
-        )
-    Q = sketch
-    for _ in range(iterations):
-        Q = xp.linalg.qr(multiply_symmetric(matrix, Q, xp=xp)).Q
-    inner = xp.matmul(xp.matrix_transpose(Q), multiply_symmetric(matrix, Q, xp=xp))
-    inner = 0.5 * (inner + xp.matrix_transpose(inner))
-    w, Z = eigh(SymmetricMatrix(inner, whole=True), xp=xp)
-    w = xp.where(w < 0, xp.zeros_like(w), w)
-    root = xp.flip(xp.matmul(Q, Z) * xp.sqrt(w)[..., None, :], axis=-1)
-    lost = matrix.trace() - xp.sum(w, axis=-1)
-    return LowRankSum(root, xp.where(lost < 0, xp.zeros_like(lost), lost))

@@ -18,7 +18,6 @@ __all__ = [
     "SymmetricMatrix",
     "multiply_symmetric",
     "scale_symmetric",
-    "symmetric_identity",
 ]
 
 
@@ -162,10 +161,3 @@ def multiply_symmetric(matrix: SymmetricMatrix, v: Array, /, *, xp: Namespace) -
         ``S v``, in ``2 n^2 k`` flops.
     """
     return xp.matmul(matrix.full(), v)
-
-
-def symmetric_identity(
-    n: int, /, *, dtype: Any, device: Any, xp: Namespace
-) -> SymmetricMatrix:
-    """Return the identity matrix of n rows."""
-    return SymmetricMatrix(xp.eye(n, dtype=dtype, device=device), whole=True)

@@ -6,7 +6,7 @@ acts on the rows alone,
 
     F^-1 V = ( (A + a I)^-1 X^T ) diag(w) ( (G + b I)^-1 G^T )^T / S,
 
-which for few rows is cheaper than acting on V, and leaves the result factored.
+which for few rows is cheaper than acting on V.
 """
 
 from __future__ import annotations
@@ -21,69 +21,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.operators.kronecker import FactoredKronecker
 
-__all__ = ["multiply_inverse_of_rows", "solve_rows"]
-
-
-def solve_rows(
-    operator: FactoredKronecker, inputs: Array, output_grads: Array, /
-) -> tuple[Array, Array]:
-    """Return the rows that the preconditioned gradient is made of.
-
-    Parameters
-    ----------
-    operator : FactoredKronecker
-        Of a layer without groups; its inverse prepared, or made here.
-    inputs : array, shape (k, in(+1))
-        The x, a 1 appended to each where there is a bias.
-    output_grads : array, shape (k, out)
-        The g.
-
-    Returns
-    -------
-    inputs : array, shape (k, in(+1))
-        ``(A + a I)^-1 x / S`` for each.
-    output_grads : array, shape (k, out)
-        ``(G + b I)^-1 g`` for each.
-
-    Raises
-    ------
-    ShapeError, DtypeError, MixedArraysError
-        For rows that do not fit.
-    UnsupportedError
-        For an operator of groups, or of exact damping.
-    FactorizationError
-        Where the inverse cannot be made (an operator made with ``check="raise"``).
-
-    Notes
-    -----
-    ``2 k (n^2 + m^2)`` flops.
-    """
-    xp = namespace_of(inputs=inputs, output_grads=output_grads, operator=operator.scale)
-    if not isinstance(operator, FactoredKronecker):
-        raise UnsupportedError(
-            f"Expected an operator of factored damping, got {type(operator).__name__}: "
-            "another inverse does not act on the rows alone. Take a factored rule."
-        )
-    if operator.input.lead:
-        raise UnsupportedError(
-            "The rows of a grouped layer are several products. Give `multiply_inverse` "
-            "their gradient."
-        )
-    xp = namespace_of(inputs=inputs, output_grads=output_grads, operator=operator.scale)
-    n, m = operator.shape
-    for name, array in (("inputs", inputs), ("output_grads", output_grads)):
-        require_floating(xp, array, name)
-        if array.ndim != 2:
-            raise ShapeError(
-                f"Expected `{name}` to be a matrix of rows, got {tuple(array.shape)}."
-            )
-    require_matrix(inputs, (int(inputs.shape[0]), n), "inputs")
-    require_matrix(output_grads, (int(inputs.shape[0]), m), "output_grads")
-    dtype = operator.scale.dtype
-    x = operator.input.solve(xp.matrix_transpose(cast(xp, inputs, dtype)))
-    g = operator.output.solve(xp.matrix_transpose(cast(xp, output_grads, dtype)))
-    x, g = xp.matrix_transpose(x) / operator.scale, xp.matrix_transpose(g)
-    return cast(xp, x, inputs.dtype), cast(xp, g, output_grads.dtype)
+__all__ = ["multiply_inverse_of_rows"]
 
 
 def multiply_inverse_of_rows(
@@ -100,8 +38,12 @@ def multiply_inverse_of_rows(
 
     Parameters
     ----------
-    operator, inputs, output_grads
-        As for `solve_rows`.
+    operator : FactoredKronecker
+        Of a layer without groups; its inverse prepared, or made here.
+    inputs : array, shape (k, in(+1))
+        The x, a 1 appended to each where there is a bias.
+    output_grads : array, shape (k, out)
+        The g.
     weights : array, shape (k,)
         The w: 1/N each for a mean over N examples.
 
@@ -112,17 +54,48 @@ def multiply_inverse_of_rows(
 
     Raises
     ------
-    KFACError
-        As `solve_rows`.
+    ShapeError, DtypeError, MixedArraysError
+        For rows or weights that do not fit.
+    UnsupportedError
+        For an operator of groups, or of exact damping.
+    FactorizationError
+        Where the inverse was not prepared and cannot be made.
 
     Notes
     -----
     ``2 k (n^2 + m^2 + n m)`` flops, against ``2 n m (n + m + k)``: for square layers the
     fewer, where k is below the width.
     """
-    xp = namespace_of(weights=weights, operator=operator.scale)
+    if not isinstance(operator, FactoredKronecker):
+        raise UnsupportedError(
+            f"Expected an operator of factored damping, got {type(operator).__name__}: "
+            "another inverse does not act on the rows alone. Take a factored rule."
+        )
+    if operator.input.lead:
+        raise UnsupportedError(
+            "The rows of a grouped layer are several products. Give `multiply_inverse` "
+            "their gradient."
+        )
+    xp = namespace_of(
+        inputs=inputs,
+        output_grads=output_grads,
+        weights=weights,
+        operator=operator.scale,
+    )
+    for name, array in (("inputs", inputs), ("output_grads", output_grads)):
+        require_floating(xp, array, name)
+        if array.ndim != 2:
+            raise ShapeError(
+                f"Expected `{name}` to be a matrix of rows, got {tuple(array.shape)}."
+            )
     require_floating(xp, weights, "weights")
-    require_matrix(weights, (int(inputs.shape[0]),), "weights")
-    x, g = solve_rows(operator, inputs, output_grads)
-    weighted = cast(xp, g, x.dtype) * cast(xp, weights, x.dtype)[:, None]
-    return xp.matmul(xp.matrix_transpose(x), weighted)
+    n, m = operator.shape
+    k = int(inputs.shape[0])
+    require_matrix(inputs, (k, n), "inputs")
+    require_matrix(output_grads, (k, m), "output_grads")
+    require_matrix(weights, (k,), "weights")
+    S = operator.scale
+    x = operator.input.solve(xp.matrix_transpose(cast(xp, inputs, S.dtype))) / S
+    g = operator.output.solve(xp.matrix_transpose(cast(xp, output_grads, S.dtype)))
+    weighted = xp.matrix_transpose(g) * cast(xp, weights, S.dtype)[:, None]
+    return cast(xp, xp.matmul(x, weighted), inputs.dtype)

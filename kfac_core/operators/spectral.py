@@ -26,6 +26,7 @@ from typing import Any
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import (
     cast,
+    moved_axis,
     namespace_of,
     own_namespace,
     require_floating,
@@ -141,13 +142,13 @@ class SpectralBlock:
         if not self.lead:
             return xp.reshape(V, (*V.shape[:-2], *self.eigenvalues.shape))
         groups, n, m = self.eigenvalues.shape
-        return xp.moveaxis(xp.reshape(V, (*V.shape[:-2], n, groups, m)), -2, -3)
+        return moved_axis(xp.reshape(V, (*V.shape[:-2], n, groups, m)), -2, -3, xp=xp)
 
     def _joined(self, V: Array, xp: Namespace) -> Array:
         """Return vectors in the shape of the block; undoes `_split`."""
         if not self.lead:
             return xp.reshape(V, (*V.shape[:-2], *self.shape))
-        moved = xp.moveaxis(V, -3, -2)
+        moved = moved_axis(V, -3, -2, xp=xp)
         return xp.reshape(moved, (*V.shape[:-3], *self.shape))
 
 
@@ -171,8 +172,7 @@ def spectral_block(operator: Any, /) -> SpectralBlock:
     UnsupportedError
         For an operator without an eigenbasis of this form.
     NotFiniteError, FactorizationError
-        Where an eigenbasis that was not prepared cannot be made (an operator made with
-        ``check="raise"``).
+        Where an eigenbasis that was not prepared cannot be made.
 
     Notes
     -----

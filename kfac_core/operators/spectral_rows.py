@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, namespace_of
+from kfac_core.array.namespaces import cast, moved_axis, namespace_of
 from kfac_core.layers.rows import Rows
 from kfac_core.operators.spectral import SpectralBlock
 
@@ -52,7 +52,7 @@ def row_coordinates(block: SpectralBlock, rows: Any, /) -> Array:
         return block.to_basis(xp.reshape(vectors, (*lead, *block.shape)))
     turned = rows.turned(block.input_basis, block.output_basis, block.dtype, xp=xp)
     R = turned.per_example(block.dtype, xp=xp)
-    return xp.moveaxis(R, 0, 2) if block.lead else R
+    return moved_axis(R, 0, 2, xp=xp) if block.lead else R
 
 
 def row_squares(block: SpectralBlock, weights: Array, rows: Any, /) -> Array:
@@ -116,13 +116,13 @@ def row_products(block: SpectralBlock, weights: Array, rows: Any, /) -> Array:
     """
     xp = namespace_of(rows=rows.like, block=block.eigenvalues)
     if not _is_rank_one(block, rows):
-        R = xp.moveaxis(row_coordinates(block, rows), 0, 1)
+        R = moved_axis(row_coordinates(block, rows), 0, 1, xp=xp)
         left = xp.reshape(R * weights, (*R.shape[:2], -1))
         right = xp.reshape(R, left.shape)
         return xp.matmul(left, xp.matrix_transpose(right))
     x, g = _rank_one(block, rows, xp)
     half = xp.matmul(x * x, weights)
-    g = xp.moveaxis(g, -3, -2)
+    g = moved_axis(g, -3, -2, xp=xp)
     total = xp.matmul(half[..., None, :] * g, xp.matrix_transpose(g))
     return xp.sum(total, axis=0) if block.lead else total
 

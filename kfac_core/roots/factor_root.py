@@ -1,4 +1,4 @@
-"""A root of an inverse factor, and how it is moved: what IKFAC and INGD are made of.
+"""A root of an inverse factor, and how it is moved: what IKFAC is made of.
 
 Conventions.  ``K K^T`` stands for the inverse of a damped factor of d rows.  A direction m
 is symmetric, and ``K <- K (I - b m)`` for a step b.  K may be kept dense, lower triangular
@@ -82,12 +82,6 @@ class FactorRoot:
             product = xp.matmul(K, xp.matmul(xp.matrix_transpose(K), columns))
         return cast(xp, product, v.dtype)
 
-    def dense_inverse(self) -> Array:
-        """Return ``K K^T``, shape (d, d)."""
-        xp = array_api_compat.array_namespace(self.root)
-        eye = xp.eye(self.size, dtype=self.root.dtype, device=device_of(self.root))
-        return self.multiply_inverse(eye)
-
     def moment(self, rows: Array, scale: Scalar, /) -> Array:
         """Return ``H = scale K^T rows^T rows K``, or its diagonal."""
         xp = array_api_compat.array_namespace(self.root)
@@ -99,17 +93,15 @@ class FactorRoot:
             None, turned, tail=None, decay=0.0, scale=scale, xp=xp
         ).full()
 
-    def direction(
-        self, moment: Array, moment_scale: Scalar, identity_scale: Scalar, /
-    ) -> Array:
-        """Return ``m = 1/2 (moment_scale H + identity_scale K^T K - I)``, as K is kept."""
+    def direction(self, moment: Array, damping: Scalar, /) -> Array:
+        """Return ``m = 1/2 (H + lam K^T K - I)``, in the form that K is kept in."""
         xp = array_api_compat.array_namespace(self.root)
         K = self.root
         if self.form == "diagonal":
-            return 0.5 * (moment_scale * moment + identity_scale * K * K - 1.0)
+            return 0.5 * (moment + damping * K * K - 1.0)
         inner = updated_gram(None, K, tail=None, decay=0.0, scale=1.0, xp=xp).full()
         eye = xp.eye(self.size, dtype=K.dtype, device=device_of(K))
-        m = 0.5 * (moment_scale * moment + identity_scale * inner - eye)
+        m = 0.5 * (moment + damping * inner - eye)
         return m if self.form == "dense" else xp.tril(m) + xp.tril(m, k=-1)
 
     def moved(self, direction: Array, step: Scalar, /) -> FactorRoot:
@@ -145,11 +137,6 @@ class FactorRoot:
             z = xp.matmul(m, z) + 0.5 * z
             growth = xp.linalg.vector_norm(z)
         return growth - 0.5
-
-    def squared_norm(self) -> Array:
-        """Return ``tr(K^T K)``, 0-d."""
-        xp = array_api_compat.array_namespace(self.root)
-        return xp.sum(self.root * self.root)
 
 
 def factor_root(

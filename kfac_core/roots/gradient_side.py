@@ -35,6 +35,7 @@ from kfac_core.array.namespaces import (
     cast,
     device_of,
     full_of,
+    moved_axis,
     namespace_of,
     require_floating,
     require_matrix,
@@ -188,7 +189,7 @@ class GradientFactors:
             others = 1 if given is None else math.prod(self.shape) // n
             averages[f"axis{axis}"] = FullFactor().updated(
                 statistics.averages[f"axis{axis}"],
-                xp.reshape(xp.moveaxis(rows, axis + 1, -1), (-1, n)),
+                xp.reshape(moved_axis(rows, axis + 1, -1, xp=xp), (-1, n)),
                 tail=None,
                 decay=decay,
                 scale=weight / (others * V.shape[0]),
@@ -247,7 +248,7 @@ class GradientFactors:
         for other, R in enumerate(roots):
             if other != axis:
                 product = xp.tensordot(R, V, axes=((0,), (other + 1,)))
-                V = xp.moveaxis(product, 0, other + 1)
+                V = moved_axis(product, 0, other + 1, xp=xp)
         return V
 
 

@@ -42,7 +42,6 @@ from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 
 __all__ = [
     "OrderedBasis",
-    "off_diagonal_ratio",
     "ordered_basis",
     "refreshed_basis",
 ]
@@ -223,37 +222,6 @@ def refreshed_basis(
     lost = xp.isfinite(ratio) & xp.all(xp.isfinite(Q), axis=(-2, -1))
     status = unfit | status_unless(xp, lost, Status.INACCURATE)
     return _descending(w, Q, ratio, xp.logical_not(good), status, xp)
-
-
-def off_diagonal_ratio(matrix: SymmetricMatrix | Array, vectors: Array, /) -> Array:
-    """Return ``|B - diag B|_F / |B|_F`` for ``B = Q^T A Q``.
-
-    Parameters
-    ----------
-    matrix : SymmetricMatrix, or array of shape (..., n, n)
-        A.
-    vectors : array, shape (..., n, n)
-        Q, with orthonormal columns.
-
-    Returns
-    -------
-    array, shape (...)
-        Between 0 and 1; 0 where B is zero.
-
-    Raises
-    ------
-    ShapeError, DtypeError, MixedArraysError
-        For arrays that do not fit.
-    """
-    A, xp = symmetric_argument(matrix, "matrix")
-    namespace_of(matrix=A.array, vectors=vectors)
-    if A.array.shape != vectors.shape:
-        raise ShapeError(
-            f"Expected `vectors` to have shape {tuple(A.array.shape)}, got "
-            f"{tuple(vectors.shape)}."
-        )
-    vectors = cast(xp, vectors, A.array.dtype)
-    return _quotients(vectors, multiply_symmetric(A, vectors, xp=xp), xp)[1]
 
 
 def _quotients(Q: Array, AQ: Array, xp: Namespace) -> tuple[Array, Array]:

@@ -2,12 +2,11 @@
 
 Conventions.  ``M = A + lam I`` with A positive semidefinite up to rounding; what is
 wanted is the symmetric positive ``X = M^(-1/p)``, so that ``M X^p = I``.  Leading axes
-are a stack.  Whichever way X was made, its certificate is the true residual on the
-fixed probe vector z of `kfac_core.linalg.certificate`, ``|M X^p z - z| / |z|``: p + 1
-products with a vector, against the matrix itself and not against an iterate.
+are a stack.  The certificate of X is the true residual on the fixed probe vector z of
+`kfac_core.linalg.certificate`, ``|M X^p z - z| / |z|``: p + 1 products with a vector,
+against the matrix itself.
 
-There are two ways, `inverse_root` here and `newton_inverse_root` in
-`kfac_core.roots.newton_roots`.  Both climb the rungs of `kfac_core.linalg.ladder`: the
+A root is made from an eigendecomposition, by the rungs of `kfac_core.linalg.ladder`: the
 working dtype, float64, and then an eigendecomposition in the widest dtype whose negative
 eigenvalues are set to zero and reported as the clipped mass.  With ``check="status"``
 only the first rung is tried and no value is looked at.
@@ -24,7 +23,7 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
-from kfac_core.linalg.factorizations import Rung
+from kfac_core.linalg.factorizations import Fallback
 from kfac_core.linalg.fitness import fit_problem, narrowed, require_fit, widened
 from kfac_core.linalg.ladder import symmetric_basis
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -35,7 +34,7 @@ from kfac_core.roots.certified_root import (
     root_problem,
 )
 
-__all__ = ["clipped_root", "inverse_root"]
+__all__ = ["inverse_root"]
 
 
 def inverse_root(
@@ -94,13 +93,15 @@ def inverse_root(
     wide = widened(A, xp=xp)
     if wide is not None:
         wide_shift = cast(xp, shift, xp.float64)
-        made = _spectral(wide, wide_shift, unfit, degree, rung="float64", xp=xp)
+        made = _spectral(
+            wide, wide_shift, unfit, degree, fallback=Fallback.FLOAT64, xp=xp
+        )
         if root_holds(made, xp):
             return narrowed(made, A, xp=xp)
-    return clipped_root(A, shift, degree, name=name, xp=xp)
+    return _clipped_root(A, shift, degree, name=name, xp=xp)
 
 
-def clipped_root(
+def _clipped_root(
     matrix: SymmetricMatrix,
     shift: Array,
     degree: int,
@@ -127,8 +128,7 @@ def clipped_root(
         _from_basis(Q, safe ** (-1.0 / degree), xp),
         status_unless(xp, xp.all(damped > 0, axis=-1), Status.NOT_POSITIVE),
         degree=degree,
-        steps=xp.zeros_like(basis.status),
-        rung="eigendecomposition",
+        fallback=Fallback.EIGENDECOMPOSITION,
         xp=xp,
     )
     if not root_holds(made, xp):
@@ -150,7 +150,7 @@ def _spectral(
     degree: int,
     /,
     *,
-    rung: Rung = "working",
+    fallback: Fallback = Fallback.WORKING,
     xp: Namespace,
 ) -> InverseRoot:
     """Return the root on one rung, certified against the matrix as it is."""
@@ -165,8 +165,7 @@ def _spectral(
         _from_basis(basis.eigenvectors, safe ** (-1.0 / degree), xp),
         unfit | status_unless(xp, positive, Status.NOT_POSITIVE),
         degree=degree,
-        steps=xp.zeros_like(unfit),
-        rung=rung,
+        fallback=fallback,
         xp=xp,
     )
 
