@@ -8,8 +8,8 @@ from kfac_core.approximations.low_rank import LowRankKronecker
 from kfac_core.array.structure import leaves
 
 from ..builders import reference
-from ..builders.tolerances import assert_close, assert_differs
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close, assert_differs
 
 SUM = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "factored_unit_pi", "exact"]

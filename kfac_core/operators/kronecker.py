@@ -158,7 +158,7 @@ class FactoredKronecker(CurvatureOperator):
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         left = self.input.solve(V)
         both = self.output.solve_right(left, overwrite=True)
-        return both / self._scale()
+        return both / self.scale[..., None, None]
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         left = self.input.power(V, exponent)
