@@ -14,6 +14,7 @@ import kfac_core
 DOCS = Path(__file__).parents[2] / "docs"
 PACKAGES = (
     "kfac_core",
+    "kfac_core.execution",
     "kfac_core.losses",
     "kfac_core.steps",
     "kfac_core_conformance.records",
