@@ -296,7 +296,7 @@ def shared_inputs(
             rows.tail(dtype, xp=xp),
         )
         return x, None if tail is None else xp.reshape(tail, x.shape[:-1])
-    ones = homogeneous_coordinate(x, rows.mask, xp=xp)
+    ones = homogeneous_coordinate(x, rows.mask, dtype, xp=xp)
     number = xp.sum(ones, axis=-1)
     tail = cast(xp, number > 0, dtype)
     mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]

@@ -240,7 +240,7 @@ class Rows:
         """Return the homogeneous coordinates, shape ((Q,) N, S); None without a bias."""
         if not self.homogeneous:
             return None
-        return homogeneous_coordinate(cast(xp, self.inputs, dtype), self.mask, xp=xp)
+        return homogeneous_coordinate(self.inputs, self.mask, dtype, xp=xp)
 
     def _examples(self, start: int, stop: int) -> Rows:
         """Return the rows of some of the examples."""

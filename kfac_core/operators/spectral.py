@@ -140,7 +140,7 @@ class SpectralOperator(CurvatureOperator):
 
     @property
     def is_kronecker(self) -> bool:
-        """Whether the basis is ``Q_A (x) Q_G``, so that x and g can be turned apart."""
+        """Whether the basis is ``Q_A (x) Q_G``, so that x and g are rotated apart."""
         return self.stack_shape == self.inner_shape
 
     def prepared(
@@ -283,7 +283,9 @@ class SpectralOperator(CurvatureOperator):
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         if self.factors is None:
-            return self._turned(V, xp, self._damped() if damped else self._values())
+            return self._in_eigenbasis(
+                V, xp, self._damped() if damped else self._values()
+            )
         product = self.factors._multiply(V, xp, False)
         return product + self._lam() * V if damped else product
 
@@ -293,7 +295,7 @@ class SpectralOperator(CurvatureOperator):
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         made = self._ready("inverse" if exponent < 0 else "eigenbasis")
-        return made._turned(V, xp, made._damped() ** exponent)
+        return made._in_eigenbasis(V, xp, made._damped() ** exponent)
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         """Return ``F_damped^-1/2 Z``, with the symmetric root."""
@@ -311,7 +313,7 @@ class SpectralOperator(CurvatureOperator):
             return V / xp.sqrt(self._ready("inverse")._damped())
         return lower.solve(V, transpose=transpose)
 
-    def _turned(self, V: Array, xp: Namespace, values: Array) -> Array:
+    def _in_eigenbasis(self, V: Array, xp: Namespace, values: Array) -> Array:
         """Return ``Q_A [ (Q_A^T V Q_G) * values ] Q_G^T``."""
         return self._vectors(self._coordinates(V, xp) * values, xp)
 
