@@ -33,7 +33,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced, structure
-from kfac_core.errors import ShapeError
+from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
@@ -395,7 +395,10 @@ class SpectralOperator(CurvatureOperator):
         if self._is_diagonal():
             return made
         if not self.is_kronecker:
-            raise NotImplementedError("a whole matrix has a Cholesky factor of its own")
+            raise UnsupportedError(
+                "The eigenbasis of a whole matrix has no structure to factorize. Ask the "
+                "operator that it was made of."
+            )
         xp = self.namespace
         n, m = self.inner_shape[-2:]
         Q_A, Q_G = self._basis_matrix(self.input, n), self._basis_matrix(self.output, m)
@@ -496,31 +499,35 @@ def spectral_operator(
         positive definite where it has to be (``check="raise"``).
     """
     xp = own_namespace(spectrum)
-    arrays = [spectrum] + [b.eigenvectors for b in (input, output) if b is not None]
-    finite = xp.all(xp.stack([xp.all(xp.isfinite(x)) for x in arrays]))
+    # Looked at in the dtype in which it is used.
+    spectrum, damping = cast(xp, spectrum, dtype), cast(xp, damping, dtype)
+    spectrum = xp.where(spectrum < 0, xp.zeros_like(spectrum), spectrum)
+    input, output = _cast_basis(input, dtype), _cast_basis(output, dtype)
+    finite = xp.all(xp.isfinite(spectrum))
+    for basis in (input, output):
+        if basis is not None:
+            finite = finite & xp.all(xp.isfinite(basis.eigenvectors))
     good = xp.isfinite(damping) & (damping >= 0)
     flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | status_unless(
         xp, good, Status.BAD_DAMPING
     )
+    definite = "inverse" in factorizations
+    if definite:
+        positive = xp.min(spectrum) + damping > 0
+        flags = flags | status_unless(xp, positive, Status.NOT_POSITIVE)
     if check == "raise":
         raise_for(flags, name)
-    spectrum = xp.where(spectrum < 0, xp.zeros_like(spectrum), spectrum)
     damping = xp.where(good, damping, xp.full_like(damping, xp.nan))
     made = SpectralOperator(
-        _cast_basis(input, dtype),
-        _cast_basis(output, dtype),
-        cast(xp, spectrum, dtype),
-        cast(xp, damping, dtype),
-        flags,
-        vector_shape,
+        input, output, spectrum, damping, flags, vector_shape, definite=definite
     )
     return made.prepared(*factorizations, check=check, name=name)
 
 
 def _cast_basis(basis: Basis | None, dtype: Any) -> Basis | None:
     """Return a basis in a dtype; its flags stay what they are."""
-    if basis is None:
-        return None
+    if basis is None or basis.eigenvectors.dtype == dtype:
+        return basis
     xp = own_namespace(basis.eigenvectors)
     return map_structure(
         lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
