@@ -14,7 +14,7 @@ from kfac_core.errors import (
 from kfac_core.execution import stacked_inverses, stacking
 from kfac_core.execution.stacked_inverses import inverse_stacks
 from kfac_core.execution.stacking import operators_of_blocks
-from kfac_core.linalg.factorizations import fallback_of
+from kfac_core.linalg.fallback import fallback_of
 from kfac_core.operators.kronecker import FactoredKronecker
 
 from ..builders.tolerances import assert_close

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.array.backend import Namespace
-from kfac_core.array.finite import known_finite
+from kfac_core.array.finite import known_true
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -52,6 +52,6 @@ def finite_arguments(
         total = new.averages[side].sum
         if side in skip or type(total) is not SymmetricMatrix:
             continue
-        if known_finite(xp.linalg.diagonal(total.array), xp=xp):
+        if known_true(xp.isfinite(xp.linalg.diagonal(total.array)), xp=xp):
             known.append(argument)
     return frozenset(known)

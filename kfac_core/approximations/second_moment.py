@@ -145,7 +145,7 @@ def _operator(
     xp = options.namespace(statistics)
     compute, apply = options.dtypes(statistics.dtype, xp=xp)
     average = statistics.averages["block"]
-    value = factor.cast(average.value(debias=options.debias), compute, xp=xp)
+    value = factor.value(average, debias=options.debias, dtype=compute, xp=xp)
     block = factor.snapshot(
         value,
         as_scalar(xp, options.damping, compute, "damping"),

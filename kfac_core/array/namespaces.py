@@ -266,9 +266,9 @@ def moved_axis(x: Array, source: int, destination: int, /, *, xp: Namespace) -> 
 
 def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
     """Return a scalar as a 0-d array of the dtype and on the device of another array."""
-    if isinstance(value, numbers.Real):
-        return xp.full((), float(value), dtype=like.dtype, device=device_of(like))
-    return cast(xp, value, like.dtype)
+    if hasattr(value, "dtype"):
+        return cast(xp, value, like.dtype)
+    return xp.full((), float(value), dtype=like.dtype, device=device_of(like))
 
 
 def status_unless(xp: Namespace, condition: Array, flag: int, /) -> Array:

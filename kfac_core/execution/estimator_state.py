@@ -29,7 +29,8 @@ from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.uncorrelated import ChannelMoments
 from kfac_core.factors.window import WindowAverage, WindowSum
-from kfac_core.linalg.factorizations import Basis, Inverse, Positive
+from kfac_core.linalg.damped import DampedMatrix
+from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky
 from kfac_core.linalg.low_rank import LowRankSum
 from kfac_core.linalg.low_rank_basis import LowRankBasis
@@ -57,7 +58,8 @@ _KNOWN: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         Average,
-        Basis,
+        Eigendecomposition,
+        DampedMatrix,
         ChannelMoments,
         EigenOperator,
         ExampleGramOperator,
@@ -73,7 +75,7 @@ _KNOWN: dict[str, type[Any]] = {
         ManyKronecker,
         RunningProduct,
         Statistics,
-        Positive,
+        CholeskyFactor,
         SeriesOperator,
         InfiniteChain,
         SymmetricChain,
@@ -363,7 +365,7 @@ def _prepared_products(found: Mapping[str, Any]) -> list[str]:
     """Return the products whose factorization is among the arrays of an operator."""
     signs = {
         "multiply_inverse": ".inverse.matrix.",
-        "multiply_cholesky": ".positive.lower",
+        "multiply_cholesky": ".cholesky.lower",
         "multiply_cholesky_inverse": "triangular.columns",
     }
     return [

@@ -25,13 +25,13 @@ from kfac_core.execution.host import returned, seen
 from kfac_core.execution.threads import in_bundles
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.factorizations import (
-    Basis,
-    Fallback,
+    CholeskyFactor,
+    Eigendecomposition,
     Inverse,
-    Positive,
-    fallback_of,
 )
+from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.kronecker import FactoredKronecker
@@ -178,10 +178,12 @@ def _returned(
         if not isinstance(part, ShiftedMatrix):
             continue
         given: dict[str, Any] = {}
-        base, factor = part.matrix.parts()
-        if base is views.averages[side].sum and part.applied is part.matrix:
-            A = SymmetricMatrix.multiple(statistics.averages[side].sum, factor)
-            given = {"matrix": A, "applied": A}
+        B = part.damped.matrix
+        if B is views.averages[side].sum and part.applied is B:
+            own = statistics.averages[side].sum
+            scalars = replaced(part.damped, matrix=None)
+            scalars = returned(scalars, xp=xp)
+            given = {"damped": replaced(scalars, matrix=own), "applied": own}
         if part.basis is not None and memo is not None:
             key = ("returned", id(part.basis))
             given["basis"] = memo.setdefault(key, returned(part.basis, xp=xp))
@@ -242,7 +244,7 @@ def _of_stack(
 def _factorizations(made: Any) -> Iterator[Any]:
     """Yield what was prepared of the two factors."""
     for side in (made.input, made.output):
-        for field in ("positive", "inverse", "basis"):
+        for field in ("cholesky", "inverse", "basis"):
             part = getattr(side, field)
             if part is not None:
                 yield part
@@ -313,21 +315,22 @@ def _each(
 ) -> list[ShiftedMatrix]:
     """Return each matrix of a stack; `status` is that of all, where they have one."""
     none: list[Any] = [None] * number
-    positive, inverse, basis = none, none, none
-    if stack.positive is not None:
-        lower = xp.unstack(stack.positive.lower)
-        positive = _certified(Positive, stack.positive, status, xp, lower)
+    cholesky, inverse, basis = none, none, none
+    if stack.cholesky is not None:
+        lower = xp.unstack(stack.cholesky.lower)
+        cholesky = _certified(CholeskyFactor, stack.cholesky, status, xp, lower)
     if stack.inverse is not None:
         inverses = _matrices(stack.inverse.matrix, xp)
         inverse = _certified(Inverse, stack.inverse, status, xp, inverses)
     if stack.basis is not None:
         w, Q = xp.unstack(stack.basis.eigenvalues), xp.unstack(stack.basis.eigenvectors)
-        basis = _certified(Basis, stack.basis, status, xp, w, Q)
-    matrices = applied = _matrices(stack.matrix, xp)
-    if stack.applied is not stack.matrix:
+        basis = _certified(Eigendecomposition, stack.basis, status, xp, w, Q)
+    matrices = applied = _matrices(stack.damped.matrix, xp)
+    if stack.applied is not stack.damped.matrix:
         applied = _matrices(stack.applied, xp)
-    shifts = xp.unstack(stack.shift)
-    fields = zip(matrices, shifts, applied, positive, inverse, basis, strict=True)
+    scalars = xp.unstack(stack.damped.factor), xp.unstack(stack.damped.shift)
+    damped = [DampedMatrix(*each) for each in zip(matrices, *scalars, strict=True)]
+    fields = zip(damped, applied, cholesky, inverse, basis, strict=True)
     return [ShiftedMatrix(*each) for each in fields]
 
 
@@ -345,7 +348,7 @@ def _certified(
     Q = stack.status.shape[0]
     statuses = xp.unstack(stack.status) if status is None else [status] * Q
     residuals = xp.unstack(stack.residual)
-    if cls is Basis:
+    if cls is Eigendecomposition:
         clipped = xp.unstack(stack.clipped)
     else:
         # A stack is taken apart only where nothing was clipped.

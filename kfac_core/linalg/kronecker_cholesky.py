@@ -23,11 +23,11 @@ from __future__ import annotations
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.cholesky import damped_cholesky, is_positive_factor
+from kfac_core.linalg.fallback import climb, first_flag, guarded
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.linalg.triangular import solve_triangular
 
@@ -48,12 +48,15 @@ class KroneckerCholesky:
         Q.
     status : array of int32, 0-d
         Of `Status` flags.
+    fallback : array of int32, 0-d
+        Of `kfac_core.linalg.fallback.Fallback`.
     """
 
     columns: Array
     corners: Array
     basis: Array
     status: Array
+    fallback: Array
 
     def multiply(self, V: Array, /, *, transpose: bool) -> Array:
         """Return ``L v`` or ``L^T v``, shape (n, m); ``2 n m (n + 2 m)`` flops."""
@@ -139,33 +142,55 @@ def kronecker_cholesky(
         Where the matrix is not positive definite (``check="raise"``).
     """
     xp = array_api_compat.array_namespace(A)
+    problem = _ExactlyDamped(A, eigenvalues, basis, scale, damping)
+    return climb(_attempt, problem, _not_positive, check=check, name=name, xp=xp)
+
+
+@structure()
+class _ExactlyDamped:
+    """The arguments of `kronecker_cholesky`."""
+
+    left: Array
+    eigenvalues: Array
+    basis: Array
+    scale: Array
+    damping: Array
+
+
+def _attempt(problem: _ExactlyDamped, xp: Namespace) -> KroneckerCholesky:
+    A, basis, scale = problem.left, problem.basis, problem.scale
     finite = xp.all(xp.isfinite(A)) & xp.all(xp.isfinite(basis))
-    # Some libraries hang on NaN; what is put in its place is marked as failed below.
-    A = xp.where(finite, A, xp.zeros_like(A))
-    basis = xp.where(finite, basis, xp.zeros_like(basis))
-    eigenvalues = xp.where(finite, eigenvalues, xp.ones_like(eigenvalues))
-    scaled = (scale[..., None] * eigenvalues)[..., :, None, None] * A[..., None, :, :]
+    A = guarded(finite, A, 1.0, xp=xp)
+    Q = guarded(finite, basis, 1.0, xp=xp)
+    w = xp.where(finite, problem.eigenvalues, xp.ones_like(problem.eigenvalues))
+    scaled = (scale[..., None] * w)[..., :, None, None]
+    scaled = scaled * A[..., None, :, :]
     columns = damped_cholesky(
-        SymmetricMatrix(scaled, whole=True), damping[..., None], xp=xp
+        SymmetricMatrix(scaled, whole=True), problem.damping[..., None], xp=xp
     )
     good = is_positive_factor(columns, xp=xp)
-    eye = xp.eye(A.shape[-1], dtype=A.dtype, device=device_of(A))
-    usable = xp.where(good[..., None, None], columns, eye)
-    squares = xp.matrix_transpose(xp.linalg.diagonal(usable)) ** 2
-    Q = basis[..., None, :, :]
+    safe = guarded(good, columns, 1.0, xp=xp)
+    squares = xp.matrix_transpose(xp.linalg.diagonal(safe)) ** 2
+    Q = Q[..., None, :, :]
     blocks = (Q * squares[..., :, None, :]) @ xp.matrix_transpose(Q)
     blocks = 0.5 * (blocks + xp.matrix_transpose(blocks))
     corners = damped_cholesky(SymmetricMatrix(blocks, whole=True), 0.0, xp=xp)
-    all_good = finite & xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
-    status = status_unless(xp, all_good, Status.NOT_POSITIVE)
-    if check == "raise" and not bool(all_good):
-        raise FactorizationError(
-            "the exactly damped block is not positive definite in this precision. "
-            "Increase `damping`, or compute in float64.",
-            factor=name,
-        )
+    positive = xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
+    all_good = finite & positive
+    status = first_flag((all_good, Status.NOT_POSITIVE), xp=xp)
     columns = xp.where(all_good, columns, xp.full_like(columns, xp.nan))
-    return KroneckerCholesky(columns, corners, basis, status)
+    fallback = xp.zeros_like(status)
+    return KroneckerCholesky(columns, corners, basis, status, fallback)
+
+
+def _not_positive(
+    problem: _ExactlyDamped, made: KroneckerCholesky, name: str, xp: Namespace
+) -> KroneckerCholesky:
+    raise FactorizationError(
+        "the exactly damped block is not positive definite in any precision that there is "
+        "here. Increase `damping`.",
+        factor=name,
+    )
 
 
 def _by_row(matrices: Array, V: Array) -> Array:

@@ -19,7 +19,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import any_status, cast, device_of, status_unless
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array.structure import map_structure, replaced, structure
 from kfac_core.errors import FactorizationError
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.groups import dense_of_groups
@@ -235,9 +235,9 @@ class ExactKronecker:
             check=check,
             name=name,
         )
-        arrays = (made.columns, made.corners, made.basis)
-        narrow = [cast(xp, x, self.dtype) for x in arrays]
-        return KroneckerCholesky(narrow[0], narrow[1], narrow[2], made.status)
+        return map_structure(
+            lambda x: x if x.dtype == xp.int32 else cast(xp, x, self.dtype), made
+        )
 
     def _triangular(self) -> KroneckerCholesky:
         if self.triangular is None:

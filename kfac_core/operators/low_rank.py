@@ -191,7 +191,7 @@ class LowRankOperator:
 
     def status(self) -> Array:
         """Return the flags, of the factors too, 0-d int32."""
-        return self.flags | self.input.flags | self.output.flags
+        return self.flags | self.input.status | self.output.status
 
     def _spectrum(self, damped: bool) -> _Spectrum:
         a, g, S = self.input.eigenvalues, self.output.eigenvalues, self.scale
