@@ -17,6 +17,7 @@ from kfac_core.errors import (
     ShapeError,
 )
 from kfac_core.linalg.certificate import probe_of
+from kfac_core.linalg.damped import DampedMatrix
 from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.roots.gradient_side import GradientFactors
@@ -139,10 +140,15 @@ def test_the_residual_is_truthful(backend, dtype, rng, spoiled):
 
     M = A + 0.01 * np.eye(6)
     z = probe_of(backend.asarray(A, dtype), backend.xp)
+    problem = DampedMatrix(
+        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        backend.asarray(1.0, dtype),
+        backend.asarray(0.01, dtype),
+    )
     residual = root_residual(
+        problem,
         SymmetricMatrix(backend.asarray(X, dtype), whole=True),
         z,
-        backend.xp.matmul(backend.asarray(M, dtype), z),
         degree=4,
         xp=backend.xp,
     )

@@ -3,8 +3,8 @@
 Conventions as in `kfac_core.chain.operator`.  The chain of `kfac_core.linalg.fallback`
 makes the Cholesky factors of the layers' damped moments.  What is made from these and the
 moments between layers has a chain of two steps, working precision and float64, each
-accepted only where no certificate is above its limit, no correlation is above 1 by more than that
-limit, and everything to be divided by is positive.
+accepted only where no certificate is above its limit, no correlation is above 1 by more
+than that limit, and everything to be divided by is positive.
 """
 
 from __future__ import annotations

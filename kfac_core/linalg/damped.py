@@ -88,6 +88,7 @@ class _Probed(NamedTuple):
     z: Array
     image: Array
     conditions: Conditions
+    valid: Array
 
 
 def cholesky_factor(
@@ -220,12 +221,16 @@ def _probed(problem: DampedMatrix, xp: Namespace) -> _Probed:
     z = probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
     finite = xp.all(xp.isfinite(image), axis=(-2, -1))
-    return _Probed(z, image, problem_flags(problem, finite, xp))
+    conditions = problem_flags(problem, finite, xp)
+    valid = conditions[0][0] & finite
+    if not known_true(valid, xp=xp):
+        image = xp.where(valid[..., None, None], image, xp.zeros_like(image))
+    return _Probed(z, image, conditions, valid)
 
 
 def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
-    z, image, conditions = _probed(problem, xp)
-    lower = _lower(problem, conditions, xp)
+    z, image, conditions, valid = _probed(problem, xp)
+    lower = _lower(problem, valid, xp)
     residual = cholesky_residual(lower, z, image, xp=xp)
     judged = _judged(conditions, lower[..., -1, -1] > 0, residual, xp)
     return CholeskyFactor(lower, *judged)
@@ -235,10 +240,10 @@ def _attempt_inverse(
     problem: DampedMatrix, xp: Namespace, lower: Array | None = None
 ) -> Inverse:
     """Return the inverse and its flags; a factor that is given is not written to."""
-    z, image, conditions = _probed(problem, xp)
+    z, image, conditions, valid = _probed(problem, xp)
     own = lower is None
     if lower is None:
-        lower = _lower(problem, conditions, xp)
+        lower = _lower(problem, valid, xp)
     # A factor that failed is NaN throughout; this one is overwritten below.
     positive = lower[..., -1, -1] > 0
     X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
@@ -270,10 +275,9 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
     return Eigendecomposition(w, Q, status, residual, clipped, fallback)
 
 
-def _lower(problem: DampedMatrix, conditions: Conditions, xp: Namespace) -> Array:
+def _lower(problem: DampedMatrix, valid: Array, xp: Namespace) -> Array:
     """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
     matrix, shift = problem.matrix, problem.shift
-    valid = conditions[0][0] & conditions[1][0]
     if not known_true(valid, xp=xp):
         # Minus the identity has no factor either, and unlike NaN it does no harm.
         safe = guarded(valid, matrix.array, -1.0, xp=xp)

@@ -3,7 +3,7 @@
 Conventions.  ``M = A + lam I`` with A positive semidefinite up to rounding; what is
 wanted is the symmetric positive ``X = M^(-1/p)``, so that ``M X^p = I``.  Leading axes
 are a stack.  The certificate of X is the true residual on the fixed probe vector z of
-`kfac_core.linalg.certificate`, ``|X^p M z - z| / |z|``: p + 1 products with a vector,
+`kfac_core.linalg.certificate`, ``|M X^p z - z| / |z|``: p + 1 products with a vector,
 against the matrix itself.
 
 A root is made from an eigendecomposition, by the rungs of `kfac_core.linalg.ladder`: the
@@ -50,7 +50,7 @@ class InverseRoot:
     status : array of int32, shape (...)
         Of `Status` flags.
     residual : array, shape (...)
-        ``|X^p M z - z| / |z|``.
+        ``|M X^p z - z| / |z|``.
     clipped : array, shape (...)
         The sum of the negative eigenvalues that were set to zero, in magnitude; zero on
         every rung but the last.
@@ -128,9 +128,7 @@ def inverse_root(
 
     def attempt(problem: DampedMatrix, xp: Namespace) -> InverseRoot:
         basis = eigendecomposition(problem, check="status", name=name)
-        z = probe_of(problem.matrix.array, xp)
-        image = problem.multiply(z, xp=xp)
-        return _root(problem, basis, z, image, degree, xp)
+        return _root(problem, basis, degree, xp)
 
     def last(
         problem: DampedMatrix, made: InverseRoot, name: str, xp: Namespace
@@ -142,18 +140,24 @@ def inverse_root(
 
 
 def root_residual(
-    root: SymmetricMatrix, z: Array, image: Array, /, *, degree: int, xp: Namespace
+    problem: DampedMatrix,
+    root: SymmetricMatrix,
+    z: Array,
+    /,
+    *,
+    degree: int,
+    xp: Namespace,
 ) -> Array:
-    """Return ``|X^p M z - z| / |z|``, shape (...); ``2 p n^2`` flops.
+    """Return ``|M X^p z - z| / |z|``, shape (...); ``2 (p + 1) n^2`` flops.
 
     Parameters
     ----------
+    problem : DampedMatrix
+        M.
     root : SymmetricMatrix
         X.
     z : array, shape (n, 1)
         The vector of `kfac_core.linalg.certificate.probe`.
-    image : array, shape (..., n, 1)
-        ``M z``.
     degree : int
         p.
     xp : namespace
@@ -164,28 +168,28 @@ def root_residual(
     array, shape (...)
         Infinity where it is no number.
     """
-    back = image
+    y = z
     for _ in range(degree):
-        back = multiply_symmetric(root, back, xp=xp)
-    return relative_norm(back - z, z, xp=xp)
+        y = multiply_symmetric(root, y, xp=xp)
+    return relative_norm(problem.multiply(y, xp=xp) - z, z, xp=xp)
 
 
 def _root(
     problem: DampedMatrix,
     basis: Eigendecomposition,
-    z: Array,
-    image: Array,
     degree: int,
     xp: Namespace,
 ) -> InverseRoot:
-    """Return the root from an eigendecomposition, judged by what it makes of an image."""
+    """Return the root from an eigendecomposition of ``c B``, judged against M."""
     damped = basis.eigenvalues + problem.shift[..., None]
     positive = xp.all(damped > 0, axis=-1)
     safe = xp.where(damped > 0, damped, xp.ones_like(damped))
     X = from_eigenbasis(basis.eigenvectors, safe ** (-1.0 / degree), xp)
-    residual = root_residual(X, z, image, degree=degree, xp=xp)
+    z = probe_of(problem.matrix.array, xp)
+    residual = root_residual(problem, X, z, degree=degree, xp=xp)
+    finite = (basis.status & int(Status.MATRIX_NOT_FINITE)) == 0
     valid = (
-        *problem_flags(problem, xp.all(xp.isfinite(image), axis=(-2, -1)), xp),
+        *problem_flags(problem, finite, xp),
         (positive, Status.NOT_POSITIVE),
     )
     usable = first_flag(*valid, xp=xp) == 0
@@ -206,11 +210,10 @@ def _clipped_root(
 ) -> InverseRoot:
     """Return the root with A clipped, judged against the clipped matrix, or raise."""
     basis = eigendecomposition(problem, check="status", name=name)
-    z = probe_of(problem.matrix.array, xp)
+    A = from_eigenbasis(basis.eigenvectors, basis.eigenvalues, xp)
     damped = basis.eigenvalues + problem.shift[..., None]
-    clipped = from_eigenbasis(basis.eigenvectors, damped, xp)
-    image = multiply_symmetric(clipped, z, xp=xp)
-    made = _root(problem, basis, z, image, degree, xp)
+    clipped = DampedMatrix(A, xp.ones_like(problem.factor), problem.shift)
+    made = _root(clipped, basis, degree, xp)
     if bool(xp.any(made.status != 0)):
         raise FactorizationError(
             f"a {problem.size} x {problem.size} matrix has no certified inverse root of "
