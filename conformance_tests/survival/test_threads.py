@@ -17,6 +17,8 @@ import kfac_core as kc
 from ..builders.states import frozen
 from .size import FULL, report
 
+pytestmark = pytest.mark.usefixtures("one_blas_thread")
+
 THREADS = 8
 SECONDS = 60.0 if FULL else 0.0
 STEPS = 12
