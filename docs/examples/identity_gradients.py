@@ -92,11 +92,11 @@ class IdentityGradients(kc.Approximation):
             return statistics
         rows.require_all_positions()
         xp, shares = options.xp, options.shares(statistics, rows)
-        x = rows.full_inputs(statistics.dtype, xp=xp)
+        x, ones, _ = rows.factor_rows("expand", statistics.dtype, xp=xp)
         A = FullFactor().updated(
             statistics.averages["input"],
-            xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1])),
-            tail=None,
+            x,
+            tail=ones,
             decay=options.decay,
             scale=shares.examples,
             weight=shares.example_weight,
@@ -110,9 +110,9 @@ class IdentityGradients(kc.Approximation):
         """Return ``(A + lam I) (x) I``; ``n^3`` flops for the inverse."""
         xp = options.namespace(statistics)
         compute, apply = options.dtypes(statistics.dtype, xp=xp)
-        A = statistics.averages["input"].value(debias=options.debias)
+        average = statistics.averages["input"]
         damped = FullFactor().snapshot(
-            FullFactor().cast(A, compute, xp=xp),
+            FullFactor().value(average, debias=options.debias, dtype=compute, xp=xp),
             as_scalar(xp, options.damping, compute, "damping"),
             factorizations=options.factorizations,
             check=options.check,
@@ -150,7 +150,12 @@ class InputOperator(kc.CurvatureOperator):
     @property
     def like(self) -> Array:
         """An array of the operator's library, device and dtype."""
-        return self.input.applied.like
+        return self.input.applied.array
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return self.input.factorizations
 
     def prepared(
         self,

@@ -5,7 +5,7 @@ backend put a native one in its place.  Here are the symmetric matrices that ave
 operators are made of.
 """
 
-from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.shifted import (
     Factorization,
@@ -14,11 +14,12 @@ from kfac_core.linalg.shifted import (
     shifted_matrix,
 )
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 __all__ = [
-    "Basis",
+    "Eigendecomposition",
     "Factorization",
+    "ScaledMatrix",
     "ShiftedDiagonal",
     "ShiftedMatrix",
     "Solving",
