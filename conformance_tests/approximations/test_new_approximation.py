@@ -350,6 +350,34 @@ def test_an_estimator_serves_it(backend, dtype, rng):
         assert "identity_gradients" in str(report)
         assert estimator.costs.blocks["a"].sizes == (n + 1,)
         assert "a " in str(estimator.costs)
+    statistics = {name: estimator.state[name].statistics for name in "ab"}
+    spectral = kc.spectral_blocks({name: blocks[name] for name in "ab"}, statistics)
+    for name in "ab":
+        expected = np.kron(second_moment(x[name]), np.eye(m))
+        got = backend.to_numpy(spectral[name].to_dense(damped=False))
+        assert_close(got, expected, "power", dtype)
+
+
+def test_blocks_go_to_threads(backend, rng):
+    """Blocks of different sizes on two workers, as dense."""
+    blocks = {"a": block_of(inputs=n), "b": block_of(inputs=n + 1)}
+    x = {"a": rng.normal(size=(N, n)), "b": rng.normal(size=(N, n + 1))}
+    estimator = make_estimator(
+        blocks,
+        reduction="sum",
+        decay=0.9,
+        damping=DAMPING,
+        damping_rule="exact",
+        workers=2,
+    )
+
+    g = np.ones((1, N, m))
+    estimator.update({k: batch_of(backend, "float64", x[k], g) for k in blocks})
+    estimator.refresh()
+
+    for name in blocks:
+        got = backend.to_numpy(estimator.operator(name).to_dense())
+        assert_close(got, damped(second_moment(x[name])), "product", "float64")
 
 
 def test_costs_are_those_of_one_factor():

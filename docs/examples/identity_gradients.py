@@ -13,7 +13,7 @@ enter nowhere: neither the loss's reduction nor the number of sources changes A.
 References
 ----------
 Benzing (2022), "Gradient Descent on Neurons and its Link to Approximate Second-Order
-Optimization", arXiv:2201.12250, section 4: FOOF.
+Optimization", arXiv:2201.12250, where the method is called FOOF.
 """
 
 from __future__ import annotations
