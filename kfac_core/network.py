@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, get_args
 
-from kfac_core.array.backend import Array
+from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -272,8 +272,8 @@ class Network:
     def initial(self, like: Array, /, *, damping: Scalar) -> NetworkState:
         """Return a first state of arrays alone, in the form that every stage returns.
 
-        For function compilers: operators are those of no statistics, ``lam I``, and
-        counts are 0-d arrays.
+        For function compilers: counts are 0-d arrays, and operators are zero, which
+        nothing is computed for.  Before the first refresh products are zero.
 
         Parameters
         ----------
@@ -285,10 +285,12 @@ class Network:
         Returns
         -------
         NetworkState
-            Whose ``refreshes`` are zero.
+            Whose ``refreshes`` are zero.  No array is in it twice, so that all of it may
+            be donated.
         """
         xp = namespace_of(like=like)
-        place: dict[str, Any] = {"dtype": xp.int32, "device": device_of(like)}
+        device = device_of(like)
+        place: dict[str, Any] = {"dtype": xp.int32, "device": device}
         blocks: dict[str, BlockState] = {}
         for name, block in self.blocks.items():
             statistics = block.initial(like, precision=self.precision)
@@ -298,21 +300,30 @@ class Network:
                 for count in ("updates", "age", "refreshes", "failures", "status")
             }
             blocks[name] = BlockState(
-                statistics=statistics,
-                damping=xp.asarray(
-                    chosen, dtype=statistics.dtype, device=place["device"]
+                statistics=map_structure(
+                    lambda x: xp.asarray(x, copy=True), statistics
                 ),
+                damping=xp.asarray(chosen, dtype=statistics.dtype, device=device),
                 basis_age=xp.full((), -1, **place),
                 moments_missing=xp.zeros((), **place),
                 **counts,
             )
         start = NetworkState(blocks)
-        function, tasks = self._refresh_tasks(start, self.blocks, damping, "status")
-        made = plain(function, tasks)
+
+        def refreshed() -> NetworkState:
+            return self.refresh(start, damping=damping, check="status")
+
+        made = backend_of(xp).shapes_of(refreshed)
         return start.updated(
             {
-                name: replaced(blocks[name], operator=operator)
-                for name, (operator, _) in made.items()
+                name: replaced(
+                    blocks[name],
+                    operator=map_structure(
+                        lambda x: xp.zeros(x.shape, dtype=x.dtype, device=device),
+                        held.operator,
+                    ),
+                )
+                for name, held in made.blocks.items()
             }
         )
 
@@ -695,7 +706,11 @@ class Network:
             for name, given in vectors.items()
         }
         function = Product(product, arguments, tuple(options.items()))
-        return executor(function, tasks)
+        found = executor(function, tasks)
+        return {
+            name: _unless_new(state.blocks[name], vector)
+            for name, vector in found.items()
+        }
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh.
@@ -983,6 +998,14 @@ def _in_form(value: Any, like: Any) -> Any:
         return value
     xp = own_namespace(like)
     return xp.zeros_like(like) + (0 if value is None else value)
+
+
+def _unless_new(held: BlockState, vector: dict[str, Any]) -> dict[str, Any]:
+    """Return a product, zero where a count that is traced says: never refreshed."""
+    if isinstance(held.refreshes, int):
+        return vector
+    xp, ready = own_namespace(held.refreshes), held.refreshes > 0
+    return map_structure(lambda x: xp.where(ready, x, xp.zeros_like(x)), vector)
 
 
 def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockState:

@@ -6,7 +6,6 @@ of float64 in silence unless it was told otherwise at start; `asarray` refuses i
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -71,38 +70,9 @@ def enable_float64() -> None:
     jax.config.update("jax_enable_x64", True)
 
 
-def compiled(function: Any, /, *, donate: tuple[int, ...]) -> Any:
-    """Return the function as a program for each form of its arguments."""
-    plain = jax.jit(function, donate_argnums=donate)
-    options = _compiler_options(jax.default_backend())
-    if options is None:
-        return plain
-    alone = jax.jit(function, donate_argnums=donate, compiler_options=options)
-
-    def run(*arguments: Any) -> Any:
-        # A part of another program is compiled as that is; JAX refuses options for it.
-        part = isinstance(jnp.zeros(()), jax.core.Tracer)
-        return (plain if part else alone)(*arguments)
-
-    return run
-
-
-@functools.cache
-def _compiler_options(platform: str) -> dict[str, str] | None:
-    """Return what the compiler is told, None where it does not know it.
-
-    On the CPU to order operations so that little memory is in use at a time.  By default
-    all blocks are begun at once, in fresh memory of a few times the factors' size, and
-    the system's clearing of that takes a third of an update.
-    """
-    if platform != "cpu":
-        return None
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    try:
-        jax.jit(jnp.negative, compiler_options=options)(1.0)
-    except jax.errors.JaxRuntimeError:
-        return None
-    return options
+def shapes_of(function: Any, /) -> Any:
+    """Return what a function returns, as shapes and dtypes; nothing is computed."""
+    return jax.eval_shape(function)
 
 
 def register_structure(

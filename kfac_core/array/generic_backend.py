@@ -137,22 +137,22 @@ class GenericBackend:
         """Return the array without its gradient graph; plain arrays have none."""
         return x
 
-    def compiled(self, function: Any, /, *, donate: tuple[int, ...]) -> Any:
-        """Return a compiled form of a pure function, or None without a compiler.
+    def shapes_of(self, function: Callable[[], Any], /) -> Any:
+        """Return what a function returns, or the same of shapes and dtypes alone.
+
+        A library that can follow a function without computing need not compute it.
 
         Parameters
         ----------
         function : callable
-            Of structures, dicts, arrays and numbers, by position.
-        donate : tuple of int
-            The arguments whose memory may be written over.
+            Returns a structure of arrays.
 
         Returns
         -------
-        callable or None
-            Of the same arguments.
+        structure
+            Whose parts have a ``shape`` and a ``dtype``.
         """
-        return None
+        return function()
 
     def enable_float64(self) -> None:
         """Let the library make 64-bit floats; the standard's libraries do already."""
