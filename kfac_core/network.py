@@ -272,8 +272,8 @@ class Network:
     def initial(self, like: Array, /, *, damping: Scalar) -> NetworkState:
         """Return a first state of arrays alone, in the form that every stage returns.
 
-        For function compilers: counts are 0-d arrays, and operators are zero, which
-        nothing is computed for.  Before the first refresh products are zero.
+        For function compilers: counts are 0-d arrays, and operators are there only for
+        their form.  Before the first refresh products are zero.
 
         Parameters
         ----------
@@ -313,15 +313,11 @@ class Network:
         def refreshed() -> NetworkState:
             return self.refresh(start, damping=damping, check="status")
 
-        made = backend_of(xp).shapes_of(refreshed)
+        made = backend_of(xp).placeholder(refreshed, device=device)
         return start.updated(
             {
                 name: replaced(
-                    blocks[name],
-                    operator=map_structure(
-                        lambda x: xp.zeros(x.shape, dtype=x.dtype, device=device),
-                        held.operator,
-                    ),
+                    blocks[name], operator=map_structure(_copied, held.operator)
                 )
                 for name, held in made.blocks.items()
             }
@@ -855,7 +851,7 @@ class Network:
         Returns
         -------
         NetworkState
-            Of the form of `form`.
+            Of the form of `form`; no array is in it twice, nor in either of the two.
 
         Raises
         ------
@@ -881,10 +877,10 @@ class Network:
             if not combinable(blocks[name], wanted):
                 raise StateError(
                     f"Block {name!r}: expected statistics and an operator of the form that "
-                    "this network's stages return under a compiler. Refresh with the same "
-                    "options."
+                    "this network's stages return under a compiler. Where the options are "
+                    'the same, call `refresh` with check="status".'
                 )
-        return NetworkState(blocks)
+        return map_structure(_copied, NetworkState(blocks))
 
     def _fed(self, batches: Mapping[str, Any]) -> dict[str, Any]:
         """Return what each block is fed, without gradient graphs."""
@@ -992,9 +988,14 @@ def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockS
     )
 
 
+def _copied(x: Array) -> Array:
+    return own_namespace(x).asarray(x, copy=True)
+
+
 def _in_form(value: Any, like: Any) -> Any:
     """Return a number as an array where another is one; as it is otherwise."""
-    if like is None or isinstance(like, int | float):
+    # NumPy's scalars are arrays here, though some are of Python's types, too.
+    if like is None or type(like) in (int, float):
         return value
     xp = own_namespace(like)
     return xp.zeros_like(like) + (0 if value is None else value)
@@ -1016,7 +1017,7 @@ def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockSta
     previous = held.operator
     if previous is not None and combinable(operator, previous):
         operator = map_structure(lambda a, b: xp.where(good, a, b), operator, previous)
-        if not isinstance(held.damping, int | float | None):
+        if held.damping is not None and type(held.damping) not in (int, float):
             damping = xp.where(good, damping, held.damping)
     refreshes, age, failures = held.refreshes + 1, held.age * 0, held.failures * 0
     if not isinstance(held.refreshes, int):

@@ -70,9 +70,13 @@ def enable_float64() -> None:
     jax.config.update("jax_enable_x64", True)
 
 
-def shapes_of(function: Any, /) -> Any:
-    """Return what a function returns, as shapes and dtypes; nothing is computed."""
-    return jax.eval_shape(function)
+def placeholder(function: Any, /, *, device: Any) -> Any:
+    """Return zeros in the place of what a function returns, which is not computed.
+
+    Outside of a program each of its operations would be compiled alone.
+    """
+    form = jax.eval_shape(function)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), form)
 
 
 def register_structure(

@@ -137,20 +137,22 @@ class GenericBackend:
         """Return the array without its gradient graph; plain arrays have none."""
         return x
 
-    def shapes_of(self, function: Callable[[], Any], /) -> Any:
-        """Return what a function returns, or the same of shapes and dtypes alone.
+    def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
+        """Return what a function returns, or something else of the same form.
 
-        A library that can follow a function without computing need not compute it.
+        A library that can follow a function without computing may save the computing.
 
         Parameters
         ----------
         function : callable
             Returns a structure of arrays.
+        device : device
+            Of these.
 
         Returns
         -------
         structure
-            Whose parts have a ``shape`` and a ``dtype``.
+            With the same shapes and dtypes.
         """
         return function()
 
