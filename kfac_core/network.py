@@ -98,7 +98,14 @@ def plain(function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
     KFACError
         As the function does, with the name of the block.
     """
-    return {name: function(name, *task) for name, task in tasks.items()}
+    found: dict[str, Any] = {}
+    for name, task in tasks.items():
+        try:
+            found[name] = function(name, *task)
+        except KFACError as error:
+            error.args = (f"Block {name!r}: {error}", *error.args[1:])
+            raise
+    return found
 
 
 @structure()
@@ -378,7 +385,7 @@ class Network:
         """
         require_decay(decay)
         fed = self._fed(batches)
-        function = UpdateBlock(self.conventions, self.max_patch_elements)
+        function = UpdateBlock(self.conventions, self.max_patch_elements, check)
         weight, burn_in = self.averaging.weight, self.averaging.burn_in
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, batch in fed.items():
@@ -701,7 +708,7 @@ class Network:
             name: (self.blocks[self.known(name)], self.operator(state, name), given)
             for name, given in vectors.items()
         }
-        function = Product(product, arguments, tuple(options.items()))
+        function = Product(product, arguments, options)
         found = executor(function, tasks)
         return {
             name: _unless_new(state.blocks[name], vector)

@@ -20,7 +20,7 @@ from kfac_core.block import Block
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.condition import estimated_norm, measured_residual
-from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.factorizations import Basis, fallback_of
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
@@ -138,9 +138,11 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     """
     operator: Any = state.operator
     factors: dict[str, FactorReport] = {}
-    parts = {s: getattr(operator, s, None) for s in ("input", "output", "block")}
-    for side, part in (parts | getattr(operator, "factors", {})).items():
-        if isinstance(part, ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne):
+    parts = {} if operator is None else operator.parts()
+    for side, part in parts.items():
+        if isinstance(part, Basis):
+            factors[side] = _basis(part)
+        else:
             factors[side] = _factor(part)
     if operator is not None and state.statistics is not None:
         bases = state.statistics.bases.items()
@@ -192,7 +194,8 @@ def _basis(basis: Basis) -> FactorReport:
     xp = array_api_compat.array_namespace(basis.eigenvalues)
     size = int(basis.eigenvalues.shape[-1])
     residual, clipped = float(xp.max(basis.residual)), float(xp.max(basis.clipped))
-    return FactorReport(size, 0.0, None, residual, basis.rung, clipped)
+    rung = fallback_of(basis).name.lower()
+    return FactorReport(size, 0.0, None, residual, rung, clipped)
 
 
 def _factor(part: ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne) -> FactorReport:
@@ -211,7 +214,7 @@ def _factor(part: ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne) -> FactorRep
         shift,
         _condition(part, xp),
         float(xp.max(made.residual)),
-        made.rung,
+        fallback_of(made).name.lower(),
         float(xp.max(made.clipped)),
     )
 

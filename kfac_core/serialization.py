@@ -19,7 +19,6 @@ import array_api_compat
 import numpy as np
 
 from kfac_core.array.namespaces import device_of, is_finite_number
-from kfac_core.array.status import Check
 from kfac_core.array.structure import is_structure, leaves, static_fields
 from kfac_core.block import Block
 from kfac_core.damping import DampingRule
@@ -30,7 +29,7 @@ from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.uncorrelated import ChannelMoments
 from kfac_core.factors.window import WindowAverage, WindowSum
-from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
+from kfac_core.linalg.factorizations import Basis, Inverse, Positive
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky
 from kfac_core.linalg.low_rank import LowRankSum
 from kfac_core.linalg.low_rank_basis import LowRankBasis
@@ -41,14 +40,14 @@ from kfac_core.linalg.shifted import ShiftedMatrix, Solving
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import BlockState, Network, NetworkState
-from kfac_core.operators.eigen import EigenOperator
-from kfac_core.operators.exact_kronecker import ExactKronecker
+from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.example_gram import ExampleGramOperator
-from kfac_core.operators.flat import FlatOperator
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.low_rank import LowRankOperator
 from kfac_core.operators.many_kronecker import ManyKronecker
+from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.series import SeriesOperator
+from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["FORMAT", "VERSION", "dump_state", "parse_state"]
 
@@ -61,11 +60,9 @@ _KNOWN: dict[str, type[Any]] = {
         Average,
         Basis,
         ChannelMoments,
-        EigenOperator,
+        DenseOperator,
         ExampleGramOperator,
-        ExactKronecker,
         FactoredKronecker,
-        FlatOperator,
         Inverse,
         KroneckerCholesky,
         LowRankAverage,
@@ -77,6 +74,7 @@ _KNOWN: dict[str, type[Any]] = {
         Statistics,
         Positive,
         SeriesOperator,
+        SpectralOperator,
         InfiniteChain,
         SymmetricChain,
         ShiftedDiagonal,
@@ -91,11 +89,8 @@ _KNOWN: dict[str, type[Any]] = {
 _STATIC: dict[str, Callable[[Any], bool]] = {
     "whole": lambda value: isinstance(value, bool),
     "definite": lambda value: isinstance(value, bool),
-    "check": lambda value: value in get_args(Check),
     "solving": lambda value: value in get_args(Solving),
-    "rung": lambda value: value in get_args(Rung),
-    "name": lambda value: isinstance(value, str),
-    "shape": lambda value: (
+    "vector_shape": lambda value: (
         isinstance(value, tuple)
         and len(value) == 2
         and all(isinstance(length, int) and length > 0 for length in value)
@@ -103,7 +98,6 @@ _STATIC: dict[str, Callable[[Any], bool]] = {
     "repeats": lambda value: isinstance(value, int) and value > 0,
     "exact": lambda value: isinstance(value, bool),
     "tail": lambda value: value in (0, 1),
-    "doublings": lambda value: isinstance(value, int) and value > 0,
 }
 """What static fields of structures may be, by name."""
 
@@ -300,7 +294,9 @@ def _check_operator(operator: Any, block: Block, where: str) -> None:
         vector = xp.zeros(shape, dtype=xp.float32, device=device_of(status))
         chained = isinstance(operator, SeriesOperator | ManyKronecker)
         prepared = [] if chained else _prepared_products(found)
-        prepared = [p for p in prepared if p not in block.approximation.lacks]
+        prepared = [
+            p for p in prepared if p not in block.approximation.unsupported_products
+        ]
         probes = [(operator, product) for product in ("multiply", *prepared)]
         if _inverts_at_once(operator, found):
             with contextlib.suppress(
@@ -316,21 +312,9 @@ def _check_operator(operator: Any, block: Block, where: str) -> None:
     except Exception as error:
         # Whatever a damaged operator runs into, the state is what is wrong.
         raise StateError(f"{where}: the operator is damaged: {error}") from error
-    sound = isinstance(operator, _OPERATORS) and status.shape == ()
+    sound = isinstance(operator, CurvatureOperator) and status.shape == ()
     if not sound or bool(status != 0):
         raise StateError(f"{where}: the operator is of another kind, or had failed.")
-
-
-_OPERATORS = (
-    FactoredKronecker,
-    ExactKronecker,
-    FlatOperator,
-    EigenOperator,
-    ExampleGramOperator,
-    LowRankOperator,
-    ManyKronecker,
-    SeriesOperator,
-)
 
 
 def _classes(value: Any, path: str = "") -> dict[str, str]:
@@ -351,8 +335,8 @@ def _classes(value: Any, path: str = "") -> dict[str, str]:
 
 def _inverts_at_once(operator: Any, found: Mapping[str, Any]) -> bool:
     """Whether the inverse is there in another form than a factorization named for it."""
-    if isinstance(operator, ExactKronecker):
-        return any(".basis." in f".{path}" for path in found)
+    if isinstance(operator, SpectralOperator):
+        return operator.spectrum is not None
     return isinstance(operator, SeriesOperator | LowRankOperator)
 
 
@@ -361,7 +345,7 @@ def _prepared_products(found: Mapping[str, Any]) -> list[str]:
     signs = {
         "multiply_inverse": ".inverse.matrix.",
         "multiply_cholesky": ".positive.lower",
-        "multiply_cholesky_inverse": "triangular.columns",
+        "multiply_cholesky_inverse": ".lower.columns",
     }
     return [
         product

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.operators.of_rows import multiply_inverse_of_rows
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs
@@ -37,7 +36,7 @@ def test_solved_rows_are_the_solved_gradient(backend, dtype, rng, k):
     x, g, w = rng.normal(size=(k, n + 1)), rng.normal(size=(k, m)), rng.random(k)
     rows = backend.asarray(x, dtype), backend.asarray(g, dtype)
 
-    got = multiply_inverse_of_rows(made, *rows, weights=backend.asarray(w, dtype))
+    got = made.multiply_inverse_of_rows(*rows, weights=backend.asarray(w, dtype))
 
     V = (x.T * w) @ g
     expected = np.linalg.solve(F, V.ravel()).reshape(V.shape)
@@ -52,7 +51,7 @@ def test_no_rows_are_no_gradient(backend, rng):
     made, _ = operator_of(backend, "float64", rng, "factored")
     rows = (backend.asarray(np.zeros((0, size))) for size in (n + 1, m))
 
-    got = multiply_inverse_of_rows(made, *rows, weights=backend.asarray(np.zeros(0)))
+    got = made.multiply_inverse_of_rows(*rows, weights=backend.asarray(np.zeros(0)))
 
     assert np.array_equal(backend.to_numpy(got), np.zeros((n + 1, m)))
 
@@ -65,14 +64,12 @@ def test_what_makes_no_sense_is_refused(backend, rng):
     w = backend.asarray(np.ones(2))
 
     with pytest.raises(kc.UnsupportedError, match="Take a factored rule"):
-        multiply_inverse_of_rows(exact, x, g, weights=w)
+        exact.multiply_inverse_of_rows(x, g, weights=w)
     with pytest.raises(kc.ShapeError, match="`inputs`"):
-        multiply_inverse_of_rows(made, g, x, weights=w)
+        made.multiply_inverse_of_rows(g, x, weights=w)
     with pytest.raises(kc.ShapeError, match="`output_grads`"):
-        multiply_inverse_of_rows(made, x, g[:1, :], weights=w)
+        made.multiply_inverse_of_rows(x, g[:1, :], weights=w)
     with pytest.raises(kc.ShapeError, match="`weights`"):
-        multiply_inverse_of_rows(made, x, g, weights=w[:1])
+        made.multiply_inverse_of_rows(x, g, weights=w[:1])
     with pytest.raises(kc.ShapeError, match="matrix of rows"):
-        multiply_inverse_of_rows(made, x[0, :], g, weights=w)
-    with pytest.raises(kc.UnsupportedError, match="Take a factored rule"):
-        multiply_inverse_of_rows(x, x, g, weights=w)
+        made.multiply_inverse_of_rows(x[0, :], g, weights=w)

@@ -22,9 +22,9 @@ NASTY: tuple[Any, ...] = (
     ),
 )
 STRUCTURES = (
-    *("Average", "Basis", "ChannelMoments", "ExactKronecker", "FactoredKronecker"),
-    *("FlatOperator", "Inverse", "Positive", "ShiftedMatrix", "ShiftedDiagonal"),
-    *("SymmetricMatrix", "Statistics", "ManyKronecker", "EigenOperator", "WindowSum"),
+    *("Average", "Basis", "ChannelMoments", "SpectralOperator", "FactoredKronecker"),
+    *("DenseOperator", "Inverse", "Positive", "ShiftedMatrix", "ShiftedDiagonal"),
+    *("SymmetricMatrix", "Statistics", "ManyKronecker", "WindowSum"),
 )
 NUMBERS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e300, -1e300, float("nan"), float("inf"))
 WIDTHS = {"F64": 8, "F32": 4, "I32": 4, "I64": 8, "F16": 2, "BF16": 2, "U8": 1}

@@ -45,7 +45,7 @@ from kfac_core.layers.layer import Layer
 from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.groups import split_groups
 from kfac_core.linalg.ladder import symmetric_basis
-from kfac_core.operators.eigen import EigenOperator
+from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["Eigen", "MomentStart"]
 
@@ -226,27 +226,23 @@ class Eigen(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> EigenOperator:
+    ) -> SpectralOperator:
         """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` as it is now."""
         xp = options.namespace(statistics)
         _, apply = options.dtypes(statistics.dtype, xp=xp)
         E = cast(xp, statistics.averages["block"].value(debias=options.debias), apply)
-        bases = {
-            side: cast(xp, basis.eigenvectors, apply)
-            for side, basis in statistics.bases.items()
-        }
         damping = as_scalar(xp, options.damping, apply, "damping")
-        made = EigenOperator(
-            bases.get("input"),
-            bases.get("output"),
+        return spectral_operator(
             E,
-            full_of(xp, damping, E[(0,) * E.ndim]),
-            None,
-            xp.zeros_like(statistics.status),
-            options.name,
-            options.check,
+            input=statistics.bases.get("input"),
+            output=statistics.bases.get("output"),
+            damping=full_of(xp, damping, E),
+            vector_shape=layer.matrix_shape,
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+            dtype=apply,
         )
-        return made.prepared(*options.factorizations)
 
     @property
     def _factors(self) -> Kronecker:
@@ -263,11 +259,11 @@ class Eigen(Approximation):
             statistics.bases[side].eigenvectors if side in statistics.bases else None
             for side in _SIDES
         ]
-        turned = rows.turned(*bases, statistics.dtype, xp=xp)
+        in_basis = rows.in_basis(*bases, statistics.dtype, xp=xp)
         return DiagonalFactor().absorbed(
             old,
             split_groups(
-                turned.squares(statistics.dtype, xp=xp), old.sum.shape[:-2], xp=xp
+                in_basis.squares(statistics.dtype, xp=xp), old.sum.shape[:-2], xp=xp
             ),
             decay=options.decay,
             scale=shares.examples * shares.outer_products,
@@ -325,7 +321,7 @@ def _coordinates(
         xp.zeros(lead, dtype=xp.int32, device=device),
         nothing,
         nothing,
-        "working",
+        xp.zeros(lead, dtype=xp.int32, device=device),
     )
 
 

@@ -50,14 +50,21 @@ from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.homogeneous import homogeneous_coordinate
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.shifted import ShiftedMatrix
-from kfac_core.operators.exact_kronecker import ExactKronecker
 from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["Kronecker", "Sharing", "kronecker_operator"]
+__all__ = [
+    "Kronecker",
+    "Sharing",
+    "kronecker_operator",
+    "shared_inputs",
+    "shared_output_grads",
+]
 
 Sharing = Literal["expand", "reduce"]
 
@@ -203,7 +210,7 @@ class Kronecker(Approximation):
         if "output" not in options.skip:
             G = factor_of(self.output, layer).updated(
                 G,
-                self._output_rows(rows, statistics.dtype, xp),
+                shared_output_grads(rows, self.sharing, statistics.dtype, xp=xp),
                 tail=None,
                 scale=share * shares.outer_products,
                 **coefficients,
@@ -218,7 +225,7 @@ class Kronecker(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FactoredKronecker | ExactKronecker:
+    ) -> FactoredKronecker | SpectralOperator:
         """Make the curvature operator from the statistics, at this moment.
 
         Parameters
@@ -232,7 +239,7 @@ class Kronecker(Approximation):
 
         Returns
         -------
-        FactoredKronecker or ExactKronecker
+        FactoredKronecker or SpectralOperator
             An immutable snapshot.
 
         Raises
@@ -270,36 +277,69 @@ class Kronecker(Approximation):
             pixels, tail = cast(xp, rows.pixels, dtype), None
             x = xp.reshape(pixels, (-1, pixels.shape[-1]))
         else:
-            x, tail = self._input_rows(rows, dtype, xp)
+            x, tail = shared_inputs(rows, self.sharing, dtype, xp=xp)
         return factor_of(self.input, layer).updated(
             average, x, tail=tail, scale=scale, **coefficients, xp=xp
         )
 
-    def _input_rows(
-        self, rows: Rows, dtype: Any, xp: Namespace
-    ) -> tuple[Array, Array | None]:
-        """Return x and its homogeneous column as the sharing has them."""
-        x = cast(xp, rows.inputs, dtype)
-        if self.sharing == "expand" and not rows.homogeneous:
-            return xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1])), None
-        ones = xp.ones_like(x[..., 0])
-        if rows.mask is not None:
-            ones = xp.broadcast_to(cast(xp, rows.mask, dtype), x.shape[:-1])
-        if self.sharing == "reduce":
-            number = xp.sum(ones, axis=-1)
-            tail = cast(xp, number > 0, dtype)
-            x = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]
-        else:
-            x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
-            tail = xp.reshape(ones, x.shape[:-1])
-        return x, tail if rows.homogeneous else None
 
-    def _output_rows(self, rows: Any, dtype: Any, xp: Namespace) -> Array:
-        """Return g as the sharing has it."""
-        g = cast(xp, rows.output_grads, dtype)
-        if self.sharing == "reduce":
-            g = xp.sum(g, axis=-2, keepdims=True)
-        return xp.reshape(g, (*g.shape[:-4], -1, g.shape[-1]))
+def shared_inputs(
+    rows: Rows, sharing: Sharing, dtype: Any, /, *, xp: Namespace
+) -> tuple[Array, Array | None]:
+    """Return the rows x of an update as the sharing has them.
+
+    Parameters
+    ----------
+    rows : Rows
+        N examples with S shared positions each.
+    sharing : {"expand", "reduce"}
+        Whether each position is a row, or each example the mean of its positions.
+    dtype : dtype
+        Of the result.
+    xp : namespace
+        Of the rows.
+
+    Returns
+    -------
+    x : array, shape ((Q,) N S, n) or ((Q,) N, n)
+        Without the homogeneous coordinate.
+    tail : array, shape ((Q,) N S) or ((Q,) N), or None
+        The homogeneous coordinate, where the layer has a bias.
+    """
+    x = cast(xp, rows.inputs, dtype)
+    if sharing == "expand":
+        x, tail = (
+            xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1])),
+            rows.tail(dtype, xp=xp),
+        )
+        return x, None if tail is None else xp.reshape(tail, x.shape[:-1])
+    ones = homogeneous_coordinate(x, rows.mask, xp=xp)
+    number = xp.sum(ones, axis=-1)
+    tail = cast(xp, number > 0, dtype)
+    mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]
+    return mean, tail if rows.homogeneous else None
+
+
+def shared_output_grads(
+    rows: Any, sharing: Sharing, dtype: Any, /, *, xp: Namespace
+) -> Array:
+    """Return the rows g of an update as the sharing has them.
+
+    Parameters
+    ----------
+    rows, sharing, dtype, xp
+        As for `shared_inputs`; with ``"reduce"`` each example is the sum of its
+        positions.
+
+    Returns
+    -------
+    array, shape ((Q,) M N S, m) or ((Q,) M N, m)
+        For M sources.
+    """
+    g = cast(xp, rows.output_grads, dtype)
+    if sharing == "reduce":
+        g = xp.sum(g, axis=-2, keepdims=True)
+    return xp.reshape(g, (*g.shape[:-4], -1, g.shape[-1]))
 
 
 def kronecker_operator(
@@ -308,7 +348,7 @@ def kronecker_operator(
     scale: Array,
     options: OperatorOptions,
     /,
-) -> FactoredKronecker | ExactKronecker:
+) -> FactoredKronecker | SpectralOperator:
     """Return ``S A (x) G`` damped as the rule says.
 
     Parameters
@@ -324,7 +364,7 @@ def kronecker_operator(
 
     Returns
     -------
-    FactoredKronecker or ExactKronecker
+    FactoredKronecker or SpectralOperator
         An immutable snapshot.
     """
     xp = options.namespace(statistics)
@@ -352,7 +392,7 @@ def kronecker_operator(
     else:
         unit_pi = options.rule == "factored_unit_pi"
         shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
-    parts = []
+    parts, bare = [], []
     for kind, value, shift, side in zip(kinds, values, shifts, sides, strict=True):
         key = ("basis", id(statistics.averages[side]))
         wanted = () if exact else options.factorizations
@@ -365,21 +405,32 @@ def kronecker_operator(
             name=f"{options.name}/{side}",
             apply_dtype=apply,
         )
+        bare.append(part)
         if isinstance(part, ShiftedMatrix):
             if known is not None:
                 part = replaced(part, basis=known)
             elif exact and options.factorizations:
-                part = part.prepared("eigenbasis")
+                part = part.prepared(
+                    "eigenbasis", check=options.check, name=f"{options.name}/{side}"
+                )
             if part.basis is not None:
                 # Of the average itself, which no other block's refresh can change; the
                 # average is kept alive by the statistics.
                 options.memo[key] = part.basis
         parts.append(part)
     S, lam = cast(xp, S, apply), cast(xp, lam, apply)
+    made = FactoredKronecker(parts[0], parts[1], S)
     if not exact:
-        return FactoredKronecker(parts[0], parts[1], S)
+        return made
     good = xp.isfinite(lam) & (lam >= 0)
     flags = status_unless(xp, good, Status.BAD_DAMPING)
     lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
-    made = ExactKronecker(parts[0], parts[1], S, lam, None, flags)
-    return made.prepared(*options.factorizations)
+    undamped = FactoredKronecker(bare[0], bare[1], S)
+    shape = undamped.shape
+    if not options.factorizations:
+        return SpectralOperator(None, None, None, lam, flags, shape, undamped)
+    found = made.spectral(check=options.check, name=options.name)
+    spectral = replaced(found, damping=lam, flags=found.flags | flags, factors=undamped)
+    return spectral.prepared(
+        *options.factorizations, check=options.check, name=options.name
+    )

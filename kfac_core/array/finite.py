@@ -6,13 +6,18 @@ there cancel nothing.  So rows need not be read for it where their sums are at h
 
 from __future__ import annotations
 
-import numbers
-
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.namespaces import Scalar
+from kfac_core.array.namespaces import NUMBER, Scalar
 
-__all__ = ["all_finite", "is_plain", "known_finite", "plain_number"]
+__all__ = [
+    "all_finite",
+    "is_plain",
+    "is_readable",
+    "known_finite",
+    "plain_number",
+    "truth_of",
+]
 
 
 @dispatched
@@ -74,6 +79,48 @@ def is_plain(x: Array, /, *, xp: Namespace) -> bool:
     return False
 
 
+@dispatched
+def truth_of(condition: Array, /, *, xp: Namespace) -> bool | None:
+    """Return a condition as a Python bool, or None where no value can be read.
+
+    Parameters
+    ----------
+    condition : array of bool, 0-d
+        Any.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    bool or None
+        None inside a function compiler or a vectorizing transform, where there are no
+        values yet.  Reading one from a device synchronizes with it.
+    """
+    try:
+        return bool(condition)
+    except Exception:
+        # Every tracer refuses with an exception of its own.
+        return None
+
+
+def is_readable(x: Array, /, *, xp: Namespace) -> bool:
+    """Whether the host can read the values of an array; see `truth_of`.
+
+    Parameters
+    ----------
+    x : array
+        A small one, since all of it is compared.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    bool
+        False for an array that is being traced.
+    """
+    return is_plain(x, xp=xp) or truth_of(xp.all(x == x), xp=xp) is not None
+
+
 def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
     """Return a scalar as a Python number, where nothing has to be waited for.
 
@@ -91,6 +138,6 @@ def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
     float or None
         None for an array that is not 0-d, or not `is_plain`.
     """
-    if isinstance(x, numbers.Real):
+    if isinstance(x, NUMBER):
         return float(x)
     return float(x) if x.ndim == 0 and is_plain(x, xp=xp) else None

@@ -106,7 +106,7 @@ class IdRows:
         rows = xp.reshape(squares, (-1, squares.shape[-1]))
         return sum_rows_at(rows, xp.reshape(self.ids, (-1,)), size=self.size, xp=xp)
 
-    def turned(
+    def in_basis(
         self,
         input_basis: Array | None,
         output_basis: Array | None,

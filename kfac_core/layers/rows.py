@@ -27,6 +27,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import IdRangeError, NotFiniteError, ShapeError, UnsupportedError
+from kfac_core.layers.homogeneous import append_coordinate, homogeneous_coordinate
 from kfac_core.linalg.groups import join_groups
 
 __all__ = [
@@ -160,7 +161,7 @@ class Rows:
             mask = xp.reshape(mask, (-1, 1))
         return Rows(x, g, mask, self.homogeneous)
 
-    def turned(
+    def in_basis(
         self,
         input_basis: Array | None,
         output_basis: Array | None,
@@ -183,7 +184,7 @@ class Rows:
         Returns
         -------
         Rows
-            The homogeneous coordinate is one of the inputs' where these are turned.
+            The homogeneous coordinate is one of the inputs' in another basis.
         """
         x, homogeneous = cast(xp, self.inputs, dtype), self.homogeneous
         g = cast(xp, self.output_grads, dtype)
@@ -214,12 +215,9 @@ class Rows:
             if total is not None:
                 return join_groups(total, xp=xp)
         x, g = cast(xp, self.inputs, dtype), cast(xp, self.output_grads, dtype)
-        x2 = (x * x)[..., 0, :]
-        if self.homogeneous:
-            ones = xp.ones_like(x2[..., :1])
-            if self.mask is not None:
-                ones = xp.broadcast_to(cast(xp, self.mask, dtype), ones.shape)
-            x2 = xp.concat([x2, ones], axis=-1)
+        x2, tail = (x * x)[..., 0, :], self.tail(dtype, xp=xp)
+        if tail is not None:
+            x2 = append_coordinate(x2, tail[..., 0], xp=xp)
         g2 = xp.sum((g * g)[..., 0, :], axis=-3)
         return join_groups(xp.matmul(xp.matrix_transpose(x2), g2), xp=xp)
 
@@ -254,14 +252,15 @@ class Rows:
         return status
 
     def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
-        """Return the x with their homogeneous coordinate."""
-        x = cast(xp, self.inputs, dtype)
+        """Return the x with their homogeneous coordinate, shape ((Q,) N, S, n(+1))."""
+        x, tail = cast(xp, self.inputs, dtype), self.tail(dtype, xp=xp)
+        return x if tail is None else append_coordinate(x, tail, xp=xp)
+
+    def tail(self, dtype: object, /, *, xp: Namespace) -> Array | None:
+        """Return the homogeneous coordinates, shape ((Q,) N, S); None without a bias."""
         if not self.homogeneous:
-            return x
-        ones = xp.ones_like(x[..., :1])
-        if self.mask is not None:
-            ones = xp.broadcast_to(cast(xp, self.mask[..., None], dtype), ones.shape)
-        return xp.concat([x, ones], axis=-1)
+            return None
+        return homogeneous_coordinate(cast(xp, self.inputs, dtype), self.mask, xp=xp)
 
     def _examples(self, start: int, stop: int) -> Rows:
         """Return the rows of some of the examples."""
