@@ -892,7 +892,7 @@ def _emptied(statistics: Statistics) -> Statistics:
 
 def _require_damping_value(damping: Array, name: str) -> None:
     """Look at a 0-d array, which waits for its device."""
-    require_damping(float(damping), name=f"damping` of block `{name}")
+    require_damping(float(detached_array(damping)), name=f"damping` of block `{name}")
 
 
 def _coefficient_flags(decay: Any, weight: Any, like: Array, xp: Namespace) -> Array:

@@ -400,7 +400,7 @@ def test_capabilities_say_what_is_lacking():
     """By default next to nothing is offered."""
     few = Capabilities(weight_layout="io", bias_position="last")
 
-    assert few.lacks(CHECKS["B4 sum"].problem) is None
+    assert few.unsupported(CHECKS["B4 sum"].problem) is None
     for name, word in (
         ("B20 expand", "conv"),
         ("B5 sum", "sharing"),
@@ -411,9 +411,9 @@ def test_capabilities_say_what_is_lacking():
         ("D average", "moving average"),
         ("D parts", "micro-batches"),
     ):
-        lacking = few.lacks(CHECKS[name].problem)
+        lacking = few.unsupported(CHECKS[name].problem)
         assert any(w in lacking for w in word.split("|")), (name, lacking)
-    assert "damping rules" in few.lacks(CHECKS["B4 sum"].problem, rule="exact")
+    assert "damping rules" in few.unsupported(CHECKS["B4 sum"].problem, rule="exact")
 
 
 # Records.

@@ -10,8 +10,8 @@ import pytest
 import kfac_core as kc
 
 from ..builders.block_kinds import PAIRS, fed
-from ..builders.states import arrays_of, differences, frozen
 from ..builders.estimators import make_estimator
+from ..builders.states import arrays_of, differences, frozen
 
 N, n, m = 6, 4, 3
 RULES = ["factored", "exact"]

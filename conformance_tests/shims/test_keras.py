@@ -24,7 +24,7 @@ from kfac_core_shims.keras import KFAC  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 layers = keras.layers
-LOSS = {"likelihood": kc.losses.Categorical(), "loss": "mean"}
+LOSS = {"likelihood": kc.losses.Categorical(), "reduction": "mean"}
 SETTINGS = {**LOSS, "damping": 0.1, "decay": 0.9}
 
 
@@ -305,7 +305,7 @@ def test_the_summed_loss_is_that_of_the_mean():
     x = np.random.default_rng(7).normal(size=(8, 4)).astype("float32")
     model = network(layers.Dense(3), shape=(4,))
     _, _, mean = directions(model, x)
-    kfac = KFAC(model, fisher="exact", **{**SETTINGS, "loss": "sum"})
+    kfac = KFAC(model, fisher="exact", **{**SETTINGS, "reduction": "sum"})
     kfac.observe(x)
 
     summed = kfac.precondition([8.0 * g for g in gradients_of(model)])
@@ -363,7 +363,7 @@ def test_bad_input_changes_nothing():
 
 def test_arguments_are_checked():
     model = network(layers.Dense(3), shape=(4,))
-    for wrong in ({"loss": "average"}, {"fisher": "true"}):
+    for wrong in ({"reduction": "average"}, {"fisher": "true"}):
         with pytest.raises(kc.ConventionError, match="Expected one of"):
             KFAC(model, **{"fisher": "exact", **SETTINGS, **wrong})
     with pytest.raises(kc.UnsupportedError, match="built"):

@@ -16,6 +16,7 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.estimators import make_estimator
 from .size import FULL, report, sized
 
 pytestmark = pytest.mark.skipif(
@@ -27,6 +28,8 @@ KILLS = sized(8, 200)
 SERVER = """
 import os, sys
 import kfac_core as kc
+
+from ..builders.estimators import make_estimator
 from conformance_tests.survival.test_killed_saves import estimator, fed
 from ..builders.estimators import make_estimator
 path = sys.argv[1]

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.kronecker import Kronecker, Sharing
+from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, any_status, as_scalar, cast, full_of
@@ -42,6 +42,7 @@ from kfac_core.factors.average import Average, require_decay, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.groups import split_groups
 from kfac_core.linalg.ladder import symmetric_basis
@@ -79,7 +80,7 @@ class Eigen(Approximation):
 
     input: Literal["full", "diagonal"] = "full"
     output: Literal["full", "diagonal"] = "full"
-    sharing: Sharing = "expand"
+    sharing: WeightSharing = "expand"
     moment_decay: float | None = None
 
     name = "eigen"
@@ -88,7 +89,7 @@ class Eigen(Approximation):
     def __post_init__(self) -> None:
         for side in _SIDES:
             require_one_of(side, getattr(self, side), ("full", "diagonal"))
-        require_one_of("sharing", self.sharing, get_args(Sharing))
+        require_one_of("sharing", self.sharing, get_args(WeightSharing))
         if self.moment_decay is not None:
             require_decay(self.moment_decay, name="moment_decay")
 
