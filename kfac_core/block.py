@@ -17,7 +17,7 @@ import dataclasses
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, get_args
 
 import array_api_compat
@@ -661,13 +661,17 @@ class Rebase:
         """Whether equal tasks can be run as one."""
         return False
 
+    def accepts(self, result: Statistics, /) -> bool:
+        """Whether no basis is flagged; synchronizes with the device."""
+        return not bool(result.status)
+
     def work(self, block: Block, /, *_: Any) -> int:
         """Return about how many flops a block takes, in any unit."""
         n, m = block.layer.matrix_shape
         return n**3 + m**3
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RefreshBlock:
     """The function of one block that `Network.refresh` runs for each.
 
@@ -687,7 +691,7 @@ class RefreshBlock:
     damping_scaling: DampingScaling
     precision: Precision
     check: Check
-    memo: dict[Any, Any]
+    memo: dict[Any, Any] = field(compare=False)
 
     on_host = True
     worth_threads = 0
@@ -772,7 +776,7 @@ class Product:
 
     product: str
     arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(hash=False)
 
     on_host = False
     worth_threads = 10**9

@@ -536,3 +536,87 @@ def test_what_cannot_be_captured_is_refused(small):
     z, pull = network.vjp(params, x)
     with pytest.raises(kc.ConventionError, match="reduction"):
         pull(z)
+
+
+# ------------------------------------------- an estimator whose stages are programs
+
+
+def estimators(kind=None, **options):
+    """Return an estimator, and one of the same settings that is compiled."""
+    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    blocks = {"a": kc.Block(layer, kind or kc.Kronecker())}
+    settings = {"decay": 0.8, "damping": 0.3, "reduction": "sum", **options}
+    compiled = kc.Estimator(blocks, **settings, execution=shim.compiled)
+    return kc.Estimator(blocks, **settings), compiled
+
+
+def batch_of(rng):
+    return kc.Batch(*(jnp.asarray(rng.normal(size=(10, k))) for k in (4, 3)))
+
+
+def vector_of(rng):
+    weight, bias = rng.normal(size=(4, 3)), rng.normal(size=3)
+    return {"a": {"weight": jnp.asarray(weight), "bias": jnp.asarray(bias)}}
+
+
+def assert_close_vectors(found, expected):
+    for role, x in expected["a"].items():
+        np.testing.assert_allclose(found["a"][role], x, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [kc.Kronecker(), kc.Eigen()])
+def test_a_compiled_estimator_is_the_estimator(rng, kind):
+    """With decays and dampings that change, and one program a stage."""
+    rule = "exact" if kind.has_bases else "factored"
+    plain, compiled = estimators(kind, damping_rule=rule)
+    V, sizes = vector_of(rng), []
+    for step in range(4):
+        batch = batch_of(rng)
+        for estimator in (plain, compiled):
+            estimator.decay, estimator.damping = 0.9 - 0.1 * step, 0.3 * (step + 1)
+            estimator.update({"a": batch})
+            if kind.has_bases:
+                estimator.rebase(moments="kronecker")
+            estimator.refresh()
+        assert_close_vectors(compiled.precondition(V), plain.precondition(V))
+        sizes.append(shim._program(shim._compiler_options("cpu"))._cache_size())
+
+    # The first update makes statistics, whose form is then that of a program's results.
+    assert sizes[1] == sizes[3]
+    compiled.update({})
+    assert compiled.precondition({}) == {}
+    assert compiled.state["a"].updates == 4
+    assert_close_vectors(
+        compiled.apply("multiply_matpower", V, -0.5),
+        plain.apply("multiply_matpower", V, -0.5),
+    )
+
+
+def test_what_a_compiled_estimator_flags_is_raised(rng):
+    """By name, with nothing changed; a singular factor is refused by the whole ladder."""
+    _, compiled = estimators(damping=0.0)
+    ones = jnp.ones((2, 4)), jnp.ones((2, 3))
+    compiled.update({"a": kc.Batch(*ones)})
+    with pytest.raises(kc.FactorizationError, match="a/input"):
+        compiled.refresh()
+    compiled.damping = 0.1
+    compiled.refresh()
+    before = compiled.state
+    bad = kc.Batch(jnp.full((2, 4), jnp.nan), ones[1])
+    with pytest.raises(kc.NotFiniteError, match=r"'a'.*inputs"):
+        compiled.update({"a": bad})
+    assert compiled.state is before
+    assert (before["a"].updates, before["a"].age) == (1, 0)
+
+
+def test_a_compiled_stage_may_be_a_part_of_another_program(rng):
+    """Which is compiled as the whole is, and gives what the stage alone gives."""
+    _, compiled = estimators()
+    V = vector_of(rng)
+    compiled.update({"a": batch_of(rng)})
+    compiled.refresh()
+
+    alone = compiled.precondition(V)
+
+    assert_close_vectors(jax.jit(compiled.precondition)(V), alone)
+    assert_close_vectors(jax.jit(lambda: compiled.precondition(V))(), alone)
