@@ -26,7 +26,7 @@ import numpy as np
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
-from kfac_core.array.finite import known_finite
+from kfac_core.array.finite import known_true
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -879,7 +879,7 @@ def _finite_status(
         total = new.averages[name].sum
         if name in options.skip or not isinstance(total, SymmetricMatrix):
             continue
-        if known_finite(xp.linalg.diagonal(total.array), xp=xp):
+        if known_true(xp.isfinite(xp.linalg.diagonal(total.array)), xp=xp):
             known.append(argument)
     if stack:
         return rows.status_of_stack(xp=xp, known=frozenset(known))

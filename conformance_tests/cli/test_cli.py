@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -180,10 +179,9 @@ def test_a_broken_command_does_not_take_the_others_with_it(capsys, monkeypatch):
         raise ModuleNotFoundError("No module named 'another_package'")
 
     broken = Registered("broken", load)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [broken])
+    monkeypatch.setattr("kfac_core.cli.entry_points", lambda group: [broken])
 
-    assert main(["doctor", "--json"]) == 0
-    capsys.readouterr()
+    assert "doctor" in commands()
     assert main(["broken", "--any", "argument"]) == 2
 
     [line] = capsys.readouterr().err.splitlines()
@@ -194,7 +192,7 @@ def test_a_broken_command_does_not_take_the_others_with_it(capsys, monkeypatch):
 def test_a_registered_command_does_not_replace_one_of_the_core(monkeypatch):
     """Whatever is installed, ``doctor`` is the doctor."""
     other = Registered("doctor", lambda: None)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [other])
+    monkeypatch.setattr("kfac_core.cli.entry_points", lambda group: [other])
 
     assert commands()["doctor"].__name__ == "kfac_core.cli.doctor"
 

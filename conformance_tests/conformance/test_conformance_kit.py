@@ -86,8 +86,8 @@ class Wrapped(Own):
 class SumForMean(Wrapped):
     """Takes gradients of a mean loss for those of a sum: a factor of N^2."""
 
-    def _fed(self, problem):
-        return super()._fed(Lying(problem, problem.reduction))
+    def _updated(self, problem):
+        return super()._updated(Lying(problem, problem.reduction))
 
 
 class Lying:
@@ -392,7 +392,7 @@ def test_an_adapter_is_found_in_a_file(tmp_path):
     for name in ("make", "made", "Own"):
         adapter = load_adapter(f"{path}:{name}")
         assert run_check(adapter, CHECKS["B1 mse sum"]).status == "holds"
-    with pytest.raises(AdapterError, match="but dict"):
+    with pytest.raises(AdapterError, match="got dict"):
         load_adapter(f"{path}:Wrong")
 
 

@@ -28,10 +28,7 @@ KILLS = sized(8, 200)
 SERVER = """
 import os, sys
 import kfac_core as kc
-
-from ..builders.estimators import make_estimator
 from conformance_tests.survival.test_killed_saves import estimator, fed
-from ..builders.estimators import make_estimator
 path = sys.argv[1]
 saved = estimator()
 saved.update(fed(0))

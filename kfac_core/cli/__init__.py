@@ -13,15 +13,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import kfac_core
 from kfac_core.cli.screen import complain
 from kfac_core.errors import KFACError
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -95,9 +93,6 @@ def commands() -> dict[str, Command]:
 
     A registered command cannot take the name of one of the core's.
     """
-    # A fifth of the time of `import kfac_core`, if it stood at the top.
-    from importlib.metadata import entry_points
-
     from kfac_core.cli import bench, doctor, inspect
     from kfac_core.cli.demo import command as demo
 

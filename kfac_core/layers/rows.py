@@ -173,7 +173,7 @@ class Rows:
             tail = self.tail(dtype, xp=xp)
             return x, None if tail is None else xp.reshape(tail, x.shape[:-1]), g
         self.require_all_positions()
-        ones = homogeneous_coordinate(x, self.mask, xp=xp)
+        ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
         number = xp.sum(ones, axis=-1)
         tail = cast(xp, number > 0, dtype)
         mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]
@@ -312,7 +312,7 @@ class Rows:
         """Return the homogeneous coordinates, shape ((Q,) N, S); None without a bias."""
         if not self.homogeneous:
             return None
-        return homogeneous_coordinate(cast(xp, self.inputs, dtype), self.mask, xp=xp)
+        return homogeneous_coordinate(self.inputs, self.mask, dtype, xp=xp)
 
     def _examples(self, start: int, stop: int) -> Rows:
         """Return the rows of some of the examples."""

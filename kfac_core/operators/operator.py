@@ -251,28 +251,6 @@ class CurvatureOperator(abc.ABC):
             "diagonal input factor, or a diagonal block. Give the whole gradient."
         )
 
-    @property
-    def acts_on_rows(self) -> bool:
-        """Whether the inverse acts on x and g of a gradient apart."""
-        return False
-
-    def multiply_inverse_of_rows(
-        self, inputs: Array, output_grads: Array, /, *, weights: Array
-    ) -> Array:
-        """Return ``F_damped^-1 sum_i w_i x_i g_i^T`` from the rows; see `acts_on_rows`.
-
-        Raises
-        ------
-        UnsupportedError
-            For an operator whose inverse does not act on rows: of exact damping, of
-            groups, or not a Kronecker product.
-        """
-        raise UnsupportedError(
-            f"The inverse of {type(self).__name__} does not act on the rows of a gradient "
-            "alone. Take a factored rule of damping, or give `multiply_inverse` the "
-            "gradient."
-        )
-
     def parts(self) -> dict[str, Any]:
         """Return the damped factors or bases that the operator is made of, by name."""
         return {}
