@@ -91,9 +91,9 @@ def test_blocks_that_share_a_factor_share_its_basis(on_one_thread, asked, rng): 
     estimator.refresh()
 
     assert asked
-    bases = [estimator.operator(name).input.basis for name in blocks]
+    bases = [estimator.operator(name).input for name in blocks]
     assert bases[0] is bases[1]
-    others = [estimator.operator(name).output.basis for name in blocks]
+    others = [estimator.operator(name).output for name in blocks]
     assert others[0] is not others[1]
 
 
