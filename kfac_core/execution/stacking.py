@@ -175,6 +175,9 @@ def _returned(
     sides: dict[str, Any] = {}
     for side in ("input", "output"):
         part = getattr(operator, side)
+        if isinstance(part, Basis) and memo is not None:
+            key = ("returned", id(part))
+            sides[side] = memo.setdefault(key, returned(part, xp=xp))
         if not isinstance(part, ShiftedMatrix):
             continue
         given: dict[str, Any] = {}
