@@ -77,6 +77,12 @@ class ShiftedRankOne:
         """The shift d, 0-d."""
         return cast(self._xp(), self.block.shift, self.dtype)
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        found = self.block.factorizations & {"inverse"}
+        return found if self.whole is None else found | self.whole.factorizations
+
     def prepared(self, *factorizations: Factorization) -> ShiftedRankOne:
         """Return the same with factorizations made that were not there yet."""
         made = self

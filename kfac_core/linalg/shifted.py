@@ -93,6 +93,16 @@ class ShiftedMatrix:
         """The dtype of applying."""
         return self.applied.like.dtype
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        made: dict[Factorization, Any] = {
+            "inverse": self.inverse if self.solving == "inverse" else self.positive,
+            "cholesky": self.positive,
+            "eigenbasis": self.basis,
+        }
+        return frozenset(name for name, part in made.items() if part is not None)
+
     def prepared(self, *factorizations: Factorization) -> ShiftedMatrix:
         """Return the same with factorizations made that were not there yet.
 

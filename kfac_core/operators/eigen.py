@@ -69,6 +69,14 @@ class EigenOperator:
         n, m = self.moments.shape[-2:]
         return int(n), math.prod(self._lead) * int(m)
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        found: frozenset[Factorization] = frozenset({"eigenbasis"})
+        if self.definite:
+            found |= {"inverse"}
+        return found if self.whole is None else found | self.whole.factorizations
+
     def prepared(self, *factorizations: Factorization) -> EigenOperator:
         """Return the same operator, checked, with a Cholesky factor if asked for.
 

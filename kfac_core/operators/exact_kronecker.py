@@ -64,11 +64,21 @@ class ExactKronecker:
         """The dtype of the arrays."""
         return self.scale.dtype
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        found = self.input.factorizations & self.output.factorizations & {"eigenbasis"}
+        if found:
+            found |= {"inverse"}
+        return found if self.triangular is None else found | {"cholesky"}
+
     def prepared(self, *factorizations: Factorization) -> ExactKronecker:
         """Return the same operator with factorizations made that were missing.
 
         The inverse and all powers need both eigenbases; the Cholesky factor is apart.
         """
+        if not factorizations:
+            return self
         made = replaced(
             self,
             input=self.input.prepared("eigenbasis"),

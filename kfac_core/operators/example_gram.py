@@ -84,6 +84,11 @@ class ExampleGramOperator:
         """K."""
         return int(self.inputs.shape[0])
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return self.gram.factorizations
+
     def prepared(self, *factorizations: Factorization) -> ExampleGramOperator:
         """Return the same operator with factorizations of ``H + lam I`` made."""
         return replaced(self, gram=self.gram.prepared(*factorizations))

@@ -35,6 +35,11 @@ class FlatOperator:
     block: Shifted
     shape: tuple[int, int]
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return self.block.factorizations
+
     def prepared(self, *factorizations: Factorization) -> FlatOperator:
         """Return the same operator with factorizations made that were missing."""
         return replaced(self, block=self.block.prepared(*factorizations))

@@ -47,6 +47,11 @@ class FactoredKronecker:
         groups = self.input.lead[0] if self.input.lead else 1
         return self.input.size, groups * self.output.size
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return self.input.factorizations & self.output.factorizations
+
     def prepared(self, *factorizations: Factorization) -> FactoredKronecker:
         """Return the same operator with factorizations made that were missing."""
         A = self.input.prepared(*factorizations)

@@ -101,6 +101,12 @@ class LowRankOperator:
         """The traces of what the two factors were cut off from, 0-d each."""
         return self.input.lost, self.output.lost
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        made: tuple[Factorization, ...] = ("eigenbasis", "inverse")
+        return frozenset(made if self.definite else made[:1])
+
     def prepared(self, *factorizations: Factorization) -> LowRankOperator:
         """Return the same operator, known to be definite where anything is asked for."""
         made = self._checked()

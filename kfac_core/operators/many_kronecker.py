@@ -59,6 +59,16 @@ class ManyKronecker:
         """The shape ``(n_1 ... n_k, 1)`` of the vectors."""
         return math.prod(self.sizes), 1
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        parts = (part.factorizations for part in self.factors.values())
+        common = frozenset.intersection(*parts)
+        if not self.exact:
+            return common
+        bases = common & {"eigenbasis"}
+        return bases | {"inverse"} if bases else bases
+
     def prepared(self, *factorizations: Factorization) -> ManyKronecker:
         """Return the same operator with factorizations made that were missing."""
         wanted = factorizations

@@ -61,6 +61,10 @@ class CurvatureOperator(Protocol):
     def shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared: products that need it alone make nothing."""
+
     def prepared(self, *factorizations: Factorization) -> CurvatureOperator:
         """Return the same operator with factorizations made that were missing."""
 

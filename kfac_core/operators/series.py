@@ -77,6 +77,12 @@ class SeriesOperator:
         """The shape ``(in(+1), out)`` of the vectors."""
         return self.input.size, self.output.size
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        found: frozenset[Factorization] = frozenset({"inverse"})
+        return found if self.dense is None else found | self.dense.factorizations
+
     def prepared(self, *factorizations: Factorization) -> SeriesOperator:
         """Return the same operator with factorizations made that were missing.
 
