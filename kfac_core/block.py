@@ -24,7 +24,7 @@ import numpy as np
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, Namespace, load_adapters
+from kfac_core.array.backend import Array, load_adapters
 from kfac_core.array.finite import known_finite
 from kfac_core.array.namespaces import (
     Scalar,
@@ -46,7 +46,6 @@ from kfac_core.errors import (
     KFACError,
     MixedArraysError,
     NotFiniteError,
-    ShapeError,
     UnsupportedError,
 )
 from kfac_core.factors.average import Average, require_decay, require_weight
@@ -176,137 +175,12 @@ class Block:
         NotFiniteError
             For rows that are not finite (``check="raise"``).
         """
-        options: dict[str, Any] = {
-            "conventions": conventions,
-            "decay": decay,
-            "weight": weight,
-            "skip": skip,
-            "max_patch_elements": max_patch_elements,
-        }
+        update = UpdateBlock(conventions, max_patch_elements)
+        new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
-            new = self.unchecked_update(statistics, batch, **options)
             return _accepted(new, statistics)
-        # What is infinite is found by its status; NumPy would also warn of inf - inf.
-        with np.errstate(invalid="ignore"):
-            new = self.unchecked_update(statistics, batch, **options)
         _raise_for(new.status, name)
         return new
-
-    def unchecked_update(
-        self,
-        statistics: Statistics,
-        batch: BatchLike,
-        /,
-        *,
-        conventions: Conventions,
-        decay: Scalar,
-        weight: Scalar = 1.0,
-        skip: frozenset[str] = frozenset(),
-        max_patch_elements: int | None = None,
-        stack: tuple[int, ...] = (),
-    ) -> Statistics:
-        """Return what `update` makes before its status is looked at.
-
-        For callers that look at the statuses of several blocks at a time.  Where the
-        status is not zero the result is of no use, and the old statistics are to be
-        kept.
-
-        Parameters
-        ----------
-        statistics, batch, conventions, decay, weight, skip, max_patch_elements
-            As for `update`.
-        stack : tuple of int
-            The shape of leading axes that all arrays have in common: as many equal
-            blocks, updated together.
-
-        Returns
-        -------
-        Statistics
-            With a status.
-
-        Raises
-        ------
-        ShapeError, DtypeError, MixedArraysError, DecayError
-            For arguments that do not fit.
-        """
-        require_decay(decay)
-        require_weight(weight)
-        xp, dtype = statistics.namespace, statistics.dtype
-        decay = as_scalar(xp, decay, dtype, "decay")
-        weight = as_scalar(xp, weight, dtype, "weight")
-        for coefficient, value in (("decay", decay), ("weight", weight)):
-            if not isinstance(value, float):
-                same_place(**{"statistics": statistics.any_weight, coefficient: value})
-        status = _coefficient_flags(decay, weight, statistics)
-        options = UpdateOptions(
-            conventions=conventions, decay=decay, weight=weight, skip=skip, xp=xp
-        )
-        if max_patch_elements is None:
-            rows = self.rows(batch, stack=stack) if stack else self.rows(batch)
-            self._require_place(statistics, rows)
-            if isinstance(rows, IdRows):
-                # Not every library says so when an index lies outside; some crash.
-                status = status | rows.status(xp=xp)
-                rows = rows.with_ids_inside(xp=xp)
-                new = self.approximation.updated(statistics, rows, self.layer, options)
-            else:
-                new = self.approximation.updated(statistics, rows, self.layer, options)
-                status = status | self._finite_status(rows, new, skip, stack, xp)
-        else:
-            parts = self.row_parts(batch, max_patch_elements=max_patch_elements)
-            new, flags = self._updated_by_parts(statistics, parts, options)
-            status = status | flags
-        new = replaced(new, status=status)
-        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
-        return _of_arrays(new) if isinstance(status, (np.generic, np.ndarray)) else new
-
-    def _updated_by_parts(
-        self, statistics: Statistics, parts: Iterator[Any], options: UpdateOptions
-    ) -> tuple[Statistics, Any]:
-        """Return the statistics after a batch that is read in parts, and its flags."""
-        xp = options.xp
-        alone = dataclasses.replace(options, decay=0.0, weight=None)
-        empty = _emptied(statistics)
-        total: Statistics | None = None
-        status: Any = 0
-        for rows in parts:
-            self._require_place(statistics, rows)
-            status = status | rows.status(xp=xp)
-            part = self.approximation.updated(empty, rows, self.layer, alone)
-            total = part if total is None else total.merged(part)
-            # The loop's variable would hold this chunk while the next one is made.
-            del rows
-        assert total is not None
-        new = statistics.absorbed(
-            total, decay=options.decay, weight=options.weight, decays=self._decays
-        )
-        return new, status
-
-    def _finite_status(
-        self,
-        rows: Any,
-        new: Statistics,
-        skip: frozenset[str],
-        stack: tuple[int, ...],
-        xp: Namespace,
-    ) -> Any:
-        """Return the flags of rows that are not finite.
-
-        A running sum whose diagonal is finite had finite rows: an entry of it is a sum of
-        squares.  Only arrays of which no sum says so are read.
-        """
-        known = []
-        for name, argument in self.approximation.sums_of_squares.items():
-            total = new.averages[name].sum
-            if name in skip or not isinstance(total, SymmetricMatrix):
-                continue
-            if known_finite(xp.linalg.diagonal(total.array), xp=xp):
-                known.append(argument)
-        if stack:
-            return rows.status_of_stack(xp=xp, known=frozenset(known))
-        if known:
-            return rows.status(xp=xp, known=frozenset(known))
-        return rows.status(xp=xp)
 
     def moments(
         self,
@@ -393,7 +267,7 @@ class Block:
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
         return statistics.absorbed(
-            moments, decay=decay, weight=weight, decays=self._decays
+            moments, decay=decay, weight=weight, decays=self.approximation.decays
         )
 
     def operator(
@@ -607,20 +481,6 @@ class Block:
             )
         yield from layer.row_chunks(batch, max_patch_elements=max_patch_elements)
 
-    @property
-    def _decays(self) -> Mapping[str, float]:
-        """The averages with a decay of their own."""
-        return self.approximation.decays
-
-    def _require_place(self, statistics: Statistics, rows: Any) -> None:
-        """Raise where a batch is not of one place with the statistics."""
-        try:
-            namespace_of(statistics=statistics.any_weight, batch=rows.like)
-        except MixedArraysError as error:
-            raise MixedArraysError(
-                f"{error} (The statistics stay where their first batch was.)"
-            ) from None
-
 
 @dataclass(frozen=True)
 class UpdateBlock:
@@ -654,22 +514,84 @@ class UpdateBlock:
         *,
         stack: tuple[int, ...] = (),
     ) -> Statistics:
-        """Return the statistics after an update, before their status is looked at."""
-        try:
-            # What is infinite is found by its status; NumPy would also warn of inf - inf.
+        """Return the statistics after an update, before their status is looked at.
+
+        Parameters
+        ----------
+        name, block : str, Block
+            What is updated.
+        statistics, batch, decay, weight, skip
+            As for `Block.update`.
+        stack : tuple of int
+            The shape of leading axes that all arrays have in common: as many equal
+            blocks, updated together.
+
+        Returns
+        -------
+        Statistics
+            With a status; where that is not zero, the old statistics are to be kept.
+
+        Raises
+        ------
+        ShapeError, DtypeError, MixedArraysError, DecayError
+            For arguments that do not fit.
+        """
+        require_decay(decay)
+        require_weight(weight)
+        xp, dtype = statistics.namespace, statistics.dtype
+        decay = as_scalar(xp, decay, dtype, "decay")
+        weight = as_scalar(xp, weight, dtype, "weight")
+        flags = _coefficient_flags(decay, weight, statistics)
+        options = UpdateOptions(
+            conventions=self.conventions, decay=decay, weight=weight, skip=skip, xp=xp
+        )
+        if self.max_patch_elements is not None:
+            new, status = self._by_parts(block, statistics, batch, options)
+            return replaced(new, status=flags | status)
+        rows = block.rows(batch, stack=stack) if stack else block.rows(batch)
+        _require_place(statistics, rows)
+        if isinstance(rows, IdRows):
+            # Not every library says so when an index lies outside; some crash.
+            flags = flags | rows.status(xp=xp)
+            rows = rows.with_ids_inside(xp=xp)
+        # What is infinite is found by its status; NumPy would also warn of inf - inf.
+        with np.errstate(invalid="ignore"):
+            new = block.approximation.updated(statistics, rows, block.layer, options)
+            if not isinstance(rows, IdRows):
+                flags = flags | _finite_status(block, rows, new, options, stack)
+        new = replaced(new, status=flags)
+        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
+        return _of_arrays(new) if isinstance(flags, (np.generic, np.ndarray)) else new
+
+    def _by_parts(
+        self,
+        block: Block,
+        statistics: Statistics,
+        batch: BatchLike,
+        options: UpdateOptions,
+    ) -> tuple[Statistics, Any]:
+        """Return the statistics after a batch that is read in parts, and its flags."""
+        parts = block.row_parts(batch, max_patch_elements=self.max_patch_elements)
+        alone = dataclasses.replace(options, decay=0.0, weight=None)
+        empty = _emptied(statistics)
+        total: Statistics | None = None
+        status: Any = 0
+        for rows in parts:
+            _require_place(statistics, rows)
+            status = status | rows.status(xp=options.xp)
             with np.errstate(invalid="ignore"):
-                return block.unchecked_update(
-                    statistics,
-                    batch,
-                    conventions=self.conventions,
-                    decay=decay,
-                    weight=weight,
-                    skip=skip,
-                    max_patch_elements=self.max_patch_elements,
-                    stack=stack,
-                )
-        except KFACError as error:
-            raise type(error)(f"Block {name!r}: {error}") from None
+                part = block.approximation.updated(empty, rows, block.layer, alone)
+                total = part if total is None else total.merged(part)
+            # The loop's variable would hold this chunk while the next one is made.
+            del rows
+        assert total is not None
+        new = statistics.absorbed(
+            total,
+            decay=options.decay,
+            weight=options.weight,
+            decays=block.approximation.decays,
+        )
+        return new, status
 
     def stacks(
         self,
@@ -726,10 +648,7 @@ class Rebase:
         self, name: str, block: Block, statistics: Statistics, /
     ) -> Statistics:
         """Return the statistics in new bases."""
-        try:
-            return block.rebased(statistics, moments=self.moments, check=self.check)
-        except KFACError as error:
-            raise type(error)(f"Block {name!r}: {error}") from None
+        return block.rebased(statistics, moments=self.moments, check=self.check)
 
     def stacks(self, block: Block, statistics: Statistics, /) -> bool:
         """Whether equal tasks can be run as one."""
@@ -840,13 +759,13 @@ class Product:
         A method of `CurvatureOperator` that takes and returns a vector.
     arguments : tuple
         What the product takes besides the vector.
-    options : tuple of tuple of str and object
+    options : mapping of str to object
         Its keyword arguments.
     """
 
     product: str
-    arguments: tuple[Any, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
 
     on_host = False
     worth_threads = 10**9
@@ -868,22 +787,19 @@ class Product:
             restricted: Any = operator
             small = restricted.at_rows(weight.indices)
             rows = detached_array(weight.rows)
-            return {"weight": SparseRows(weight.indices, self._of(small, rows))}
+            product = getattr(small, self.product)(
+                rows, *self.arguments, **self.options
+            )
+            return {"weight": SparseRows(weight.indices, product)}
         given = {key: detached_array(x) for key, x in parameters.items()}
         layer: Any = block.layer
         options: Any = {"stack": stack} if stack else {}
-        try:
-            vector = layer.parameters_to_matrix(given, **options)
-            result = self._of(operator, vector)
-        except ShapeError as error:
-            raise ShapeError(f"Block {name!r}: {error}") from None
+        vector = layer.parameters_to_matrix(given, **options)
+        result = getattr(operator, self.product)(
+            vector, *self.arguments, **self.options
+        )
         made: dict[str, Any] = layer.matrix_to_parameters(result, **options)
         return made
-
-    def _of(self, operator: Any, vector: Array) -> Array:
-        product = getattr(operator, self.product)
-        result: Array = product(vector, *self.arguments, **dict(self.options))
-        return result
 
     def stacks(
         self, block: Block, operator: CurvatureOperator, parameters: Any, /
@@ -914,6 +830,43 @@ def _of_arrays(statistics: Statistics) -> Statistics:
     return Statistics(averages, np.asarray(statistics.status), statistics.bases)
 
 
+def _require_place(statistics: Statistics, rows: Any) -> None:
+    """Raise where a batch is not of one place with the statistics."""
+    try:
+        namespace_of(statistics=statistics.any_weight, batch=rows.like)
+    except MixedArraysError as error:
+        raise MixedArraysError(
+            f"{error} (The statistics stay where their first batch was.)"
+        ) from None
+
+
+def _finite_status(
+    block: Block,
+    rows: Any,
+    new: Statistics,
+    options: UpdateOptions,
+    stack: tuple[int, ...],
+) -> Any:
+    """Return the flags of rows that are not finite.
+
+    A running sum whose diagonal is finite had finite rows: an entry of it is a sum of
+    squares.  Only arrays of which no sum says so are read.
+    """
+    xp = options.xp
+    known = []
+    for name, argument in block.approximation.sums_of_squares.items():
+        total = new.averages[name].sum
+        if name in options.skip or not isinstance(total, SymmetricMatrix):
+            continue
+        if known_finite(xp.linalg.diagonal(total.array), xp=xp):
+            known.append(argument)
+    if stack:
+        return rows.status_of_stack(xp=xp, known=frozenset(known))
+    if known:
+        return rows.status(xp=xp, known=frozenset(known))
+    return rows.status(xp=xp)
+
+
 def _emptied(statistics: Statistics) -> Statistics:
     """Return statistics of nothing, in the same bases."""
     nothing = map_structure(lambda x: x * 0, statistics)
@@ -928,7 +881,10 @@ def _require_damping_value(damping: Array, name: str) -> None:
 def _coefficient_flags(decay: Any, weight: Any, statistics: Statistics) -> Array:
     """Return the flags of traced coefficients; Python numbers were checked before."""
     xp = statistics.namespace
-    flags = xp.zeros_like(statistics.status)
+    flags = xp.zeros((), dtype=xp.int32, device=device_of(statistics.any_weight))
+    for coefficient, value in (("decay", decay), ("weight", weight)):
+        if not isinstance(value, float):
+            same_place(**{"statistics": statistics.any_weight, coefficient: value})
     if not isinstance(decay, float):
         good = (decay >= 0) & (decay <= 1)
         flags = flags | status_unless(xp, good, Status.BAD_DECAY)

@@ -496,7 +496,8 @@ class Estimator:
         """Return the state with operators in which a factorization has been made."""
         held = {name: self.operator(name) for name in names}
         made = {
-            name: operator.prepared(factorization) for name, operator in held.items()
+            name: operator.prepared(factorization, name=name)
+            for name, operator in held.items()
         }
         return self.state.updated(
             {

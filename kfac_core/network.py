@@ -98,7 +98,14 @@ def plain(function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
     KFACError
         As the function does, with the name of the block.
     """
-    return {name: function(name, *task) for name, task in tasks.items()}
+    found: dict[str, Any] = {}
+    for name, task in tasks.items():
+        try:
+            found[name] = function(name, *task)
+        except KFACError as error:
+            error.args = (f"Block {name!r}: {error}", *error.args[1:])
+            raise
+    return found
 
 
 @structure()
@@ -695,7 +702,7 @@ class Network:
             name: (self.blocks[self.known(name)], self.operator(state, name), given)
             for name, given in vectors.items()
         }
-        function = Product(product, arguments, tuple(options.items()))
+        function = Product(product, arguments, options)
         return executor(function, tasks)
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:

@@ -20,7 +20,7 @@ from kfac_core.block import Block
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.condition import estimated_norm, measured_residual
-from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.factorizations import Basis, fallback_of
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
@@ -192,7 +192,8 @@ def _basis(basis: Basis) -> FactorReport:
     xp = array_api_compat.array_namespace(basis.eigenvalues)
     size = int(basis.eigenvalues.shape[-1])
     residual, clipped = float(xp.max(basis.residual)), float(xp.max(basis.clipped))
-    return FactorReport(size, 0.0, None, residual, basis.rung, clipped)
+    rung = fallback_of(basis).name.lower()
+    return FactorReport(size, 0.0, None, residual, rung, clipped)
 
 
 def _factor(part: ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne) -> FactorReport:
@@ -211,7 +212,7 @@ def _factor(part: ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne) -> FactorRep
         shift,
         _condition(part, xp),
         float(xp.max(made.residual)),
-        made.rung,
+        fallback_of(made).name.lower(),
         float(xp.max(made.clipped)),
     )
 

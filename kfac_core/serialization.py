@@ -191,14 +191,14 @@ def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
         xp = array_api_compat.array_namespace(value.array)
         found[path] = pack_triangle(value.array, xp=xp)
     elif fields_of(type(value)):
-        for name, _ in fields_of(type(value)):
-            if _hints(type(value))[name] is not str:  # what messages call it
+        for name, static in fields_of(type(value)):
+            if not static or _choices(type(value), name):
                 _collect(getattr(value, name), f"{path}.{name}", found)
     elif isinstance(value, dict):
         for name, part in value.items():
             _collect(part, f"{path}.{name}", found)
-    elif isinstance(value, bool | int | str | tuple):
-        found[path] = list(value) if isinstance(value, tuple) else value
+    elif isinstance(value, bool | str):
+        found[path] = value
     elif value is not None:
         xp = array_api_compat.array_namespace(value)
         found[path] = xp.asarray(value, copy=True)
@@ -291,9 +291,14 @@ class _Values:
             return self._array(path, like, None if like is None else like.shape)
         parts: dict[str, Any] = {}
         for name, static in fields_of(cls):
-            read = self._static if static else self.read
-            own = None if like is None else getattr(like, name)
-            parts[name] = read(f"{path}.{name}", _hints(cls)[name], own)
+            inner, own = f"{path}.{name}", None if like is None else getattr(like, name)
+            choices = _choices(cls, name) if static else ()
+            if choices:
+                parts[name] = self._choice(inner, choices)
+            elif static:
+                parts[name] = own
+            else:
+                parts[name] = self.read(inner, _hints(cls)[name], own)
         return cls(**parts)
 
     def _names(self, path: str) -> set[str]:
@@ -310,21 +315,11 @@ class _Values:
                 return cls
         return None
 
-    def _static(self, path: str, hint: Any, like: Any) -> Any:
-        """Take a field that is no array: one of those that its annotation allows."""
-        if hint is str:
-            return like or ""  # what messages call it
+    def _choice(self, path: str, choices: tuple[Any, ...]) -> Any:
+        """Take one of a few values."""
         value = self.taken(path)
-        if get_origin(hint) is Literal:
-            good = isinstance(value, str) and value in get_args(hint)
-        elif hint in (bool, int):
-            good = type(value) is hint and value >= 0
-        else:
-            lengths = value if isinstance(value, list | tuple) else [None]
-            good = all(type(n) is int and n > 0 for n in lengths)
-            value = tuple(lengths)
-        if not good:
-            raise _problem(path, str(hint), _short(value))
+        if type(value) is not type(choices[0]) or value not in choices:
+            raise _problem(path, f"one of {choices}", _short(value))
         return value
 
     def _symmetric(self, path: str, like: SymmetricMatrix | None) -> SymmetricMatrix:
@@ -370,6 +365,15 @@ class _Values:
 @functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls)
+
+
+def _choices(cls: type[Any], name: str) -> tuple[Any, ...]:
+    """Return the values of a static field that may differ between equal networks.
+
+    Such as whether a block was found definite; all others are the template's.
+    """
+    hint = _hints(cls)[name]
+    return (False, True) if hint is bool else get_args(hint) * (get_origin(hint) is Literal)
 
 
 def _is_real(x: Any) -> bool:

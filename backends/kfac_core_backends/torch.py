@@ -278,6 +278,11 @@ def is_plain(x: Any, /, *, xp: Any) -> bool:
     return _plain(x) and not torch.is_inference_mode_enabled()
 
 
+def truth_of(condition: Any, /, *, xp: Any) -> Any:
+    """Return a condition as a bool; None where a compiler would break the graph for it."""
+    return None if torch.compiler.is_compiling() else NotImplemented
+
+
 _SEEN = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 """The dtypes in which NumPy computes as fast as PyTorch."""
 

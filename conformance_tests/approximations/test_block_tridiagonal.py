@@ -14,6 +14,7 @@ from kfac_core.array.structure import map_structure, replaced
 from kfac_core.chain.statistics import ChainStatistics
 from kfac_core.chain.tridiagonal import BlockTridiagonal
 from kfac_core.linalg import series_chain
+from kfac_core.linalg.factorizations import fallback_of
 
 from ..builders import network, reference
 from ..builders.tolerances import assert_close, assert_differs
@@ -531,7 +532,8 @@ def test_what_float32_cannot_certify_is_made_in_float64(
 
     rung = {"float64": "working", "float32": "float64"}[dtype]
     flags = {"float64": kc.Status.OK, "float32": kc.Status.INACCURATE}[dtype]
-    assert (easy.rung, operator.rung, flagged.rung) == ("working", rung, "working")
+    found = [fallback_of(x).name.lower() for x in (easy, operator, flagged)]
+    assert found == ["working", rung, "working"]
     assert int(flagged.status()) == flags
     assert operator.scale.dtype == backend.dtype(dtype)
     V = vectors(backend, rng.normal(size=EDGES[-1]), dtype)

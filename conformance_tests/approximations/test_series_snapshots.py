@@ -9,6 +9,7 @@ import kfac_core as kc
 from kfac_core.approximations.series import Series
 from kfac_core.array.structure import leaves
 from kfac_core.linalg import series_chain
+from kfac_core.linalg.factorizations import Fallback, fallback_of
 
 from ..builders.series_reference import (
     damped,
@@ -117,7 +118,7 @@ def test_what_float32_cannot_certify_is_made_in_float64(
 
     made = BLOCKS[variant].operator(statistics, damping=DAMPING, rule="factored")
 
-    assert made.rung == "float64"
+    assert fallback_of(made) == Fallback.FLOAT64
     assert made.scale.dtype == backend.dtype("float32")
     got = backend.to_numpy(made.multiply_inverse(backend.asarray(V, "float32")))
     expected = np.linalg.solve(dense_of(variant, data), V.ravel()).reshape(n, m)

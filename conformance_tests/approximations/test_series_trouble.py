@@ -9,7 +9,6 @@ from kfac_core.errors import (
     DampingError,
     FactorizationError,
     NotFiniteError,
-    NotReadyError,
     UnsupportedError,
 )
 from kfac_core.linalg import series_chain
@@ -122,19 +121,25 @@ def test_a_damping_that_is_none_is_refused(backend, data, variant):
 
 
 @chains
-def test_what_was_not_prepared_is_not_ready_with_status(backend, data, variant):
-    """A snapshot that cannot raise makes no factorization later."""
+def test_what_was_not_prepared_is_made_outside_of_traced_programs(
+    backend, data, variant
+):
+    """However the snapshot was made, a product is that of one that has everything."""
     statistics = statistics_of(backend, variant, data)
     v = backend.asarray(np.ones((n, m)))
+    options = {"damping": DAMPING, "rule": "factored"}
 
-    made = BLOCKS[variant].operator(
-        statistics, damping=DAMPING, rule="factored", check="status"
+    made = BLOCKS[variant].operator(statistics, check="status", **options)
+
+    expected = BLOCKS[variant].operator(
+        statistics, factorizations=("cholesky", "eigenbasis"), **options
     )
-
-    with pytest.raises(NotReadyError, match="cholesky"):
-        made.multiply_cholesky(v)
-    with pytest.raises(NotReadyError):
-        made.multiply(v, damped=False)
+    for product in (
+        lambda op: op.multiply_cholesky(v),
+        lambda op: op.multiply(v, damped=False),
+    ):
+        got, right = (backend.to_numpy(product(op)) for op in (made, expected))
+        assert_close(got, right, "inverse", "float64")
 
 
 @chains

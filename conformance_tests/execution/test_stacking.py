@@ -14,6 +14,7 @@ from kfac_core.errors import (
 from kfac_core.execution import stacked_inverses, stacking
 from kfac_core.execution.stacked_inverses import inverse_stacks
 from kfac_core.execution.stacking import operators_of_blocks
+from kfac_core.linalg.factorizations import fallback_of
 from kfac_core.operators.kronecker import FactoredKronecker
 
 from ..builders.tolerances import assert_close
@@ -106,8 +107,6 @@ def test_each_operator_is_that_of_its_block(backend, dtype, rng, fed, workers):
     assert list(got) == list(blocks)
     for name, operator in got.items():
         other, V = expected[name], vectors[name]
-        assert operator.input.name == f"{name}/input"
-        assert operator.output.check == "raise"
         assert forms(operator) == forms(other)
         for product, kind in PRODUCTS.items():
             if options is ALL or product == "multiply_inverse":
@@ -180,8 +179,10 @@ def test_a_block_that_has_to_climb_does_so_alone(backend, dtype, fed):
 
     got = operators_of_blocks(blocks, indefinite, dampings, **options)
 
-    rungs = {name: got[name].input.inverse.rung for name in ("a", "b", "d")}
-    assert rungs == {"a": "working", "b": "eigendecomposition", "d": "working"}
+    rungs = {
+        name: fallback_of(got[name].input.inverse).name for name in ("a", "b", "d")
+    }
+    assert rungs == {"a": "WORKING", "b": "EIGENDECOMPOSITION", "d": "WORKING"}
 
 
 def test_a_singular_block_is_reported(backend, dtype, fed):

@@ -8,6 +8,7 @@ import pytest
 from kfac_core.array.status import Status
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
 from kfac_core.linalg import ladder
+from kfac_core.linalg.factorizations import Fallback, fallback_of
 from kfac_core.linalg.ladder import cholesky_factor, damped_inverse
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -27,7 +28,7 @@ def climb(backend, dtype, A, shift, *, check="raise", inverse=True):
     last = damped_inverse(*problem, factor, **options) if inverse else factor
     if inverse:
         alone = damped_inverse(*problem, None, **options)
-        assert alone.rung == last.rung
+        assert fallback_of(alone) == fallback_of(last)
         for one, other in ((alone.status, last.status), (alone.matrix, last.matrix)):
             full = [
                 x.full() if isinstance(x, SymmetricMatrix) else x for x in (one, other)
@@ -39,7 +40,7 @@ def climb(backend, dtype, A, shift, *, check="raise", inverse=True):
         status=last.status,
         residual=last.residual,
         clipped=last.clipped,
-        rung=last.rung,
+        fallback=last.fallback,
     )
 
 
@@ -56,7 +57,7 @@ def test_an_ordinary_matrix_stays_on_the_first_rung(backend, dtype, rng, n, chec
     made = climb(backend, dtype, A, 0.01, check=check)
 
     M = A + 0.01 * np.eye(n)
-    assert made.rung == "working"
+    assert fallback_of(made) == Fallback.WORKING
     assert int(made.status) == Status.OK
     assert float(made.clipped) == 0.0
     assert_close(inverse_of(backend, made), np.linalg.inv(M), "inverse", dtype)
@@ -94,7 +95,7 @@ def test_float64_helps_where_float32_fails(backend):
 
     made = climb(backend, "float32", A, shift)
 
-    assert made.rung == "float64"
+    assert fallback_of(made) == Fallback.FLOAT64
     assert made.lower.dtype == backend.dtype("float32")
     assert int(made.status) == Status.OK
     assert_close(inverse_of(backend, made), np.linalg.inv(M), "product", "float32")
@@ -109,7 +110,7 @@ def test_an_inaccurate_inverse_is_not_accepted(backend, rng):
     made = climb(backend, "float32", A, 0.0)
 
     M = np.asarray(A, "float32").astype(np.float64)
-    assert made.rung == "float64"
+    assert fallback_of(made) == Fallback.FLOAT64
     assert_close(inverse_of(backend, made), np.linalg.inv(M), "product", "float32")
 
 
@@ -131,7 +132,7 @@ def test_what_a_certificate_refuses_is_not_taken(
     made = climb(backend, dtype, A, 0.01, inverse=inverse)
 
     M = A + 0.01 * np.eye(4)
-    assert made.rung == "eigendecomposition"
+    assert fallback_of(made) == Fallback.EIGENDECOMPOSITION
     lower = backend.to_numpy(made.lower)
     if inverse:
         assert_close(inverse_of(backend, made), np.linalg.inv(M), "inverse", dtype)
@@ -147,7 +148,7 @@ def test_an_indefinite_matrix_is_clipped(backend, dtype, rng):
 
     made = climb(backend, dtype, A, 0.01)
 
-    assert made.rung == "eigendecomposition"
+    assert fallback_of(made) == Fallback.EIGENDECOMPOSITION
     assert made.lower.dtype == backend.dtype(dtype)
     assert_close(float(made.clipped), 0.125, "product", dtype)
     assert_close(inverse_of(backend, made), np.linalg.inv(clipped), "inverse", dtype)
@@ -163,7 +164,7 @@ def test_a_shift_that_makes_it_definite_clips_nothing(backend, dtype, rng):
     made = climb(backend, dtype, A, 0.5)
 
     M = A + 0.5 * np.eye(4)
-    assert made.rung == "working"
+    assert fallback_of(made) == Fallback.WORKING
     assert_close(inverse_of(backend, made), np.linalg.inv(M), "inverse", dtype)
 
 
@@ -230,7 +231,7 @@ def test_status_mode_flags_an_inaccurate_inverse(backend, rng):
 
     made = climb(backend, "float32", A, 0.0, check="status")
 
-    assert made.rung == "working"
+    assert fallback_of(made) == Fallback.WORKING
     assert int(made.status) in (Status.INACCURATE, Status.NOT_POSITIVE)
 
 
@@ -284,5 +285,5 @@ def test_tiny_and_huge_shifts_are_ordinary(backend, dtype, rng, shift):
     made = climb(backend, dtype, A, shift)
 
     expected = np.linalg.inv(A + shift * np.eye(4))
-    assert made.rung == "working"
+    assert fallback_of(made) == Fallback.WORKING
     assert_close(inverse_of(backend, made), expected, "inverse", dtype)

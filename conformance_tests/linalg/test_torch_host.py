@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.array import backend as backend_module
 from kfac_core.array.structure import leaves
 
 from ..builders import reference
@@ -18,7 +19,7 @@ DAMPING = 0.3
 @pytest.fixture
 def asked(on_one_thread, monkeypatch):  # noqa: F811
     """How often PyTorch's adapter was asked for a view."""
-    operations = kc.backend._operations_by_namespace["array_api_compat.torch"]
+    operations = backend_module._operations_by_namespace["array_api_compat.torch"]
     found, own = [], operations["host_view"]
 
     def told(x, /, *, xp):

@@ -16,6 +16,7 @@ from kfac_core.errors import (
     NotFiniteError,
     ShapeError,
 )
+from kfac_core.linalg.factorizations import Fallback, fallback_of
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.roots.certified_root import root_residual
 from kfac_core.roots.gradient_side import GradientFactors
@@ -53,7 +54,7 @@ def test_a_root_is_the_dense_one(backend, dtype, rng, degree, check):
     )
 
     X = dense(backend, made)
-    assert made.rung == "working"
+    assert fallback_of(made) == Fallback.WORKING
     assert made.degree == degree
     assert int(made.status) == Status.OK
     assert made.matrix.array.dtype == backend.dtype(dtype)
@@ -112,7 +113,7 @@ def test_the_lower_triangle_is_enough(backend, rng):
         SymmetricMatrix(backend.asarray(half), whole=False), damping=0.1, degree=2
     )
 
-    assert made.rung == "working"
+    assert fallback_of(made) == Fallback.WORKING
     assert_close(dense(backend, made), expected_root(A, 0.1, 2), "inverse", "float64")
 
 
@@ -156,7 +157,7 @@ def test_float64_helps_where_float32_does_not_hold(backend, rng):
     made = inverse_root(backend.asarray(A, "float32"), damping=0.0, degree=4)
 
     expected = expected_root(A.astype(np.float64), 0.0, 4)
-    assert made.rung == "float64"
+    assert fallback_of(made) == Fallback.FLOAT64
     assert made.matrix.array.dtype == backend.dtype("float32")
     assert_close(dense(backend, made), expected, "product", "float32")
 
@@ -181,7 +182,7 @@ def test_an_indefinite_matrix_is_clipped(backend, dtype, rng):
     made = inverse_root(backend.asarray(A, dtype), damping=0.01, degree=2)
 
     expected = (Q * (np.maximum(w, 0) + 0.01) ** -0.5) @ Q.T
-    assert made.rung == "eigendecomposition"
+    assert fallback_of(made) == Fallback.EIGENDECOMPOSITION
     assert_close(float(made.clipped), 0.125, "product", dtype)
     assert_close(dense(backend, made), expected, "inverse", dtype)
 

@@ -22,7 +22,7 @@ from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.shifted import shifted_matrix
-from kfac_core.operators.many_kronecker import ManyKronecker, definite_flags
+from kfac_core.operators.many_kronecker import ManyKronecker
 
 __all__ = ["axes_operator", "initial_axes", "updated_axes"]
 
@@ -132,14 +132,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
         unit_pi = options.rule == "factored_unit_pi"
         shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
     factors = {
-        name: shifted_matrix(
-            value,
-            shift,
-            factorizations=() if exact else options.factorizations,
-            check=options.check,
-            name=f"{options.name}/{name}",
-            apply_dtype=apply,
-        )
+        name: shifted_matrix(value, shift, apply_dtype=apply)
         for (name, value), shift in zip(values.items(), shifts, strict=True)
     }
     good = xp.isfinite(lam) & (lam >= 0)
@@ -148,9 +141,9 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     made = ManyKronecker(
         factors, cast(xp, S, apply), cast(xp, lam, apply), flags, exact
     )
-    if not exact or not options.factorizations:
-        return made
-    return definite_flags(made.prepared("eigenbasis"))
+    return made.prepared(
+        *options.factorizations, check=options.check, name=options.name
+    )
 
 
 def _shape(layer: Layer) -> tuple[int, ...]:

@@ -243,10 +243,10 @@ class Eigen(Approximation):
             full_of(xp, damping, E[(0,) * E.ndim]),
             None,
             xp.zeros_like(statistics.status),
-            options.name,
-            options.check,
         )
-        return made.prepared(*options.factorizations)
+        return made.prepared(
+            *options.factorizations, check=options.check, name=options.name
+        )
 
     @property
     def _factors(self) -> Kronecker:
@@ -325,7 +325,7 @@ def _coordinates(
         xp.zeros(lead, dtype=xp.int32, device=device),
         nothing,
         nothing,
-        "working",
+        xp.zeros(lead, dtype=xp.int32, device=device),
     )
 
 

@@ -137,10 +137,10 @@ class Eva(Approximation):
             xp.zeros_like(statistics.status),
             exact=True,
             definite=False,
-            name=options.name,
-            check=options.check,
         )
-        return made.prepared(*options.factorizations)
+        return made.prepared(
+            *options.factorizations, check=options.check, name=options.name
+        )
 
 
 def _input_sum(rows: Rows, dtype: Any, xp: Namespace) -> Array:

@@ -369,7 +369,9 @@ def kronecker_operator(
             if known is not None:
                 part = replaced(part, basis=known)
             elif exact and options.factorizations:
-                part = part.prepared("eigenbasis")
+                part = part.prepared(
+                    "eigenbasis", check=options.check, name=f"{options.name}/{side}"
+                )
             if part.basis is not None:
                 # Of the average itself, which no other block's refresh can change; the
                 # average is kept alive by the statistics.
@@ -382,4 +384,6 @@ def kronecker_operator(
     flags = status_unless(xp, good, Status.BAD_DAMPING)
     lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
     made = ExactKronecker(parts[0], parts[1], S, lam, None, flags)
-    return made.prepared(*options.factorizations)
+    return made.prepared(
+        *options.factorizations, check=options.check, name=options.name
+    )

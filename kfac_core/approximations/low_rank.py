@@ -194,10 +194,10 @@ class LowRankKronecker(Approximation):
             xp.zeros_like(statistics.status),
             exact=exact,
             definite=False,
-            name=options.name,
-            check=options.check,
         )
-        return made.prepared(*options.factorizations)
+        return made.prepared(
+            *options.factorizations, check=options.check, name=options.name
+        )
 
 
 def _low_rank(average: Average) -> LowRankAverage:

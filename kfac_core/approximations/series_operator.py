@@ -20,6 +20,7 @@ from kfac_core.damping import factored_shifts
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
+from kfac_core.linalg.factorizations import Fallback
 from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
@@ -60,7 +61,9 @@ def series_operator(
         lambda x: cast(xp, x, apply) if xp.isdtype(x.dtype, "real floating") else x,
         make(statistics, options, dtype=compute, xp=xp),
     )
-    return made.prepared(*options.factorizations)
+    return made.prepared(
+        *options.factorizations, check=options.check, name=options.name
+    )
 
 
 def _climbed(
@@ -72,16 +75,19 @@ def _climbed(
     known = xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
     if dtype != xp.float64 and "float64" in known:
         dtypes.append(xp.float64)
-    for rung in dtypes:
+    for attempted in dtypes:
         try:
-            made = _made(statistics, options, dtype=rung, xp=xp)
+            made = _made(statistics, options, dtype=attempted, xp=xp)
         except FactorizationError:
-            if rung == dtypes[-1]:
+            if attempted == dtypes[-1]:
                 raise
             continue
         flags = Status(int(made.status()))
         if not flags:
-            return made if rung == dtype else replaced(made, rung="float64")
+            if attempted == dtype:
+                return made
+            fallback = xp.full_like(made.fallback, int(Fallback.FLOAT64))
+            return replaced(made, fallback=fallback)
     _raise_for(flags, made, options.name)
 
 
@@ -131,7 +137,8 @@ def _made(
         chain = infinite_chain(root_A, root_G, S, check=options.check, xp=xp)
     else:
         chain = symmetric_chain(root_A, root_G, lengths, xp=xp)
-    return SeriesOperator(A_0, G_0, A_1, G_1, S, lengths, chain, None, "working")
+    fallback = xp.full((), int(Fallback.WORKING), dtype=xp.int32, device=device_of(S))
+    return SeriesOperator(A_0, G_0, A_1, G_1, S, lengths, chain, None, fallback)
 
 
 def _raise_for(flags: Status, made: SeriesOperator, name: str) -> NoReturn:

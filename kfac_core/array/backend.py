@@ -72,6 +72,7 @@ OPERATIONS = (
     "all_finite",
     "known_finite",
     "is_plain",
+    "truth_of",
     "relative_norm",
     "count_indices",
     "sum_rows_at",

@@ -12,7 +12,14 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import Scalar
 
-__all__ = ["all_finite", "is_plain", "known_finite", "plain_number"]
+__all__ = [
+    "all_finite",
+    "is_plain",
+    "is_readable",
+    "known_finite",
+    "plain_number",
+    "truth_of",
+]
 
 
 @dispatched
@@ -72,6 +79,48 @@ def is_plain(x: Array, /, *, xp: Namespace) -> bool:
         does not say.  Constants that were made for a plain array serve the next one.
     """
     return False
+
+
+@dispatched
+def truth_of(condition: Array, /, *, xp: Namespace) -> bool | None:
+    """Return a condition as a Python bool, or None where no value can be read.
+
+    Parameters
+    ----------
+    condition : array of bool, 0-d
+        Any.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    bool or None
+        None inside a function compiler or a vectorizing transform, where there are no
+        values yet.  Reading one from a device synchronizes with it.
+    """
+    try:
+        return bool(condition)
+    except Exception:
+        # Every tracer refuses with an exception of its own.
+        return None
+
+
+def is_readable(x: Array, /, *, xp: Namespace) -> bool:
+    """Whether the host can read the values of an array; see `truth_of`.
+
+    Parameters
+    ----------
+    x : array
+        A small one, since all of it is compared.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    bool
+        False for an array that is being traced.
+    """
+    return is_plain(x, xp=xp) or truth_of(xp.all(x == x), xp=xp) is not None
 
 
 def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:

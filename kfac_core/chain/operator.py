@@ -30,7 +30,6 @@ from kfac_core.array.namespaces import device_of
 from kfac_core.array.structure import structure
 from kfac_core.chain.conditional import Conditional, Link
 from kfac_core.errors import UnknownBlockError
-from kfac_core.linalg.factorizations import Rung
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import entering, leaving
 
@@ -39,7 +38,7 @@ __all__ = ["TridiagonalOperator"]
 Vectors = dict[str, Array]
 
 
-@structure(static=("names", "rung"))
+@structure(static=("names",))
 class TridiagonalOperator:
     """A snapshot of the curvature of the module's text.
 
@@ -53,18 +52,18 @@ class TridiagonalOperator:
         Sigma_i; of the last layer its own block.
     scale : array, 0-d
         S.
+    fallback : array of int32, 0-d
+        Of `kfac_core.linalg.factorizations.Fallback`: in which precision it was made.
     names : tuple of str
         The layers from the first to the last.
-    rung : {"working", "float64"}
-        In which precision it was made.
     """
 
     layers: dict[str, FactoredKronecker]
     links: dict[str, Link]
     conditionals: dict[str, Conditional]
     scale: Array
+    fallback: Array
     names: tuple[str, ...]
-    rung: Rung
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:

@@ -24,6 +24,7 @@ from kfac_core.chain.operator import TridiagonalOperator
 from kfac_core.chain.statistics import ChainStatistics
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.average import Average
+from kfac_core.linalg.factorizations import Fallback
 from kfac_core.linalg.series_chain import Root
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.triangular import solve_triangular
@@ -88,16 +89,19 @@ def _climbed(
     known = xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
     if dtype != xp.float64 and "float64" in known:
         dtypes.append(xp.float64)
-    for rung in dtypes:
+    for attempted in dtypes:
         try:
-            made = _made(blocks, statistics, options, dtype=rung, xp=xp)
+            made = _made(blocks, statistics, options, dtype=attempted, xp=xp)
         except FactorizationError:
-            if rung == dtypes[-1]:
+            if attempted == dtypes[-1]:
                 raise
             continue
         flags = Status(int(made.status()))
         if not flags:
-            return made if rung == dtype else replaced(made, rung="float64")
+            if attempted == dtype:
+                return made
+            fallback = xp.full_like(made.fallback, int(Fallback.FLOAT64))
+            return replaced(made, fallback=fallback)
     _raise_for(flags, made)
 
 
@@ -145,7 +149,10 @@ def _made(
         )
     conditionals[names[-1]] = marginal(*roots[names[-1]], xp=xp)
     scale = layers[names[0]].scale
-    return TridiagonalOperator(layers, links, conditionals, scale, names, "working")
+    fallback = xp.full(
+        (), int(Fallback.WORKING), dtype=xp.int32, device=device_of(scale)
+    )
+    return TridiagonalOperator(layers, links, conditionals, scale, fallback, names)
 
 
 def _root(factor: ShiftedMatrix, xp: Namespace) -> Root:

@@ -54,9 +54,35 @@ class DampedFactor:
         """The number n of rows of M."""
         return self.shifted.size
 
-    def prepared(self, *factorizations: Factorization) -> DampedFactor:
-        """Return the same with factorizations made that were missing."""
-        return replaced(self, shifted=self.shifted.prepared(*factorizations))
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "factor",
+    ) -> DampedFactor:
+        """Return the same with factorizations made that were missing.
+
+        Parameters
+        ----------
+        *factorizations : {"inverse", "cholesky", "eigenbasis"}
+            Those that are wanted.
+        check : {"raise", "status"}
+            Whether a failure raises, or is in ``shifted.status()``.
+        name : str
+            What a message should call the factor.
+
+        Returns
+        -------
+        DampedFactor
+            New.
+
+        Raises
+        ------
+        NotFiniteError, DampingError, FactorizationError
+            Where M cannot be factorized (``check="raise"``).
+        """
+        made = self.shifted.prepared(*factorizations, check=check, name=name)
+        return replaced(self, shifted=made)
 
     def covariance(self, *, damped: bool = False) -> Array:
         """Return the moment, or M, as a dense matrix of shape (n, n)."""

@@ -118,17 +118,10 @@ class UncorrelatedFactor:
     ) -> ShiftedRankOne:
         """Return ``A + shift I``, by its channel covariance and mean."""
         xp = array_api_compat.array_namespace(value.mean)
-        block = shifted_matrix(
-            value.covariance,
-            shift,
-            factorizations=(),
-            check=check,
-            name=name,
-            apply_dtype=apply_dtype,
-        )
+        block = shifted_matrix(value.covariance, shift, apply_dtype=apply_dtype)
         mean = cast(xp, value.mean, block.dtype)
         made = ShiftedRankOne(block, mean, None, self.repeats, self.tail)
-        return made.prepared(*factorizations)
+        return made.prepared(*factorizations, check=check, name=name)
 
     def cast(self, value: ChannelMoments, dtype: Any, /, *, xp: Namespace) -> Any:
         """Return the value in another dtype."""

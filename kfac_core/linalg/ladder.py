@@ -38,7 +38,7 @@ from kfac_core.linalg.cholesky import (
     is_positive_factor,
 )
 from kfac_core.linalg.eigen import eigh
-from kfac_core.linalg.factorizations import Basis, Inverse, Positive, Rung
+from kfac_core.linalg.factorizations import Basis, Fallback, Inverse, Positive
 from kfac_core.linalg.fitness import (
     fit_problem,
     narrowed,
@@ -99,12 +99,12 @@ def cholesky_factor(
     if check == "status":
         return _reported_factor(matrix, shift, xp=xp)
     known = _fit_probed(matrix, shift, name, xp=xp)
-    made = _tried_factor(matrix, shift, "working", known=known, xp=xp)
+    made = _tried_factor(matrix, shift, Fallback.WORKING, known=known, xp=xp)
     if made is not None:
         return made
     wide = widened(matrix, xp=xp)
     if wide is not None:
-        made = _tried_factor(wide, cast(xp, shift, xp.float64), "float64", xp=xp)
+        made = _tried_factor(wide, cast(xp, shift, xp.float64), Fallback.FLOAT64, xp=xp)
         if made is not None:
             return narrowed(made, matrix, xp=xp)
     factor, _ = _by_eigendecomposition(matrix, shift, name=name, xp=xp)
@@ -152,16 +152,18 @@ def damped_inverse(
     if check == "status":
         reported = factor or _reported_factor(matrix, shift, xp=xp)
         return _reported_inverse(matrix, shift, reported, xp=xp)
-    if factor is None or factor.rung == "working":
+    if factor is None or not bool(xp.any(factor.fallback != 0)):
         known = _fit_probed(matrix, shift, name, xp=xp)
         lower = None if factor is None else factor.lower
-        made = _tried_inverse(matrix, shift, lower, "working", known=known, xp=xp)
+        made = _tried_inverse(
+            matrix, shift, lower, Fallback.WORKING, known=known, xp=xp
+        )
         if made is not None:
             return made
     wide = widened(matrix, xp=xp)
     if wide is not None:
         wide_shift = cast(xp, shift, xp.float64)
-        made = _tried_inverse(wide, wide_shift, None, "float64", xp=xp)
+        made = _tried_inverse(wide, wide_shift, None, Fallback.FLOAT64, xp=xp)
         if made is not None:
             return narrowed(made, matrix, xp=xp)
     _, inverse = _by_eigendecomposition(matrix, shift, name=name, xp=xp)
@@ -203,12 +205,12 @@ def symmetric_basis(
     if check == "status":
         return _reported_basis(matrix, xp=xp)
     known = _fit_probed(matrix, None, name, xp=xp)
-    made = _made_basis(matrix, "working", known=known, xp=xp)
+    made = _made_basis(matrix, Fallback.WORKING, known=known, xp=xp)
     if bool(xp.all(made.status == 0)):
         return made
     wide = widened(matrix, xp=xp)
     if wide is not None:
-        made = _made_basis(wide, "float64", xp=xp)
+        made = _made_basis(wide, Fallback.FLOAT64, xp=xp)
         if bool(xp.all(made.status == 0)):
             return narrowed(made, matrix, xp=xp)
     raise FactorizationError(
@@ -242,7 +244,7 @@ def _fit_probed(
 def _tried_factor(
     matrix: SymmetricMatrix,
     shift: Array,
-    rung: Rung,
+    fallback: Fallback,
     /,
     *,
     known: Probed | None = None,
@@ -255,7 +257,11 @@ def _tried_factor(
     if not bool(_has_positive_diagonal(lower, xp) & _holds(residual, xp)):
         return None
     return Positive(
-        lower, _no_flags(residual, xp), residual, xp.zeros_like(residual), rung
+        lower,
+        _flags(residual, 0, xp),
+        residual,
+        xp.zeros_like(residual),
+        _flags(residual, fallback, xp),
     )
 
 
@@ -263,7 +269,7 @@ def _tried_inverse(
     matrix: SymmetricMatrix,
     shift: Array,
     lower: Array | None,
-    rung: Rung,
+    fallback: Fallback,
     /,
     *,
     known: Probed | None = None,
@@ -282,7 +288,13 @@ def _tried_inverse(
     residual = inverse_residual(matrix, shift, X, known=known, xp=xp)
     if not bool(_holds(residual, xp)):
         return None
-    return Inverse(X, _no_flags(residual, xp), residual, xp.zeros_like(residual), rung)
+    return Inverse(
+        X,
+        _flags(residual, 0, xp),
+        residual,
+        xp.zeros_like(residual),
+        _flags(residual, fallback, xp),
+    )
 
 
 def _has_positive_diagonal(lower: Array, xp: Namespace) -> Array:
@@ -297,7 +309,7 @@ def _holds(residual: Array, xp: Namespace) -> Array:
 
 def _made_basis(
     matrix: SymmetricMatrix,
-    rung: Rung,
+    fallback: Fallback,
     /,
     *,
     known: Probed | None = None,
@@ -309,7 +321,8 @@ def _made_basis(
     status = status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
     zeros = xp.zeros_like(w)
     clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
-    return Basis(xp.where(w < 0, zeros, w), Q, status, residual, clipped, rung)
+    w = xp.where(w < 0, zeros, w)
+    return Basis(w, Q, status, residual, clipped, _flags(residual, fallback, xp))
 
 
 def _reported_factor(
@@ -329,7 +342,9 @@ def _reported_factor(
     )
     good = (status & ~int(Status.INACCURATE)) == 0
     lower = xp.where(good[..., None, None], lower, xp.full_like(lower, xp.nan))
-    return Positive(lower, status, residual, xp.zeros_like(residual), "working")
+    return Positive(
+        lower, status, residual, xp.zeros_like(residual), _flags(residual, 0, xp)
+    )
 
 
 def _reported_inverse(
@@ -345,7 +360,9 @@ def _reported_inverse(
     status = factor.status | status_unless(xp, accurate, Status.INACCURATE)
     marked = xp.where(good[..., None, None], X.array, xp.full_like(X.array, xp.nan))
     inverse = SymmetricMatrix(marked, X.whole)
-    return Inverse(inverse, status, residual, xp.zeros_like(residual), "working")
+    return Inverse(
+        inverse, status, residual, xp.zeros_like(residual), _flags(residual, 0, xp)
+    )
 
 
 def _reported_basis(matrix: SymmetricMatrix, /, *, xp: Namespace) -> Basis:
@@ -353,12 +370,12 @@ def _reported_basis(matrix: SymmetricMatrix, /, *, xp: Namespace) -> Basis:
     unfit = unfit_flags(matrix, None, xp=xp)
     zero = xp.zeros_like(matrix.array[..., 0, 0])
     fit, _ = fit_problem(matrix, zero, unfit, xp=xp)
-    made = _made_basis(fit, "working", xp=xp)
+    made = _made_basis(fit, Fallback.WORKING, xp=xp)
     good, w, Q = unfit == 0, made.eigenvalues, made.eigenvectors
     w = xp.where(good[..., None], w, xp.full_like(w, xp.nan))
     Q = xp.where(good[..., None, None], Q, xp.full_like(Q, xp.nan))
     status = made.status | unfit
-    return Basis(w, Q, status, made.residual, made.clipped, made.rung)
+    return Basis(w, Q, status, made.residual, made.clipped, made.fallback)
 
 
 def _usable(lower: Array, good: Array, xp: Namespace) -> Array:
@@ -367,8 +384,9 @@ def _usable(lower: Array, good: Array, xp: Namespace) -> Array:
     return xp.where(good[..., None, None], lower, eye)
 
 
-def _no_flags(like: Array, xp: Namespace) -> Array:
-    return xp.zeros(like.shape, dtype=xp.int32, device=device_of(like))
+def _flags(like: Array, value: int, xp: Namespace) -> Array:
+    """Return a number for each matrix of a stack, int32."""
+    return xp.full(like.shape, int(value), dtype=xp.int32, device=device_of(like))
 
 
 def _by_eigendecomposition(
@@ -377,7 +395,7 @@ def _by_eigendecomposition(
     """Factorize and invert on the last rung, in the widest dtype, or raise."""
     wide = widened(matrix, xp=xp) or matrix
     shift = cast(xp, shift, wide.array.dtype)
-    basis = _made_basis(wide, "eigendecomposition", xp=xp)
+    basis = _made_basis(wide, Fallback.EIGENDECOMPOSITION, xp=xp)
     w, Q = basis.eigenvalues, basis.eigenvectors
     damped = w + shift[..., None]
     unit = xp.where(damped > 0, damped, xp.ones_like(damped))
@@ -402,7 +420,7 @@ def _by_eigendecomposition(
         xp.zeros_like(basis.status),
         residual,
         basis.clipped,
-        basis.rung,
+        basis.fallback,
     )
     factor, inverse = Positive(lower, *certificate), Inverse(X, *certificate)
     return narrowed(factor, matrix, xp=xp), narrowed(inverse, matrix, xp=xp)

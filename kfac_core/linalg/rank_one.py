@@ -17,7 +17,12 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.shifted import (
+    Factorization,
+    Reporting,
+    ShiftedMatrix,
+    shifted_matrix,
+)
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["ShiftedRankOne"]
@@ -63,16 +68,6 @@ class ShiftedRankOne:
         return self.block.dtype
 
     @property
-    def name(self) -> str:
-        """What a message should call it."""
-        return self.block.name
-
-    @property
-    def check(self) -> Check:
-        """As it was made with."""
-        return self.block.check
-
-    @property
     def shift(self) -> Array:
         """The shift d, 0-d."""
         return cast(self._xp(), self.block.shift, self.dtype)
@@ -83,14 +78,20 @@ class ShiftedRankOne:
         found = self.block.factorizations & {"inverse"}
         return found if self.whole is None else found | self.whole.factorizations
 
-    def prepared(self, *factorizations: Factorization) -> ShiftedRankOne:
-        """Return the same with factorizations made that were not there yet."""
-        made = self
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "matrix",
+    ) -> ShiftedRankOne:
+        """Return the same with factorizations made; as `ShiftedMatrix.prepared`."""
+        made, options = self, Reporting(check=check, name=name)
         if "inverse" in factorizations:
-            made = replaced(made, block=self.block.prepared("inverse"))
+            made = replaced(made, block=self.block.prepared("inverse", **options))
         dense = tuple(f for f in factorizations if f != "inverse")
         if dense:
-            made = replaced(made, whole=made._dense_matrix().prepared(*dense))
+            whole = made._dense_matrix().prepared(*dense, **options)
+            made = replaced(made, whole=whole)
         return made
 
     def wide(self) -> ShiftedRankOne:
@@ -200,13 +201,7 @@ class ShiftedRankOne:
         if self.whole is not None:
             return self.whole
         undamped = SymmetricMatrix(self.dense(shifted=False), whole=True)
-        return shifted_matrix(
-            undamped,
-            self.shift,
-            factorizations=(),
-            check=self.block.check,
-            name=self.block.name,
-        )
+        return shifted_matrix(undamped, self.shift)
 
     def _xp(self) -> Namespace:
         return array_api_compat.array_namespace(self.mean)

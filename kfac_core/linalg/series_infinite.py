@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import is_readable
 from kfac_core.array.namespaces import device_of, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
@@ -44,7 +45,7 @@ _MOST_DOUBLINGS = 40
 """With looking: a spectral radius that needs more is 1 to working precision."""
 
 
-@structure(static=("doublings",))
+@structure()
 class InfiniteChain:
     """``F^-1 = (1/S) R^-T (I - Psi) (I - Psi^T Psi)^-1 (I - Psi^T) R^-1``.
 
@@ -65,7 +66,7 @@ class InfiniteChain:
     clipped, flags
         As in `SymmetricChain`, of the singular values of P, which is divided by the
         largest of them where that is above 1.
-    doublings : int
+    doublings : array of int32, 0-d
         How often a product doubles the number of terms.
     """
 
@@ -81,13 +82,16 @@ class InfiniteChain:
     scale: Array
     clipped: Array
     flags: Array
-    doublings: int
+    doublings: Array
 
     def multiply(self, v: Array, /, *, xp: Namespace) -> Array:
         """Return ``F v`` by doubling; see `stein_solve`."""
         P, Q = self.input_correlation, self.output_correlation
         y = into(self.input_root, v, self.output_root, xp=xp)
-        X, Y = stein_solve(P, Q, y, doublings=self.doublings, xp=xp)
+        # A program is compiled for all that there may be: more of them add zeros.
+        known = is_readable(self.doublings, xp=xp)
+        doublings = int(self.doublings) if known else _MOST_DOUBLINGS
+        X, Y = stein_solve(P, Q, y, doublings=doublings, xp=xp)
         return self.scale * out_of(self.input_root, X + Y - y, self.output_root, xp=xp)
 
     def solve(self, v: Array, /, *, xp: Namespace) -> Array:
@@ -154,7 +158,8 @@ def infinite_chain(
     clipped = xp.where(clipped_A > clipped_G, clipped_A, clipped_G)
     R, L = input_root.root, output_root.root
     return InfiniteChain(
-        R, P, D_A, N_A, L, Q, D_G, N_G, gaps, scale, clipped, flags, doublings
+        *(R, P, D_A, N_A, L, Q, D_G, N_G, gaps, scale, clipped, flags),
+        xp.full_like(flags, doublings),
     )
 
 

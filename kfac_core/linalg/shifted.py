@@ -5,15 +5,16 @@ are from the left, on a matrix V of shape ``(..., n, k)``; from the right they a
 same of the transpose, since M is symmetric.  Each product belongs to one factorization,
 whatever else has been prepared: solves to the inverse, triangular products to the
 Cholesky factor, other powers to the eigenbasis.  A factorization that was not prepared
-is made at the call, by the ladder, where that can raise; in a snapshot made with
-``check="status"`` it must have been prepared.
+is made at the call, and raises where it fails; while a program is traced no failure could
+be seen, and it must have been prepared.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import is_plain, is_readable, truth_of
 from kfac_core.array.namespaces import (
     Scalar,
     any_status,
@@ -31,7 +32,14 @@ from kfac_core.linalg.ladder import cholesky_factor, damped_inverse, symmetric_b
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 
-__all__ = ["Factorization", "ShiftedMatrix", "Solving", "shifted_matrix"]
+__all__ = [
+    "Factorization",
+    "Reporting",
+    "ShiftedMatrix",
+    "Solving",
+    "require_readable",
+    "shifted_matrix",
+]
 
 T = TypeVar("T")
 
@@ -42,7 +50,22 @@ Factorization = Literal["inverse", "cholesky", "eigenbasis"]
 """What can be prepared: each serves the products that the module's text says."""
 
 
-@structure(static=("name", "check", "solving"))
+class Reporting(TypedDict):
+    """How trouble in a factorization is told, as keyword arguments.
+
+    Attributes
+    ----------
+    check : {"raise", "status"}
+        Whether it raises, or is in the status.
+    name : str
+        What a message should call the matrix.
+    """
+
+    check: Check
+    name: str
+
+
+@structure(static=("solving",))
 class ShiftedMatrix:
     """A symmetric matrix, a multiple of the identity, and factorizations of their sum.
 
@@ -60,10 +83,6 @@ class ShiftedMatrix:
         ``M^-1``.
     basis : Basis or None
         The eigendecomposition of A.
-    name : str
-        What a message should call it.
-    check : {"raise", "status"}
-        As it was made with.
     solving : {"inverse", "triangular"}
         Whether `solve` multiplies by the inverse, or solves with L twice.
     """
@@ -74,8 +93,6 @@ class ShiftedMatrix:
     positive: Positive | None
     inverse: Inverse | None
     basis: Basis | None
-    name: str
-    check: Check
     solving: Solving = "inverse"
 
     @property
@@ -103,11 +120,35 @@ class ShiftedMatrix:
         }
         return frozenset(name for name, part in made.items() if part is not None)
 
-    def prepared(self, *factorizations: Factorization) -> ShiftedMatrix:
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "matrix",
+    ) -> ShiftedMatrix:
         """Return the same with factorizations made that were not there yet.
 
         Each depends on A and the shift alone, not on which others were made before.  An
         inverse keeps no Cholesky factor beside it, unless that is asked for as well.
+
+        Parameters
+        ----------
+        *factorizations : {"inverse", "cholesky", "eigenbasis"}
+            Those that are wanted.
+        check : {"raise", "status"}
+            Whether a failure raises, or is in the status.
+        name : str
+            What a message should call the matrix.
+
+        Returns
+        -------
+        ShiftedMatrix
+            New, or itself where nothing was missing.
+
+        Raises
+        ------
+        NotFiniteError, DampingError, FactorizationError
+            As `kfac_core.linalg.ladder.cholesky_factor` (``check="raise"``).
         """
         if self.solving == "triangular":
             factorizations = tuple(
@@ -116,7 +157,7 @@ class ShiftedMatrix:
         xp = self._xp()
         made = self
         problem: tuple[SymmetricMatrix, Array] = (self.matrix, self.shift)
-        options: dict[str, Any] = {"check": self.check, "name": self.name, "xp": xp}
+        options: dict[str, Any] = {"check": check, "name": name, "xp": xp}
         inverse = "inverse" in factorizations and made.inverse is None
         cholesky = "cholesky" in factorizations and made.positive is None
         factor = cholesky_factor(*problem, **options) if cholesky else None
@@ -132,16 +173,7 @@ class ShiftedMatrix:
 
     def wide(self) -> ShiftedMatrix:
         """Return the same in the dtype of computing, with nothing prepared."""
-        return ShiftedMatrix(
-            self.matrix,
-            self.shift,
-            self.matrix,
-            None,
-            None,
-            None,
-            self.name,
-            self.check,
-        )
+        return ShiftedMatrix(self.matrix, self.shift, self.matrix, None, None, None)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or ``A v`` where `shifted` is false; ``2 n^2 k`` flops."""
@@ -174,16 +206,20 @@ class ShiftedMatrix:
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
 
-        For a negative power and ``check="raise"`` this waits for the device.
+        For a negative power of a matrix that was not found definite before, its
+        eigenvalues are looked at, which synchronizes with the device.
         """
         xp = self._xp()
         basis = self._eigenbasis()
         damped = basis.eigenvalues + self._shift()[..., None]
-        if exponent < 0 and self.check == "raise" and not bool(xp.all(damped > 0)):
+        # What was inverted was found definite then; only free looks are taken twice.
+        known = self.inverse is not None or self.positive is not None
+        looks = exponent < 0 and (not known or is_plain(damped, xp=xp))
+        if looks and truth_of(xp.all(damped > 0), xp=xp) is False:
             raise FactorizationError(
                 f"a {self.size} x {self.size} matrix with eigenvalues down to zero and no "
                 f"damping has no power {exponent}. Increase `damping`.",
-                factor=self.name,
+                factor="matrix",
             )
         scaled = damped**exponent
         Q = basis.eigenvectors
@@ -250,7 +286,7 @@ class ShiftedMatrix:
         }
         if held[factorization] is not None:
             return self
-        self._require_raising(factorization)
+        require_readable(self.shift, factorization)
         return self.prepared(factorization)
 
     def _lower(self) -> Array:
@@ -285,16 +321,26 @@ class ShiftedMatrix:
             made,
         )
 
-    def _require_raising(self, factorization: Factorization) -> None:
-        if self.check == "status":
-            raise NotReadyError(
-                f"{self.name}: {factorization!r} was not prepared, and a snapshot made "
-                "with check='status' prepares nothing later, since it could not report "
-                f"a failure. Add {factorization!r} to `factorizations`."
-            )
-
     def _xp(self) -> Namespace:
         return own_namespace(self.matrix.like)
+
+
+def require_readable(like: Array, factorization: str, /) -> None:
+    """Raise `NotReadyError` where a factorization is missing and none can be made.
+
+    Parameters
+    ----------
+    like : array
+        A small array of the matrix.
+    factorization : str
+        What is missing.
+    """
+    if not is_readable(like, xp=own_namespace(like)):
+        raise NotReadyError(
+            f"{factorization!r} was not prepared, and none is made while a program is "
+            "traced, since a failure could not be reported. Add "
+            f"{factorization!r} to `factorizations`."
+        )
 
 
 def shifted_matrix(
@@ -302,9 +348,9 @@ def shifted_matrix(
     shift: Scalar,
     /,
     *,
-    factorizations: tuple[Factorization, ...],
-    check: Check,
-    name: str,
+    factorizations: tuple[Factorization, ...] = (),
+    check: Check = "raise",
+    name: str = "matrix",
     apply_dtype: Any = None,
 ) -> ShiftedMatrix:
     """Make ``A + shift I`` with the factorizations asked for.
@@ -339,6 +385,6 @@ def shifted_matrix(
     if apply_dtype is not None and apply_dtype != matrix.like.dtype:
         applied = SymmetricMatrix(cast(xp, matrix.array, apply_dtype), matrix.whole)
     start = ShiftedMatrix(
-        matrix, full_of(xp, shift, matrix.like), applied, None, None, None, name, check
+        matrix, full_of(xp, shift, matrix.like), applied, None, None, None
     )
-    return start.prepared(*factorizations)
+    return start.prepared(*factorizations, check=check, name=name)

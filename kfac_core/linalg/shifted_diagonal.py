@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import (
     Scalar,
     cast,
@@ -26,7 +27,7 @@ from kfac_core.linalg.shifted import Factorization
 __all__ = ["ShiftedDiagonal", "shifted_diagonal"]
 
 
-@structure(static=("name", "check", "definite"))
+@structure(static=("definite",))
 class ShiftedDiagonal:
     """A diagonal matrix plus a multiple of the identity.
 
@@ -38,18 +39,14 @@ class ShiftedDiagonal:
         Of the dtype of the entries.
     flags : array of int32, 0-d
         Of `Status` flags.
-    name, check
-        As in `ShiftedMatrix`.
     definite : bool
-        Whether all of M's diagonal was looked at and found positive, or, with
+        Whether all of M's diagonal was found positive when it was prepared, or, with
         ``check="status"``, reported on in the flags.
     """
 
     entries: Array
     shift: Array
     flags: Array
-    name: str
-    check: Check
     definite: bool
 
     @property
@@ -73,14 +70,22 @@ class ShiftedDiagonal:
         made: tuple[Factorization, ...] = ("inverse", "cholesky", "eigenbasis")
         return frozenset(made if self.definite else ("eigenbasis",))
 
-    def prepared(self, *factorizations: Factorization) -> ShiftedDiagonal:
-        """Return the same, with M known to be definite where that is needed."""
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "matrix",
+    ) -> ShiftedDiagonal:
+        """Return the same, with M known to be definite where that is needed.
+
+        As `ShiftedMatrix.prepared`.
+        """
         if self.definite or not {"inverse", "cholesky"} & set(factorizations):
             return self
         positive = self._xp().all(self._entries(True) > 0)
         flags = self.flags | status_unless(self._xp(), positive, Status.NOT_POSITIVE)
-        if self.check == "raise":
-            _raise_for(Status(int(flags)), self.name)
+        if check == "raise":
+            _raise_for(Status(int(flags)), name)
         return replaced(self, flags=flags, definite=True)
 
     def at(self, indices: Array, /) -> ShiftedDiagonal:
@@ -152,8 +157,13 @@ class ShiftedDiagonal:
         return self.entries + self.shift[..., None] if shifted else self.entries
 
     def _definite(self) -> Array:
-        """Return M's diagonal, after making sure that it is positive."""
-        return self.prepared("inverse")._entries(True)
+        """Return M's diagonal, after making sure that it is positive, if that can be."""
+        entries = self._entries(True)
+        if not self.definite:
+            positive = truth_of(self._xp().all(entries > 0), xp=self._xp())
+            if positive is False:
+                _raise_for(Status.NOT_POSITIVE, "matrix")
+        return entries
 
     def _xp(self) -> Namespace:
         return own_namespace(self.entries)
@@ -164,9 +174,9 @@ def shifted_diagonal(
     shift: Scalar,
     /,
     *,
-    factorizations: tuple[Factorization, ...],
-    check: Check,
-    name: str,
+    factorizations: tuple[Factorization, ...] = (),
+    check: Check = "raise",
+    name: str = "matrix",
     apply_dtype: Any = None,
 ) -> ShiftedDiagonal:
     """Make ``diag(a) + shift I``, refusing what cannot be inverted.
@@ -214,8 +224,8 @@ def shifted_diagonal(
         clipped = xp.where(flags == 0, clipped, xp.full_like(clipped, xp.nan))
     if apply_dtype is not None:
         clipped, shift = cast(xp, clipped, apply_dtype), cast(xp, shift, apply_dtype)
-    made = ShiftedDiagonal(clipped, shift, flags, name, check, definite=False)
-    return made.prepared(*factorizations)
+    made = ShiftedDiagonal(clipped, shift, flags, definite=False)
+    return made.prepared(*factorizations, check=check, name=name)
 
 
 def _raise_for(flags: Status, name: str) -> None:

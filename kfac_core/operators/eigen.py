@@ -14,6 +14,7 @@ import math
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import any_status, device_of, full_of, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
@@ -24,14 +25,19 @@ from kfac_core.errors import (
     UnsupportedError,
 )
 from kfac_core.linalg.groups import dense_of_blocks
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.shifted import (
+    Factorization,
+    ShiftedMatrix,
+    require_readable,
+    shifted_matrix,
+)
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.operator import entering, leaving
 
 __all__ = ["EigenOperator"]
 
 
-@structure(static=("name", "check", "definite"))
+@structure(static=("definite",))
 class EigenOperator:
     """A snapshot of the block of the module's text; see `CurvatureOperator`.
 
@@ -47,10 +53,9 @@ class EigenOperator:
         The dense damped block, where its Cholesky factor was asked for.
     flags : array of int32, 0-d
         Of `Status`.
-    name, check
-        What a message should call it, and whether trouble raises.
     definite : bool
-        Whether ``E + lam`` has been looked at and is positive.
+        Whether ``E + lam`` was found positive when it was prepared, or is reported on in
+        the flags.
     """
 
     input_basis: Array | None
@@ -59,8 +64,6 @@ class EigenOperator:
     damping: Array
     whole: ShiftedMatrix | None
     flags: Array
-    name: str
-    check: Check
     definite: bool = False
 
     @property
@@ -72,28 +75,43 @@ class EigenOperator:
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """What has been prepared."""
-        found: frozenset[Factorization] = frozenset({"eigenbasis"})
-        if self.definite:
-            found |= {"inverse"}
-        return found if self.whole is None else found | self.whole.factorizations
+        found: dict[Factorization, bool] = {
+            "eigenbasis": True,
+            "inverse": self.definite,
+            "cholesky": self.whole is not None,
+        }
+        return frozenset(name for name, made in found.items() if made)
 
-    def prepared(self, *factorizations: Factorization) -> EigenOperator:
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> EigenOperator:
         """Return the same operator, checked, with a Cholesky factor if asked for.
 
-        A look at values waits for the device (``check="raise"``); ``"inverse"`` is
-        looked at here, and not again in a product.
+        With ``check="raise"`` values are looked at, which synchronizes with the device;
+        what ``"inverse"`` needs is looked at here, and not again in a product.
         """
-        made = self._definite() if "inverse" in factorizations else self._checked()
-        if "cholesky" in factorizations and made.whole is None:
+        missing = "cholesky" in factorizations and self.whole is None
+        if self.definite and not missing:
+            return self
+        made = replaced(self, flags=self.flags | self._invalid_flags())
+        if "inverse" in factorizations and not made.definite:
+            flags = made.flags | self._indefinite_flag()
+            made = replaced(made, flags=flags, definite=True)
+        if check == "raise":
+            _raise_for(Status(int(made.flags)), name)
+        if missing:
             dense = SymmetricMatrix(self._blocks(damped=False), whole=True)
-            whole = shifted_matrix(
+            dense_factor = shifted_matrix(
                 dense,
                 full_of(self._xp(), self.damping, dense.array[..., 0, 0]),
                 factorizations=("cholesky",),
-                check=self.check,
-                name=self.name,
+                check=check,
+                name=name,
             )
-            made = replaced(made, whole=whole)
+            made = replaced(made, whole=dense_factor)
         return made
 
     def at_rows(self, indices: Array, /) -> EigenOperator:
@@ -118,8 +136,8 @@ class EigenOperator:
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``F_damped^p v``."""
         V, xp = self._enter(vector, "vector")
-        made = self._definite() if exponent < 0 else self
-        return leaving(self._turned(V, made._spectrum(True) ** exponent, xp), vector)
+        spectrum = self._definite_spectrum() if exponent < 0 else self._spectrum(True)
+        return leaving(self._turned(V, spectrum**exponent, xp), vector)
 
     def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
         """Return ``L v`` or ``L^T v``, with L of the dense block."""
@@ -140,7 +158,7 @@ class EigenOperator:
     def sample(self, noise: Array, /) -> Array:
         """Turn white noise Z into ``F_damped^-1/2 Z``."""
         Z, xp = self._enter(noise, "noise")
-        spectrum = self._definite()._spectrum(True)
+        spectrum = self._definite_spectrum()
         return leaving(self._turned(Z, spectrum**-0.5, xp), noise)
 
     def trace(self, *, damped: bool = True) -> Array:
@@ -150,7 +168,7 @@ class EigenOperator:
     def logdet(self) -> Array:
         """Return ``sum log(E + lam)``, 0-d."""
         xp = self._xp()
-        return xp.sum(xp.log(self._definite()._spectrum(True)))
+        return xp.sum(xp.log(self._definite_spectrum()))
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return ``E + lam``, or E, ascending."""
@@ -195,44 +213,34 @@ class EigenOperator:
         dense = xp.matmul(Q * spectrum, xp.matrix_transpose(Q))
         return 0.5 * (dense + xp.matrix_transpose(dense))
 
-    def _checked(self) -> EigenOperator:
-        """Return itself, after looking for what cannot be computed with."""
+    def _invalid_flags(self) -> Array:
+        """Return the flags of what cannot be computed with, 0-d."""
         xp = self._xp()
         all_parts = (self.moments, self.input_basis, self.output_basis)
         parts = [part for part in all_parts if part is not None]
         finite = xp.all(xp.stack([xp.all(xp.isfinite(part)) for part in parts]))
         good = xp.isfinite(self.damping) & (self.damping >= 0)
         flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-        return self._with(flags | status_unless(xp, good, Status.BAD_DAMPING))
+        return flags | status_unless(xp, good, Status.BAD_DAMPING)
 
-    def _definite(self) -> EigenOperator:
-        if self.definite:
-            return self
+    def _indefinite_flag(self) -> Array:
+        """Return the flag of an eigenvalue that is not positive, 0-d."""
         xp = self._xp()
         positive = xp.all(self._spectrum(True) > 0)
-        flag = status_unless(xp, positive, Status.NOT_POSITIVE)
-        return replaced(self._checked()._with(flag), definite=True)
+        return status_unless(xp, positive, Status.NOT_POSITIVE)
 
-    def _with(self, flags: Array) -> EigenOperator:
-        if self.check == "status":
-            return replaced(self, flags=self.flags | flags)
-        found = Status(int(flags))
-        if Status.MATRIX_NOT_FINITE in found:
-            raise NotFiniteError(f"{self.name}: the block holds NaN or infinity.")
-        if Status.BAD_DAMPING in found:
-            raise DampingError(
-                f"{self.name}: `damping` is negative or not finite. Expected a finite "
-                "number >= 0."
-            )
-        if Status.NOT_POSITIVE in found:
-            raise FactorizationError(
-                "the damped block has an eigenvalue that is not positive. Increase "
-                "`damping`.",
-                factor=self.name,
-            )
-        return self
+    def _definite_spectrum(self) -> Array:
+        """Return ``E + lam``, after making sure that it is positive, if that can be."""
+        if not self.definite:
+            flags = self._invalid_flags() | self._indefinite_flag()
+            if truth_of(flags == 0, xp=self._xp()) is False:
+                _raise_for(Status(int(flags)), "block")
+        return self._spectrum(True)
 
     def _whole(self) -> ShiftedMatrix:
+        if self.whole is not None:
+            return self.whole
+        require_readable(self.damping, "cholesky")
         made = self.prepared("cholesky").whole
         assert made is not None
         return made
@@ -252,3 +260,17 @@ class EigenOperator:
 
     def _xp(self) -> Namespace:
         return array_api_compat.array_namespace(self.moments)
+
+
+def _raise_for(flags: Status, name: str) -> None:
+    if Status.MATRIX_NOT_FINITE in flags:
+        raise NotFiniteError(f"{name}: the block holds NaN or infinity.")
+    if Status.BAD_DAMPING in flags:
+        raise DampingError(
+            f"{name}: `damping` is negative or not finite. Expected a finite number >= 0."
+        )
+    if Status.NOT_POSITIVE in flags:
+        raise FactorizationError(
+            "the damped block has an eigenvalue that is not positive. Increase `damping`.",
+            factor=name,
+        )

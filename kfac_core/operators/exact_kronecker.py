@@ -16,21 +16,22 @@ from typing import Any
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import any_status, cast, device_of, status_unless
-from kfac_core.array.status import Status
+from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import FactorizationError, NotReadyError
+from kfac_core.errors import FactorizationError
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, kronecker_cholesky
-from kfac_core.linalg.shifted import Factorization
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
 from kfac_core.operators.operator import entering, leaving
 from kfac_core.operators.sparse_rows import diagonal_at
 
 __all__ = ["ExactKronecker"]
 
 
-@structure()
+@structure(static=("definite",))
 class ExactKronecker:
     """A snapshot of ``S A (x) G + lam I``; see `CurvatureOperator`.
 
@@ -44,6 +45,9 @@ class ExactKronecker:
         The Cholesky factor, where it was asked for.
     flags : array of int32, 0-d
         Of `Status`, of the damped block itself.
+    definite : bool
+        Whether the damped block was found positive when its inverse was prepared, or is
+        reported on in the flags.
     """
 
     input: Shifted
@@ -52,6 +56,7 @@ class ExactKronecker:
     damping: Array
     triangular: KroneckerCholesky | None
     flags: Array
+    definite: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,27 +72,42 @@ class ExactKronecker:
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """What has been prepared."""
-        found = self.input.factorizations & self.output.factorizations & {"eigenbasis"}
-        if found:
-            found |= {"inverse"}
-        return found if self.triangular is None else found | {"cholesky"}
+        bases = self.input.factorizations & self.output.factorizations
+        found: dict[Factorization, bool] = {
+            "eigenbasis": "eigenbasis" in bases,
+            "inverse": self.definite,
+            "cholesky": self.triangular is not None,
+        }
+        return frozenset(name for name, made in found.items() if made)
 
-    def prepared(self, *factorizations: Factorization) -> ExactKronecker:
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> ExactKronecker:
         """Return the same operator with factorizations made that were missing.
 
         The inverse and all powers need both eigenbases; the Cholesky factor is apart.
         """
         if not factorizations:
             return self
-        made = replaced(
-            self,
-            input=self.input.prepared("eigenbasis"),
-            output=self.output.prepared("eigenbasis"),
-        )
-        if "inverse" in factorizations:
-            made = made._definite()
+        made, xp = self, self._xp()
+        bases = {
+            side: part.prepared("eigenbasis", check=check, name=f"{name}/{side}")
+            for side, part in (("input", self.input), ("output", self.output))
+        }
+        if bases["input"] is not self.input or bases["output"] is not self.output:
+            made = replaced(made, **bases)
+        if "inverse" in factorizations and not made.definite:
+            smallest = made._smallest()
+            if check == "raise" and not bool(smallest > 0):
+                raise _singular(smallest, name)
+            flag = status_unless(xp, smallest > 0, Status.NOT_POSITIVE)
+            made = replaced(made, flags=made.flags | flag, definite=True)
         if "cholesky" in factorizations and made.triangular is None:
-            made = replaced(made, triangular=made._cholesky())
+            triangular = made._cholesky(check=check, name=name)
+            made = replaced(made, triangular=triangular)
         return made
 
     def at_rows(self, indices: Array, /) -> ExactKronecker:
@@ -164,7 +184,7 @@ class ExactKronecker:
         return status if self.triangular is None else status | self.triangular.status
 
     def _power(self, V: Array, exponent: float, xp: Namespace) -> Array:
-        checked = self._definite() if exponent < 0 else self
+        checked = self._definite() if exponent < 0 else self._with_bases()
         half = checked.input.to_basis(V)
         turned = checked.output.to_basis(xp.matrix_transpose(half))
         # As it lies in memory: arrays in two orders take four times as long.
@@ -186,48 +206,47 @@ class ExactKronecker:
         undamped = self._scale() * a * g
         return undamped + self.damping[..., None, None] if damped else undamped
 
-    def _definite(self) -> ExactKronecker:
-        """Return itself with bases, after making sure that no eigenvalue is zero.
+    def _with_bases(self) -> ExactKronecker:
+        """Return itself with the eigenbases, made now where that could raise."""
+        sides = (self.input, self.output)
+        if any(isinstance(s, ShiftedMatrix) and s.basis is None for s in sides):
+            require_readable(self.damping, "eigenbasis")
+        return self.prepared("eigenbasis")
 
-        With ``check="raise"`` and no damping this waits for the device.
-        """
+    def _definite(self) -> ExactKronecker:
+        """Return itself with bases, after making sure that no eigenvalue is zero."""
+        made, xp = self._with_bases(), self._xp()
+        if not made.definite:
+            smallest = made._smallest()
+            if truth_of(smallest > 0, xp=xp) is False:
+                raise _singular(smallest, "block")
+        return made
+
+    def _smallest(self) -> Array:
+        """Return the smallest eigenvalue of the damped block, 0-d."""
         xp = self._xp()
-        made = replaced(
-            self,
-            input=self.input.prepared("eigenbasis"),
-            output=self.output.prepared("eigenbasis"),
-        )
         # None is negative, so that the product of the smallest ones is the smallest.
         a, g = (
             xp.min(side.eigenvalues(shifted=False), axis=-1)
-            for side in (made.input, made.output)
+            for side in (self.input, self.output)
         )
-        smallest = xp.min(made.scale * a * g + made.damping)
-        if self.input.check == "status":
-            flag = status_unless(xp, smallest > 0, Status.NOT_POSITIVE)
-            return replaced(made, flags=made.flags | flag)
-        if not bool(smallest > 0):
-            raise FactorizationError(
-                f"the damped block has the eigenvalue {float(smallest):.1e}. Increase "
-                "`damping`.",
-                factor=self.input.name,
-            )
-        return made
+        return xp.min(self.scale * a * g + self.damping)
 
-    def _cholesky(self) -> KroneckerCholesky:
+    def _cholesky(self, *, check: Check, name: str) -> KroneckerCholesky:
         """Return the Cholesky factor, made in the dtype of computing."""
         xp = self._xp()
         A, G = self.input.wide(), self.output
         if A.dtype != self.dtype:
-            G = G.wide().prepared("eigenbasis")
+            wide = G.wide()
+            G = wide.prepared("eigenbasis", check=check, name=f"{name}/output")
         made = kronecker_cholesky(
             A.dense(shifted=False),
             G.eigenvalues(shifted=False),
             G.eigenvectors(),
             scale=cast(xp, self.scale, A.dtype),
             damping=cast(xp, self.damping, A.dtype),
-            check=self.input.check,
-            name=self.input.name,
+            check=check,
+            name=name,
         )
         arrays = (made.columns, made.corners, made.basis)
         narrow = [cast(xp, x, self.dtype) for x in arrays]
@@ -235,12 +254,7 @@ class ExactKronecker:
 
     def _triangular(self) -> KroneckerCholesky:
         if self.triangular is None:
-            if self.input.check == "status":
-                raise NotReadyError(
-                    "'cholesky' was not prepared, and a snapshot made with "
-                    "check='status' prepares nothing later, since it could not report a "
-                    "failure. Add 'cholesky' to `factorizations`."
-                )
+            require_readable(self.damping, "cholesky")
             made = self.prepared("cholesky").triangular
             assert made is not None
             return made
@@ -266,3 +280,10 @@ class ExactKronecker:
 
     def _xp(self) -> Namespace:
         return array_api_compat.array_namespace(self.scale)
+
+
+def _singular(smallest: Array, name: str) -> FactorizationError:
+    return FactorizationError(
+        f"the damped block has the eigenvalue {float(smallest):.1e}. Increase `damping`.",
+        factor=name,
+    )

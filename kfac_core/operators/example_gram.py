@@ -18,6 +18,7 @@ from typing import NoReturn
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import (
     Scalar,
     any_status,
@@ -89,9 +90,20 @@ class ExampleGramOperator:
         """What has been prepared."""
         return self.gram.factorizations
 
-    def prepared(self, *factorizations: Factorization) -> ExampleGramOperator:
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> ExampleGramOperator:
         """Return the same operator with factorizations of ``H + lam I`` made."""
-        return replaced(self, gram=self.gram.prepared(*factorizations))
+        gram = self.gram.prepared(*factorizations, check=check, name=name)
+        if gram is self.gram:
+            return self
+        made = replaced(self, gram=gram)
+        if factorizations and check == "raise":
+            made._require_damping(name)
+        return made
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
         """Return ``(F + lam I) v``, or ``F v``; ``4 K S n m`` flops."""
@@ -102,7 +114,7 @@ class ExampleGramOperator:
     def multiply_inverse(self, vector: Array, /) -> Array:
         """Return ``(F + lam I)^-1 v``; ``4 K S n m`` flops, and the damping positive."""
         V, xp = self._enter(vector, "vector")
-        self._require_damping()
+        self._require_damping_unless_prepared()
         inner = self.gram.solve(self._products(V, xp)[:, None])[:, 0]
         return leaving((V - self._combined(inner, xp)) / self._lam(), vector)
 
@@ -113,7 +125,7 @@ class ExampleGramOperator:
         if exponent == -1:
             return self.multiply_inverse(vector)
         V, xp = self._enter(vector, "vector")
-        self._require_damping()
+        self._require_damping_unless_prepared()
         lam = self._lam()
         h = self.gram.eigenvalues(shifted=False)
         inner = self.gram.to_basis(self._products(V, xp)[:, None])[:, 0]
@@ -125,13 +137,13 @@ class ExampleGramOperator:
         self, vector: Array, /, *, transpose: bool = False
     ) -> NoReturn:
         """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{self.gram.name}: {NO_TRIANGLE}.")
+        raise UnsupportedError(f"{type(self).__name__}: {NO_TRIANGLE}.")
 
     def multiply_cholesky_inverse(
         self, vector: Array, /, *, transpose: bool = False
     ) -> NoReturn:
         """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{self.gram.name}: {NO_TRIANGLE}.")
+        raise UnsupportedError(f"{type(self).__name__}: {NO_TRIANGLE}.")
 
     def sample(self, noise: Array, /) -> Array:
         """Turn white noise z into ``(F + lam I)^-1/2 z``."""
@@ -144,7 +156,7 @@ class ExampleGramOperator:
 
     def logdet(self) -> Array:
         """Return ``log det (H + lam I) + (n m - K) log lam``, 0-d."""
-        self._require_damping()
+        self._require_damping_unless_prepared()
         rest = (self._numbers() - self.gradients) * self._xp().log(self._lam())
         return self.gram.logdet() + rest
 
@@ -173,9 +185,8 @@ class ExampleGramOperator:
         """Return the flags of the Gram matrix, 0-d int32."""
         xp = self._xp()
         positive = status_unless(xp, self._lam() > 0, Status.NOT_POSITIVE)
-        unprepared = self.gram.inverse is None and self.gram.basis is None
         flags = any_status(self.gram.status(), xp=xp)
-        return flags if unprepared else flags | positive
+        return flags | positive if self._is_prepared() else flags
 
     def _products(self, V: Array, xp: Namespace) -> Array:
         return gradient_products(self.inputs, self.output_grads, V, xp=xp)
@@ -190,14 +201,22 @@ class ExampleGramOperator:
     def _lam(self) -> Array:
         return cast(self._xp(), self.gram.shift, self.inputs.dtype)
 
-    def _require_damping(self) -> None:
-        """Raise where F, which is singular, is not damped; this waits for the device."""
-        if self.gram.check == "raise" and not bool(self._lam() > 0):
+    def _require_damping(self, name: str = "block") -> None:
+        """Raise where F, which is singular, is seen not to be damped."""
+        if truth_of(self._lam() > 0, xp=self._xp()) is False:
             raise FactorizationError(
                 "a sum of few outer products is singular without damping. Increase "
                 "`damping`.",
-                factor=self.gram.name,
+                factor=name,
             )
+
+    def _require_damping_unless_prepared(self) -> None:
+        # What is prepared was looked at then, or has its flag.
+        if not self._is_prepared():
+            self._require_damping()
+
+    def _is_prepared(self) -> bool:
+        return self.gram.inverse is not None or self.gram.basis is not None
 
     def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
         return entering(
@@ -282,9 +301,6 @@ def example_gram_operator(
     gram = shifted_matrix(
         gradient_gram(x, g, xp=xp),
         as_scalar(xp, damping, dtype, "damping"),
-        factorizations=factorizations,
-        check=check,
-        name=name,
         apply_dtype=apply_dtype,
     )
     apply = dtype if apply_dtype is None else apply_dtype
@@ -292,6 +308,4 @@ def example_gram_operator(
     made = ExampleGramOperator(
         cast(xp, x, apply), cast(xp, g, apply), gram, cast(xp, lost, apply)
     )
-    if factorizations:
-        made._require_damping()
-    return made
+    return made.prepared(*factorizations, check=check, name=name)

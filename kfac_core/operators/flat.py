@@ -11,6 +11,7 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of
+from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.shifted import Factorization
@@ -40,9 +41,15 @@ class FlatOperator:
         """What has been prepared."""
         return self.block.factorizations
 
-    def prepared(self, *factorizations: Factorization) -> FlatOperator:
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> FlatOperator:
         """Return the same operator with factorizations made that were missing."""
-        return replaced(self, block=self.block.prepared(*factorizations))
+        block = self.block.prepared(*factorizations, check=check, name=name)
+        return replaced(self, block=block)
 
     def at_rows(self, indices: Array, /) -> FlatOperator:
         """Return the operator on the rows of some ids; see `FactoredKronecker.at_rows`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import plain_number
 from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.groups import dense_of_groups
@@ -52,10 +53,15 @@ class FactoredKronecker:
         """What has been prepared."""
         return self.input.factorizations & self.output.factorizations
 
-    def prepared(self, *factorizations: Factorization) -> FactoredKronecker:
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> FactoredKronecker:
         """Return the same operator with factorizations made that were missing."""
-        A = self.input.prepared(*factorizations)
-        G = self.output.prepared(*factorizations)
+        A = self.input.prepared(*factorizations, check=check, name=f"{name}/input")
+        G = self.output.prepared(*factorizations, check=check, name=f"{name}/output")
         # In every step but the first nothing is missing.
         if A is self.input and G is self.output:
             return self

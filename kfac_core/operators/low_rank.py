@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import device_of, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
@@ -56,7 +57,7 @@ class _Spectrum(NamedTuple):
     rest: Array
 
 
-@structure(static=("exact", "definite", "name", "check"))
+@structure(static=("exact", "definite"))
 class LowRankOperator:
     """A snapshot of the block of the module's text; see `CurvatureOperator`.
 
@@ -73,10 +74,8 @@ class LowRankOperator:
     exact : bool
         Whether damping is exact.
     definite : bool
-        Whether all eigenvalues were looked at and found positive, or, with
+        Whether all eigenvalues were found positive when it was prepared, or, with
         ``check="status"``, reported on in the flags.
-    name, check
-        What a message should call it, and whether trouble raises.
     """
 
     input: LowRankBasis
@@ -88,8 +87,6 @@ class LowRankOperator:
     flags: Array
     exact: bool
     definite: bool
-    name: str
-    check: Check
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,10 +104,22 @@ class LowRankOperator:
         made: tuple[Factorization, ...] = ("eigenbasis", "inverse")
         return frozenset(made if self.definite else made[:1])
 
-    def prepared(self, *factorizations: Factorization) -> LowRankOperator:
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> LowRankOperator:
         """Return the same operator, known to be definite where anything is asked for."""
-        made = self._checked()
-        return made._definite() if factorizations else made
+        if self.definite:
+            return self
+        made = replaced(self, flags=self.flags | self._invalid_flags())
+        if factorizations:
+            flags = made.flags | self._indefinite_flag()
+            made = replaced(made, flags=flags, definite=True)
+        if check == "raise":
+            _raise_for(Status(int(made.status())), name)
+        return made
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
         """Return the damped block times v, or ``S A V G``."""
@@ -124,8 +133,7 @@ class LowRankOperator:
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``F_damped^p v``; for a negative power the block must be definite."""
         V, xp = self._enter(vector, "vector")
-        made = self._definite() if exponent < 0 else self
-        spectrum = made._spectrum(True)
+        spectrum = self._definite_spectrum() if exponent < 0 else self._spectrum(True)
         parts = zip(spectrum, self._multiplicities(), strict=True)
         # A complement that is empty has no eigenvalue, which may be zero here.
         powers = [values**exponent if number else values for values, number in parts]
@@ -135,13 +143,13 @@ class LowRankOperator:
         self, vector: Array, /, *, transpose: bool = False
     ) -> NoReturn:
         """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{self.name}: {NO_CHOLESKY}.")
+        raise UnsupportedError(f"{type(self).__name__}: {NO_CHOLESKY}.")
 
     def multiply_cholesky_inverse(
         self, vector: Array, /, *, transpose: bool = False
     ) -> NoReturn:
         """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{self.name}: {NO_CHOLESKY}.")
+        raise UnsupportedError(f"{type(self).__name__}: {NO_CHOLESKY}.")
 
     def sample(self, noise: Array, /) -> Array:
         """Turn white noise Z into ``F_damped^-1/2 Z``."""
@@ -156,7 +164,7 @@ class LowRankOperator:
 
     def logdet(self) -> Array:
         """Return the log-determinant of the damped block, 0-d."""
-        xp, spectrum = self._xp(), self._definite()._spectrum(True)
+        xp, spectrum = self._xp(), self._definite_spectrum()
         parts = zip(spectrum, self._multiplicities(), strict=True)
         sums = [number * xp.sum(xp.log(values)) for values, number in parts if number]
         return sum(sums[1:], start=sums[0])
@@ -227,40 +235,27 @@ class LowRankOperator:
         neither = V - U.from_basis(in_u) - xp.matmul(in_w, W_t)
         return result + values.rest * neither
 
-    def _checked(self) -> LowRankOperator:
-        """Return itself, after looking for what cannot be computed with."""
+    def _invalid_flags(self) -> Array:
+        """Return the flags of what cannot be computed with, 0-d."""
         xp = self._xp()
         shifts = xp.stack([self.damping, self.input_shift, self.output_shift])
         good = xp.all(xp.isfinite(shifts) & (shifts >= 0))
-        return self._with(status_unless(xp, good, Status.BAD_DAMPING))
+        return status_unless(xp, good, Status.BAD_DAMPING)
 
-    def _definite(self) -> LowRankOperator:
-        if self.definite:
-            return self
+    def _indefinite_flag(self) -> Array:
+        """Return the flag of an eigenvalue that is not positive, 0-d."""
         xp, spectrum = self._xp(), self._spectrum(True)
         parts = zip(spectrum, self._multiplicities(), strict=True)
         smallest = xp.stack([xp.min(values) for values, number in parts if number])
-        flag = status_unless(xp, xp.all(smallest > 0), Status.NOT_POSITIVE)
-        return replaced(self._with(flag), definite=True)
+        return status_unless(xp, xp.all(smallest > 0), Status.NOT_POSITIVE)
 
-    def _with(self, flags: Array) -> LowRankOperator:
-        if self.check == "status":
-            return replaced(self, flags=self.flags | flags)
-        found = Status(int(flags | self.status()))
-        if Status.MATRIX_NOT_FINITE in found:
-            raise NotFiniteError(f"{self.name}: a factor holds NaN or infinity.")
-        if Status.BAD_DAMPING in found:
-            raise DampingError(
-                f"{self.name}: `damping` is negative or not finite. Expected a finite "
-                "number >= 0."
-            )
-        if Status.NOT_POSITIVE in found:
-            raise FactorizationError(
-                "the damped block has an eigenvalue that is not positive: factors of low "
-                "rank are singular without damping. Increase `damping`.",
-                factor=self.name,
-            )
-        return self
+    def _definite_spectrum(self) -> _Spectrum:
+        """Return the damped spectrum, after making sure that it is positive, if it can."""
+        if not self.definite:
+            flags = self.status() | self._invalid_flags() | self._indefinite_flag()
+            if truth_of(flags == 0, xp=self._xp()) is False:
+                _raise_for(Status(int(flags)), "block")
+        return self._spectrum(True)
 
     def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
         return entering(
@@ -269,3 +264,18 @@ class LowRankOperator:
 
     def _xp(self) -> Namespace:
         return array_api_compat.array_namespace(self.scale)
+
+
+def _raise_for(flags: Status, name: str) -> None:
+    if Status.MATRIX_NOT_FINITE in flags:
+        raise NotFiniteError(f"{name}: a factor holds NaN or infinity.")
+    if Status.BAD_DAMPING in flags:
+        raise DampingError(
+            f"{name}: `damping` is negative or not finite. Expected a finite number >= 0."
+        )
+    if Status.NOT_POSITIVE in flags:
+        raise FactorizationError(
+            "the damped block has an eigenvalue that is not positive: factors of low rank "
+            "are singular without damping. Increase `damping`.",
+            factor=name,
+        )

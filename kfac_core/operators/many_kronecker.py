@@ -15,18 +15,19 @@ from typing import Any
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import device_of, moved_axis, status_unless
-from kfac_core.array.status import Status
+from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import FactorizationError, UnsupportedError
 from kfac_core.linalg.kronecker import kronecker_dense
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
 from kfac_core.operators.operator import entering, leaving
 
-__all__ = ["ManyKronecker", "definite_flags"]
+__all__ = ["ManyKronecker"]
 
 
-@structure(static=("exact",))
+@structure(static=("exact", "definite"))
 class ManyKronecker:
     """A snapshot of a damped product of k factors; see `CurvatureOperator`.
 
@@ -41,6 +42,9 @@ class ManyKronecker:
         Of `Status`, of the damped block itself.
     exact : bool
         Whether damping is exact.
+    definite : bool
+        Whether an exactly damped block was found positive when it was prepared, or is
+        reported on in the flags.
     """
 
     factors: dict[str, ShiftedMatrix]
@@ -48,6 +52,7 @@ class ManyKronecker:
     damping: Array
     flags: Array
     exact: bool
+    definite: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -66,16 +71,35 @@ class ManyKronecker:
         common = frozenset.intersection(*parts)
         if not self.exact:
             return common
-        bases = common & {"eigenbasis"}
-        return bases | {"inverse"} if bases else bases
+        found: dict[Factorization, bool] = {
+            "eigenbasis": "eigenbasis" in common,
+            "inverse": self.definite,
+        }
+        return frozenset(name for name, made in found.items() if made)
 
-    def prepared(self, *factorizations: Factorization) -> ManyKronecker:
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> ManyKronecker:
         """Return the same operator with factorizations made that were missing."""
         wanted = factorizations
         if self.exact:
             wanted = ("eigenbasis",) if factorizations else ()
-        made = {name: part.prepared(*wanted) for name, part in self.factors.items()}
-        return replaced(self, factors=made)
+        factors = {
+            axis: part.prepared(*wanted, check=check, name=f"{name}/{axis}")
+            for axis, part in self.factors.items()
+        }
+        made = replaced(self, factors=factors)
+        if not self.exact or self.definite or "inverse" not in factorizations:
+            return made
+        xp = self._xp()
+        good = xp.all(made._spectrum(damped=True, xp=xp) > 0)
+        if check == "raise" and not bool(good):
+            raise _singular(name)
+        flag = status_unless(xp, good, Status.NOT_POSITIVE)
+        return replaced(made, flags=made.flags | flag, definite=True)
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
         """Return the damped block times v, or the undamped one."""
@@ -106,7 +130,7 @@ class ManyKronecker:
         if not self.exact:
             power = self._along(v, lambda part, x: part.power(x, exponent), xp)
             return self._leave(self.scale**exponent * power, vector, xp)
-        made = self.prepared("eigenbasis")
+        made = self._with_bases()
         spectrum = made._spectrum(damped=True, xp=xp)
         if exponent < 0:
             made._require_definite(spectrum, xp)
@@ -153,7 +177,7 @@ class ManyKronecker:
         """Return the log-determinant of the damped block, 0-d."""
         xp = self._xp()
         if self.exact:
-            made = self.prepared("eigenbasis")
+            made = self._with_bases()
             spectrum = made._spectrum(damped=True, xp=xp)
             made._require_definite(spectrum, xp)
             return xp.sum(xp.log(spectrum))
@@ -165,7 +189,7 @@ class ManyKronecker:
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues, ascending."""
         xp = self._xp()
-        made = self.prepared("eigenbasis")
+        made = self._with_bases()
         return xp.sort(xp.reshape(made._spectrum(damped=damped, xp=xp), (-1,)))
 
     def to_dense(self, *, damped: bool = True) -> Array:
@@ -205,13 +229,16 @@ class ManyKronecker:
         return spectrum + self.damping if damped and self.exact else spectrum
 
     def _require_definite(self, spectrum: Array, xp: Namespace) -> None:
-        first = next(iter(self.factors.values()))
-        if first.check == "raise" and not bool(xp.all(spectrum > 0)):
-            raise FactorizationError(
-                "the damped block has an eigenvalue that is not positive. Increase "
-                "`damping`.",
-                factor=first.name,
-            )
+        """Raise where the spectrum is seen not to be positive."""
+        if not self.definite and truth_of(xp.all(spectrum > 0), xp=xp) is False:
+            raise _singular("block")
+
+    def _with_bases(self) -> ManyKronecker:
+        """Return itself with the eigenbases, made now where that could raise."""
+        if any(part.basis is None for part in self.factors.values()):
+            require_readable(self.scale, "eigenbasis")
+            return self.prepared("eigenbasis")
+        return self
 
     def _require_factored(self) -> None:
         if self.exact:
@@ -233,11 +260,8 @@ class ManyKronecker:
         return array_api_compat.array_namespace(self.scale)
 
 
-def definite_flags(operator: ManyKronecker, /) -> ManyKronecker:
-    """Return the operator with a flag where its exactly damped block is singular."""
-    if not operator.exact or next(iter(operator.factors.values())).check == "raise":
-        return operator
-    xp = array_api_compat.array_namespace(operator.scale)
-    spectrum = operator.prepared("eigenbasis")._spectrum(damped=True, xp=xp)
-    flag = status_unless(xp, xp.all(spectrum > 0), Status.NOT_POSITIVE)
-    return replaced(operator, flags=operator.flags | flag)
+def _singular(name: str) -> FactorizationError:
+    return FactorizationError(
+        "the damped block has an eigenvalue that is not positive. Increase `damping`.",
+        factor=name,
+    )

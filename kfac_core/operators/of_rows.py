@@ -59,7 +59,7 @@ def multiply_inverse_of_rows(
     UnsupportedError
         For an operator of groups, or of exact damping.
     FactorizationError
-        Where the inverse cannot be made (an operator made with ``check="raise"``).
+        Where the inverse was not prepared and cannot be made.
 
     Notes
     -----

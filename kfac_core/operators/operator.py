@@ -19,6 +19,7 @@ from kfac_core.array.namespaces import (
     require_floating,
     require_matrix,
 )
+from kfac_core.array.status import Check
 from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.linalg.shifted import Factorization
 
@@ -54,7 +55,8 @@ class CurvatureOperator(Protocol):
 
     Every function raises `ShapeError`, `DtypeError` or `MixedArraysError` for a vector
     that does not fit, and `FactorizationError` where a factorization that was not
-    prepared cannot be made (an operator made with ``check="raise"``).
+    prepared cannot be made; `NotReadyError`, where it would have to be made while a
+    program is traced.
     """
 
     @property
@@ -65,8 +67,16 @@ class CurvatureOperator(Protocol):
     def factorizations(self) -> frozenset[Factorization]:
         """What has been prepared: products that need it alone make nothing."""
 
-    def prepared(self, *factorizations: Factorization) -> CurvatureOperator:
-        """Return the same operator with factorizations made that were missing."""
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> CurvatureOperator:
+        """Return the same operator with factorizations made that were missing.
+
+        Trouble raises, naming the block, or is in the `status` where `check` says so.
+        """
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
         """Return ``F v``."""

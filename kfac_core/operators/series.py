@@ -21,10 +21,11 @@ from __future__ import annotations
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import is_readable
 from kfac_core.array.namespaces import full_of
+from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import NotReadyError, UnsupportedError
-from kfac_core.linalg.factorizations import Rung
 from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
@@ -40,7 +41,7 @@ DENSE_LIMIT = 2048
 _DENSE: tuple[Factorization, ...] = ("cholesky", "eigenbasis")
 
 
-@structure(static=("rung",))
+@structure()
 class SeriesOperator:
     """A snapshot of the curvature of a chain of steps; see `CurvatureOperator`.
 
@@ -56,10 +57,11 @@ class SeriesOperator:
         The shares of the lengths; None for the infinite variant.
     chain : SymmetricChain or InfiniteChain
         F, damped.
-    dense : FlatOperator or None
+    dense : ShiftedMatrix or None
         F as one matrix, where a factorization of it was asked for.
-    rung : {"working", "float64"}
-        In which precision the chain was made.
+    fallback : array of int32, 0-d
+        Of `kfac_core.linalg.factorizations.Fallback`: in which precision the chain was
+        made.
     """
 
     input: ShiftedMatrix
@@ -69,8 +71,8 @@ class SeriesOperator:
     scale: Array
     shares: Array | None
     chain: SymmetricChain | InfiniteChain
-    dense: FlatOperator | None
-    rung: Rung
+    dense: ShiftedMatrix | None
+    fallback: Array
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,7 +85,12 @@ class SeriesOperator:
         found: frozenset[Factorization] = frozenset({"inverse"})
         return found if self.dense is None else found | self.dense.factorizations
 
-    def prepared(self, *factorizations: Factorization) -> SeriesOperator:
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> SeriesOperator:
         """Return the same operator with factorizations made that were missing.
 
         The inverse is there always.  ``"cholesky"`` and ``"eigenbasis"`` are of the
@@ -94,13 +101,18 @@ class SeriesOperator:
         if "eigenbasis" in factorizations:
             made = replaced(
                 made,
-                input=made.input.prepared("eigenbasis"),
-                output=made.output.prepared("eigenbasis"),
+                input=made.input.prepared(
+                    "eigenbasis", check=check, name=f"{name}/input"
+                ),
+                output=made.output.prepared(
+                    "eigenbasis", check=check, name=f"{name}/output"
+                ),
             )
         wanted = tuple(f for f in _DENSE if f in factorizations)
         if not wanted or self._rows() > DENSE_LIMIT:
             return made
-        return replaced(made, dense=made._dense_matrix().prepared(*wanted))
+        dense = made._dense_matrix().prepared(*wanted, check=check, name=name)
+        return replaced(made, dense=dense.block)
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
         """Return ``F v``.
@@ -188,27 +200,25 @@ class SeriesOperator:
         if damped:
             return self.chain
         xp = self._xp()
-        if self.shares is None and self.input.check == "status":
+        if self.shares is None and not is_readable(self.scale, xp=xp):
             raise NotReadyError(
-                "the undamped infinite chain need not converge, and a snapshot made with "
-                "check='status' could not report it. Make one with check='raise'."
+                "the undamped infinite chain need not converge, which could not be "
+                "reported while a program is traced. Multiply with it outside."
             )
         A = _pseudo_root(self.input, self.lagged_input, xp)
         G = _pseudo_root(self.output, self.lagged_output, xp)
         if self.shares is not None:
             return symmetric_chain(A, G, self.shares, xp=xp)
-        return infinite_chain(A, G, self.scale, check=self.input.check, xp=xp)
+        return infinite_chain(A, G, self.scale, check="raise", xp=xp)
 
     def _dense_matrix(self, *, damped: bool = True) -> FlatOperator:
         """Return F as an operator without structure, prepared or not yet."""
         if damped and self.dense is not None:
-            return self.dense
+            return FlatOperator(self.dense, self.shape)
         self._require_small()
         matrix = SymmetricMatrix(self.to_dense(damped=damped), whole=True)
         zero = full_of(self._xp(), 0.0, matrix.array)
-        name, check = self.input.name.removesuffix("/input"), self.input.check
-        block = shifted_matrix(matrix, zero, factorizations=(), check=check, name=name)
-        return FlatOperator(block, self.shape)
+        return FlatOperator(shifted_matrix(matrix, zero), self.shape)
 
     def _require_small(self) -> None:
         if self._rows() > DENSE_LIMIT:

@@ -172,8 +172,7 @@ def spectral_block(operator: Any, /) -> SpectralBlock:
     UnsupportedError
         For an operator without an eigenbasis of this form.
     NotFiniteError, FactorizationError
-        Where an eigenbasis that was not prepared cannot be made (an operator made with
-        ``check="raise"``).
+        Where an eigenbasis that was not prepared cannot be made.
 
     Notes
     -----

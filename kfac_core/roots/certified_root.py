@@ -13,7 +13,7 @@ from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import ConventionError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
-from kfac_core.linalg.factorizations import Rung
+from kfac_core.linalg.factorizations import Fallback
 from kfac_core.linalg.fitness import damping_array, symmetric_argument, unfit_flags
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-@structure(static=("degree", "rung"))
+@structure(static=("degree",))
 class InverseRoot:
     """An inverse p-th root, with its certificate.
 
@@ -41,18 +41,18 @@ class InverseRoot:
     clipped : array, shape (...)
         The sum of the negative eigenvalues that were set to zero, in magnitude; zero on
         every rung but the last.
+    fallback : array of int32, shape (...)
+        Of `kfac_core.linalg.factorizations.Fallback`.
     degree : int
         p.
-    rung : {"working", "float64", "eigendecomposition"}
-        The rung that held.
     """
 
     matrix: SymmetricMatrix
     status: Array
     residual: Array
     clipped: Array
+    fallback: Array
     degree: int
-    rung: Rung
 
 
 def root_residual(
@@ -100,7 +100,7 @@ def judged_root(
     /,
     *,
     degree: int,
-    rung: Rung,
+    fallback: Fallback,
     xp: Namespace,
 ) -> InverseRoot:
     """Return a root with its certificate; NaN throughout where there is none.
@@ -113,7 +113,7 @@ def judged_root(
         X, finite or not, symmetric up to rounding.
     status : array of int32, shape (...)
         The flags so far; where any is set X becomes NaN.
-    degree, rung
+    degree, fallback
         As in `InverseRoot`.
     xp : namespace
         Of the arrays.
@@ -134,8 +134,8 @@ def judged_root(
         status,
         residual,
         xp.zeros_like(residual),
+        xp.full_like(status, int(fallback)),
         degree,
-        rung,
     )
 
 

@@ -23,7 +23,7 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
-from kfac_core.linalg.factorizations import Rung
+from kfac_core.linalg.factorizations import Fallback
 from kfac_core.linalg.fitness import fit_problem, narrowed, require_fit, widened
 from kfac_core.linalg.ladder import symmetric_basis
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -93,7 +93,9 @@ def inverse_root(
     wide = widened(A, xp=xp)
     if wide is not None:
         wide_shift = cast(xp, shift, xp.float64)
-        made = _spectral(wide, wide_shift, unfit, degree, rung="float64", xp=xp)
+        made = _spectral(
+            wide, wide_shift, unfit, degree, fallback=Fallback.FLOAT64, xp=xp
+        )
         if root_holds(made, xp):
             return narrowed(made, A, xp=xp)
     return _clipped_root(A, shift, degree, name=name, xp=xp)
@@ -126,7 +128,7 @@ def _clipped_root(
         _from_basis(Q, safe ** (-1.0 / degree), xp),
         status_unless(xp, xp.all(damped > 0, axis=-1), Status.NOT_POSITIVE),
         degree=degree,
-        rung="eigendecomposition",
+        fallback=Fallback.EIGENDECOMPOSITION,
         xp=xp,
     )
     if not root_holds(made, xp):
@@ -148,7 +150,7 @@ def _spectral(
     degree: int,
     /,
     *,
-    rung: Rung = "working",
+    fallback: Fallback = Fallback.WORKING,
     xp: Namespace,
 ) -> InverseRoot:
     """Return the root on one rung, certified against the matrix as it is."""
@@ -163,7 +165,7 @@ def _spectral(
         _from_basis(basis.eigenvectors, safe ** (-1.0 / degree), xp),
         unfit | status_unless(xp, positive, Status.NOT_POSITIVE),
         degree=degree,
-        rung=rung,
+        fallback=fallback,
         xp=xp,
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import kfac_core as kc
+from kfac_core.linalg.factorizations import fallback_of
 
 from .network import Array
 
@@ -63,7 +64,11 @@ def inverted(condition: float, *, size: int = 96) -> list[Inverted]:
     inverse = made.inverse
     error = error_of(lambda: X, best)
     residual = float(inverse.residual)
-    found.append(Inverted(WAYS[-1], condition, error, inverse.rung, residual))
+    found.append(
+        Inverted(
+            WAYS[-1], condition, error, fallback_of(inverse).name.lower(), residual
+        )
+    )
     return found
 
 

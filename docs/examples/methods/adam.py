@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kfac_core.cli.demo.parameters import map_parameters, zeros_like
+from methods.vectors import map_parameters, zeros_like
 
 BETA1, EPSILON = 0.9, 1e-8
 

@@ -10,9 +10,9 @@ import array_api_compat.numpy as xp
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.cli.demo.data import stream
 from kfac_core.linalg.patches import extract_patches, resolve_padding
 from kfac_core.losses import Categorical
+from methods.data import stream
 from methods.problem import Examples, digits
 
 

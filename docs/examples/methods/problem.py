@@ -14,7 +14,7 @@ import numpy as np
 from sklearn import datasets
 
 import kfac_core as kc
-from kfac_core.cli.demo.data import N_HELD_OUT, stream
+from methods.data import N_HELD_OUT, stream
 
 Array = np.ndarray[Any, Any]
 Parameters = dict[str, dict[str, Array]]

@@ -6,7 +6,6 @@ A rule is an object with `change(seen, method, direction)`, which is to be added
 import math
 
 import kfac_core as kc
-from kfac_core.cli.demo.parameters import map_parameters, zeros_like
 from kfac_core.steps import (
     kl_clip,
     linear_combination,
@@ -14,6 +13,7 @@ from kfac_core.steps import (
     reduction_ratio,
 )
 from methods.problem import mean_loss
+from methods.vectors import map_parameters, zeros_like
 
 ADAPT_EVERY = 5
 

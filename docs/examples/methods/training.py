@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.cli.demo.data import batches, stream
 from kfac_core.steps import linear_combination
+from methods.data import batches, stream
 from methods.problem import mean_loss
 from methods.seen import Seen
 

@@ -1,11 +1,11 @@
-"""The demonstration: a deep autoencoder on the digits that scikit-learn brings along.
+"""The demonstration: K-FAC, SGD and Adam train a deep autoencoder on digits.
 
-``python -m kfac_core demo`` trains one network by SGD with Nesterov momentum, by Adam
-and by K-FAC, from the same initial parameters and on the same batches, and reports
-what happened.  All arithmetic is written in the Array API standard, and all randomness
-is drawn on the host, so that the program does the same on every backend.
+``python -m kfac_core demo`` trains one network by each method, from the same initial
+parameters and on the same batches, with the best of a few learning rates.  The
+arithmetic is written in the Array API standard and all random numbers are drawn by
+NumPy, so every backend computes the same runs.
 
-In reading order: `autoencoder` (the network, its derivatives), `kfac` (the method, on
-the library's public names), `first_order` (what it is compared with), `training` (one
-run), `search` (learning rates), `report` and `figure` (what is shown), `command`.
+In reading order: `network` (the autoencoder and its derivatives), `optimizers` (K-FAC
+on the public names of the library, and the other two), `command` (runs and options),
+`results` (the table and the picture).
 """
