@@ -333,9 +333,10 @@ class _Values:
         if n is None:
             raise _problem(path, "a packed triangle", f"shape {tuple(packed.shape)}")
         xp = array_api_compat.array_namespace(packed)
-        full = unpack_triangle(packed, n, xp=xp)
+        full, whole = unpack_triangle(packed, n, xp=xp), like is None or like.whole
         # In the order in which LAPACK reads a lower triangle, as sums start.
-        return SymmetricMatrix(xp.matrix_transpose(full), like is None or like.whole)
+        array = xp.matrix_transpose(full if whole else xp.triu(full))
+        return SymmetricMatrix(array, whole)
 
     def _array(self, path: str, like: Any, shape: Any) -> Any:
         """Take an array of the shape and the kind of another, as a copy."""

@@ -53,9 +53,7 @@ def renamed(state: Any, names: Mapping[str, str], /) -> Any:
     if isinstance(settings, Mapping) and isinstance(damping, Mapping):
         of_each = {new.get(name, name): value for name, value in damping.items()}
         settings = {**settings, "damping": of_each}
-    found = {
-        new[name]: _relabeled(part, name, new[name]) for name, part in blocks.items()
-    }
+    found = {new[name]: part for name, part in blocks.items()}
     return {**state, "settings": settings, "blocks": found}
 
 
@@ -91,20 +89,3 @@ def _blocks(state: Any) -> Mapping[str, Any]:
     if not isinstance(blocks, Mapping):
         raise StateError("Expected a state with blocks.")
     return blocks
-
-
-def _relabeled(part: Any, old: str, new: str) -> Any:
-    """Return a block whose operator names itself by its new name in errors."""
-    if not isinstance(part, Mapping):
-        return part
-
-    def walked(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        found = {key: walked(inner) for key, inner in value.items()}
-        name = found.get("name")
-        if isinstance(name, str) and (name == old or name.startswith(f"{old}/")):
-            found["name"] = new + name.removeprefix(old)
-        return found
-
-    return {**part, "operator": walked(part.get("operator"))}
