@@ -29,9 +29,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import array_api_compat
 import numpy as np
 
-from kfac_core.array.namespaces import device_of, is_finite_number
-from kfac_core.array.structure import fields_of, leaves
+from kfac_core.array.namespaces import (
+    device_of,
+    is_finite_number,
+    namespace_of,
+    own_namespace,
+)
+from kfac_core.array.precision import Precision
+from kfac_core.array.structure import fields_of, leaves, replaced
 from kfac_core.block import Block
+from kfac_core.damping import DampingRule
 from kfac_core.errors import KFACError, StateError
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
@@ -50,8 +57,12 @@ __all__ = ["FORMAT", "VERSION", "dump_state", "parse_state"]
 FORMAT = "kfac_core.estimator"
 VERSION = 2
 
-_COUNTS = {n: c for n, c in vars(BlockState).items() if type(c) is int and n[0] != "_"}
-"""The counts of a block, each with the least that it can be."""
+_COUNTS = [
+    name
+    for name, _ in fields_of(BlockState)
+    if type(getattr(BlockState, name, None)) is int
+]
+"""The counts of a block, which are zero or -1 in a state of nothing."""
 
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
@@ -144,7 +155,6 @@ def parse_state(
             "kfac_core."
         )
     _require_equal(state.get("conventions"), promises, "conventions")
-    network, settings = _with_settings(network, _mapping(state, "settings"))
     parts = _mapping(state, "blocks")
     if parts.keys() != network.blocks.keys():
         raise StateError(
@@ -152,6 +162,10 @@ def parse_state(
             "it into an estimator with the same blocks; `load_checkpoint` takes other "
             "`names`."
         )
+    try:
+        network, settings = _with_settings(network, _mapping(state, "settings"))
+    except KFACError as error:
+        raise StateError(f"settings: {error}") from error
     blocks: dict[str, BlockState] = {}
     for name in network.blocks:
         try:
@@ -177,31 +191,30 @@ def _description(block: Block) -> dict[str, Any]:
 
 def _values(held: BlockState) -> dict[str, Any]:
     """Return the arrays and numbers of a block by their paths."""
-    found: dict[str, Any] = {name: int(getattr(held, name)) for name in _COUNTS}
-    if held.damping is not None:
-        found["damping"] = float(held.damping)
-    _collect(held.statistics, "statistics", found)
-    _collect(held.operator, "operator", found)
+    damping = None if held.damping is None else float(held.damping)
+    counts = {name: int(getattr(held, name)) for name in _COUNTS}
+    found: dict[str, Any] = {}
+    _collect(replaced(held, damping=damping, **counts), "", found)
     return found
 
 
 def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
     """Put what a structure holds under its paths."""
-    if isinstance(value, SymmetricMatrix):
-        xp = array_api_compat.array_namespace(value.array)
+    cls = type(value)
+    if cls is SymmetricMatrix:
+        xp = own_namespace(value.array)
         found[path] = pack_triangle(value.array, xp=xp)
-    elif fields_of(type(value)):
-        for name, static in fields_of(type(value)):
-            if not static or _choices(type(value), name):
-                _collect(getattr(value, name), f"{path}.{name}", found)
-    elif isinstance(value, dict):
+    elif fields_of(cls):
+        for name, static in fields_of(cls):
+            if not static or _choices(cls, name):
+                _collect(getattr(value, name), _below(path, name), found)
+    elif cls is dict:
         for name, part in value.items():
-            _collect(part, f"{path}.{name}", found)
-    elif isinstance(value, bool | str):
+            _collect(part, _below(path, name), found)
+    elif cls in (bool, int, float, str):
         found[path] = value
     elif value is not None:
-        xp = array_api_compat.array_namespace(value)
-        found[path] = xp.asarray(value, copy=True)
+        found[path] = own_namespace(value).asarray(value, copy=True)
 
 
 def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
@@ -210,34 +223,34 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     for key, expected in _description(block).items():
         _require_equal(part.get(key), expected, key)
     values = _Values(_mapping(part, "values"))
-    counts = {count: values.count(count, least) for count, least in _COUNTS.items()}
-    damping = _damping(values.taken("damping")) if values.holds("damping") else None
-    found: dict[str, Any] = {"statistics": None, "operator": None}
-    held = [path for path in found if values.holds(path)]
-    if held:
-        statistics = block.initial(values.like(held[0]), precision=network.precision)
-        template = {
-            "statistics": statistics,
-            "operator": block.operator(
-                statistics,
-                damping=1.0,
-                rule=network.damping_rule,
-                factorizations=(),
-                precision=network.precision,
-                name=name,
-            ),
-        }
-        for path in held:
-            found[path] = values.read(path, Any, template[path])
-        if "statistics" in held:
-            _check_statistics(found["statistics"], statistics.dtype)
-        if "operator" in held:
-            _check_operator(found["operator"], block)
-    if values.left:
-        raise StateError(f"{_short([*values.left])} belong to nothing.")
-    if (damping is None) != (found["operator"] is None):
-        raise StateError("expected an operator and its damping, or neither.")
-    return BlockState(**counts, **found, damping=damping)
+    held: BlockState = values.read("", BlockState, _template(values, network, name))
+    values.require_empty()
+    if held.statistics is not None:
+        _check_statistics(held.statistics, network.precision)
+    if held.operator is not None:
+        _check_operator(held.operator, block)
+    return held
+
+
+def _template(values: _Values, network: Network, name: str) -> BlockState:
+    """Return a state of nothing, with statistics and an operator where values are."""
+    held = [part for part in ("statistics", "operator") if values.holds(part)]
+    if not held:
+        return BlockState()
+    block, like = network.blocks[name], values.like(held[0])
+    empty = block.initial(like, precision=network.precision)
+    statistics = empty if "statistics" in held else None
+    if "operator" not in held:
+        return BlockState(statistics)
+    operator = block.operator(
+        empty,
+        damping=1.0,
+        rule=network.damping_rule,
+        factorizations=(),
+        precision=network.precision,
+        name=name,
+    )
+    return BlockState(statistics, operator, damping=1.0)
 
 
 class _Values:
@@ -255,15 +268,42 @@ class _Values:
 
     def holds(self, path: str) -> bool:
         """Whether anything stands at a path or below it."""
-        return path in self.left or bool(self._names(path))
+        return any(p == path or p.startswith(f"{path}.") for p in self.left)
 
-    def like(self, path: str) -> Any:
-        """Return an array below a path, of whose library and device all must be."""
-        found = [x for other, x in self.left.items() if other.startswith(f"{path}.")]
-        self._like = next(filter(_is_real, found), None)
+    def like(self, part: str) -> Any:
+        """Return an array of a part, of whose library and device all must be."""
+        below = [x for path, x in self.left.items() if path.startswith(f"{part}.")]
+        self._like = next(filter(_is_real, below), None)
         if self._like is None:
-            raise StateError(f"expected {path} to hold arrays of real numbers.")
+            raise StateError(f"expected {part} to hold arrays of real numbers.")
         return self._like
+
+    def read(self, path: str, hint: Any, like: Any) -> Any:
+        """Take what stands at a path and below, formed as a template or an annotation."""
+        if isinstance(like, dict):
+            parts = like.items()
+            return {n: self.read(_below(path, n), Any, part) for n, part in parts}
+        if type(like) in (int, float):
+            return self.number(path, like)
+        cls: Any = _structure_in(hint) if like is None else type(like)
+        missing = like is None and (cls is None or not self.holds(path))
+        if missing and NoneType in get_args(hint):
+            return None
+        if cls is SymmetricMatrix:
+            return self._symmetric(path, like)
+        if not fields_of(cls):
+            return self._array(path, like, None if like is None else tuple(like.shape))
+        found: dict[str, Any] = {}
+        for name, static in fields_of(cls):
+            inner, own = _below(path, name), getattr(like, name, None)
+            choices = _choices(cls, name) if static else ()
+            if choices:
+                found[name] = self.choice(inner, choices)
+            else:
+                found[name] = (
+                    own if static else self.read(inner, _hints(cls)[name], own)
+                )
+        return cls(**found)
 
     def taken(self, path: str) -> Any:
         """Take what stands at a path."""
@@ -271,51 +311,24 @@ class _Values:
             raise StateError(f"{path} is missing.")
         return self.left.pop(path)
 
-    def count(self, path: str, least: int) -> int:
-        """Take a count."""
-        value = self.taken(path)
-        if type(value) is not int or value < least:
-            raise _problem(path, f"a count of at least {least}", _short(value))
+    def require_empty(self) -> None:
+        """Raise where anything is left."""
+        if self.left:
+            raise StateError(f"{_short([*self.left])} belong to nothing.")
+
+    def number(self, path: str, like: float) -> Any:
+        """Take a count that is not below that of nothing, or a damping."""
+        value, least = self.taken(path), min(like, 0)
+        if (
+            type(value) is not type(like)
+            or not is_finite_number(value)
+            or value < least
+        ):
+            expected = f"a finite {type(like).__name__} of at least {least}"
+            raise _problem(path, expected, _short(value))
         return value
 
-    def read(self, path: str, hint: Any, like: Any) -> Any:
-        """Take what stands at a path and below, formed as a template or an annotation."""
-        if isinstance(like, dict):
-            return {n: self.read(f"{path}.{n}", Any, part) for n, part in like.items()}
-        if like is None and NoneType in get_args(hint) and not self.holds(path):
-            return None
-        cls = self._class(path, hint) if like is None else type(like)
-        if cls is SymmetricMatrix:
-            return self._symmetric(path, like)
-        if not fields_of(cls):
-            return self._array(path, like, None if like is None else like.shape)
-        parts: dict[str, Any] = {}
-        for name, static in fields_of(cls):
-            inner, own = f"{path}.{name}", None if like is None else getattr(like, name)
-            choices = _choices(cls, name) if static else ()
-            if choices:
-                parts[name] = self._choice(inner, choices)
-            elif static:
-                parts[name] = own
-            else:
-                parts[name] = self.read(inner, _hints(cls)[name], own)
-        return cls(**parts)
-
-    def _names(self, path: str) -> set[str]:
-        """Return the names of what stands directly below a path."""
-        start = f"{path}."
-        below = [other for other in self.left if other.startswith(start)]
-        return {other.removeprefix(start).partition(".")[0] for other in below}
-
-    def _class(self, path: str, hint: Any) -> Any:
-        """Return the structure of an annotation that has what stands below a path."""
-        for cls in get_args(hint) or (hint,):
-            fields = {name for name, _ in fields_of(cls)}
-            if fields and self._names(path) <= fields:
-                return cls
-        return None
-
-    def _choice(self, path: str, choices: tuple[Any, ...]) -> Any:
+    def choice(self, path: str, choices: tuple[Any, ...]) -> Any:
         """Take one of a few values."""
         value = self.taken(path)
         if type(value) is not type(choices[0]) or value not in choices:
@@ -324,68 +337,77 @@ class _Values:
 
     def _symmetric(self, path: str, like: SymmetricMatrix | None) -> SymmetricMatrix:
         """Take the triangle of a symmetric matrix."""
-        if like is None:
-            packed = self._array(path, None, None)
-        else:
-            shape = (*like.array.shape[:-2], *packed_shape(like.size))
-            packed = self._array(path, like.array, shape)
+        whole, shape = True, None
+        if like is not None:
+            whole, shape = (
+                like.whole,
+                (*like.array.shape[:-2], *packed_shape(like.size)),
+            )
+        packed = self._array(path, None if like is None else like.array, shape)
         n = packed_rows(tuple(packed.shape[-2:]))
         if n is None:
             raise _problem(path, "a packed triangle", f"shape {tuple(packed.shape)}")
-        xp = array_api_compat.array_namespace(packed)
-        full, whole = unpack_triangle(packed, n, xp=xp), like is None or like.whole
+        xp = own_namespace(packed)
+        full = unpack_triangle(packed, n, xp=xp)
         # In the order in which LAPACK reads a lower triangle, as sums start.
-        array = xp.matrix_transpose(full if whole else xp.triu(full))
-        return SymmetricMatrix(array, whole)
+        return SymmetricMatrix(
+            xp.matrix_transpose(full if whole else xp.triu(full)), whole
+        )
 
-    def _array(self, path: str, like: Any, shape: Any) -> Any:
+    def _array(self, path: str, like: Any, shape: tuple[int, ...] | None) -> Any:
         """Take an array of the shape and the kind of another, as a copy."""
         x = self.taken(path)
-        if not array_api_compat.is_array_api_obj(x):
-            raise _problem(path, "an array", type(x).__name__)
-        xp = array_api_compat.array_namespace(self._like)
-        if array_api_compat.array_namespace(x) is not xp:
-            raise _problem(path, f"an array of {xp.__name__}", type(x).__name__)
-        if device_of(x) != device_of(self._like):
-            raise _problem(path, f"on {device_of(self._like)}", device_of(x))
-        if shape is not None and tuple(x.shape) != tuple(shape):
-            raise _problem(path, f"of shape {tuple(shape)}", tuple(x.shape))
+        xp = namespace_of(**{path: x, "the others": self._like})
+        if shape is not None and tuple(x.shape) != shape:
+            raise _problem(path, f"of shape {shape}", tuple(x.shape))
         real = _is_real(x)
-        if like is None:
-            fits = real or x.dtype == xp.int32
-        else:
-            fits = real if _is_real(like) else x.dtype == like.dtype
-        if not fits:
-            kind = "real" if like is None or _is_real(like) else like.dtype
-            raise _problem(path, f"of a dtype that is {kind}", x.dtype)
+        if not real and x.dtype != xp.int32:
+            raise _problem(path, "of float32, float64 or int32", x.dtype)
+        if like is not None and real != _is_real(like):
+            raise _problem(path, f"of a dtype as {like.dtype}", x.dtype)
         if real and not bool(xp.all(xp.isfinite(x))):
             raise StateError(f"{path} holds NaN or infinity.")
         return xp.asarray(x, copy=True)
 
 
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _structure_in(hint: Any) -> Any:
+    """Return the class of structures that an annotation allows, if any."""
+    return next(filter(fields_of, get_args(hint) or (hint,)), None)
+
+
 @functools.cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def _choices(cls: type[Any], name: str) -> tuple[Any, ...]:
+def _choices(cls: Any, name: str) -> tuple[Any, ...]:
     """Return the values of a static field that may differ between equal networks.
 
     Such as whether a block was found definite; all others are the template's.
     """
     hint = _hints(cls)[name]
-    return (False, True) if hint is bool else get_args(hint) * (get_origin(hint) is Literal)
+    return (
+        (False, True)
+        if hint is bool
+        else get_args(hint) * (get_origin(hint) is Literal)
+    )
 
 
 def _is_real(x: Any) -> bool:
     """Whether something is an array of float32 or float64."""
     if not array_api_compat.is_array_api_obj(x):
         return False
-    xp = array_api_compat.array_namespace(x)
+    xp = own_namespace(x)
     return x.dtype in (xp.float32, xp.float64)
 
 
-def _check_statistics(statistics: Statistics, dtype: Any) -> None:
+def _check_statistics(statistics: Statistics, precision: Precision) -> None:
+    xp = statistics.namespace
+    dtype = precision.dtype(precision.storage, statistics.dtype, xp=xp)
     for path, x in leaves(statistics):
         if _is_real(x) and x.dtype != dtype:
             raise _problem(f"statistics.{path}", f"of dtype {dtype}", x.dtype)
@@ -398,11 +420,13 @@ def _check_operator(operator: CurvatureOperator, block: Block) -> None:
     """Check that no factorization had failed, and that products give vectors."""
     shape, lacks = block.layer.matrix_shape, block.approximation.lacks
     prepared = operator.factorizations
-    products = [p for p, f in FACTORIZATION_OF.items() if f in prepared and p not in lacks]
+    products = [
+        p for p, f in FACTORIZATION_OF.items() if f in prepared and p not in lacks
+    ]
     try:
         with np.errstate(all="ignore"):
             status = operator.status()
-            xp = array_api_compat.array_namespace(status)
+            xp = own_namespace(status)
             good = status.shape == () and not bool(status != 0)
             vector = xp.zeros(shape, dtype=xp.float32, device=device_of(status))
             for product in ("multiply", *products):
@@ -414,48 +438,31 @@ def _check_operator(operator: CurvatureOperator, block: Block) -> None:
         # Whatever a damaged operator runs into, the state is what is wrong.
         raise StateError(f"the operator is damaged: {error}") from error
     if not good:
-        raise StateError("the operator is damaged, or a factorization of it had failed.")
+        raise StateError(
+            "the operator is damaged, or a factorization of it had failed."
+        )
 
 
 def _with_settings(
     network: Network, part: Mapping[str, Any]
 ) -> tuple[Network, dict[str, Any]]:
     """Return a network with the settings of a state, and those that are not its own."""
-    kinds = {"damping_rule": str, "decay": float, "weight": float, "burn_in": int}
-    if part.keys() != {"damping", *kinds}:
-        raise StateError(
-            f"Expected the settings {sorted({'damping', *kinds})}, got {_short([*part])}."
-        )
-    for name, kind in kinds.items():
-        if type(part[name]) is not kind:
-            raise StateError(
-                f"Expected setting {name!r} to be {kind.__name__}, got "
-                f"{_short(part[name])}."
-            )
-    damping = part["damping"]
-    try:
-        if isinstance(damping, Mapping):
-            damping = {name: _damping(value) for name, value in damping.items()}
-        else:
-            damping = _damping(damping)
-        network.require_damping(damping)
-        require_decay(part["decay"])
-        averaging = dataclasses.replace(
-            network.averaging, weight=part["weight"], burn_in=part["burn_in"]
-        )
-        rule = part["damping_rule"]
-        network = network.with_options(damping_rule=rule, averaging=averaging)
-    except KFACError as error:
-        raise StateError(f"settings: {error}") from None
-    return network, {"damping": damping, "decay": part["decay"]}
-
-
-def _damping(value: Any) -> float:
-    if type(value) not in (int, float) or not is_finite_number(value) or value < 0:
-        raise StateError(
-            f"expected `damping` to be a finite number >= 0, got {_short(value)}."
-        )
-    return float(value)
+    values = _Values(part)
+    rule = values.choice("damping_rule", get_args(DampingRule))
+    decay, weight = (values.number(name, 1.0) for name in ("decay", "weight"))
+    burn_in = values.number("burn_in", 0)
+    damping: Any
+    if isinstance(part.get("damping"), Mapping):
+        of_each = _Values(values.taken("damping"))
+        damping = {name: of_each.number(name, 1.0) for name in network.blocks}
+        of_each.require_empty()
+    else:
+        damping = values.number("damping", 1.0)
+    values.require_empty()
+    require_decay(decay)
+    averaging = dataclasses.replace(network.averaging, weight=weight, burn_in=burn_in)
+    network = network.with_options(damping_rule=rule, averaging=averaging)
+    return network, {"damping": damping, "decay": decay}
 
 
 def _mapping(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -477,16 +484,13 @@ def _require_equal(found: Any, expected: Mapping[str, Any], where: str) -> None:
     """Compare a description entry by entry, and name those that differ."""
     if not isinstance(found, Mapping):
         raise StateError(f"Expected a mapping {where!r} in the state.")
-    wanted, came = (
-        {key: part.get(key) for key in {**expected, **found}}
-        for part in (expected, found)
-    )
-    for key in [key for key in wanted if _text(wanted[key]) == _text(came[key])]:
-        del wanted[key], came[key]
-    if not wanted:
+    keys = {**expected, **found}
+    others = [k for k in keys if _text(found.get(k)) != _text(expected.get(k))]
+    if not others:
         return
+    wanted, came = ({k: part.get(k) for k in others} for part in (expected, found))
     hint = ""
-    if all(str(key).endswith("_layout") for key in wanted):
+    if all(str(key).endswith("_layout") for key in others):
         hint = " The layouts alone differ: load a file with layouts='any'."
     raise StateError(f"expected {where} {_short(wanted)}, got {_short(came)}.{hint}")
 

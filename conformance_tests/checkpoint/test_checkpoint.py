@@ -14,9 +14,9 @@ from kfac_core.array.structure import leaves
 from kfac_core.cli import main
 
 from ..builders.block_kinds import PAIRS, fed
+from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close
-from ..builders.estimators import make_estimator
 
 SETTINGS = {"decay": 0.8, "damping": 0.3, "reduction": "sum"}
 
@@ -206,7 +206,11 @@ DAMAGE = {
         "conventions",
     ),
     "no count": (lambda d, h: _values(d).pop("age"), "age is missing"),
-    "no blocks": (lambda d, h: d["state"].update(blocks=3), "belongs to nothing"),
+    "no blocks": (lambda d, h: d["state"].update(blocks=3), "no blocks"),
+    "no values": (
+        lambda d, h: d["state"]["blocks"]["a"].update(values=None),
+        "no blocks",
+    ),
 }
 
 
@@ -294,12 +298,12 @@ FORGED = {
     ),
     "damping of another block": (
         lambda d: _settings(d).update(damping={"b": 0.1}),
-        "Unknown block 'b'",
+        "settings: a is missing",
     ),
-    "huge damping": (lambda d: _settings(d).update(damping=10**400), "finite number"),
+    "huge damping": (lambda d: _settings(d).update(damping=10**400), "finite float"),
     "damping of a name": (
         lambda d: _values(d).update(damping="large"),
-        "finite number",
+        "damping to be a finite float",
     ),
     "half a burn-in": (lambda d: _settings(d).update(burn_in=0.5), "burn_in"),
 }
@@ -350,7 +354,13 @@ def test_inspect_says_what_is_in_a_file(rng, tmp_path, capsys):
 
     assert main(["inspect", str(path)]) == 0
     text = capsys.readouterr().out
-    for word in ("weight_layout io", "kronecker", "reduction sum", "decay 0.8", "age 0"):
+    for word in (
+        "weight_layout io",
+        "kronecker",
+        "reduction sum",
+        "decay 0.8",
+        "age 0",
+    ):
         assert word in text
     assert main(["inspect", "--json", str(path)]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -6,8 +6,8 @@ import pytest
 import kfac_core as kc
 
 from ..builders import reference
-from ..builders.tolerances import assert_close, assert_differs
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close, assert_differs
 
 DAMPING = 0.3
 
@@ -197,9 +197,7 @@ def test_the_mean_gradient_is_that_of_the_summed_loss(backend, rng, loss):
     conventions = kc.Conventions(reduction=loss, sources="sum")
     scaled = g / len(g) if loss == "mean" else g
 
-    got = block.mean_gradient(
-        batch_of(backend, x, scaled), conventions=conventions
-    )
+    got = block.mean_gradient(batch_of(backend, x, scaled), conventions=conventions)
 
     assert_close(backend.to_numpy(got), x.T @ g / len(g), "gram", "float64")
 

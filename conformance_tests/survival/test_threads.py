@@ -14,9 +14,9 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.estimators import make_estimator
 from ..builders.states import frozen
 from .size import FULL, report
-from ..builders.estimators import make_estimator
 
 THREADS = 8
 SECONDS = 60.0 if FULL else 0.0

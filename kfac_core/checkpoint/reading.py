@@ -128,10 +128,8 @@ def _read(path: str | os.PathLike[str], backend: str | None) -> Any:
             if document["digests"].get(name) != tensor_digest(values):
                 raise StateError(f"{path}: the tensor {name!r} is damaged.")
             block, _, inner = name.rpartition("/")
-            found = state
-            for key in ("blocks", block, "values"):
-                found = found.get(key) if isinstance(found, dict) else None
-            if not isinstance(found, dict) or inner in found:
+            found = state["blocks"].get(block, {"values": {inner}})["values"]
+            if inner in found:
                 raise StateError(f"{path}: the tensor {name!r} belongs to nothing.")
             found[inner] = asarray(values, backend=backend)
     return state
@@ -177,11 +175,21 @@ def _document(file: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     if (file.metadata() or {}).get(DIGEST_KEY) != text_digest(text):
         raise StateError(f"{path}: the document is damaged.")
-    if "state" not in document:
-        raise StateError(f"{path}: the document holds no state.")
+    state = document.get("state")
+    blocks = state.get("blocks") if isinstance(state, dict) else None
+    if not isinstance(blocks, dict) or not all(map(_is_block, blocks.values())):
+        raise StateError(f"{path}: the document holds no state, or no blocks.")
     if not isinstance(document.get("digests"), dict):
         raise StateError(f"{path}: the document holds no digests of tensors.")
     return document
+
+
+def _is_block(part: Any) -> bool:
+    """Whether a part of a document is what a block is."""
+    parts = ("layer", "approximation", "values")
+    return isinstance(part, dict) and all(
+        isinstance(part.get(name), dict) for name in parts
+    )
 
 
 def _described(file: Any, name: str) -> tuple[str, tuple[int, ...]]:

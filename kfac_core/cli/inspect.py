@@ -9,7 +9,6 @@ from typing import Any
 from kfac_core.checkpoint import read_header
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import print_json, printable
-from kfac_core.errors import StateError
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "contents", "run"]
 
@@ -73,9 +72,6 @@ def contents(path: str, /) -> dict[str, Any]:
     header = read_header(path)
     document = header["document"]
     state = document["state"]
-    blocks = state.get("blocks") if isinstance(state, Mapping) else None
-    if not isinstance(blocks, Mapping):
-        raise StateError(f"{path}: the document holds no blocks.")
     return {
         "file": str(path),
         "bytes": header["bytes"],
@@ -85,15 +81,14 @@ def contents(path: str, /) -> dict[str, Any]:
         "settings": state.get("settings"),
         "blocks": {
             name: _block(name, block, header["tensors"])
-            for name, block in blocks.items()
+            for name, block in state["blocks"].items()
         },
     }
 
 
-def _block(name: str, block: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    values = block.get("values") if isinstance(block, Mapping) else None
-    if not isinstance(values, Mapping):
-        raise StateError(f"block {name!r} of the document is no mapping.")
+def _block(
+    name: str, block: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> dict[str, Any]:
     own = {}
     for full, (dtype, shape) in tensors.items():
         # Names of blocks may hold slashes, and paths do not.
@@ -101,8 +96,8 @@ def _block(name: str, block: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
         if owner == name:
             own[path] = {"dtype": dtype, "shape": list(shape)}
     return {
-        **{key: block.get(key) for key in ("layer", "approximation")},
-        **{key: values.get(key) for key in _COUNTS},
+        **{key: block[key] for key in ("layer", "approximation")},
+        **{key: block["values"].get(key) for key in _COUNTS},
         "has_operator": any(path.startswith("operator.") for path in own),
         "tensors": own,
     }
