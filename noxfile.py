@@ -29,6 +29,25 @@ PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PARALLEL = ("-n", "auto", "--dist", "worksteal")
 TORCH_CPU = ("-c", "constraints/torch-cpu.txt")
 
+# Kernels of OpenBLAS for processors of 64-bit Intel and AMD, newest first.  Each adds in
+# an order of its own.
+KERNELS = ("SkylakeX", "Haswell", "Zen", "Nehalem")
+# What compares with published numbers, or goes through many steps.
+KERNEL_TESTS = (
+    "conformance_tests/test_figures.py",
+    "conformance_tests/test_posterior_examples.py",
+    "conformance_tests/test_documentation.py",
+    "conformance_tests/test_parallel.py",
+    "conformance_tests/survival",
+)
+# Prints the kernels that NumPy's BLAS computes with.
+KERNEL_PROBE = """
+import numpy
+import threadpoolctl
+numpy.ones((64, 64)) @ numpy.ones((64, 64))
+print(*(pool.get("architecture") for pool in threadpoolctl.threadpool_info()))
+"""
+
 # Prints the backends that have a GPU here, and what they are, as one line of JSON.
 GPU_PROBE = """
 import json
@@ -186,7 +205,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning or a broken reference is an error."""
-    session.install("-e", ".", *group("docs"))
+    session.install("-e", ".[records]", *group("docs"))
     session.run(
         *("sphinx-build", "-nTW", "--keep-going", "-b", "html"),
         *("docs", "docs/_build/html", *session.posargs),
@@ -232,6 +251,53 @@ def survival(session: nox.Session) -> None:
         *session.posargs,
         env={"KFAC_CORE_SURVIVAL": "full"},
     )
+
+
+@nox.session
+def kernels(session: nox.Session) -> None:
+    """Run the tests on NumPy with each of OpenBLAS's kernels, on one and two threads."""
+    session.install("-e", ".[scipy]", *group("test"))
+    runs = [(kernel, threads) for kernel in KERNELS for threads in (1, 2)]
+    run_with_kernels(session, runs)
+
+
+@nox.session(name="kernels-quick")
+def kernels_quick(session: nox.Session) -> None:
+    """Run the tests of published numbers and of long runs with each kernel: two minutes."""
+    session.install("-e", ".[scipy]", *group("test"))
+    runs = list(zip(KERNELS, (1, 2, 1, 2), strict=True))
+    run_with_kernels(session, runs, *KERNEL_TESTS)
+
+
+def run_with_kernels(
+    session: nox.Session, runs: list[tuple[str, int]], *tests: str
+) -> None:
+    """Run tests for each pair of a kernel and a number of threads that works here."""
+    found = 0
+    for kernel, threads in runs:
+        environment = {
+            "OPENBLAS_CORETYPE": kernel,
+            "OPENBLAS_NUM_THREADS": str(threads),
+        }
+        # A processor without the instructions ends the probe by a signal, and a library
+        # without the kernels takes others.
+        probed = session.run(
+            *("python", "-c", KERNEL_PROBE),
+            env=environment,
+            silent=True,
+            success_codes=range(-64, 256),
+        )
+        if not isinstance(probed, str) or kernel not in probed.split():
+            session.log(f"left out: {kernel}, which NumPy's BLAS does not have here")
+            continue
+        found += 1
+        session.log(f"{kernel}, threads of BLAS: {threads}")
+        # Processes that each have threads of BLAS take the processors from each other.
+        parallel = PARALLEL if threads == 1 else ()
+        command = "pytest", "--backend=numpy", *parallel, *tests, *session.posargs
+        session.run(*command, env=environment)
+    if not found:
+        session.skip("NumPy's BLAS has none of these kernels here")
 
 
 @nox.session

@@ -13,12 +13,14 @@ definitions in the pure standard then do everything.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.abc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # NumPy and SciPy each bring an OpenBLAS with threads of its own, which wait for work by
@@ -277,6 +279,21 @@ def requires_adapters() -> None:
     """For tests of what adapters do: skip where they are hidden."""
     if WITHOUT_ADAPTERS:
         pytest.skip("a test of adapters, and KFAC_CORE_TEST_NO_BACKENDS hides all")
+
+
+@pytest.fixture
+def one_blas_thread() -> Iterator[None]:
+    """Hold BLAS to one thread, where two computations are compared bit by bit.
+
+    On two threads BLAS adds in another order.  OpenBLAS has one number of threads for the
+    process, and workers take threads from it for a while: whatever they compute, or what
+    is computed beside them, is rounded otherwise then.
+    """
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    with contextlib.suppress(ImportError):  # Only what is loaded can be held.
+        importlib.import_module("scipy.linalg")
+    with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        yield
 
 
 @pytest.fixture

@@ -102,17 +102,15 @@ if TYPE_CHECKING:
     from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
     from kfac_core.linalg.patches import choose_patches
     from kfac_core.network import BlockState, Network, NetworkState
-    from kfac_core.operators.exact_kronecker import ExactKronecker
+    from kfac_core.operators.dense import DenseOperator
     from kfac_core.operators.example_gram import (
         ExampleGramOperator,
     )
-    from kfac_core.operators.flat import FlatOperator
     from kfac_core.operators.kronecker import FactoredKronecker
     from kfac_core.operators.low_rank import LowRankOperator
-    from kfac_core.operators.of_rows import multiply_inverse_of_rows
     from kfac_core.operators.operator import CurvatureOperator
     from kfac_core.operators.sparse_rows import SparseRows
-    from kfac_core.operators.spectral import SpectralBlock, spectral_block
+    from kfac_core.operators.spectral import SpectralOperator
     from kfac_core.options import Averaging, Execution, Refreshing, Sharing
     from kfac_core.posterior.block import BlockPosterior, block_posterior
     from kfac_core.posterior.evidence import Evidence
@@ -159,6 +157,7 @@ __all__ = [
     "DampingError",
     "DecayError",
     "Dense",
+    "DenseOperator",
     "Diagonal",
     "DtypeError",
     "Eigen",
@@ -166,14 +165,12 @@ __all__ = [
     "Estimator",
     "Eva",
     "Evidence",
-    "ExactKronecker",
     "ExampleGram",
     "ExampleGramOperator",
     "FactorReport",
     "FactorRoot",
     "FactoredKronecker",
     "FactorizationError",
-    "FlatOperator",
     "Full",
     "GradientBatch",
     "GradientFactors",
@@ -211,7 +208,7 @@ __all__ = [
     "Series",
     "ShapeError",
     "SparseRows",
-    "SpectralBlock",
+    "SpectralOperator",
     "StateError",
     "Statistics",
     "Status",
@@ -240,7 +237,6 @@ __all__ = [
     "levenberg_marquardt",
     "load_checkpoint",
     "mean_eigenvalue_damping",
-    "multiply_inverse_of_rows",
     "ordered_basis",
     "precondition_by_roots",
     "read_header",
@@ -249,7 +245,6 @@ __all__ = [
     "save_checkpoint",
     "selected_backend",
     "set_default_backend",
-    "spectral_block",
     "spectral_blocks",
     "steps_of",
     "to_numpy",
@@ -282,6 +277,7 @@ _HOMES = {
     "DampingError": "kfac_core.errors",
     "DecayError": "kfac_core.errors",
     "Dense": "kfac_core.layers.dense",
+    "DenseOperator": "kfac_core.operators.dense",
     "Diagonal": "kfac_core.approximations.second_moment",
     "DtypeError": "kfac_core.errors",
     "Eigen": "kfac_core.approximations.eigen",
@@ -289,14 +285,12 @@ _HOMES = {
     "Estimator": "kfac_core.estimator",
     "Eva": "kfac_core.approximations.eva",
     "Evidence": "kfac_core.posterior.evidence",
-    "ExactKronecker": "kfac_core.operators.exact_kronecker",
     "ExampleGram": "kfac_core.approximations.example_gram",
     "ExampleGramOperator": "kfac_core.operators.example_gram",
     "FactorReport": "kfac_core.report",
     "FactorRoot": "kfac_core.roots.factor_root",
     "FactoredKronecker": "kfac_core.operators.kronecker",
     "FactorizationError": "kfac_core.errors",
-    "FlatOperator": "kfac_core.operators.flat",
     "Full": "kfac_core.approximations.second_moment",
     "GradientBatch": "kfac_core.layers.example_gradients",
     "GradientFactors": "kfac_core.roots.gradient_side",
@@ -334,7 +328,7 @@ _HOMES = {
     "Series": "kfac_core.approximations.series",
     "ShapeError": "kfac_core.errors",
     "SparseRows": "kfac_core.operators.sparse_rows",
-    "SpectralBlock": "kfac_core.operators.spectral",
+    "SpectralOperator": "kfac_core.operators.spectral",
     "StateError": "kfac_core.errors",
     "Statistics": "kfac_core.factors.statistics",
     "Status": "kfac_core.array.status",
@@ -363,7 +357,6 @@ _HOMES = {
     "levenberg_marquardt": "kfac_core.damping",
     "load_checkpoint": "kfac_core.checkpoint.reading",
     "mean_eigenvalue_damping": "kfac_core.influence.damping",
-    "multiply_inverse_of_rows": "kfac_core.operators.of_rows",
     "ordered_basis": "kfac_core.roots.orthogonal_iteration",
     "precondition_by_roots": "kfac_core.roots.inverse_free",
     "read_header": "kfac_core.checkpoint.reading",
@@ -372,7 +365,6 @@ _HOMES = {
     "save_checkpoint": "kfac_core.checkpoint.writing",
     "selected_backend": "kfac_core.array.selection",
     "set_default_backend": "kfac_core.array.selection",
-    "spectral_block": "kfac_core.operators.spectral",
     "spectral_blocks": "kfac_core.posterior.spectra",
     "steps_of": "kfac_core.layers.time",
     "to_numpy": "kfac_core.array.selection",

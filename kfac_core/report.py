@@ -138,9 +138,11 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     """
     operator: Any = state.operator
     factors: dict[str, FactorReport] = {}
-    parts = {s: getattr(operator, s, None) for s in ("input", "output", "block")}
-    for side, part in (parts | getattr(operator, "factors", {})).items():
-        if isinstance(part, ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne):
+    parts = {} if operator is None else operator.parts()
+    for side, part in parts.items():
+        if isinstance(part, Basis):
+            factors[side] = _basis(part)
+        else:
             factors[side] = _factor(part)
     if operator is not None and state.statistics is not None:
         bases = state.statistics.bases.items()

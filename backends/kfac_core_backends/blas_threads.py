@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 threadpoolctl: Any
@@ -42,8 +44,33 @@ def threads() -> int:
 
 
 def hold_threads(number: int, /) -> Callable[[], None]:
-    """Let BLAS compute on so many threads; return what undoes it."""
+    """Let BLAS compute on so many threads; return what undoes it, from any thread."""
     if threadpoolctl is None:
         return lambda: None
-    limits = _controller(len(sys.modules)).limit(limits=number)
-    return lambda: limits.restore_original_limits()
+    with _in_control():
+        limits = _controller(len(sys.modules)).limit(limits=number)
+
+    def release() -> None:
+        with _in_control():
+            limits.restore_original_limits()
+
+    return release
+
+
+_lock = threading.Lock()
+
+
+@contextmanager
+def _in_control() -> Iterator[None]:
+    """Let this thread set the numbers of threads, and any other one afterwards.
+
+    OpenBLAS has one number for the whole process.  From 3.8 on threadpoolctl lets only
+    the thread that set it first set it again, and ignores others without a word: what
+    a background refresh held would never be given back.
+    """
+    openblas = getattr(threadpoolctl, "OpenBLASController", None)
+    clear = getattr(openblas, "clear_controlling_thread", lambda **_: None)
+    with _lock:
+        clear(force=True)
+        yield
+        clear(force=True)

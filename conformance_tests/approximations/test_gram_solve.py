@@ -59,7 +59,7 @@ def test_every_product_is_that_of_the_dense_block(backend, dtype, rng, S, M):
 
     made = block.operator(statistics, damping=DAMPING, rule="factored")
 
-    assert float(made.lost) == 0
+    assert float(made.truncated_trace) == 0
     for got, matrix, operation in (
         (made.multiply(v), F, "product"),
         (made.multiply(v, damped=False), Y.T @ Y, "product"),
@@ -115,7 +115,7 @@ def test_the_heaviest_gradients_are_kept(backend, dtype, rng):
     old, new = (gradients_of(*draw) / np.sqrt(N) for draw in draws)
     every = np.concatenate([np.sqrt(0.5) * old, new]) / np.sqrt(1.5)
     dropped = np.sort((every**2).sum(1))[:-N].sum()
-    assert_close(float(made.lost), dropped, "inverse", dtype)
+    assert_close(float(made.truncated_trace), dropped, "inverse", dtype)
     kept = backend.to_numpy(made.to_dense(damped=False))
     whole = (0.5 * old.T @ old + new.T @ new) / 1.5
     gap = whole - kept
@@ -146,7 +146,7 @@ def test_masked_positions_and_merged_parts(backend, rng):
         )
         got = backend.to_numpy(made.to_dense(damped=False))
         assert_close(got, Y.T @ Y, "product", "float64")
-        assert float(made.lost) == 0
+        assert float(made.truncated_trace) == 0
 
 
 @pytest.mark.parametrize("damping", [1e-10, 1e10])

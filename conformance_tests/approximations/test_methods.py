@@ -203,7 +203,7 @@ def test_names_stand_for_what_they_say(problems, catalogue):
         made, _ = method.made(problems["classifier"], method.settings()[0])
         blocks = made.estimator.blocks.values()
         assert {block.approximation.name for block in blocks} == {kind}
-        assert made.estimator.damping_rule == rule
+        assert made.estimator.network.damping_rule == rule
 
 
 def test_ikfac_comes_to_the_damped_factors_of_a_convolution(part, problems):

@@ -132,7 +132,7 @@ def test_a_shared_input_factor_is_the_givers(backend, rng, rule):
     assert_differs(got, reference.damped_block(own, G, S, damping=DAMPING, rule=rule))
     held = estimator.state["k"].statistics.averages["input"]
     assert float(held.weight) == 0.0
-    bases = [estimator.operator(name).input.basis for name in "qk"]
+    bases = [estimator.operator(name).parts()["input"].basis for name in "qk"]
     assert bases[0] is bases[1]
 
 

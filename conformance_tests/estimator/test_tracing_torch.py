@@ -250,9 +250,9 @@ def test_vmap_of_a_convolution_is_a_loop(torch, rng, groups, data_layout):
             factorizations=("inverse", "eigenbasis"),
             check="status",
         )
-        spectral = kc.spectral_block(operator)
+        spectral = operator.spectral()
         coordinates = spectral.to_basis(V)
-        turned = spectral.from_basis(coordinates * spectral.eigenvalues)
+        turned = spectral.from_basis(coordinates * spectral.spectrum)
         return operator.multiply_inverse(V), turned, spectral.from_basis(coordinates)
 
     got = torch.func.vmap(products)(xs, gs, vectors)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.execution.threads import in_threads
+from kfac_core.block import Product
+from kfac_core.execution.threaded import in_threads
+
 from ..builders.estimators import make_estimator
 
 
@@ -145,6 +147,29 @@ def test_blas_is_held_to_its_share(requires_backend, requires_adapters):
     assert all(set(of) <= {1} for of in found)
 
 
+def test_any_thread_holds_blas_and_gives_it_back(requires_backend, requires_adapters):
+    """A background refresh too, though another thread said a number before it."""
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    numpy = kc.get_backend("numpy")
+    seen = []
+
+    def hold_and_give_back():
+        release = numpy.hold_threads(1)
+        seen.append(numpy.threads())
+        release()
+        seen.append(numpy.threads())
+
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        undo = numpy.hold_threads(2)
+        other = threading.Thread(target=hold_and_give_back)
+        other.start()
+        other.join()
+        undo()
+        seen.append(numpy.threads())
+
+    assert seen == [1, 2, 2]
+
+
 def test_pytorch_is_held_in_each_worker(requires_backend, requires_adapters):
     """Where its number of threads is the worker's own."""
     requires_backend("torch")
@@ -166,6 +191,7 @@ def test_pytorch_is_held_in_each_worker(requires_backend, requires_adapters):
     assert after == 2
 
 
+@pytest.mark.usefixtures("one_blas_thread")
 def test_a_refresh_with_workers_holds_its_library(requires_adapters, rng, monkeypatch):
     """And makes the operators that it makes alone."""
     layer = kc.Dense(in_features=130, out_features=3, bias=False, weight_layout="io")
@@ -235,15 +261,15 @@ def test_threads_start_and_end_with_small_problems(requires_adapters, rng, monke
         started.extend(problems)
         return in_threads(function, problems, workers=workers, library=library)
 
-    monkeypatch.setattr("kfac_core.execution.threads.in_threads", spied)
+    monkeypatch.setattr("kfac_core.execution.threaded.in_threads", spied)
     kept.refresh()
 
-    names = [[name for stack in task for name in stack] for task in started]
-    assert sorted(name for task in names for name in task) == sorted(sizes)
+    assert sorted(name for task in started for name in task) == sorted(sizes)
     # Half of one worker's share of the flops is the two smallest.
-    assert names == [["a"], ["b"], ["d"], ["f"], ["e"], ["c"]]
+    assert started == [["a"], ["b"], ["d"], ["f"], ["e"], ["c"]]
 
 
+@pytest.mark.usefixtures("one_blas_thread")
 def test_an_update_with_workers_is_that_of_one(requires_adapters, rng):
     """Bit by bit; a batch that is refused changes nothing, and its block is named."""
     sizes = {"a": 130, "b": 200, "c": 140}
@@ -266,6 +292,7 @@ def test_an_update_with_workers_is_that_of_one(requires_adapters, rng):
             np.testing.assert_array_equal(*sums)
 
 
+@pytest.mark.usefixtures("one_blas_thread")
 def test_products_with_workers_are_those_of_one(requires_adapters, rng, monkeypatch):
     """Bit by bit; those of little work are the calling thread's."""
     sizes = {"a": 150, "b": 200, "c": 140}
@@ -280,10 +307,10 @@ def test_products_with_workers_are_those_of_one(requires_adapters, rng, monkeypa
         callers.append(workers)
         return in_threads(function, problems, workers=workers, library=library)
 
-    monkeypatch.setattr("kfac_core.execution.threads.in_threads", spied)
+    monkeypatch.setattr("kfac_core.execution.threaded.in_threads", spied)
     found = []
     for workers, worth in ((1, 0), (2, 0), (2, 10**12)):
-        monkeypatch.setattr("kfac_core.estimator.WORTH_THREADS", worth)
+        monkeypatch.setattr(Product, "worth_threads", worth)
         kept = estimator_of(sizes, 170, workers=workers)
         kept.update(batch)
         kept.refresh()

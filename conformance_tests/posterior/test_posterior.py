@@ -7,7 +7,6 @@ import kfac_core as kc
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced
 from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
-from kfac_core.operators.spectral import spectral_block
 from kfac_core.operators.spectral_rows import row_products, row_squares
 from kfac_core.posterior import (
     Posterior,
@@ -176,15 +175,15 @@ def test_the_variance_of_one_row_factorizes(plain, rng):
     operator = plain.operator()
     A, G = (
         plain.backend.to_numpy(part.dense(shifted=False))
-        for part in (operator.input, operator.output)
+        for part in operator.parts().values()
     )
     rows = plain.block.layer.rows(plain.batch(plain.derivatives, sources=OUTPUTS))
     x = np.concatenate([plain.inputs, np.ones((EXAMPLES, 1))], axis=1)
     g = plain.derivatives
 
-    F = spectral_block(operator)
-    squares = plain.backend.to_numpy(row_squares(F, 1.0 / F.eigenvalues, rows))
-    products = plain.backend.to_numpy(row_products(F, 1.0 / F.eigenvalues, rows))
+    F = operator.spectral()
+    squares = plain.backend.to_numpy(row_squares(F, 1.0 / F.spectrum, rows))
+    products = plain.backend.to_numpy(row_products(F, 1.0 / F.spectrum, rows))
 
     left = np.einsum("ni,ij,nj->n", x, np.linalg.inv(A), x)
     right = np.einsum("kni,ij,lnj->nkl", g, np.linalg.inv(G), g)
@@ -332,8 +331,12 @@ def test_what_does_not_fit_is_refused(plain):
         posterior.multiply(plain.array(np.ones((3, 4))))
     with pytest.raises(kc.DtypeError, match="vectors"):
         posterior.multiply([[1.0]])
+    gram = kc.Block(plain.block.layer, kc.ExampleGram(gradients=2))
+    one = gram.operator(
+        gram.initial(plain.array(np.ones(1))), damping=1.0, rule="exact"
+    )
     with pytest.raises(kc.UnsupportedError, match="no eigenbasis"):
-        spectral_block(plain.block)
+        one.spectral()
     with pytest.raises(kc.UnknownBlockError, match="would count as zero"):
         network.functional_variance({})
     with pytest.raises(kc.UnknownBlockError, match="prior_precision"):

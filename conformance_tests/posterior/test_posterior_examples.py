@@ -60,6 +60,71 @@ def test_laplace_prefers_a_middling_prior_and_widens_off_the_data():
     assert len(points[0]) == 30
 
 
+def numbers_of(page, first):
+    """Return the numbers of each row of a page's table, by the row's name."""
+    text = (FOLDER.parent / f"{page}.md").read_text(encoding="utf-8")
+    start = text.index(f"| {first}")
+    rows = {}
+    for line in text[start:].split("\n\n")[0].splitlines()[2:]:
+        name, *cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
+        found = [cell.replace("\N{MINUS SIGN}", "-") for cell in cells]
+        rows[name.strip()] = [float(x) for x in found if re.fullmatch(r"-?[\d.]+", x)]
+    return rows
+
+
+def test_the_tables_of_the_page_on_posteriors_are_what_is_computed():
+    """To the digits that they show, whatever the order in which BLAS adds."""
+    example = load("laplace")
+    kinds = ("K-FAC", "EKFAC", "whole block of each layer", "whole network, dense")
+    places = (-4.0, -1.25, 0.0, 1.25, 4.0)
+
+    _, grid, evidence, bands = example.run(
+        examples=60, hidden=16, taus=(0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+    )
+
+    printed = numbers_of("posteriors", "log-marginal")
+    for kind, values in zip(kinds, evidence.values(), strict=True):
+        np.testing.assert_allclose(values, printed[kind], rtol=0, atol=5.01e-3)
+    printed = numbers_of("posteriors", "standard deviation")
+    for kind, (tau, _, deviation) in zip(kinds, bands.values(), strict=True):
+        found = np.interp(places, grid, deviation)
+        assert tau == 0.3
+        np.testing.assert_allclose(found, printed[kind], rtol=0, atol=5.01e-4)
+
+
+def test_the_modes_of_laplace_do_not_amplify_roundoff(monkeypatch):
+    """Data that are off by 1e-9 move no evidence by more than 1e-4."""
+    example = load("laplace")
+    sizes = {"examples": 60, "hidden": 16, "taus": (0.03, 0.3, 3.0)}
+    _, _, evidence, _ = example.run(**sizes)
+    data, rng = example.data, np.random.default_rng(2)
+
+    def disturbed(count, seed):
+        return [a * (1.0 + 1e-9 * rng.normal(size=a.shape)) for a in data(count, seed)]
+
+    monkeypatch.setattr(example, "data", disturbed)
+    _, _, other, _ = example.run(**sizes)
+
+    for name, values in evidence.items():
+        np.testing.assert_allclose(other[name], values, rtol=0, atol=1e-4)
+
+
+def test_the_table_of_the_page_on_influence_is_what_is_computed():
+    """To the digits that it shows: five seeds, each with sixty trainings."""
+    pytest.importorskip("sklearn", reason="the example reads scikit-learn's digits")
+    example = load("influence")
+
+    runs = [example.correlations(examples=60, queries=40, seed=k) for k in range(5)]
+
+    found = [np.mean([run[name] for run in runs], axis=0) for name in runs[0]]
+    text = (FOLDER.parent / "influence.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| (\d\.\d{3}) \| (\d\.\d\d) \|", text)
+    printed = [[float(x) for x in row] for row in rows]
+    assert np.shape(printed) == np.shape(found)
+    np.testing.assert_allclose(np.subtract(found, printed)[:, 0], 0, atol=5.01e-4)
+    np.testing.assert_allclose(np.subtract(found, printed)[:, 1], 0, atol=5.01e-3)
+
+
 def test_laplace_draws_a_picture(tmp_path, monkeypatch, capsys):
     """The program prints its table, and writes a picture where one is asked for."""
     pytest.importorskip("matplotlib", reason="the example draws with Matplotlib")

@@ -33,6 +33,7 @@ path = sys.argv[1]
 saved = estimator()
 saved.update(fed(0))
 kc.save_checkpoint(path, saved)
+print("ready", flush=True)
 for _ in sys.stdin:
     pid = os.fork()
     if pid:
@@ -81,7 +82,14 @@ def step_of(path: Path) -> int:
     return step
 
 
-def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
+def ended(server: subprocess.Popen[bytes]) -> None:
+    """End a process, and close what leads to it: whatever failed, nothing is left."""
+    server.kill()
+    with server:
+        pass
+
+
+def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, request):
     """Killed at a random moment, with a save under way as often as not."""
     rng = random.Random(5)
     path = tmp_path / "state.safetensors"
@@ -96,8 +104,11 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
         stdout=subprocess.PIPE,
         env=environment,
     )
+    request.addfinalizer(lambda: ended(server))
     assert server.stdin is not None
     assert server.stdout is not None
+    # Its first file would else replace that of the first round, on a slow processor.
+    assert server.stdout.readline() == b"ready\n"
     for _ in range(KILLS):
         kc.save_checkpoint(path, first)
         server.stdin.write(b"\n")
@@ -121,7 +132,6 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
             part.unlink()
         assert [p.name for p in tmp_path.iterdir()] == [path.name]
     server.stdin.close()
-    server.stdout.close()
     assert server.wait() == 0
     # Of a few kills, none may have met a save.
     assert interrupted > KILLS // 10 or not FULL

@@ -18,6 +18,8 @@ from ..builders.estimators import make_estimator
 from ..builders.states import frozen
 from .size import FULL, report
 
+pytestmark = pytest.mark.usefixtures("one_blas_thread")
+
 THREADS = 8
 SECONDS = 60.0 if FULL else 0.0
 STEPS = 12

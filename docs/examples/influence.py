@@ -143,10 +143,13 @@ def kfac_scores(weights, train, query, *, eigenvalues_corrected, **damping):
         statistics[name] = seen
     influence = Influence.of_statistics(blocks, statistics, **damping)
     queries = influence.precondition(
-        gradients(weights, *query), loss="sum", storage="float32", max_elements=10**6
+        gradients(weights, *query),
+        reduction="sum",
+        storage="float32",
+        max_elements=10**6,
     )
     return influence.scores(
-        queries, gradients(weights, *train), loss="sum", max_elements=10**6
+        queries, gradients(weights, *train), reduction="sum", max_elements=10**6
     )
 
 

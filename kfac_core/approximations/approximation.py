@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
-from kfac_core.approximations.options import NOTHING, OperatorOptions, UpdateOptions
+from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
 
 __all__ = ["Approximation"]
 
@@ -24,13 +25,13 @@ class Approximation(Protocol):
     name: ClassVar[str]
     """The name of the approximation."""
 
-    lacks: ClassVar[Mapping[str, str]] = NOTHING
-    """The products that its operators cannot give, each with the reason."""
+    unsupported_products: ClassVar[Mapping[str, str]] = EVERY_PRODUCT
+    """The products that its operators do not have, each with the reason."""
 
     has_bases: ClassVar[bool] = False
     """Whether the statistics hold bases, which a method ``rebased`` recomputes."""
 
-    sums_of_squares: ClassVar[Mapping[str, str]] = NOTHING
+    sums_of_squares: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """The averages that are Gram matrices of all rows of an argument, by name.
 
     ``{"input": "inputs"}`` says that where the diagonal of the average ``input`` is finite,

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.kronecker import Kronecker, Sharing
+from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, any_status, as_scalar, cast, full_of
@@ -42,10 +42,11 @@ from kfac_core.factors.average import Average, require_decay, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.factorizations import Basis
 from kfac_core.linalg.groups import split_groups
 from kfac_core.linalg.ladder import symmetric_basis
-from kfac_core.operators.eigen import EigenOperator
+from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["Eigen", "MomentStart"]
 
@@ -79,7 +80,7 @@ class Eigen(Approximation):
 
     input: Literal["full", "diagonal"] = "full"
     output: Literal["full", "diagonal"] = "full"
-    sharing: Sharing = "expand"
+    sharing: WeightSharing = "expand"
     moment_decay: float | None = None
 
     name = "eigen"
@@ -88,7 +89,7 @@ class Eigen(Approximation):
     def __post_init__(self) -> None:
         for side in _SIDES:
             require_one_of(side, getattr(self, side), ("full", "diagonal"))
-        require_one_of("sharing", self.sharing, get_args(Sharing))
+        require_one_of("sharing", self.sharing, get_args(WeightSharing))
         if self.moment_decay is not None:
             require_decay(self.moment_decay, name="moment_decay")
 
@@ -226,26 +227,22 @@ class Eigen(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> EigenOperator:
+    ) -> SpectralOperator:
         """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` as it is now."""
         xp = options.namespace(statistics)
         _, apply = options.dtypes(statistics.dtype, xp=xp)
         E = cast(xp, statistics.averages["block"].value(debias=options.debias), apply)
-        bases = {
-            side: cast(xp, basis.eigenvectors, apply)
-            for side, basis in statistics.bases.items()
-        }
         damping = as_scalar(xp, options.damping, apply, "damping")
-        made = EigenOperator(
-            bases.get("input"),
-            bases.get("output"),
+        return spectral_operator(
             E,
-            full_of(xp, damping, E[(0,) * E.ndim]),
-            None,
-            xp.zeros_like(statistics.status),
-        )
-        return made.prepared(
-            *options.factorizations, check=options.check, name=options.name
+            input=statistics.bases.get("input"),
+            output=statistics.bases.get("output"),
+            damping=full_of(xp, damping, E),
+            vector_shape=layer.matrix_shape,
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+            dtype=apply,
         )
 
     @property
@@ -263,11 +260,11 @@ class Eigen(Approximation):
             statistics.bases[side].eigenvectors if side in statistics.bases else None
             for side in _SIDES
         ]
-        turned = rows.turned(*bases, statistics.dtype, xp=xp)
+        in_basis = rows.in_basis(*bases, statistics.dtype, xp=xp)
         return DiagonalFactor().absorbed(
             old,
             split_groups(
-                turned.squares(statistics.dtype, xp=xp), old.sum.shape[:-2], xp=xp
+                in_basis.squares(statistics.dtype, xp=xp), old.sum.shape[:-2], xp=xp
             ),
             decay=options.decay,
             scale=shares.examples * shares.outer_products,

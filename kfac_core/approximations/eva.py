@@ -25,17 +25,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.low_rank import LACKS_CHOLESKY
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import as_scalar, cast, full_of
 from kfac_core.errors import UnsupportedError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.homogeneous import append_coordinate
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.low_rank_basis import rank_one_basis
-from kfac_core.operators.low_rank import LowRankOperator
+from kfac_core.operators.low_rank import (
+    NO_CHOLESKY,
+    LowRankOperator,
+    low_rank_operator,
+)
 
 __all__ = ["Eva"]
 
@@ -45,7 +49,7 @@ class Eva(Approximation):
     """The block of the two mean vectors: ``in(+1) + out`` numbers."""
 
     name = "eva"
-    lacks = LACKS_CHOLESKY
+    unsupported_products = NO_CHOLESKY
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why it does not go together with a layer; None where it does."""
@@ -126,27 +130,20 @@ class Eva(Approximation):
             cast(xp, statistics.averages[side].value(debias=options.debias), compute)
             for side in ("input", "output")
         )
-        zero = xp.zeros_like(cast(xp, S, apply))
-        made = LowRankOperator(
-            rank_one_basis(a, xp=xp).cast(apply),
-            rank_one_basis(b, xp=xp).cast(apply),
-            cast(xp, S, apply),
-            cast(xp, lam, apply),
-            zero,
-            zero,
-            xp.zeros_like(statistics.status),
-            exact=True,
-            definite=False,
-        )
-        return made.prepared(
-            *options.factorizations, check=options.check, name=options.name
+        return low_rank_operator(
+            rank_one_basis(a, xp=xp),
+            rank_one_basis(b, xp=xp),
+            scale=S,
+            damping=lam,
+            shifts=None,
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+            dtype=apply,
         )
 
 
 def _input_sum(rows: Rows, dtype: Any, xp: Namespace) -> Array:
     """Return the sum of the x that count, with the homogeneous coordinate, shape (n,)."""
-    x = xp.sum(cast(xp, rows.inputs, dtype), axis=(0, 1))
-    if not rows.homogeneous:
-        return x
-    number = xp.reshape(full_of(xp, rows.kept(dtype, xp=xp), x), (1,))
-    return xp.concat([x, number])
+    x, tail = xp.sum(cast(xp, rows.inputs, dtype), axis=(0, 1)), rows.tail(dtype, xp=xp)
+    return x if tail is None else append_coordinate(x, xp.sum(tail), xp=xp)

@@ -15,9 +15,7 @@ sketches are not here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from kfac_core.approximations.approximation import Approximation
@@ -37,10 +35,6 @@ from kfac_core.operators.example_gram import (
 )
 
 __all__ = ["ExampleGram"]
-
-_LACKS: Mapping[str, str] = MappingProxyType(
-    {"multiply_cholesky": NO_TRIANGLE, "multiply_cholesky_inverse": NO_TRIANGLE}
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +58,7 @@ class ExampleGram(Approximation):
     positions: int = 1
 
     name = "example_gram"
-    lacks = _LACKS
+    unsupported_products = NO_TRIANGLE
 
     def __post_init__(self) -> None:
         for name in ("gradients", "positions"):
@@ -156,7 +150,7 @@ class ExampleGram(Approximation):
             window.output_grads,
             weights=window.weights,
             damping=as_scalar(xp, options.damping, compute, "damping"),
-            lost=window.lost,
+            truncated_trace=window.lost,
             factorizations=options.factorizations,
             check=options.check,
             name=options.name,
@@ -166,12 +160,7 @@ class ExampleGram(Approximation):
 
 def _gradient_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:
     """Return x and g of each gradient, shapes (M N, S, n) and (M N, S, m)."""
-    x, g = cast(xp, rows.inputs, dtype), cast(xp, rows.output_grads, dtype)
-    if rows.homogeneous:
-        tail = xp.ones_like(x[..., :1])
-        if rows.mask is not None:
-            tail = cast(xp, rows.mask, dtype)[..., None]
-        x = xp.concat([x, tail], axis=-1)
+    x, g = rows.full_inputs(dtype, xp=xp), cast(xp, rows.output_grads, dtype)
     M = rows.sources
     x = xp.reshape(xp.broadcast_to(x, (M, *x.shape)), (-1, *x.shape[1:]))
     return x, xp.reshape(g, (-1, *g.shape[2:]))

@@ -58,8 +58,7 @@ from kfac_core.linalg.kronecker_fit import (
     unit_norm,
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.operators.exact_kronecker import ExactKronecker
-from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.operator import CurvatureOperator
 
 __all__ = ["KFOC"]
 
@@ -151,7 +150,7 @@ class KFOC(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FactoredKronecker | ExactKronecker:
+    ) -> CurvatureOperator:
         """Return ``A (x) G`` damped as the rule says, as it is now.
 
         The factors have one Frobenius norm, which only ``"factored_unit_pi"`` can tell.
@@ -179,22 +178,11 @@ def _term(rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace) -> F
         D = rows.per_example(dtype, xp=xp)
         return GradientTerm(xp.reshape(D, (*D.shape[:-4], -1, *D.shape[-2:])), scale)
     g = cast(xp, rows.output_grads, dtype)[..., 0, :]
-    return RowTerm(_inputs(rows, dtype, xp)[..., 0, :], g, scale)
+    return RowTerm(rows.full_inputs(dtype, xp=xp)[..., 0, :], g, scale)
 
 
 def _input_moment(rows: Rows, dtype: Any, xp: Namespace) -> Array:
     """Return the sum of ``x x^T``."""
-    x = _inputs(rows, dtype, xp)
+    x = rows.full_inputs(dtype, xp=xp)
     x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
     return updated_gram(None, x, tail=None, decay=0.0, scale=1.0, xp=xp).full()
-
-
-def _inputs(rows: Rows, dtype: Any, xp: Namespace) -> Array:
-    """Return the x with their homogeneous coordinate, zero where masked."""
-    x = cast(xp, rows.inputs, dtype)
-    if not rows.homogeneous:
-        return x
-    ones = xp.ones_like(x[..., :1])
-    if rows.mask is not None:
-        ones = xp.broadcast_to(cast(xp, rows.mask[..., None], dtype), ones.shape)
-    return xp.concat([x, ones], axis=-1)

@@ -28,14 +28,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import plain_number
 from kfac_core.array.namespaces import (
-    Scalar,
     as_scalar,
     cast,
     device_of,
@@ -47,19 +46,18 @@ from kfac_core.array.structure import replaced
 from kfac_core.conventions import require_one_of
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average, zero_weight
-from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.rows import Rows
+from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.shifted import ShiftedMatrix
-from kfac_core.operators.exact_kronecker import ExactKronecker
 from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["Kronecker", "Sharing", "kronecker_operator"]
-
-Sharing = Literal["expand", "reduce"]
+__all__ = [
+    "Kronecker",
+    "kronecker_operator",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,7 @@ class Kronecker(Approximation):
 
     input: FactorKind = "full"
     output: FactorKind = "full"
-    sharing: Sharing = "expand"
+    sharing: WeightSharing = "expand"
 
     name = "kronecker"
     sums_of_squares = MappingProxyType({"input": "inputs", "output": "output_grads"})
@@ -91,7 +89,7 @@ class Kronecker(Approximation):
     def __post_init__(self) -> None:
         require_one_of("input", self.input, get_args(FactorKind))
         require_one_of("output", self.output, ("full", "diagonal"))
-        require_one_of("sharing", self.sharing, get_args(Sharing))
+        require_one_of("sharing", self.sharing, get_args(WeightSharing))
 
     @property
     def factor_kinds(self) -> Mapping[str, str]:
@@ -186,39 +184,32 @@ class Kronecker(Approximation):
         -----
         ``R (n^2 + M m^2)`` flops for R rows (twice that without a symmetric update).
         """
-        shares = options.shares(statistics, rows)
-        xp, decay = options.xp, options.decay
-        reduced = self.sharing == "reduce"
-        if reduced:
-            rows.require_all_positions()
-        share = shares.examples if reduced else shares.rows
-        coefficients: dict[str, Any] = {
-            "decay": decay,
-            "weight": shares.example_weight if reduced else shares.row_weight,
+        xp, old, new = options.xp, statistics.averages, dict(statistics.averages)
+        x, tail, g = rows.factor_rows(self.sharing, statistics.dtype, xp=xp)
+        share = options.shares(statistics, rows).of(self.sharing)
+        step: dict[str, Any] = {
+            "decay": options.decay,
+            "weight": share.weight,
+            "xp": xp,
         }
-        old = statistics.averages
-        A, G = old["input"], old["output"]
         if "input" not in options.skip:
-            A = self._input(A, rows, layer, share, coefficients, xp)
-        if "output" not in options.skip:
-            G = factor_of(self.output, layer).updated(
-                G,
-                self._output_rows(rows, statistics.dtype, xp),
-                tail=None,
-                scale=share * shares.outer_products,
-                **coefficients,
-                xp=xp,
+            # A <- decay A + weight / R sum x x^T, the last entry of x its 1
+            new["input"] = factor_of(self.input, layer).updated(
+                old["input"], x, tail=tail, scale=share.scale, **step
             )
-        repeats = 1.0 if reduced else shares.repeats
-        S = Average(
-            old["repeats"].sum * decay + repeats * shares.example_weight,
-            old["repeats"].decayed(decay, shares.example_weight),
+        if "output" not in options.skip:
+            # G <- decay G + weight c / R sum g g^T, c of the conventions
+            new["output"] = factor_of(self.output, layer).updated(
+                old["output"], g, tail=None, scale=share.scale * share.outer, **step
+            )
+        new["repeats"] = old["repeats"].plus(
+            share.repeats, decay=options.decay, weight=share.example_weight
         )
-        return Statistics({"input": A, "output": G, "repeats": S}, statistics.status)
+        return Statistics(new, statistics.status)
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FactoredKronecker | ExactKronecker:
+    ) -> FactoredKronecker | SpectralOperator:
         """Make the curvature operator from the statistics, at this moment.
 
         Parameters
@@ -232,7 +223,7 @@ class Kronecker(Approximation):
 
         Returns
         -------
-        FactoredKronecker or ExactKronecker
+        FactoredKronecker or SpectralOperator
             An immutable snapshot.
 
         Raises
@@ -250,57 +241,6 @@ class Kronecker(Approximation):
         kinds = factor_of(self.input, layer), factor_of(self.output, layer)
         return kronecker_operator(statistics, kinds, S, options)
 
-    def _input(
-        self,
-        average: Average,
-        rows: Any,
-        layer: Layer,
-        scale: Scalar,
-        coefficients: dict[str, Any],
-        xp: Namespace,
-    ) -> Average:
-        """Return the input factor's average after the update."""
-        dtype = average.weight.dtype
-        if isinstance(rows, IdRows):
-            squares = rows.input_squares(dtype, xp=xp)
-            return DiagonalFactor().absorbed(
-                average, squares, scale=scale, **coefficients
-            )
-        if self.input == "uncorrelated":
-            pixels, tail = cast(xp, rows.pixels, dtype), None
-            x = xp.reshape(pixels, (-1, pixels.shape[-1]))
-        else:
-            x, tail = self._input_rows(rows, dtype, xp)
-        return factor_of(self.input, layer).updated(
-            average, x, tail=tail, scale=scale, **coefficients, xp=xp
-        )
-
-    def _input_rows(
-        self, rows: Rows, dtype: Any, xp: Namespace
-    ) -> tuple[Array, Array | None]:
-        """Return x and its homogeneous column as the sharing has them."""
-        x = cast(xp, rows.inputs, dtype)
-        if self.sharing == "expand" and not rows.homogeneous:
-            return xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1])), None
-        ones = xp.ones_like(x[..., 0])
-        if rows.mask is not None:
-            ones = xp.broadcast_to(cast(xp, rows.mask, dtype), x.shape[:-1])
-        if self.sharing == "reduce":
-            number = xp.sum(ones, axis=-1)
-            tail = cast(xp, number > 0, dtype)
-            x = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]
-        else:
-            x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
-            tail = xp.reshape(ones, x.shape[:-1])
-        return x, tail if rows.homogeneous else None
-
-    def _output_rows(self, rows: Any, dtype: Any, xp: Namespace) -> Array:
-        """Return g as the sharing has it."""
-        g = cast(xp, rows.output_grads, dtype)
-        if self.sharing == "reduce":
-            g = xp.sum(g, axis=-2, keepdims=True)
-        return xp.reshape(g, (*g.shape[:-4], -1, g.shape[-1]))
-
 
 def kronecker_operator(
     statistics: Statistics,
@@ -308,7 +248,7 @@ def kronecker_operator(
     scale: Array,
     options: OperatorOptions,
     /,
-) -> FactoredKronecker | ExactKronecker:
+) -> FactoredKronecker | SpectralOperator:
     """Return ``S A (x) G`` damped as the rule says.
 
     Parameters
@@ -324,7 +264,7 @@ def kronecker_operator(
 
     Returns
     -------
-    FactoredKronecker or ExactKronecker
+    FactoredKronecker or SpectralOperator
         An immutable snapshot.
     """
     xp = options.namespace(statistics)
@@ -352,7 +292,7 @@ def kronecker_operator(
     else:
         unit_pi = options.rule == "factored_unit_pi"
         shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
-    parts = []
+    parts, bare = [], []
     for kind, value, shift, side in zip(kinds, values, shifts, sides, strict=True):
         key = ("basis", id(statistics.averages[side]))
         wanted = () if exact else options.factorizations
@@ -365,6 +305,7 @@ def kronecker_operator(
             name=f"{options.name}/{side}",
             apply_dtype=apply,
         )
+        bare.append(part)
         if isinstance(part, ShiftedMatrix):
             if known is not None:
                 part = replaced(part, basis=known)
@@ -378,12 +319,18 @@ def kronecker_operator(
                 options.memo[key] = part.basis
         parts.append(part)
     S, lam = cast(xp, S, apply), cast(xp, lam, apply)
+    made = FactoredKronecker(parts[0], parts[1], S)
     if not exact:
-        return FactoredKronecker(parts[0], parts[1], S)
+        return made
     good = xp.isfinite(lam) & (lam >= 0)
     flags = status_unless(xp, good, Status.BAD_DAMPING)
     lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
-    made = ExactKronecker(parts[0], parts[1], S, lam, None, flags)
-    return made.prepared(
+    undamped = FactoredKronecker(bare[0], bare[1], S)
+    shape = undamped.shape
+    if not options.factorizations:
+        return SpectralOperator(None, None, None, lam, flags, shape, undamped)
+    found = made.spectral(check=options.check, name=options.name)
+    spectral = replaced(found, damping=lam, flags=found.flags | flags, factors=undamped)
+    return spectral.prepared(
         *options.factorizations, check=options.check, name=options.name
     )

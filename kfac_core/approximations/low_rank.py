@@ -4,8 +4,8 @@ Conventions.  As `kfac_core.approximations.kronecker`, whose statistics these ar
 factor compressed to its largest r (or q) eigenpairs after every update.  What is cut off
 is positive semidefinite: with A_K and G_K the factors that `Kronecker` would hold,
 ``A <= A_K`` and ``G <= G_K``, with ``tr(A_K - A)`` and ``tr(G_K - G)`` in
-`LowRankOperator.lost`.  Exact, up to rounding, while A_K and G_K have ranks of at most r
-and q.
+`LowRankOperator.truncated_traces`.  Exact, up to rounding, while A_K and G_K have ranks
+of at most r and q.
 
 References
 ----------
@@ -15,13 +15,10 @@ eigenpairs; "Brand New K-FACs", arXiv:2210.08494, for updating them without the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, get_args
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.kronecker import Kronecker, Sharing
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import as_scalar, cast, full_of
@@ -32,15 +29,15 @@ from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.low_rank import LowRankAverage, low_rank_average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.low_rank_basis import low_rank_basis
-from kfac_core.operators.low_rank import NO_CHOLESKY, LowRankOperator
-
-__all__ = ["LACKS_CHOLESKY", "LowRankKronecker"]
-
-LACKS_CHOLESKY: Mapping[str, str] = MappingProxyType(
-    {"multiply_cholesky": NO_CHOLESKY, "multiply_cholesky_inverse": NO_CHOLESKY}
+from kfac_core.operators.low_rank import (
+    NO_CHOLESKY,
+    LowRankOperator,
+    low_rank_operator,
 )
-"""The `lacks` of an approximation whose operators are `LowRankOperator`."""
+
+__all__ = ["LowRankKronecker"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +65,14 @@ class LowRankKronecker(Approximation):
 
     input_rank: int
     output_rank: int
-    sharing: Sharing = "expand"
+    sharing: WeightSharing = "expand"
     rows_at_once: int | None = None
 
     name = "low_rank_kronecker"
-    lacks = LACKS_CHOLESKY
+    unsupported_products = NO_CHOLESKY
 
     def __post_init__(self) -> None:
-        require_one_of("sharing", self.sharing, get_args(Sharing))
+        require_one_of("sharing", self.sharing, get_args(WeightSharing))
         for name in ("input_rank", "output_rank", "rows_at_once"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -118,33 +115,24 @@ class LowRankKronecker(Approximation):
         factor, of which c = r makes ``12 R n r``, and ``9 (r + c)^3`` for each
         eigendecomposition of ``R / c``; likewise for the output factor.
         """
-        reduced = self.sharing == "reduce"
-        if reduced:
-            rows.require_all_positions()
-        shares = options.shares(statistics, rows)
-        xp, decay = options.xp, options.decay
-        share = shares.examples if reduced else shares.rows
-        coefficients: dict[str, Any] = {
-            "decay": decay,
-            "weight": shares.example_weight if reduced else shares.row_weight,
+        xp, new = options.xp, dict(statistics.averages)
+        x, tail, g = rows.factor_rows(self.sharing, statistics.dtype, xp=xp)
+        share = options.shares(statistics, rows).of(self.sharing)
+        step: dict[str, Any] = {
+            "decay": options.decay,
+            "weight": share.weight,
             "rows_at_once": self.rows_at_once,
             "xp": xp,
         }
-        kronecker, dtype = Kronecker(sharing=self.sharing), statistics.dtype
-        new = dict(statistics.averages)
         if "input" not in options.skip:
-            x, tail = kronecker._input_rows(rows, dtype, xp)
             A = _low_rank(new["input"])
-            new["input"] = A.updated(x, tail=tail, scale=share, **coefficients)
+            new["input"] = A.updated(x, tail=tail, scale=share.scale, **step)
         if "output" not in options.skip:
-            g = kronecker._output_rows(rows, dtype, xp)
             G = _low_rank(new["output"])
-            scale = share * shares.outer_products
-            new["output"] = G.updated(g, tail=None, scale=scale, **coefficients)
-        repeats, S = (1.0 if reduced else shares.repeats), new["repeats"]
-        new["repeats"] = Average(
-            S.sum * decay + repeats * shares.example_weight,
-            S.decayed(decay, shares.example_weight),
+            scale = share.scale * share.outer
+            new["output"] = G.updated(g, tail=None, scale=scale, **step)
+        new["repeats"] = new["repeats"].plus(
+            share.repeats, decay=options.decay, weight=share.example_weight
         )
         return Statistics(new, statistics.status)
 
@@ -178,25 +166,20 @@ class LowRankKronecker(Approximation):
                     total, check=options.check, name=f"{options.name}/{side}", xp=xp
                 )
             )
-        exact = options.rule == "exact"
-        shifts = [xp.zeros_like(lam), xp.zeros_like(lam)]
-        if not exact:
+        shifts = None
+        if options.rule != "exact":
             unit_pi = options.rule == "factored_unit_pi"
             shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
-            lam = xp.zeros_like(lam)
-        made = LowRankOperator(
-            bases[0].cast(apply),
-            bases[1].cast(apply),
-            cast(xp, S, apply),
-            cast(xp, lam, apply),
-            cast(xp, shifts[0], apply),
-            cast(xp, shifts[1], apply),
-            xp.zeros_like(statistics.status),
-            exact=exact,
-            definite=False,
-        )
-        return made.prepared(
-            *options.factorizations, check=options.check, name=options.name
+        return low_rank_operator(
+            bases[0],
+            bases[1],
+            scale=S,
+            damping=lam,
+            shifts=None if shifts is None else (shifts[0], shifts[1]),
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+            dtype=apply,
         )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from kfac_core.array.backend import Namespace
@@ -17,10 +15,7 @@ from kfac_core.factors.shares import UpdateShares, update_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.shifted import Factorization
 
-__all__ = ["NOTHING", "OperatorOptions", "UpdateOptions"]
-
-NOTHING: Mapping[str, str] = MappingProxyType({})
-"""The `lacks` of an approximation whose operators give every product."""
+__all__ = ["OperatorOptions", "UpdateOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)

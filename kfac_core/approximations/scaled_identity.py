@@ -14,8 +14,7 @@ from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.linalg.shifted_diagonal import shifted_diagonal
-from kfac_core.operators.flat import FlatOperator
+from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["ScaledIdentity"]
 
@@ -72,19 +71,19 @@ class ScaledIdentity(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FlatOperator:
+    ) -> SpectralOperator:
         """Return ``(c + lam) I``."""
         xp = options.namespace(statistics)
         compute, apply = options.dtypes(statistics.dtype, xp=xp)
-        n, m = layer.matrix_shape
         one = full_of(xp, self.scale, statistics.any_weight)
-        entries = xp.astype(xp.broadcast_to(one, (n * m,)), compute)
-        block = shifted_diagonal(
-            entries,
-            as_scalar(xp, options.damping, compute, "damping"),
+        spectrum = xp.astype(xp.broadcast_to(one, layer.matrix_shape), compute)
+        damping = as_scalar(xp, options.damping, compute, "damping")
+        return spectral_operator(
+            spectrum,
+            damping=full_of(xp, damping, spectrum),
+            vector_shape=layer.matrix_shape,
             factorizations=options.factorizations,
             check=options.check,
             name=options.name,
-            apply_dtype=apply,
+            dtype=apply,
         )
-        return FlatOperator(block, layer.matrix_shape)

@@ -21,12 +21,13 @@ from typing import Any
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import as_scalar
+from kfac_core.array.namespaces import as_scalar, cast, full_of
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.operators.flat import FlatOperator
+from kfac_core.operators.dense import DenseOperator
+from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["Diagonal", "Full"]
 
@@ -78,9 +79,22 @@ class Diagonal(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FlatOperator:
+    ) -> SpectralOperator:
         """Return ``diag(D * D) + lam I`` as it is now."""
-        return _operator(DiagonalFactor(), statistics, layer, options)
+        xp = options.namespace(statistics)
+        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        average = statistics.averages["block"]
+        squares = cast(xp, average.value(debias=options.debias), compute)
+        damping = as_scalar(xp, options.damping, compute, "damping")
+        return spectral_operator(
+            xp.reshape(squares, layer.matrix_shape),
+            damping=full_of(xp, damping, squares),
+            vector_shape=layer.matrix_shape,
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+            dtype=apply,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,27 +144,17 @@ class Full(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FlatOperator:
+    ) -> DenseOperator:
         """Return ``F + lam I`` as it is now."""
-        return _operator(FullFactor(), statistics, layer, options)
-
-
-def _operator(
-    factor: DiagonalFactor | FullFactor,
-    statistics: Statistics,
-    layer: Layer,
-    options: OperatorOptions,
-) -> FlatOperator:
-    xp = options.namespace(statistics)
-    compute, apply = options.dtypes(statistics.dtype, xp=xp)
-    average = statistics.averages["block"]
-    value = factor.cast(average.value(debias=options.debias), compute, xp=xp)
-    block = factor.snapshot(
-        value,
-        as_scalar(xp, options.damping, compute, "damping"),
-        factorizations=options.factorizations,
-        check=options.check,
-        name=options.name,
-        apply_dtype=apply,
-    )
-    return FlatOperator(block, layer.matrix_shape)
+        xp = options.namespace(statistics)
+        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        average, factor = statistics.averages["block"], FullFactor()
+        block = factor.snapshot(
+            factor.cast(average.value(debias=options.debias), compute, xp=xp),
+            as_scalar(xp, options.damping, compute, "damping"),
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+            apply_dtype=apply,
+        )
+        return DenseOperator(block, layer.matrix_shape)

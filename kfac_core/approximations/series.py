@@ -36,7 +36,7 @@ from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
@@ -45,9 +45,7 @@ from kfac_core.factors.lagged import LaggedFactor, length_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
-from kfac_core.operators.exact_kronecker import ExactKronecker
-from kfac_core.operators.kronecker import FactoredKronecker
-from kfac_core.operators.series import SeriesOperator
+from kfac_core.operators.operator import CurvatureOperator
 
 __all__ = ["Series", "SeriesVariant"]
 
@@ -168,11 +166,12 @@ class Series(Approximation):
         shares = options.shares(statistics, rows)
         xp, decay = options.xp, options.decay
         old, averages = statistics.averages, dict(new.averages)
-        x, g, tail = _columns(rows, statistics.dtype, xp)
+        x = cast(xp, rows.inputs, statistics.dtype)
+        g = cast(xp, rows.output_grads, statistics.dtype)
         averages["lagged_input"] = _LAG_1.updated(
             old["lagged_input"],
             x,
-            tail=tail,
+            tail=rows.tail(statistics.dtype, xp=xp),
             decay=decay,
             scale=shares.rows,
             weight=averages["input"].weight,
@@ -195,7 +194,7 @@ class Series(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> SeriesOperator | FactoredKronecker | ExactKronecker:
+    ) -> CurvatureOperator:
         """Make the curvature operator from the statistics; see `Kronecker.operator`.
 
         Raises
@@ -221,15 +220,3 @@ class Series(Approximation):
                 "'factored' or 'factored_unit_pi'."
             )
         return series_operator(statistics, options)
-
-
-def _columns(
-    rows: Rows, dtype: Any, xp: Namespace
-) -> tuple[Array, Array, Array | None]:
-    """Return x, g and the homogeneous column, zero where masked."""
-    x, g = cast(xp, rows.inputs, dtype), cast(xp, rows.output_grads, dtype)
-    if not rows.homogeneous:
-        return x, g, None
-    if rows.mask is None:
-        return x, g, xp.ones_like(x[:, :, 0])
-    return x, g, xp.astype(rows.mask, dtype)

@@ -37,9 +37,7 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
-from kfac_core.operators.exact_kronecker import ExactKronecker
-from kfac_core.operators.kronecker import FactoredKronecker
-from kfac_core.operators.many_kronecker import ManyKronecker
+from kfac_core.operators.operator import CurvatureOperator
 
 __all__ = ["TNT", "Positions"]
 
@@ -146,7 +144,7 @@ class TNT(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FactoredKronecker | ExactKronecker | ManyKronecker:
+    ) -> CurvatureOperator:
         """Return ``S A (x) G / tr A`` damped as the rule says, as it is now."""
         if layer.kind == "parameters":
             return axes_operator(statistics, options)

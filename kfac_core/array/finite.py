@@ -6,11 +6,9 @@ there cancel nothing.  So rows need not be read for it where their sums are at h
 
 from __future__ import annotations
 
-import numbers
-
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.namespaces import Scalar
+from kfac_core.array.namespaces import NUMBER, Scalar
 
 __all__ = [
     "all_finite",
@@ -140,6 +138,6 @@ def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
     float or None
         None for an array that is not 0-d, or not `is_plain`.
     """
-    if isinstance(x, numbers.Real):
+    if isinstance(x, NUMBER):
         return float(x)
     return float(x) if x.ndim == 0 and is_plain(x, xp=xp) else None

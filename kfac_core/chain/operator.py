@@ -211,8 +211,7 @@ class TridiagonalOperator:
             entered[name], _ = entering(
                 vectors[name],
                 shape,
-                self.scale.dtype,
-                operator=self.scale,
+                self.scale,
                 name=f"{argument}[{name!r}]",
             )
         return entered, self._xp()

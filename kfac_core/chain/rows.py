@@ -90,7 +90,7 @@ def crossed_moments(
     inputs, output_grads : array, shapes (n_i, n_j) and (m_i, m_j)
         Sums over examples, and over sources.
     """
-    x, y = (_inputs(part, dtype, xp) for part in (rows, following))
+    x, y = (part.full_inputs(dtype, xp=xp)[:, 0, :] for part in (rows, following))
     g, h = (
         xp.reshape(part.output_grads, (-1, part.output_grads.shape[-1]))
         for part in (rows, following)
@@ -100,14 +100,3 @@ def crossed_moments(
         xp.matmul(xp.matrix_transpose(x), y),
         xp.matmul(xp.matrix_transpose(g), h),
     )
-
-
-def _inputs(rows: Rows, dtype: object, xp: Namespace) -> Array:
-    """Return the x with their homogeneous coordinate, zero where masked."""
-    x = cast(xp, rows.inputs, dtype)[:, 0, :]
-    if not rows.homogeneous:
-        return x
-    ones = xp.ones_like(x[:, :1])
-    if rows.mask is not None:
-        ones = xp.astype(rows.mask, x.dtype)
-    return xp.concat([x, ones], axis=-1)

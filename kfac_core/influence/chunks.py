@@ -17,7 +17,7 @@ from kfac_core.array.namespaces import device_of
 from kfac_core.errors import ShapeError
 from kfac_core.influence.example_gradients import LayerGradients
 from kfac_core.layers.layer import Layer
-from kfac_core.operators.spectral import SpectralBlock
+from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = [
     "Chunks",
@@ -146,12 +146,12 @@ def parts(count: int, step: int, /) -> Iterator[tuple[int, int]]:
 
 
 def joined(
-    pieces: list[Array], shape: tuple[int, ...], F: SpectralBlock, /, *, axis: int
+    pieces: list[Array], shape: tuple[int, ...], F: SpectralOperator, /, *, axis: int
 ) -> Array:
     """Return arrays joined along an axis; zeros of a shape where there are none."""
     xp = F.namespace
     if not pieces:
-        return xp.zeros(shape, dtype=F.dtype, device=device_of(F.eigenvalues))
+        return xp.zeros(shape, dtype=F.dtype, device=device_of(F.damping))
     return pieces[0] if len(pieces) == 1 else xp.concat(pieces, axis=axis)
 
 

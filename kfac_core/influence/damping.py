@@ -16,20 +16,20 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, as_scalar, full_of
 from kfac_core.damping import require_damping
 from kfac_core.errors import DampingError
-from kfac_core.operators.spectral import SpectralBlock
+from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.posterior.spectra import require_same_blocks
 
 __all__ = ["given_damping", "mean_eigenvalue_damping"]
 
 
 def mean_eigenvalue_damping(
-    blocks: Mapping[str, SpectralBlock], /, *, fraction: Scalar
+    blocks: Mapping[str, SpectralOperator], /, *, fraction: Scalar
 ) -> dict[str, Array]:
     """Return the damping of each block.
 
     Parameters
     ----------
-    blocks : mapping of str to SpectralBlock
+    blocks : mapping of str to SpectralOperator
         As `kfac_core.spectral_blocks` gives them.
     fraction : float or 0-d array
         Of the mean eigenvalue; finite and >= 0.
@@ -63,13 +63,13 @@ def mean_eigenvalue_damping(
 
 
 def given_damping(
-    blocks: Mapping[str, SpectralBlock], damping: Scalar | Mapping[str, Scalar], /
+    blocks: Mapping[str, SpectralOperator], damping: Scalar | Mapping[str, Scalar], /
 ) -> dict[str, Array]:
     """Return one damping, or one of each block, as 0-d arrays.
 
     Parameters
     ----------
-    blocks : mapping of str to SpectralBlock
+    blocks : mapping of str to SpectralOperator
         The blocks.
     damping : float, 0-d array, or mapping of str to these
         lam, finite and >= 0.
@@ -95,5 +95,5 @@ def given_damping(
     for name, F in blocks.items():
         require_damping(given[name])
         value = as_scalar(F.namespace, given[name], F.dtype, "damping")
-        found[name] = full_of(F.namespace, value, F.eigenvalues)
+        found[name] = full_of(F.namespace, value, F.damping)
     return found

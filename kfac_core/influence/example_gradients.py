@@ -22,8 +22,8 @@ from kfac_core.layers.layer import Layer
 from kfac_core.layers.parameter_stacks import stack_to_matrices
 from kfac_core.layers.rows import Batch, Rows
 from kfac_core.layers.whole_rows import whole_rows
-from kfac_core.operators.spectral import SpectralBlock
-from kfac_core.operators.spectral_rows import row_coordinates, row_squares, with_ones
+from kfac_core.operators.spectral import SpectralOperator
+from kfac_core.operators.spectral_rows import row_coordinates, row_squares
 
 __all__ = ["ExamplePart", "LayerGradients"]
 
@@ -135,13 +135,13 @@ class ExamplePart:
     rows: Any
     scale: Scalar
 
-    def coordinates(self, block: SpectralBlock, /) -> Array:
-        """Return the D in the block's eigenbasis, shape (N, *eigenvalues' shape)."""
+    def coordinates(self, block: SpectralOperator, /) -> Array:
+        """Return the D in the block's eigenbasis, shape (N, *spectrum's shape)."""
         if self.matrices is not None:
             return block.to_basis(self.matrices) * self.scale
         return row_coordinates(block, self.rows)[0, ...] * self.scale
 
-    def squares(self, block: SpectralBlock, weights: Array, /) -> Array:
+    def squares(self, block: SpectralOperator, weights: Array, /) -> Array:
         """Return ``sum_ij w_ij R_ij^2`` of the coordinates R, shape (N,)."""
         if self.matrices is None:
             return row_squares(block, weights, self.rows)[0, ...] * self.scale**2
@@ -177,7 +177,7 @@ class ExamplePart:
 
 def _bilinear(P: Array, rows: Rows, xp: Namespace) -> Array:
     """Return ``sum_s x^T P g`` for each P and example, shape (q, N)."""
-    x = with_ones(rows, P.dtype, xp=xp)
+    x = rows.full_inputs(P.dtype, xp=xp)
     g = cast(xp, rows.output_grads, P.dtype)[..., 0, :, :, :]
     n, m = int(x.shape[-1]), int(g.shape[-1])
     q, groups = int(P.shape[0]), int(x.shape[0]) if x.ndim == 4 else 1

@@ -48,7 +48,7 @@ from kfac_core.influence.queries import (
     stored_queries,
 )
 from kfac_core.layers.rows import Batch
-from kfac_core.operators.spectral import SpectralBlock
+from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.posterior.spectra import require_same_blocks, spectral_blocks
 
 __all__ = ["Gradients", "Influence"]
@@ -68,7 +68,7 @@ class Influence:
     ----------
     blocks : mapping of str to Block
         Of which the layers are read.
-    curvatures : mapping of str to SpectralBlock
+    curvatures : mapping of str to SpectralOperator
         The F_b.
     damping : mapping of str to 0-d array
         The lam_b.
@@ -83,7 +83,7 @@ class Influence:
     """
 
     blocks: Mapping[str, Block]
-    curvatures: Mapping[str, SpectralBlock]
+    curvatures: Mapping[str, SpectralOperator]
     damping: Mapping[str, Array]
     check: Check = "raise"
 
@@ -305,13 +305,15 @@ class Influence:
         """Return the flags of all blocks, 0-d int32."""
         status = None
         for name, F in self.curvatures.items():
-            positive = F.namespace.min(F.eigenvalues) + self.damping[name] > 0
-            flags = F.flags | status_unless(F.namespace, positive, Status.NOT_POSITIVE)
+            positive = F.namespace.min(F.spectrum) + self.damping[name] > 0
+            flags = F.status() | status_unless(
+                F.namespace, positive, Status.NOT_POSITIVE
+            )
             status = flags if status is None else status | flags
         return status
 
     def _weights(self, name: str) -> Array:
-        return 1.0 / (self.curvatures[name].eigenvalues + self.damping[name])
+        return 1.0 / (self.curvatures[name].spectrum + self.damping[name])
 
     def _gradients(
         self, gradients: Gradients, reduction: LossReduction
@@ -381,7 +383,7 @@ class Influence:
 
     def _require_definite(self) -> None:
         for name, F in self.curvatures.items():
-            smallest = F.namespace.min(F.eigenvalues) + self.damping[name]
+            smallest = F.namespace.min(F.spectrum) + self.damping[name]
             if not bool(smallest > 0):
                 raise FactorizationError(
                     f"the damped block has the eigenvalue {float(smallest):.1e}. Give a "

@@ -107,8 +107,8 @@ def batches_of_calls(
     Returns
     -------
     dict of str to Batch
-        For an estimator with ``reduction="sum"``; where there is one call, its inputs are those
-        that it was made with.
+        For an estimator with ``reduction="sum"``; where there is one call, its inputs are
+        those that it was made with.
     """
     of_block: dict[str, list[LayerCall]] = {}
     for call in calls:

@@ -44,6 +44,7 @@ from kfac_core.array.structure import replaced
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.checks import require_mask, require_parameters
+from kfac_core.layers.homogeneous import join_bias, split_bias
 from kfac_core.layers.rows import Batch, PixelRows, Rows
 from kfac_core.linalg.patches import (
     Index,
@@ -269,17 +270,14 @@ class Conv:
         """
         xp = require_parameters(parameters, self.parameter_shapes)
         weight = parameters["weight"]
-        # Joined with the channels as they lie in memory, as `Dense` does.
-        turned = self.weight_layout == "oi_spatial"
+        outputs_first = self.weight_layout == "oi_spatial"
         shape: tuple[int, int] = (self._patch_size, self.out_channels)
-        if turned:
+        if outputs_first:
             weight = xp.permute_dims(weight, (0, *range(2, weight.ndim), 1))
             shape = shape[::-1]
         weight = xp.reshape(weight, shape)
-        if self.bias:
-            bias = xp.reshape(parameters["bias"], (-1, 1) if turned else (1, -1))
-            weight = xp.concat([weight, bias], axis=1 if turned else 0)
-        return xp.matrix_transpose(weight) if turned else weight
+        bias = parameters.get("bias")
+        return join_bias(weight, bias, transposed=outputs_first, xp=xp)
 
     def matrix_to_parameters(self, matrix: Array, /) -> dict[str, Array]:
         """Turn a block's matrix back into parameter-shaped arrays, possibly views.
@@ -289,14 +287,11 @@ class Conv:
         xp = namespace_of(matrix=matrix)
         require_matrix(matrix, self.matrix_shape, "matrix")
         c, d = self.in_channels // self.groups, len(self.kernel_size)
-        weight = matrix[: self._patch_size, :]
+        weight, bias = split_bias(matrix, self._patch_size)
         weight = xp.reshape(weight, (*self.kernel_size, c, self.out_channels))
         if self.weight_layout == "oi_spatial":
             weight = xp.permute_dims(weight, (d + 1, d, *range(d)))
-        parameters = {"weight": weight}
-        if self.bias:
-            parameters["bias"] = matrix[self._patch_size, :]
-        return parameters
+        return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
     @property
     def _patch_size(self) -> int:

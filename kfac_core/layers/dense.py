@@ -18,6 +18,7 @@ from kfac_core.array.namespaces import namespace_of, require_floating, require_m
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import require_mask, require_parameters
+from kfac_core.layers.homogeneous import join_bias, split_bias
 from kfac_core.layers.rows import Batch, Rows, require_no_choice
 
 __all__ = ["Dense", "WeightLayout"]
@@ -152,14 +153,12 @@ class Dense:
         if stack:
             shapes = {name: (*stack, *shape) for name, shape in shapes.items()}
         xp = require_parameters(parameters, shapes)
-        weight = parameters["weight"]
-        # Joined as the weight lies in memory: a transposed copy takes twenty times as long.
-        turned = self.weight_layout == "oi"
-        if self.bias:
-            bias = parameters["bias"]
-            bias = bias[..., :, None] if turned else bias[..., None, :]
-            weight = xp.concat([weight, bias], axis=-1 if turned else -2)
-        return xp.matrix_transpose(weight) if turned else weight
+        return join_bias(
+            parameters["weight"],
+            parameters.get("bias"),
+            transposed=self.weight_layout == "oi",
+            xp=xp,
+        )
 
     def matrix_to_parameters(
         self, matrix: Array, /, *, stack: tuple[int, ...] = ()
@@ -185,13 +184,10 @@ class Dense:
         """
         xp = namespace_of(matrix=matrix)
         require_matrix(matrix, (*stack, *self.matrix_shape), "matrix")
-        weight = matrix[..., : self.in_features, :]
+        weight, bias = split_bias(matrix, self.in_features)
         if self.weight_layout == "oi":
             weight = xp.matrix_transpose(weight)
-        parameters = {"weight": weight}
-        if self.bias:
-            parameters["bias"] = matrix[..., self.in_features, :]
-        return parameters
+        return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
     def _leading_axes(self, batch: Batch, stacked: int) -> tuple[int, ...]:
         """Return ``(N, *shared)``, after checking both arrays against it."""

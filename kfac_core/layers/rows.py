@@ -11,7 +11,7 @@ has a leading axis of length Q in the rows; other layers have none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import array_api_compat
 
@@ -27,16 +27,23 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import IdRangeError, NotFiniteError, ShapeError, UnsupportedError
+from kfac_core.layers.homogeneous import append_coordinate, homogeneous_coordinate
 from kfac_core.linalg.groups import join_groups
 
 __all__ = [
     "Batch",
     "PixelRows",
     "Rows",
+    "WeightSharing",
     "join_uses",
+    "output_rows",
     "require_finite",
     "require_no_choice",
 ]
+
+
+WeightSharing = Literal["expand", "reduce"]
+"""Whether shared positions are rows of their own, or reduced to one row an example."""
 
 
 @structure(static=("sources",))
@@ -126,6 +133,52 @@ class Rows:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
 
+    def factor_rows(
+        self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
+    ) -> tuple[Array, Array | None, Array]:
+        """Return the rows that the factors of a Kronecker product are moments of.
+
+        Parameters
+        ----------
+        sharing : {"expand", "reduce"}
+            Whether each position is a row; or each example, with the mean of its x and
+            the sum of its g.
+        dtype : dtype
+            Of the result.
+        xp : namespace
+            Of the rows.
+
+        Returns
+        -------
+        x : array, shape ((Q,) N S, n) or ((Q,) N, n)
+            Without the homogeneous coordinate.
+        tail : array, shape ((Q,) N S) or ((Q,) N), or None
+            The homogeneous coordinate, where the layer has a bias.
+        g : array, shape ((Q,) M N S, m) or ((Q,) M N, m)
+            For M sources.
+
+        Raises
+        ------
+        UnsupportedError
+            Where positions are missing that would be reduced.
+
+        References
+        ----------
+        Eschenhagen et al. (2023), arXiv:2311.00636, sections 3.2 and 3.3.
+        """
+        x = cast(xp, self.inputs, dtype)
+        g = output_rows(self.output_grads, sharing, dtype, xp=xp)
+        if sharing == "expand":
+            x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
+            tail = self.tail(dtype, xp=xp)
+            return x, None if tail is None else xp.reshape(tail, x.shape[:-1]), g
+        self.require_all_positions()
+        ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
+        number = xp.sum(ones, axis=-1)
+        tail = cast(xp, number > 0, dtype)
+        mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]
+        return mean, tail if self.homogeneous else None, g
+
     def require_all_positions(self) -> None:
         """Raise `UnsupportedError` where an example's sum over positions is not at hand."""
         if self.partial:
@@ -160,7 +213,7 @@ class Rows:
             mask = xp.reshape(mask, (-1, 1))
         return Rows(x, g, mask, self.homogeneous)
 
-    def turned(
+    def in_basis(
         self,
         input_basis: Array | None,
         output_basis: Array | None,
@@ -183,7 +236,7 @@ class Rows:
         Returns
         -------
         Rows
-            The homogeneous coordinate is one of the inputs' where these are turned.
+            The homogeneous coordinate is one of the inputs' in another basis.
         """
         x, homogeneous = cast(xp, self.inputs, dtype), self.homogeneous
         g = cast(xp, self.output_grads, dtype)
@@ -214,12 +267,9 @@ class Rows:
             if total is not None:
                 return join_groups(total, xp=xp)
         x, g = cast(xp, self.inputs, dtype), cast(xp, self.output_grads, dtype)
-        x2 = (x * x)[..., 0, :]
-        if self.homogeneous:
-            ones = xp.ones_like(x2[..., :1])
-            if self.mask is not None:
-                ones = xp.broadcast_to(cast(xp, self.mask, dtype), ones.shape)
-            x2 = xp.concat([x2, ones], axis=-1)
+        x2, tail = (x * x)[..., 0, :], self.tail(dtype, xp=xp)
+        if tail is not None:
+            x2 = append_coordinate(x2, tail[..., 0], xp=xp)
         g2 = xp.sum((g * g)[..., 0, :], axis=-3)
         return join_groups(xp.matmul(xp.matrix_transpose(x2), g2), xp=xp)
 
@@ -254,14 +304,15 @@ class Rows:
         return status
 
     def full_inputs(self, dtype: object, /, *, xp: Namespace) -> Array:
-        """Return the x with their homogeneous coordinate."""
-        x = cast(xp, self.inputs, dtype)
+        """Return the x with their homogeneous coordinate, shape ((Q,) N, S, n(+1))."""
+        x, tail = cast(xp, self.inputs, dtype), self.tail(dtype, xp=xp)
+        return x if tail is None else append_coordinate(x, tail, xp=xp)
+
+    def tail(self, dtype: object, /, *, xp: Namespace) -> Array | None:
+        """Return the homogeneous coordinates, shape ((Q,) N, S); None without a bias."""
         if not self.homogeneous:
-            return x
-        ones = xp.ones_like(x[..., :1])
-        if self.mask is not None:
-            ones = xp.broadcast_to(cast(xp, self.mask[..., None], dtype), ones.shape)
-        return xp.concat([x, ones], axis=-1)
+            return None
+        return homogeneous_coordinate(self.inputs, self.mask, dtype, xp=xp)
 
     def _examples(self, start: int, stop: int) -> Rows:
         """Return the rows of some of the examples."""
@@ -324,6 +375,16 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     return Rows(inputs, output_grads, mask, first.homogeneous)
 
 
+def output_rows(
+    output_grads: Array, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
+) -> Array:
+    """Return g as rows: each position's, or each example's sum over positions."""
+    g = cast(xp, output_grads, dtype)
+    if sharing == "reduce":
+        g = xp.sum(g, axis=-2, keepdims=True)
+    return xp.reshape(g, (*g.shape[:-4], -1, g.shape[-1]))
+
+
 @structure()
 class PixelRows:
     """The rows of a convolution with its pixels in place of its patches.
@@ -367,6 +428,14 @@ class PixelRows:
         if self.mask is None:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
+
+    def factor_rows(
+        self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
+    ) -> tuple[Array, None, Array]:
+        """Return pixels and output gradients as rows; see `Rows.factor_rows`."""
+        pixels = cast(xp, self.pixels, dtype)
+        g = output_rows(self.output_grads, sharing, dtype, xp=xp)
+        return xp.reshape(pixels, (-1, pixels.shape[-1])), None, g
 
     def status(
         self, *, xp: Namespace, known: frozenset[str] = frozenset()

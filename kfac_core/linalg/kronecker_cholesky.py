@@ -1,10 +1,12 @@
-"""The Cholesky factor of ``S A (x) G + lam I``, without forming that matrix.
+"""The Cholesky factor of a matrix that is diagonal in ``P (x) Q``, without forming it.
 
-Conventions.  A is n x n and stands left, ``G = Q diag(g) Q^T`` is m x m, and vectors are
-matrices V of shape ``(n, m)``, flattened row-major.  Seen as n x n blocks of size m x m,
-the matrix has blocks ``S A_ij G + lam delta_ij I``, all diagonal in the basis Q.  So with
+Conventions.  Vectors are matrices V of shape ``(n, m)``, flattened row-major, P is n x n
+and stands left, Q is m x m.  The matrix ``(P (x) Q) diag(d) (P (x) Q)^T``, d of shape
+``(n, m)``, is in the basis Q of the columns m matrices of size n, ``M_k = P diag(d_k)
+P^T`` of column k of d; for ``S A (x) G + lam I`` with ``G = Q diag(g) Q^T`` they are
+``S g_k A + lam I``.  So with
 
-    C_k = chol(S g_k A + lam I)                      (m factors of size n)
+    C_k = chol(M_k)                                  (m factors of size n)
 
 the matrix ``B = (I (x) Q) [C_k]_k (I (x) Q^T)``, in which entry (i, j) of all the C_k
 makes one diagonal block, is block lower triangular, and ``B B^T`` is the matrix.  Its
@@ -31,7 +33,7 @@ from kfac_core.linalg.cholesky import damped_cholesky, is_positive_factor
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.linalg.triangular import solve_triangular
 
-__all__ = ["KroneckerCholesky", "kronecker_cholesky"]
+__all__ = ["KroneckerCholesky", "spectral_cholesky"]
 
 
 @structure()
@@ -102,27 +104,19 @@ class KroneckerCholesky:
         return xp.matrix_transpose(done[..., 0])
 
 
-def kronecker_cholesky(
-    A: Array,
-    eigenvalues: Array,
-    basis: Array,
-    /,
-    *,
-    scale: Array,
-    damping: Array,
-    check: Check,
-    name: str,
+def spectral_cholesky(
+    columns: Array, basis: Array, /, *, check: Check, name: str
 ) -> KroneckerCholesky:
-    """Return the Cholesky factor of ``S A (x) G + lam I``.
+    """Return the Cholesky factor of ``(I (x) Q) [M_k]_k (I (x) Q^T)``.
 
     Parameters
     ----------
-    A : array, shape (n, n)
-        The left factor, positive semidefinite, both triangles.
-    eigenvalues, basis : array, shapes (m,) and (m, m)
-        Of the right factor ``G = Q diag(g) Q^T``.
-    scale, damping : array, 0-d or one a matrix of the stack
-        S and lam.
+    columns : array, shape (..., m, n, n)
+        The M_k, symmetric positive definite, both triangles: for ``S A (x) G + lam I``
+        they are ``S g_k A + lam I``, and for ``(P (x) Q) diag(d) (P (x) Q)^T`` they are
+        ``P diag(d_k) P^T`` of column k of d.
+    basis : array, shape (..., m, m)
+        Q, orthogonal.
     check : {"raise", "status"}
         Whether a matrix that is not positive definite raises, or is reported.
     name : str
@@ -138,18 +132,15 @@ def kronecker_cholesky(
     FactorizationError
         Where the matrix is not positive definite (``check="raise"``).
     """
-    xp = array_api_compat.array_namespace(A)
-    finite = xp.all(xp.isfinite(A)) & xp.all(xp.isfinite(basis))
+    xp = array_api_compat.array_namespace(columns)
+    finite = xp.all(xp.isfinite(columns)) & xp.all(xp.isfinite(basis))
     # Some libraries hang on NaN; what is put in its place is marked as failed below.
-    A = xp.where(finite, A, xp.zeros_like(A))
+    eye = xp.eye(columns.shape[-1], dtype=columns.dtype, device=device_of(columns))
+    columns = xp.where(finite, columns, eye)
     basis = xp.where(finite, basis, xp.zeros_like(basis))
-    eigenvalues = xp.where(finite, eigenvalues, xp.ones_like(eigenvalues))
-    scaled = (scale[..., None] * eigenvalues)[..., :, None, None] * A[..., None, :, :]
-    columns = damped_cholesky(
-        SymmetricMatrix(scaled, whole=True), damping[..., None], xp=xp
-    )
+    columns = 0.5 * (columns + xp.matrix_transpose(columns))
+    columns = damped_cholesky(SymmetricMatrix(columns, whole=True), 0.0, xp=xp)
     good = is_positive_factor(columns, xp=xp)
-    eye = xp.eye(A.shape[-1], dtype=A.dtype, device=device_of(A))
     usable = xp.where(good[..., None, None], columns, eye)
     squares = xp.matrix_transpose(xp.linalg.diagonal(usable)) ** 2
     Q = basis[..., None, :, :]

@@ -117,6 +117,11 @@ class ShiftedRankOne:
         gain = 1.0 / (1.0 + xp.matmul(xp.matrix_transpose(u), w))
         return base - w * gain * xp.matmul(xp.matrix_transpose(w), v)
 
+    def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
+        """Return ``v M^-1``."""
+        xp = self._xp()
+        return xp.matrix_transpose(self.solve(xp.matrix_transpose(v)))
+
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v``, from the dense matrix."""
         return self._dense_matrix().power(v, exponent)

@@ -105,6 +105,10 @@ class ShiftedDiagonal:
         """Return ``M^-1 v``."""
         return v / self._definite()[..., None]
 
+    def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
+        """Return ``v M^-1``."""
+        return v / self._definite()[..., None, :]
+
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v``."""
         if exponent < 0:

@@ -13,9 +13,9 @@ where H is the K x K Gram matrix ``Y Y^T``; for the inverse that is Woodbury's f
 
 from __future__ import annotations
 
-from typing import NoReturn
-
-import array_api_compat
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import truth_of
@@ -26,6 +26,7 @@ from kfac_core.array.namespaces import (
     cast,
     device_of,
     namespace_of,
+    own_namespace,
     require_floating,
     require_matrix,
     status_unless,
@@ -34,7 +35,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.damping import require_damping
-from kfac_core.errors import FactorizationError, ShapeError, UnsupportedError
+from kfac_core.errors import ShapeError
 from kfac_core.linalg.example_gram import (
     combined_gradients,
     divided_difference,
@@ -43,42 +44,76 @@ from kfac_core.linalg.example_gram import (
 )
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
-from kfac_core.operators.operator import entering, leaving
+from kfac_core.operators.operator import CurvatureOperator, raise_for
 
 __all__ = ["NO_TRIANGLE", "ExampleGramOperator", "example_gram_operator"]
 
-NO_TRIANGLE = (
+_REASON = (
     "a Cholesky factor of few gradients plus identity is dense; multiply_matpower with 0.5 "
     "and -0.5 is a root of the block, and sample draws from its inverse"
 )
-"""Why such an operator has no triangular products."""
+
+NO_TRIANGLE: Mapping[str, str] = MappingProxyType(
+    {"multiply_cholesky": _REASON, "multiply_cholesky_inverse": _REASON}
+)
+"""The `unsupported_products` of such an operator."""
+
+_SINGULAR = (
+    "A sum of few outer products is singular without damping. Increase `damping`."
+)
 
 
-@structure()
-class ExampleGramOperator:
-    """A snapshot of the block of the module's text; see `CurvatureOperator`.
+@structure(static=("definite",))
+class ExampleGramOperator(CurvatureOperator):
+    """The snapshot ``F_damped = sum_k D_k D_k^T + lam I`` of K examples' gradients.
+
+    On a flattened vector v, with Y the K x n m matrix of the gradients and
+    ``H = Y Y^T`` their Gram matrix,
+
+        F_damped v     =  Y^T Y v + lam v,
+        F_damped^-1 v  =  (v - Y^T (H + lam I)^-1 Y v) / lam,
+        F_damped^p v   =  lam^p v + Y^T ((H + lam)^p - lam^p) H^-1 Y v,
+
+    in ``4 K S n m`` flops each; no D_k is formed.  It has no triangular products.
 
     Attributes
     ----------
     inputs : array, shape (K, S, n)
         The x, each times the square root of its gradient's weight.
     output_grads : array, shape (K, S, m)
-        The g.
+        The g; ``D_k = sum_s x_ks g_ks^T``.
     gram : ShiftedMatrix
         ``H + lam I``.
-    lost : array, 0-d
+    truncated_trace : array, 0-d
         The trace of the gradients that were left out; see `kfac_core.factors.window`.
+    flags : array of int32, 0-d
+        Of `Status`, of the damping.
+    definite : bool
+        Whether lam was looked at and found positive, or, with ``check="status"``,
+        reported on in the flags.
     """
 
     inputs: Array
     output_grads: Array
     gram: ShiftedMatrix
-    lost: Array
+    truncated_trace: Array
+    flags: Array
+    definite: bool = False
+
+    @property
+    def unsupported_products(self) -> Mapping[str, str]:
+        """The products that the operator does not have, each with the reason."""
+        return NO_TRIANGLE
 
     @property
     def shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
         return int(self.inputs.shape[-1]), int(self.output_grads.shape[-1])
+
+    @property
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+        return self.inputs
 
     @property
     def gradients(self) -> int:
@@ -97,57 +132,15 @@ class ExampleGramOperator:
         name: str = "block",
     ) -> ExampleGramOperator:
         """Return the same operator with factorizations of ``H + lam I`` made."""
+        made = self
+        if factorizations and not self.definite:
+            xp = own_namespace(self.inputs)
+            flag = status_unless(xp, self._lam() > 0, Status.NOT_POSITIVE)
+            made = replaced(self, flags=self.flags | flag, definite=True)
+            if check == "raise":
+                raise_for(made.flags, name, remedy=_SINGULAR)
         gram = self.gram.prepared(*factorizations, check=check, name=name)
-        if gram is self.gram:
-            return self
-        made = replaced(self, gram=gram)
-        if factorizations and check == "raise":
-            made._require_damping(name)
-        return made
-
-    def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
-        """Return ``(F + lam I) v``, or ``F v``; ``4 K S n m`` flops."""
-        V, xp = self._enter(vector, "vector")
-        product = self._combined(self._products(V, xp), xp)
-        return leaving(product + self._lam() * V if damped else product, vector)
-
-    def multiply_inverse(self, vector: Array, /) -> Array:
-        """Return ``(F + lam I)^-1 v``; ``4 K S n m`` flops, and the damping positive."""
-        V, xp = self._enter(vector, "vector")
-        self._require_damping_unless_prepared()
-        inner = self.gram.solve(self._products(V, xp)[:, None])[:, 0]
-        return leaving((V - self._combined(inner, xp)) / self._lam(), vector)
-
-    def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
-        """Return ``(F + lam I)^p v``; the damping positive unless p is 1."""
-        if exponent == 1:
-            return self.multiply(vector)
-        if exponent == -1:
-            return self.multiply_inverse(vector)
-        V, xp = self._enter(vector, "vector")
-        self._require_damping_unless_prepared()
-        lam = self._lam()
-        h = self.gram.eigenvalues(shifted=False)
-        inner = self.gram.to_basis(self._products(V, xp)[:, None])[:, 0]
-        scaled = inner * divided_difference(h, lam, exponent, xp=xp)
-        change = self._combined(self.gram.from_basis(scaled[:, None])[:, 0], xp)
-        return leaving(lam**exponent * V + change, vector)
-
-    def multiply_cholesky(
-        self, vector: Array, /, *, transpose: bool = False
-    ) -> NoReturn:
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{type(self).__name__}: {NO_TRIANGLE}.")
-
-    def multiply_cholesky_inverse(
-        self, vector: Array, /, *, transpose: bool = False
-    ) -> NoReturn:
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{type(self).__name__}: {NO_TRIANGLE}.")
-
-    def sample(self, noise: Array, /) -> Array:
-        """Turn white noise z into ``(F + lam I)^-1/2 z``."""
-        return self.multiply_matpower(noise, -0.5)
+        return made if gram is made.gram else replaced(made, gram=gram)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return ``tr F + n m lam``, or ``tr F``, 0-d."""
@@ -156,13 +149,14 @@ class ExampleGramOperator:
 
     def logdet(self) -> Array:
         """Return ``log det (H + lam I) + (n m - K) log lam``, 0-d."""
-        self._require_damping_unless_prepared()
-        rest = (self._numbers() - self.gradients) * self._xp().log(self._lam())
-        return self.gram.logdet() + rest
+        made = self._seen()
+        xp = own_namespace(self.inputs)
+        rest = (self._numbers() - self.gradients) * xp.log(self._lam())
+        return made.gram.logdet() + rest
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return those of H and zeros, plus lam, ascending, shape (n m,)."""
-        xp, numbers = self._xp(), self._numbers()
+        xp, numbers = own_namespace(self.inputs), self._numbers()
         h = self.gram.eigenvalues(shifted=False)
         if numbers < self.gradients:
             every = h[self.gradients - numbers :]
@@ -174,7 +168,7 @@ class ExampleGramOperator:
 
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return the block as one matrix; all D_k are formed."""
-        xp = self._xp()
+        xp = own_namespace(self.inputs)
         D = xp.matmul(xp.matrix_transpose(self.inputs), self.output_grads)
         Y = xp.reshape(D, (self.gradients, -1))
         F = updated_gram(None, Y, tail=None, decay=0.0, scale=1.0, xp=xp).full()
@@ -182,11 +176,45 @@ class ExampleGramOperator:
         return F + self._lam() * eye if damped else F
 
     def status(self) -> Array:
-        """Return the flags of the Gram matrix, 0-d int32."""
-        xp = self._xp()
-        positive = status_unless(xp, self._lam() > 0, Status.NOT_POSITIVE)
-        flags = any_status(self.gram.status(), xp=xp)
-        return flags | positive if self._is_prepared() else flags
+        """Return the flags of the Gram matrix and of the damping, 0-d int32."""
+        return self.flags | any_status(
+            self.gram.status(), xp=own_namespace(self.inputs)
+        )
+
+    def parts(self) -> dict[str, Any]:
+        """Return the damped Gram matrix."""
+        return {"gram": self.gram}
+
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        product = self._combined(self._products(V, xp), xp)
+        return product + self._lam() * V if damped else product
+
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        made = self._seen()
+        inner = made.gram.solve(self._products(V, xp)[:, None])[:, 0]
+        return (V - self._combined(inner, xp)) / self._lam()
+
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        made, lam = self._seen(), self._lam()
+        h = made.gram.eigenvalues(shifted=False)
+        inner = made.gram.to_basis(self._products(V, xp)[:, None])[:, 0]
+        scaled = inner * divided_difference(h, lam, exponent, xp=xp)
+        change = self._combined(made.gram.from_basis(scaled[:, None])[:, 0], xp)
+        return lam**exponent * V + change
+
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        """Return ``(F + lam I)^-1/2 Z``."""
+        return self._power(Z, xp, -0.5)
+
+    def _seen(self) -> ExampleGramOperator:
+        """Return itself, its damping positive where that can be seen."""
+        if self.definite:
+            return self
+        xp = own_namespace(self.inputs)
+        flag = status_unless(xp, self._lam() > 0, Status.NOT_POSITIVE)
+        if truth_of(flag == 0, xp=xp) is False:
+            raise_for(flag, "block", remedy=_SINGULAR)
+        return self
 
     def _products(self, V: Array, xp: Namespace) -> Array:
         return gradient_products(self.inputs, self.output_grads, V, xp=xp)
@@ -199,32 +227,12 @@ class ExampleGramOperator:
         return n * m
 
     def _lam(self) -> Array:
-        return cast(self._xp(), self.gram.shift, self.inputs.dtype)
+        xp = own_namespace(self.inputs)
+        return cast(xp, self.gram.shift, self.inputs.dtype)
 
-    def _require_damping(self, name: str = "block") -> None:
-        """Raise where F, which is singular, is seen not to be damped."""
-        if truth_of(self._lam() > 0, xp=self._xp()) is False:
-            raise FactorizationError(
-                "a sum of few outer products is singular without damping. Increase "
-                "`damping`.",
-                factor=name,
-            )
+    def _dampings(self) -> dict[str, Array]:
+        return {"damping": self.gram.shift}
 
-    def _require_damping_unless_prepared(self) -> None:
-        # What is prepared was looked at then, or has its flag.
-        if not self._is_prepared():
-            self._require_damping()
-
-    def _is_prepared(self) -> bool:
-        return self.gram.inverse is not None or self.gram.basis is not None
-
-    def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
-        return entering(
-            vector, self.shape, self.inputs.dtype, operator=self.inputs, name=name
-        )
-
-    def _xp(self) -> Namespace:
-        return array_api_compat.array_namespace(self.inputs)
 
 
 def example_gram_operator(
@@ -234,7 +242,7 @@ def example_gram_operator(
     *,
     weights: Array,
     damping: Scalar,
-    lost: Array | None = None,
+    truncated_trace: Array | None = None,
     factorizations: tuple[Factorization, ...] = ("inverse",),
     check: Check = "raise",
     name: str = "block",
@@ -252,7 +260,7 @@ def example_gram_operator(
         The w, not negative: 1/N each for a mean over N examples.
     damping : float or 0-d array
         lam, finite and >= 0.
-    lost : array, 0-d, optional
+    truncated_trace : array, 0-d, optional
         The trace of what the gradients leave out; zero where left out.
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
         Of the Gram matrix: what is prepared now.
@@ -304,8 +312,13 @@ def example_gram_operator(
         apply_dtype=apply_dtype,
     )
     apply = dtype if apply_dtype is None else apply_dtype
-    lost = xp.zeros_like(x[0, 0, 0]) if lost is None else lost
+    if truncated_trace is None:
+        truncated_trace = xp.zeros_like(x[0, 0, 0])
     made = ExampleGramOperator(
-        cast(xp, x, apply), cast(xp, g, apply), gram, cast(xp, lost, apply)
+        cast(xp, x, apply),
+        cast(xp, g, apply),
+        gram,
+        cast(xp, truncated_trace, apply),
+        xp.zeros((), dtype=xp.int32, device=device_of(x)),
     )
     return made.prepared(*factorizations, check=check, name=name)

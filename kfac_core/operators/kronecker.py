@@ -1,41 +1,51 @@
-"""The Kronecker operator with factored damping, ``S (A + a I) (x) (G + b I)``.
-
-Conventions.  ``A`` is the input factor and stands left, ``G`` the output factor, S a
-positive number (the shared positions); a and b are the shifts that
-`kfac_core.damping.factored_shifts` made from the damping.  On a vector V of shape
-``(in(+1), out)`` the operator is ``S (A + a I) V (G + b I)``.  Every function of it is
-the same function of the two factors, and of S.  Where the factors are stacks, the block
-is made of independent groups, each with columns of V of its own.
-"""
+"""The Kronecker product with factored damping, ``S (A + a I) (x) (G + b I)``."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import plain_number
-from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.namespaces import (
+    own_namespace,
+)
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, Solving
-from kfac_core.operators.operator import entering, leaving
-from kfac_core.operators.sparse_rows import diagonal_at
+from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.operators.parts import eigenbasis_of
+from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["FactoredKronecker"]
 
 
 @structure()
-class FactoredKronecker:
-    """A snapshot of ``S (A + a I) (x) (G + b I)``; see `CurvatureOperator`.
+class FactoredKronecker(CurvatureOperator):
+    """The snapshot ``F_damped = S (A + a I) (x) (G + b I)``; see `CurvatureOperator`.
+
+    A is the input factor and stands left, G the output factor, S a positive number (the
+    shared positions); a and b are the shifts that `kfac_core.damping.factored_shifts`
+    makes from the damping.  On a vector V of shape ``(in(+1), out)``
+
+        F_damped v     =  S (A + a I) V (G + b I),
+        F_damped^-1 v  =  (A + a I)^-1 V (G + b I)^-1 / S,
+
+    and likewise for every power, and for the Cholesky factor ``S^1/2 L_A (x) L_G``.
+    Each takes ``2 n m (n + m)`` flops.  Where the factors are stacks, the block is made
+    of independent groups, each with columns of V of its own.
 
     Attributes
     ----------
-    input : ShiftedMatrix or ShiftedDiagonal
-        ``A + a I``.
-    output : ShiftedMatrix or ShiftedDiagonal
-        ``G + b I``.
+    input, output : ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
+        ``A + a I`` and ``G + b I``.
     scale : array, 0-d or one a group
         S.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, section 4.2.
     """
 
     input: Shifted
@@ -47,6 +57,16 @@ class FactoredKronecker:
         """The shape ``(in(+1), out)`` of the vectors."""
         groups = self.input.lead[0] if self.input.lead else 1
         return self.input.size, groups * self.output.size
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(*lead, n, m)`` of one vector for each part of a stack."""
+        return (*self.input.lead, self.input.size, self.output.size)
+
+    @property
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+        return self.scale
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
@@ -69,166 +89,117 @@ class FactoredKronecker:
 
     def solved_by(self, solving: Solving, /) -> FactoredKronecker:
         """Return the same operator, whose full factors are divided by in a given way."""
-        parts = {
-            side: replaced(part, solving=solving)
-            if isinstance(part, ShiftedMatrix)
-            else part
-            for side, part in (("input", self.input), ("output", self.output))
-        }
-        return replaced(self, **parts)
+        sides: dict[str, Any] = {"input": self.input, "output": self.output}
+        for side, part in sides.items():
+            if isinstance(part, ShiftedMatrix):
+                sides[side] = replaced(part, solving=solving)
+        return replaced(self, **sides)
 
-    def at_rows(self, indices: Array, /) -> FactoredKronecker:
-        """Return the operator on the rows of some ids alone; see `SparseRows`.
+    def at_rows(self, indices: Array, /) -> CurvatureOperator:
+        """Return the operator on the rows of some ids, of a diagonal input factor."""
+        if not isinstance(self.input, ShiftedDiagonal):
+            return super().at_rows(indices)
+        return replaced(self, input=self.input.at(indices))
 
-        Parameters
-        ----------
-        indices : array of int, shape (k,)
-            Different ids.
+    def spectral(
+        self, *, check: Check = "raise", name: str = "block"
+    ) -> SpectralOperator:
+        """Return ``S A (x) G`` in its eigenbasis, without damping.
 
-        Returns
-        -------
-        FactoredKronecker
-            Of shape ``(k, out)``.
-
-        Raises
-        ------
-        UnsupportedError
-            Where the input factor is not diagonal, so that rows do not stand alone.
+        About ``9 (n^3 + m^3)`` flops where the eigenbases were not prepared.
         """
-        return replaced(self, input=diagonal_at(self.input, indices))
-
-    def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
-        """Return ``S (A + a I) V (G + b I)``, or ``S A V G``."""
-        V, xp = self._enter(vector, "vector")
-        left = self.input.multiply(V, shifted=damped)
-        both = self.output.multiply(xp.matrix_transpose(left), shifted=damped)
-        return leaving(self._scale() * xp.matrix_transpose(both), vector)
-
-    def multiply_inverse(self, vector: Array, /) -> Array:
-        """Return ``(A + a I)^-1 V (G + b I)^-1 / S``; ``2 n m (n + m)`` flops.
-
-        References
-        ----------
-        Martens and Grosse (2015), arXiv:1503.05671, section 4.2.
-        """
-        V, xp = self._enter(vector, "vector")
-        left = self.input.solve(V)
-        if isinstance(self.output, ShiftedMatrix):
-            both = self.output.solve_right(left, overwrite=True)
-        else:
-            both = xp.matrix_transpose(self.output.solve(xp.matrix_transpose(left)))
-        return leaving(self._divided(both), vector)
-
-    def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
-        """Return ``S^p (A + a I)^p V (G + b I)^p``.
-
-        The exponents 1 and -1 are `multiply` and `multiply_inverse`; every other one
-        goes through the eigenbases.
-        """
-        if exponent == 1:
-            return self.multiply(vector)
-        if exponent == -1:
-            return self.multiply_inverse(vector)
-        V, xp = self._enter(vector, "vector")
-        left = self.input.power(V, exponent)
-        both = self.output.power(xp.matrix_transpose(left), exponent)
-        return leaving(self._scale() ** exponent * xp.matrix_transpose(both), vector)
-
-    def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
-        """Return ``S^1/2 L_A V L_G^T``, or ``S^1/2 L_A^T V L_G``.
-
-        ``S^1/2 L_A (x) L_G`` is the lower Cholesky factor of the damped block.
-        """
-        V, xp = self._enter(vector, "vector")
-        left = self.input.lower_multiply(V, transpose=transpose)
-        both = self.output.lower_multiply(
-            xp.matrix_transpose(left), transpose=transpose
+        made = self.prepared("eigenbasis", check=check, name=name)
+        xp = own_namespace(self.scale)
+        a = made.input.eigenvalues(shifted=False)
+        g = made.output.eigenvalues(shifted=False)
+        return SpectralOperator(
+            eigenbasis_of(made.input),
+            eigenbasis_of(made.output),
+            self._scale() * a[..., :, None] * g[..., None, :],
+            xp.zeros_like(self.scale),
+            made.status(),
+            self.shape,
         )
-        return leaving(xp.sqrt(self._scale()) * xp.matrix_transpose(both), vector)
-
-    def multiply_cholesky_inverse(
-        self, vector: Array, /, *, transpose: bool = False
-    ) -> Array:
-        """Return ``L_A^-1 V L_G^-T / S^1/2``, or ``L_A^-T V L_G^-1 / S^1/2``."""
-        V, xp = self._enter(vector, "vector")
-        return leaving(self._cholesky_inverse(V, xp, transpose=transpose), vector)
-
-    def sample(self, noise: Array, /) -> Array:
-        """Turn white noise Z into ``L_A^-T Z L_G^-1 / S^1/2``.
-
-        Its covariance is the inverse of the damped block.
-
-        References
-        ----------
-        Ritter, Botev and Barber (2018), "A Scalable Laplace Approximation for Neural
-        Networks", equation 9.
-        """
-        Z, xp = self._enter(noise, "noise")
-        return leaving(self._cholesky_inverse(Z, xp, transpose=True), noise)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return ``S tr(A + a I) tr(G + b I)``, or ``S tr(A) tr(G)``."""
         traces = self.input.trace(shifted=damped) * self.output.trace(shifted=damped)
-        return self._xp().sum(self.scale * traces)
+        return own_namespace(self.scale).sum(self.scale * traces)
 
     def logdet(self) -> Array:
         """Return ``m log det(A + a I) + n log det(G + b I) + n m log S``."""
-        xp = self._xp()
+        xp = own_namespace(self.scale)
         n, m = self.input.size, self.output.size
         logdets = m * self.input.logdet() + n * self.output.logdet()
         return xp.sum(logdets + n * m * xp.log(self.scale))
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return all products of the factors' eigenvalues, times S, ascending."""
-        xp = self._xp()
-        w = self.input.eigenvalues(shifted=damped)
-        h = self.output.eigenvalues(shifted=damped)
-        return xp.sort(
-            xp.reshape(self._scale() * w[..., :, None] * h[..., None, :], (-1,))
-        )
+        xp = own_namespace(self.scale)
+        a = self.input.eigenvalues(shifted=damped)
+        g = self.output.eigenvalues(shifted=damped)
+        products = self._scale() * a[..., :, None] * g[..., None, :]
+        return xp.sort(xp.reshape(products, (-1,)))
 
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return ``S kron(A + a I, G + b I)``, or ``S kron(A, G)``."""
         A = self.input.dense(shifted=damped)
         G = self.output.dense(shifted=damped)
-        return dense_of_groups(self._scale() * A, G, xp=self._xp())
+        return dense_of_groups(self._scale() * A, G, xp=own_namespace(A))
 
     def status(self) -> Array:
         """Return the flags of both factors."""
         return self.input.status() | self.output.status()
 
-    def _cholesky_inverse(self, V: Array, xp: Namespace, *, transpose: bool) -> Array:
+    def parts(self) -> dict[str, Any]:
+        """Return the two damped factors."""
+        return {"input": self.input, "output": self.output}
+
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        left = self.input.multiply(V, shifted=damped)
+        both = self.output.multiply(xp.matrix_transpose(left), shifted=damped)
+        return self._scale() * xp.matrix_transpose(both)
+
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        left = self.input.solve(V)
+        both = self.output.solve_right(left, overwrite=True)
+        return both / self.scale[..., None, None]
+
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        left = self.input.power(V, exponent)
+        both = self.output.power(xp.matrix_transpose(left), exponent)
+        return self._scale() ** exponent * xp.matrix_transpose(both)
+
+    def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        """Return ``S^1/2 L_A V L_G^T``, or ``S^1/2 L_A^T V L_G``."""
+        left = self.input.lower_multiply(V, transpose=transpose)
+        both = self.output.lower_multiply(
+            xp.matrix_transpose(left), transpose=transpose
+        )
+        return xp.sqrt(self._scale()) * xp.matrix_transpose(both)
+
+    def _lower_solve(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        """Return ``L_A^-1 V L_G^-T / S^1/2``, or ``L_A^-T V L_G^-1 / S^1/2``."""
         left = self.input.lower_solve(V, transpose=transpose)
         both = self.output.lower_solve(xp.matrix_transpose(left), transpose=transpose)
         return xp.matrix_transpose(both) / xp.sqrt(self._scale())
 
-    def _divided(self, product: Array) -> Array:
-        """Return a new array over S, itself where the host knows that S is 1.
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        """Return ``L_A^-T Z L_G^-1 / S^1/2``.
 
-        S is the mean number of positions that share the weight, most often 1, and the
-        division a pass over memory.
+        References
+        ----------
+        Ritter, Botev and Barber (2018), "A Scalable Laplace Approximation for Neural
+        Networks", equation 9.
         """
-        S = self.scale
-        full = isinstance(self.input, ShiftedMatrix) and isinstance(
-            self.output, ShiftedMatrix
-        )
-        if full and plain_number(S, xp=self._xp()) == 1.0:
-            return product
-        return product / self._scale()
-
-    def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
-        return entering(
-            vector,
-            self.shape,
-            self.input.dtype,
-            operator=self.scale,
-            name=name,
-            lead=self.input.lead,
-        )
+        return self._lower_solve(Z, xp, True)
 
     def _scale(self) -> Array:
         """Return S with axes for the vectors' rows and columns."""
         return self.scale[..., None, None]
 
-    def _xp(self) -> Namespace:
-        return own_namespace(self.scale)
+    def _dampings(self) -> dict[str, Array]:
+        return {
+            "input_damping": self.input.shift,
+            "output_damping": self.output.shift,
+        }

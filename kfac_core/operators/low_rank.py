@@ -19,33 +19,32 @@ matrix.  This is Woodbury's formula, written for any function of the matrix.
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
-
-import array_api_compat
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import truth_of
-from kfac_core.array.namespaces import device_of, status_unless
+from kfac_core.array.namespaces import cast, device_of, own_namespace, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import (
-    DampingError,
-    FactorizationError,
-    NotFiniteError,
-    UnsupportedError,
-)
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.low_rank_basis import LowRankBasis
 from kfac_core.linalg.shifted import Factorization
-from kfac_core.operators.operator import entering, leaving
+from kfac_core.operators.operator import CurvatureOperator, raise_for
 
-__all__ = ["NO_CHOLESKY", "LowRankOperator"]
+__all__ = ["NO_CHOLESKY", "LowRankOperator", "low_rank_operator"]
 
-NO_CHOLESKY = (
+_REASON = (
     "a Cholesky factor of low rank plus identity is dense; multiply_matpower with 0.5 and "
     "-0.5 is a root of the block, and sample draws from its inverse"
 )
-"""Why an operator of low rank has no triangular products."""
+
+NO_CHOLESKY: Mapping[str, str] = MappingProxyType(
+    {"multiply_cholesky": _REASON, "multiply_cholesky_inverse": _REASON}
+)
+"""The `unsupported_products` of an operator whose Cholesky factor is dense."""
+
+_SINGULAR = "Factors of low rank are singular without damping. Increase `damping`."
 
 
 class _Spectrum(NamedTuple):
@@ -58,8 +57,14 @@ class _Spectrum(NamedTuple):
 
 
 @structure(static=("exact", "definite"))
-class LowRankOperator:
-    """A snapshot of the block of the module's text; see `CurvatureOperator`.
+class LowRankOperator(CurvatureOperator):
+    """The snapshot of a Kronecker product of two damped low-rank factors.
+
+    With ``A = U diag(a) U^T`` of r columns and ``G = W diag(g) W^T`` of q columns,
+    ``F_damped`` is ``S (A + s I) (x) (G + t I)``, or ``S A (x) G + lam I`` under exact
+    damping: diagonal in U, W and their complements, with the four kinds of eigenvalue
+    that the module's text lists.  Every function of it takes ``4 n m (r + q)`` flops,
+    and no n x n matrix is formed.  It has no triangular products.
 
     Attributes
     ----------
@@ -74,7 +79,7 @@ class LowRankOperator:
     exact : bool
         Whether damping is exact.
     definite : bool
-        Whether all eigenvalues were found positive when it was prepared, or, with
+        Whether all eigenvalues were looked at and found positive, or, with
         ``check="status"``, reported on in the flags.
     """
 
@@ -89,12 +94,22 @@ class LowRankOperator:
     definite: bool
 
     @property
+    def unsupported_products(self) -> Mapping[str, str]:
+        """The products that the operator does not have, each with the reason."""
+        return NO_CHOLESKY
+
+    @property
     def shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
         return self.input.size, self.output.size
 
     @property
-    def lost(self) -> tuple[Array, Array]:
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+        return self.scale
+
+    @property
+    def truncated_traces(self) -> tuple[Array, Array]:
         """The traces of what the two factors were cut off from, 0-d each."""
         return self.input.lost, self.output.lost
 
@@ -111,67 +126,35 @@ class LowRankOperator:
         name: str = "block",
     ) -> LowRankOperator:
         """Return the same operator, known to be definite where anything is asked for."""
-        if self.definite:
+        if self.definite or not factorizations:
             return self
-        made = replaced(self, flags=self.flags | self._invalid_flags())
-        if factorizations:
-            flags = made.flags | self._indefinite_flag()
-            made = replaced(made, flags=flags, definite=True)
-        if check == "raise":
-            _raise_for(Status(int(made.status())), name)
-        return made
-
-    def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
-        """Return the damped block times v, or ``S A V G``."""
-        V, xp = self._enter(vector, "vector")
-        return leaving(self._turned(V, self._spectrum(damped), xp), vector)
-
-    def multiply_inverse(self, vector: Array, /) -> Array:
-        """Return the inverse of the damped block times v."""
-        return self.multiply_matpower(vector, -1.0)
-
-    def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
-        """Return ``F_damped^p v``; for a negative power the block must be definite."""
-        V, xp = self._enter(vector, "vector")
-        spectrum = self._definite_spectrum() if exponent < 0 else self._spectrum(True)
+        xp, spectrum = own_namespace(self.scale), self._spectrum(True)
         parts = zip(spectrum, self._multiplicities(), strict=True)
-        # A complement that is empty has no eigenvalue, which may be zero here.
-        powers = [values**exponent if number else values for values, number in parts]
-        return leaving(self._turned(V, _Spectrum(*powers), xp), vector)
-
-    def multiply_cholesky(
-        self, vector: Array, /, *, transpose: bool = False
-    ) -> NoReturn:
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{type(self).__name__}: {NO_CHOLESKY}.")
-
-    def multiply_cholesky_inverse(
-        self, vector: Array, /, *, transpose: bool = False
-    ) -> NoReturn:
-        """Raise `UnsupportedError`."""
-        raise UnsupportedError(f"{type(self).__name__}: {NO_CHOLESKY}.")
-
-    def sample(self, noise: Array, /) -> Array:
-        """Turn white noise Z into ``F_damped^-1/2 Z``."""
-        return self.multiply_matpower(noise, -0.5)
+        smallest = xp.stack([xp.min(values) for values, number in parts if number])
+        flag = status_unless(xp, xp.all(smallest > 0), Status.NOT_POSITIVE)
+        made = replaced(self, flags=self.flags | flag, definite=True)
+        if check == "raise":
+            raise_for(made.status(), name, remedy=_SINGULAR)
+        return made
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace, 0-d."""
-        xp, spectrum = self._xp(), self._spectrum(damped)
+        xp, spectrum = own_namespace(self.scale), self._spectrum(damped)
         parts = zip(spectrum, self._multiplicities(), strict=True)
         sums = [number * xp.sum(values) for values, number in parts if number]
         return sum(sums[1:], start=sums[0])
 
     def logdet(self) -> Array:
         """Return the log-determinant of the damped block, 0-d."""
-        xp, spectrum = self._xp(), self._definite_spectrum()
+        xp = own_namespace(self.scale)
+        spectrum = self._seen()._spectrum(True)
         parts = zip(spectrum, self._multiplicities(), strict=True)
         sums = [number * xp.sum(xp.log(values)) for values, number in parts if number]
         return sum(sums[1:], start=sums[0])
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return all eigenvalues, ascending, shape (in(+1) * out,)."""
-        xp, spectrum = self._xp(), self._spectrum(damped)
+        xp, spectrum = own_namespace(self.scale), self._spectrum(damped)
         every = []
         for values, number in zip(spectrum, self._multiplicities(), strict=True):
             flat = xp.reshape(values, (-1, 1))
@@ -181,7 +164,7 @@ class LowRankOperator:
 
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return the block as one matrix."""
-        xp = self._xp()
+        xp = own_namespace(self.scale)
         parts = []
         for side, shift in (
             (self.input, self.input_shift),
@@ -199,9 +182,36 @@ class LowRankOperator:
         """Return the flags, of the factors too, 0-d int32."""
         return self.flags | self.input.flags | self.output.flags
 
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        return self._by_subspace(V, self._spectrum(damped), xp)
+
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        return self._power(V, xp, -1.0)
+
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        made = self if exponent >= 0 or self.definite else self._seen()
+        parts = zip(made._spectrum(True), self._multiplicities(), strict=True)
+        # A complement that is empty has no eigenvalue, which may be zero here.
+        powers = [values**exponent if number else values for values, number in parts]
+        return self._by_subspace(V, _Spectrum(*powers), xp)
+
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        """Return ``F_damped^-1/2 Z``."""
+        return self._power(Z, xp, -0.5)
+
+    def _seen(self) -> LowRankOperator:
+        """Return itself, definite where that can be seen."""
+        made: LowRankOperator = self._looked_at("inverse", self.scale)
+        return made
+
+    def _dampings(self) -> dict[str, Array]:
+        if self.exact:
+            return {"damping": self.damping}
+        return {"input_damping": self.input_shift, "output_damping": self.output_shift}
+
     def _spectrum(self, damped: bool) -> _Spectrum:
         a, g, S = self.input.eigenvalues, self.output.eigenvalues, self.scale
-        nothing = self._xp().zeros_like(S)
+        nothing = own_namespace(self.scale).zeros_like(S)
         s, t, lam = nothing, nothing, nothing
         if damped:
             s, t, lam = self.input_shift, self.output_shift, self.damping
@@ -216,7 +226,7 @@ class LowRankOperator:
         right = self.output.size - self.output.rank
         return 1, right, left, left * right
 
-    def _turned(self, V: Array, values: _Spectrum, xp: Namespace) -> Array:
+    def _by_subspace(self, V: Array, values: _Spectrum, xp: Namespace) -> Array:
         """Multiply the parts of V in the four pairs of subspaces by their values."""
         U, W = self.input, self.output
         in_u = U.to_basis(V)
@@ -235,47 +245,70 @@ class LowRankOperator:
         neither = V - U.from_basis(in_u) - xp.matmul(in_w, W_t)
         return result + values.rest * neither
 
-    def _invalid_flags(self) -> Array:
-        """Return the flags of what cannot be computed with, 0-d."""
-        xp = self._xp()
-        shifts = xp.stack([self.damping, self.input_shift, self.output_shift])
-        good = xp.all(xp.isfinite(shifts) & (shifts >= 0))
-        return status_unless(xp, good, Status.BAD_DAMPING)
 
-    def _indefinite_flag(self) -> Array:
-        """Return the flag of an eigenvalue that is not positive, 0-d."""
-        xp, spectrum = self._xp(), self._spectrum(True)
-        parts = zip(spectrum, self._multiplicities(), strict=True)
-        smallest = xp.stack([xp.min(values) for values, number in parts if number])
-        return status_unless(xp, xp.all(smallest > 0), Status.NOT_POSITIVE)
+def low_rank_operator(
+    input_basis: LowRankBasis,
+    output_basis: LowRankBasis,
+    /,
+    *,
+    scale: Array,
+    damping: Array,
+    shifts: tuple[Array, Array] | None,
+    factorizations: tuple[Factorization, ...],
+    check: Check,
+    name: str,
+    dtype: object,
+) -> LowRankOperator:
+    """Make a damped Kronecker product of two low-rank factors.
 
-    def _definite_spectrum(self) -> _Spectrum:
-        """Return the damped spectrum, after making sure that it is positive, if it can."""
-        if not self.definite:
-            flags = self.status() | self._invalid_flags() | self._indefinite_flag()
-            if truth_of(flags == 0, xp=self._xp()) is False:
-                _raise_for(Status(int(flags)), "block")
-        return self._spectrum(True)
+    Parameters
+    ----------
+    input_basis, output_basis : LowRankBasis
+        Of A and G.
+    scale : array, 0-d
+        S, positive.
+    damping : array, 0-d
+        lam.
+    shifts : tuple of two arrays, 0-d, or None
+        s and t, where damping is factored; None where lam is added to the block.
+    factorizations : tuple of str
+        What is prepared now.
+    check : {"raise", "status"}
+        Whether trouble raises, or is in the operator's status.
+    name : str
+        What a message should call the block.
+    dtype : dtype
+        In which the arrays are kept.
 
-    def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
-        return entering(
-            vector, self.shape, self.scale.dtype, operator=self.scale, name=name
-        )
+    Returns
+    -------
+    LowRankOperator
+        An immutable snapshot.
 
-    def _xp(self) -> Namespace:
-        return array_api_compat.array_namespace(self.scale)
-
-
-def _raise_for(flags: Status, name: str) -> None:
-    if Status.MATRIX_NOT_FINITE in flags:
-        raise NotFiniteError(f"{name}: a factor holds NaN or infinity.")
-    if Status.BAD_DAMPING in flags:
-        raise DampingError(
-            f"{name}: `damping` is negative or not finite. Expected a finite number >= 0."
-        )
-    if Status.NOT_POSITIVE in flags:
-        raise FactorizationError(
-            "the damped block has an eigenvalue that is not positive: factors of low rank "
-            "are singular without damping. Increase `damping`.",
-            factor=name,
-        )
+    Raises
+    ------
+    NotFiniteError, DampingError, FactorizationError
+        For NaN or infinity in a factor, a bad damping, and a block that is not positive
+        definite where it has to be (``check="raise"``).
+    """
+    xp = own_namespace(scale)
+    zero = xp.zeros_like(scale)
+    exact = shifts is None
+    lam = damping if exact else zero
+    s, t = (zero, zero) if shifts is None else shifts
+    stacked = xp.stack([lam, s, t])
+    good = xp.all(xp.isfinite(stacked) & (stacked >= 0))
+    made = LowRankOperator(
+        input_basis.cast(dtype),
+        output_basis.cast(dtype),
+        cast(xp, scale, dtype),
+        cast(xp, lam, dtype),
+        cast(xp, s, dtype),
+        cast(xp, t, dtype),
+        status_unless(xp, good, Status.BAD_DAMPING),
+        exact=exact,
+        definite=False,
+    )
+    if check == "raise":
+        raise_for(made.status(), name, remedy=_SINGULAR)
+    return made.prepared(*factorizations, check=check, name=name)

@@ -1,35 +1,46 @@
-"""Kronecker products of any number of factors, on a parameter in its own shape.
-
-Conventions.  A parameter of shape ``(n_1, ..., n_k)`` has the block
-``S (F_1 + s_1 I) (x) ... (x) (F_k + s_k I)`` (factored), or ``S F_1 (x) ... (x) F_k + lam
-I`` (exact); factor i acts along axis i.  The block's vector is one column of shape
-``(n_1 ... n_k, 1)``, flattened row-major, as for every layer without a matrix.
-"""
+"""Kronecker products of any number of factors, on a parameter in its own shape."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
-import array_api_compat
-
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import truth_of
-from kfac_core.array.namespaces import device_of, moved_axis, status_unless
+from kfac_core.array.namespaces import (
+    device_of,
+    moved_axis,
+    own_namespace,
+    status_unless,
+)
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import FactorizationError, UnsupportedError
 from kfac_core.linalg.kronecker import kronecker_dense
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
-from kfac_core.operators.operator import entering, leaving
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
+from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator, raise_for
 
 __all__ = ["ManyKronecker"]
 
+_REASON = (
+    "under exact damping the Cholesky factor of a product of many factors has no "
+    "structure. Take a factored rule, or `sample` for draws"
+)
+_NO_CHOLESKY: Mapping[str, str] = MappingProxyType(
+    {"multiply_cholesky": _REASON, "multiply_cholesky_inverse": _REASON}
+)
+
 
 @structure(static=("exact", "definite"))
-class ManyKronecker:
-    """A snapshot of a damped product of k factors; see `CurvatureOperator`.
+class ManyKronecker(CurvatureOperator):
+    """The snapshot of a damped product of k factors; see `CurvatureOperator`.
+
+    A parameter of shape ``(n_1, ..., n_k)`` has the block
+    ``S (F_1 + s_1 I) (x) ... (x) (F_k + s_k I)`` (factored), or
+    ``S F_1 (x) ... (x) F_k + lam I`` (exact); factor i acts along axis i.  The block's
+    vector is one column of shape ``(n_1 ... n_k, 1)``, flattened row-major, as for every
+    layer without a matrix.  A product takes ``2 (n_1 ... n_k) (n_1 + ... + n_k)`` flops,
+    twice that by the eigenbases.
 
     Attributes
     ----------
@@ -43,8 +54,8 @@ class ManyKronecker:
     exact : bool
         Whether damping is exact.
     definite : bool
-        Whether an exactly damped block was found positive when it was prepared, or is
-        reported on in the flags.
+        Whether the exactly damped block was looked at and found positive, or, with
+        ``check="status"``, reported on in the flags.
     """
 
     factors: dict[str, ShiftedMatrix]
@@ -55,14 +66,24 @@ class ManyKronecker:
     definite: bool = False
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The shape of the parameter."""
-        return tuple(factor.size for factor in self.factors.values())
+    def unsupported_products(self) -> Mapping[str, str]:
+        """The products that the operator does not have, each with the reason."""
+        return _NO_CHOLESKY if self.exact else EVERY_PRODUCT
 
     @property
     def shape(self) -> tuple[int, int]:
         """The shape ``(n_1 ... n_k, 1)`` of the vectors."""
-        return math.prod(self.sizes), 1
+        return math.prod(self.inner_shape), 1
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter."""
+        return tuple(factor.size for factor in self.factors.values())
+
+    @property
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+        return self.scale
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
@@ -88,82 +109,18 @@ class ManyKronecker:
         if self.exact:
             wanted = ("eigenbasis",) if factorizations else ()
         factors = {
-            axis: part.prepared(*wanted, check=check, name=f"{name}/{axis}")
-            for axis, part in self.factors.items()
+            side: part.prepared(*wanted, check=check, name=f"{name}/{side}")
+            for side, part in self.factors.items()
         }
         made = replaced(self, factors=factors)
         if not self.exact or self.definite or "inverse" not in factorizations:
             return made
-        xp = self._xp()
-        good = xp.all(made._spectrum(damped=True, xp=xp) > 0)
-        if check == "raise" and not bool(good):
-            raise _singular(name)
-        flag = status_unless(xp, good, Status.NOT_POSITIVE)
-        return replaced(made, flags=made.flags | flag, definite=True)
-
-    def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
-        """Return the damped block times v, or the undamped one."""
-        v, xp = self._enter(vector, "vector")
-        shifted = damped and not self.exact
-        product = self.scale * self._along(
-            v, lambda part, x: part.multiply(x, shifted=shifted), xp
-        )
-        if damped and self.exact:
-            product = product + self.damping * v
-        return self._leave(product, vector, xp)
-
-    def multiply_inverse(self, vector: Array, /) -> Array:
-        """Return the inverse of the damped block times v."""
-        if self.exact:
-            return self.multiply_matpower(vector, -1.0)
-        v, xp = self._enter(vector, "vector")
-        solved = self._along(v, lambda part, x: part.solve(x), xp)
-        return self._leave(solved / self.scale, vector, xp)
-
-    def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
-        """Return a real power of the damped block times v."""
-        if exponent == 1:
-            return self.multiply(vector)
-        if exponent == -1 and not self.exact:
-            return self.multiply_inverse(vector)
-        v, xp = self._enter(vector, "vector")
-        if not self.exact:
-            power = self._along(v, lambda part, x: part.power(x, exponent), xp)
-            return self._leave(self.scale**exponent * power, vector, xp)
-        made = self._with_bases()
-        spectrum = made._spectrum(damped=True, xp=xp)
-        if exponent < 0:
-            made._require_definite(spectrum, xp)
-        inner = made._along(v, lambda part, x: part.to_basis(x), xp)
-        inner = inner * spectrum**exponent
-        outer = made._along(inner, lambda part, x: part.from_basis(x), xp)
-        return self._leave(outer, vector, xp)
-
-    def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
-        """Return ``S^1/2 L_1 (x) ... (x) L_k v``, or with the transposes."""
-        self._require_factored()
-        v, xp = self._enter(vector, "vector")
-        product = self._along(
-            v, lambda part, x: part.lower_multiply(x, transpose=transpose), xp
-        )
-        return self._leave(xp.sqrt(self.scale) * product, vector, xp)
-
-    def multiply_cholesky_inverse(
-        self, vector: Array, /, *, transpose: bool = False
-    ) -> Array:
-        """Return the inverse of that factor, or of its transpose, times v."""
-        self._require_factored()
-        v, xp = self._enter(vector, "vector")
-        solved = self._along(
-            v, lambda part, x: part.lower_solve(x, transpose=transpose), xp
-        )
-        return self._leave(solved / xp.sqrt(self.scale), vector, xp)
-
-    def sample(self, noise: Array, /) -> Array:
-        """Turn white noise into noise of the covariance ``F_damped^-1``."""
-        if self.exact:
-            return self.multiply_matpower(noise, -0.5)
-        return self.multiply_cholesky_inverse(noise, transpose=True)
+        xp = own_namespace(self.scale)
+        positive = xp.all(made._spectrum(True) > 0)
+        flags = self.flags | status_unless(xp, positive, Status.NOT_POSITIVE)
+        if check == "raise":
+            raise_for(flags, name)
+        return replaced(made, flags=flags, definite=True)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace, 0-d."""
@@ -175,12 +132,9 @@ class ManyKronecker:
 
     def logdet(self) -> Array:
         """Return the log-determinant of the damped block, 0-d."""
-        xp = self._xp()
+        xp = own_namespace(self.scale)
         if self.exact:
-            made = self._with_bases()
-            spectrum = made._spectrum(damped=True, xp=xp)
-            made._require_definite(spectrum, xp)
-            return xp.sum(xp.log(spectrum))
+            return xp.sum(xp.log(self._ready("inverse")._spectrum(True)))
         total = self.shape[0] * xp.log(self.scale)
         for part in self.factors.values():
             total = total + (self.shape[0] // part.size) * part.logdet()
@@ -188,17 +142,17 @@ class ManyKronecker:
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues, ascending."""
-        xp = self._xp()
-        made = self._with_bases()
-        return xp.sort(xp.reshape(made._spectrum(damped=damped, xp=xp), (-1,)))
+        xp = own_namespace(self.scale)
+        spectrum = self._ready("eigenbasis")._spectrum(damped)
+        return xp.sort(xp.reshape(spectrum, (-1,)))
 
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return the block as one matrix."""
-        xp = self._xp()
         shifted = damped and not self.exact
         parts = [part.dense(shifted=shifted) for part in self.factors.values()]
         dense = self.scale * kronecker_dense(parts)
         if damped and self.exact:
+            xp = own_namespace(dense)
             eye = xp.eye(self.shape[0], dtype=dense.dtype, device=device_of(dense))
             dense = dense + self.damping * eye
         return dense
@@ -210,6 +164,57 @@ class ManyKronecker:
             status = status | part.status()
         return status
 
+    def parts(self) -> dict[str, Any]:
+        """Return the damped factors."""
+        return dict(self.factors)
+
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        shifted = damped and not self.exact
+        product = self.scale * self._along(
+            V, lambda part, x: part.multiply(x, shifted=shifted), xp
+        )
+        return product + self.damping * V if damped and self.exact else product
+
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        if self.exact:
+            return self._power(V, xp, -1.0)
+        return self._along(V, lambda part, x: part.solve(x), xp) / self.scale
+
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        if not self.exact:
+            power = self._along(V, lambda part, x: part.power(x, exponent), xp)
+            return self.scale**exponent * power
+        made = self._ready("inverse" if exponent < 0 else "eigenbasis")
+        inner = made._along(V, lambda part, x: part.to_basis(x), xp)
+        inner = inner * made._spectrum(True) ** exponent
+        return made._along(inner, lambda part, x: part.from_basis(x), xp)
+
+    def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        """Return ``S^1/2 L_1 (x) ... (x) L_k V``, or with the transposes."""
+        product = self._along(
+            V, lambda part, x: part.lower_multiply(x, transpose=transpose), xp
+        )
+        return xp.sqrt(self.scale) * product
+
+    def _lower_solve(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        solved = self._along(
+            V, lambda part, x: part.lower_solve(x, transpose=transpose), xp
+        )
+        return solved / xp.sqrt(self.scale)
+
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        if self.exact:
+            return self._power(Z, xp, -0.5)
+        return self._lower_solve(Z, xp, True)
+
+    def _ready(self, factorization: Factorization) -> ManyKronecker:
+        """Return itself prepared for a product by the eigenbases, where that can raise."""
+        bases = all(part.basis is not None for part in self.factors.values())
+        if bases and (self.definite or factorization == "eigenbasis"):
+            return self
+        made: ManyKronecker = self._looked_at(factorization, self.scale)
+        return made
+
     def _along(
         self, v: Array, function: Callable[[ShiftedMatrix, Array], Array], xp: Namespace
     ) -> Array:
@@ -220,7 +225,7 @@ class ManyKronecker:
             v = moved_axis(xp.reshape(flat, moved.shape), 0, axis, xp=xp)
         return v
 
-    def _spectrum(self, *, damped: bool, xp: Namespace) -> Array:
+    def _spectrum(self, damped: bool) -> Array:
         """Return the eigenvalues in the order of the bases, shape (n_1, ..., n_k)."""
         shifted = damped and not self.exact
         spectrum = self.scale
@@ -228,40 +233,7 @@ class ManyKronecker:
             spectrum = spectrum[..., None] * part.eigenvalues(shifted=shifted)
         return spectrum + self.damping if damped and self.exact else spectrum
 
-    def _require_definite(self, spectrum: Array, xp: Namespace) -> None:
-        """Raise where the spectrum is seen not to be positive."""
-        if not self.definite and truth_of(xp.all(spectrum > 0), xp=xp) is False:
-            raise _singular("block")
-
-    def _with_bases(self) -> ManyKronecker:
-        """Return itself with the eigenbases, made now where that could raise."""
-        if any(part.basis is None for part in self.factors.values()):
-            require_readable(self.scale, "eigenbasis")
-            return self.prepared("eigenbasis")
-        return self
-
-    def _require_factored(self) -> None:
+    def _dampings(self) -> dict[str, Array]:
         if self.exact:
-            raise UnsupportedError(
-                "Under exact damping the Cholesky factor of a product of many factors has "
-                "no structure. Take a factored rule, or `sample` for draws."
-            )
-
-    def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
-        v, xp = entering(
-            vector, self.shape, self.scale.dtype, operator=self.scale, name=name
-        )
-        return xp.reshape(v, self.sizes), xp
-
-    def _leave(self, v: Array, vector: Array, xp: Namespace) -> Array:
-        return leaving(xp.reshape(v, self.shape), vector)
-
-    def _xp(self) -> Any:
-        return array_api_compat.array_namespace(self.scale)
-
-
-def _singular(name: str) -> FactorizationError:
-    return FactorizationError(
-        "the damped block has an eigenvalue that is not positive. Increase `damping`.",
-        factor=name,
-    )
+            return {"damping": self.damping}
+        return {f"{side}_damping": part.shift for side, part in self.factors.items()}

@@ -1,34 +1,50 @@
-"""What every curvature operator offers.
+"""What every curvature operator offers, and how vectors come in and go out.
 
 Conventions.  An operator stands for one block's matrix at one moment with one damping,
 ``F_damped``; ``damped=False`` is the same without the damping.  Vectors are matrices V
 of shape ``(in(+1), out)``.  `CurvatureOperator.to_dense` flattens row-major, so that the
 input factor stands left in ``kron(A, G)``.  A product is computed in the operator's
 dtype and returned in the vector's; vectors are never modified.
+
+An operator may be a stack: of a layer's Q independent groups of columns, or of equal
+blocks that are computed together.  Its arrays then have leading axes ``lead``.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import abc
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, get_args
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import is_readable, plain_number
 from kfac_core.array.namespaces import (
     cast,
+    device_of,
     namespace_of,
     own_namespace,
     require_floating,
     require_matrix,
 )
-from kfac_core.array.status import Check
+from kfac_core.array.status import Check, Status
+from kfac_core.errors import (
+    DampingError,
+    FactorizationError,
+    NotFiniteError,
+    UnsupportedError,
+)
 from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.linalg.shifted import Factorization
 
 __all__ = [
+    "EVERY_PRODUCT",
     "FACTORIZATION_OF",
     "VECTOR_PRODUCTS",
     "CurvatureOperator",
     "entering",
     "leaving",
+    "raise_for",
 ]
 
 VECTOR_PRODUCTS = (
@@ -49,24 +65,63 @@ FACTORIZATION_OF: dict[str, Factorization] = {
 }
 """What each product needs to be prepared."""
 
+EVERY_PRODUCT: Mapping[str, str] = MappingProxyType({})
+"""The `unsupported_products` of an operator that has every product."""
 
-class CurvatureOperator(Protocol):
-    """The products of a damped curvature block with vectors.
 
-    Every function raises `ShapeError`, `DtypeError` or `MixedArraysError` for a vector
-    that does not fit, and `FactorizationError` where a factorization that was not
-    prepared cannot be made; `NotReadyError`, where it would have to be made while a
-    program is traced.
+class CurvatureOperator(abc.ABC):
+    """A damped curvature block at one moment: an immutable snapshot.
+
+    The public functions here check a vector, bring it into the operator's dtype, and
+    call the operator's own formula.  A subclass gives the formulas: ``_multiply`` and
+    the like, which take a vector V of shape `inner_shape` and its namespace.
+
+    Notes
+    -----
+    A vector has the shape `shape`, or, where the operator is a stack, `stack_shape`;
+    the result has the same shape and dtype.  Every product raises `ShapeError`,
+    `DtypeError` or `MixedArraysError` for a vector that does not fit, `UnsupportedError`
+    where the operator does not have it, and `FactorizationError` where a factorization
+    that was not prepared cannot be made; `NotReadyError`, where it would have to be made
+    while a program is traced.
     """
 
     @property
+    def unsupported_products(self) -> Mapping[str, str]:
+        """The products that the operator does not have, each with the reason."""
+        return EVERY_PRODUCT
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # In the class itself, or the one that dataclasses make would take its place.
+        cls.__repr__ = CurvatureOperator.__repr__  # type: ignore[method-assign]
+
+    @property
+    @abc.abstractmethod
     def shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
 
     @property
-    def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared: products that need it alone make nothing."""
+    @abc.abstractmethod
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
 
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(*lead, n, m)`` of one vector for each part of a stack."""
+        return self.shape
+
+    @property
+    def inner_shape(self) -> tuple[int, ...] | None:
+        """The shape of a vector inside the formulas; None where it is `stack_shape`."""
+        return None
+
+    @property
+    @abc.abstractmethod
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared: products that need nothing else make none."""
+
+    @abc.abstractmethod
     def prepared(
         self,
         *factorizations: Factorization,
@@ -75,87 +130,298 @@ class CurvatureOperator(Protocol):
     ) -> CurvatureOperator:
         """Return the same operator with factorizations made that were missing.
 
-        Trouble raises, naming the block, or is in the `status` where `check` says so.
+        Parameters
+        ----------
+        *factorizations : {"inverse", "cholesky", "eigenbasis"}
+            ``"inverse"`` serves `multiply_inverse`, ``"cholesky"`` the triangular
+            products, ``"eigenbasis"`` all other powers.
+        check : {"raise", "status"}
+            Whether trouble raises, which synchronizes with the device, or is in
+            `status`.
+        name : str
+            What a message should call the block.
+
+        Returns
+        -------
+        CurvatureOperator
+            Itself where nothing is missing.
+
+        Raises
+        ------
+        NotFiniteError, DampingError, FactorizationError
+            Where one cannot be made (``check="raise"``).
         """
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
-        """Return ``F v``."""
+        """Return ``F_damped v``, or ``F v``."""
+        V, xp = self._enter(vector, "multiply")
+        return self._leave(self._multiply(V, xp, damped), vector)
 
     def multiply_inverse(self, vector: Array, /) -> Array:
         """Return ``F_damped^-1 v``."""
+        V, xp = self._enter(vector, "multiply_inverse")
+        return self._leave(self._multiply_inverse(V, xp), vector)
 
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
-        """Return ``F_damped^p v`` for any real p."""
+        """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above."""
+        if exponent == 1:
+            return self.multiply(vector)
+        if exponent == -1:
+            return self.multiply_inverse(vector)
+        V, xp = self._enter(vector, "multiply_matpower")
+        return self._leave(self._power(V, xp, exponent), vector)
 
     def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
         """Return ``L v`` or ``L^T v``, with ``L L^T = F_damped`` and L lower."""
+        V, xp = self._enter(vector, "multiply_cholesky")
+        return self._leave(self._lower_multiply(V, xp, transpose), vector)
 
     def multiply_cholesky_inverse(
         self, vector: Array, /, *, transpose: bool = False
     ) -> Array:
         """Return ``L^-1 v`` or ``L^-T v``."""
+        V, xp = self._enter(vector, "multiply_cholesky_inverse")
+        return self._leave(self._lower_solve(V, xp, transpose), vector)
 
     def sample(self, noise: Array, /) -> Array:
         """Turn white noise into noise of covariance ``F_damped^-1``."""
+        Z, xp = self._enter(noise, "sample", name="noise")
+        return self._leave(self._sample(Z, xp), noise)
 
+    @abc.abstractmethod
     def trace(self, *, damped: bool = True) -> Array:
-        """Return the trace of F, 0-d."""
+        """Return the trace of F_damped, or of F, 0-d."""
 
+    @abc.abstractmethod
     def logdet(self) -> Array:
         """Return the log-determinant of ``F_damped``, 0-d."""
 
+    @abc.abstractmethod
     def eigenvalues(self, *, damped: bool = True) -> Array:
-        """Return the eigenvalues of F, ascending, shape (in(+1) * out,)."""
+        """Return the eigenvalues of F_damped, or of F, ascending, shape (n m,)."""
 
+    @abc.abstractmethod
     def to_dense(self, *, damped: bool = True) -> Array:
-        """Return F as one matrix, for tests."""
+        """Return F_damped, or F, as one matrix of shape (n m, n m), for tests."""
 
+    @abc.abstractmethod
     def status(self) -> Array:
-        """Return the `Status` flags, 0-d int32."""
+        """Return the `Status` flags, 0-d int32; zero where all is well."""
+
+    def spectral(self, *, check: Check = "raise", name: str = "block") -> Any:
+        """Return the block in its eigenbasis, as a `SpectralOperator`.
+
+        Parameters
+        ----------
+        check, name
+            As for `prepared`, for an eigenbasis that was not prepared.
+
+        Returns
+        -------
+        SpectralOperator
+            ``F = (Q_A (x) Q_G) diag(s) (Q_A (x) Q_G)^T`` with its `spectrum` s.
+
+        Raises
+        ------
+        UnsupportedError
+            For an operator without an eigenbasis of this form.
+        NotFiniteError, FactorizationError
+            Where the eigenbasis cannot be made (``check="raise"``).
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has no eigenbasis of the form Q_A (x) Q_G. Make the "
+            "block with Kronecker, Eigen, Diagonal or Full."
+        )
+
+    def at_rows(self, indices: Array, /) -> CurvatureOperator:
+        """Return the operator on the rows of some ids alone; see `SparseRows`.
+
+        Parameters
+        ----------
+        indices : array of int, shape (k,)
+            Different ids.
+
+        Returns
+        -------
+        CurvatureOperator
+            Of shape ``(k, out)``.
+
+        Raises
+        ------
+        UnsupportedError
+            Where the block mixes rows, so that they do not stand alone.
+        """
+        raise UnsupportedError(
+            "A sparse gradient needs a block that does not mix rows: an embedding with a "
+            "diagonal input factor, or a diagonal block. Give the whole gradient."
+        )
+
+    def parts(self) -> dict[str, Any]:
+        """Return the damped factors or bases that the operator is made of, by name."""
+        return {}
+
+    def _looked_at(self, factorization: Factorization, small: Array) -> Any:
+        """Return itself prepared for a product; as it is while a program is traced.
+
+        A tracer could not see a failure.  What is missing then is refused by the factor
+        that lacks it.  ``small`` is any small array of the operator.
+        """
+        if is_readable(small, xp=own_namespace(small)):
+            return self.prepared(factorization)
+        return self
+
+    @abc.abstractmethod
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        """Return ``F_damped V``, or ``F V``."""
+
+    @abc.abstractmethod
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        """Return ``F_damped^-1 V``."""
+
+    @abc.abstractmethod
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        """Return ``F_damped^p V``, where p is neither 1 nor -1."""
+
+    @abc.abstractmethod
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        """Return a root of ``F_damped^-1`` times Z."""
+
+    def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        """Return ``L V`` or ``L^T V``."""
+        raise NotImplementedError
+
+    def _lower_solve(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        """Return ``L^-1 V`` or ``L^-T V``."""
+        raise NotImplementedError
+
+    def _enter(
+        self, vector: Array, product: str, /, *, name: str = "vector"
+    ) -> tuple[Array, Namespace]:
+        """Return a vector as a product's formula takes it, and its namespace."""
+        if product in self.unsupported_products:
+            raise UnsupportedError(
+                f"{type(self).__name__} has no {product}: "
+                f"{self.unsupported_products[product]}."
+            )
+        stack = self.stack_shape
+        stacked = getattr(vector, "ndim", None) == len(stack)
+        shape = stack if stacked else self.shape
+        V, xp = entering(vector, shape, self.like, name=name)
+        if not stacked:
+            # The columns of a layer's groups stand side by side in its vector.
+            V = split_groups(V, stack[:-2], xp=xp)
+        inner = self.inner_shape
+        return V if inner is None else xp.reshape(V, inner), xp
+
+    def _leave(self, result: Array, vector: Array, /) -> Array:
+        """Return a formula's result in the form and dtype of the vector."""
+        xp = own_namespace(result)
+        if tuple(result.shape) != tuple(vector.shape):
+            result = xp.reshape(result, self.stack_shape)
+            if vector.ndim == 2:
+                result = join_groups(result, xp=xp)
+        return (
+            result if result.dtype == vector.dtype else xp.astype(result, vector.dtype)
+        )
+
+    def __repr__(self) -> str:
+        """Say what it is in a few lines; nothing is read from a device for it."""
+        told = {"shape": str(self.shape), "dtype": str(self.like.dtype)}
+        if len(self.stack_shape) > 2:
+            told["stack"] = str(self.stack_shape[:-2])
+        for label, value in self._dampings().items():
+            told[label] = _told(value)
+        made = [f for f in get_args(Factorization) if f in self.factorizations]
+        told["prepared"] = ", ".join(made) or "nothing"
+        flags = plain_number(self.status(), xp=own_namespace(self.like))
+        if flags is not None:
+            told["status"] = Status(int(flags)).name or str(int(flags))
+        body = ", ".join(f"{label}={value}" for label, value in told.items())
+        return f"{type(self).__name__}({body})"
+
+    def _dampings(self) -> dict[str, Array]:
+        """Return the dampings by the names that `repr` should use."""
+        return {}
 
 
 def entering(
-    vector: Array,
-    shape: tuple[int, int],
-    dtype: Any,
-    /,
-    *,
-    operator: Array,
-    name: str,
-    lead: tuple[int, ...] = (),
+    vector: Array, shape: tuple[int, ...], like: Array, /, *, name: str
 ) -> tuple[Array, Namespace]:
-    """Check a vector at the door and bring it into the operator's dtype.
+    """Check a vector and bring it into an operator's dtype.
 
     Parameters
     ----------
     vector : array
-        What somebody gave.
-    shape, dtype : tuple of int, dtype
-        What the operator has.
-    operator : array
-        Any array of the operator, for its library and device.
+        What was given.
+    shape : tuple of int
+        What is expected.
+    like : array
+        Any array of the operator, for its library, device and dtype.
     name : str
         What a message should call the vector.
-    lead : tuple of int
-        The shape of the operator's stack of groups.
 
     Returns
     -------
     array and namespace
-        The vector, as a stack where there are groups, and the namespace of both.
+        The vector, and the namespace of both.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For a vector that does not fit.
     """
-    xp = namespace_of(**{name: vector, "operator": operator})
+    if (
+        type(vector) is type(like)
+        and vector.dtype == like.dtype
+        and device_of(vector) == device_of(like)
+        and tuple(vector.shape) == shape
+    ):
+        return vector, own_namespace(like)
+    xp = namespace_of(**{name: vector, "operator": like})
     require_floating(xp, vector, name)
-    if lead and vector.ndim == len(lead) + 2:
-        require_matrix(vector, (*lead, shape[0], shape[1] // lead[0]), name)
-        return cast(xp, vector, dtype), xp
     require_matrix(vector, shape, name)
-    return split_groups(cast(xp, vector, dtype), lead, xp=xp), xp
+    return cast(xp, vector, like.dtype), xp
 
 
 def leaving(result: Array, vector: Array, /) -> Array:
     """Return a result in the dtype of the vector that it was computed from."""
-    xp = own_namespace(result)
-    if vector.ndim == 2:
-        result = join_groups(result, xp=xp)
-    return cast(xp, result, vector.dtype)
+    return cast(own_namespace(result), result, vector.dtype)
+
+
+def raise_for(
+    flags: Array, name: str, /, *, remedy: str = "Increase `damping`."
+) -> None:
+    """Raise for the flags of a damped block; this synchronizes with the device.
+
+    Parameters
+    ----------
+    flags : array of int32, 0-d
+        Of `Status`.
+    name : str
+        What a message should call the block.
+    remedy : str
+        What to do about an eigenvalue that is not positive.
+
+    Raises
+    ------
+    NotFiniteError, DampingError, FactorizationError
+        For flags that are set.
+    """
+    found = Status(int(flags))
+    if Status.MATRIX_NOT_FINITE in found:
+        raise NotFiniteError(f"{name}: the block holds NaN or infinity.")
+    if Status.BAD_DAMPING in found:
+        raise DampingError(
+            f"{name}: `damping` is negative or not finite. Expected a finite number >= 0."
+        )
+    if Status.NOT_POSITIVE in found:
+        raise FactorizationError(
+            f"the damped block has an eigenvalue that is not positive. {remedy}",
+            factor=name,
+        )
+
+
+def _told(value: Array) -> str:
+    """Return a number for people; only its shape where reading it would take time."""
+    number = plain_number(value, xp=own_namespace(value))
+    return f"array of shape {tuple(value.shape)}" if number is None else f"{number:.3g}"

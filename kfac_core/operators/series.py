@@ -18,11 +18,11 @@ Cholesky factors.
 
 from __future__ import annotations
 
-import array_api_compat
+from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import is_readable
-from kfac_core.array.namespaces import full_of
+from kfac_core.array.namespaces import full_of, own_namespace
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import NotReadyError, UnsupportedError
@@ -30,8 +30,8 @@ from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.operators.flat import FlatOperator
-from kfac_core.operators.operator import entering, leaving
+from kfac_core.operators.dense import DenseOperator
+from kfac_core.operators.operator import CurvatureOperator
 
 __all__ = ["DENSE_LIMIT", "SeriesOperator"]
 
@@ -42,8 +42,13 @@ _DENSE: tuple[Factorization, ...] = ("cholesky", "eigenbasis")
 
 
 @structure()
-class SeriesOperator:
-    """A snapshot of the curvature of a chain of steps; see `CurvatureOperator`.
+class SeriesOperator(CurvatureOperator):
+    """The snapshot of the curvature of a chain of time steps; see `CurvatureOperator`.
+
+    ``F v`` takes ``4 n m (n + m)`` flops (symmetric), or that and ``2 (n^3 + m^3)`` for
+    each of at most about ``2 log2 T + 2`` doublings (infinite; 24 with
+    ``check="status"``); ``F_damped^-1 v`` and samples take ``4 n m (n + m)``, twice that
+    if infinite.  All else is of the dense matrix, up to `DENSE_LIMIT` rows.
 
     Attributes
     ----------
@@ -62,6 +67,11 @@ class SeriesOperator:
     fallback : array of int32, 0-d
         Of `kfac_core.linalg.factorizations.Fallback`: in which precision the chain was
         made.
+
+    References
+    ----------
+    Martens, Ba and Johnson (2018), "Kronecker-factored Curvature Approximations for
+    Recurrent Neural Networks", ICLR.
     """
 
     input: ShiftedMatrix
@@ -78,6 +88,11 @@ class SeriesOperator:
     def shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
         return self.input.size, self.output.size
+
+    @property
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+        return self.scale
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
@@ -101,10 +116,10 @@ class SeriesOperator:
         if "eigenbasis" in factorizations:
             made = replaced(
                 made,
-                input=made.input.prepared(
+                input=self.input.prepared(
                     "eigenbasis", check=check, name=f"{name}/input"
                 ),
-                output=made.output.prepared(
+                output=self.output.prepared(
                     "eigenbasis", check=check, name=f"{name}/output"
                 ),
             )
@@ -114,57 +129,9 @@ class SeriesOperator:
         dense = made._dense_matrix().prepared(*wanted, check=check, name=name)
         return replaced(made, dense=dense.block)
 
-    def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
-        """Return ``F v``.
-
-        ``4 n m (n + m)`` flops (symmetric), or that and ``2 (n^3 + m^3)`` for each of at
-        most about ``2 log2 T + 2`` doublings (infinite; 24 with ``check="status"``).
-        """
-        V, xp = self._enter(vector, "vector")
-        return leaving(self._chain(damped=damped).multiply(V, xp=xp), vector)
-
-    def multiply_inverse(self, vector: Array, /) -> Array:
-        """Return ``F_damped^-1 v``; ``4 n m (n + m)`` flops, twice that if infinite.
-
-        References
-        ----------
-        Martens, Ba and Johnson (2018), "Kronecker-factored Curvature Approximations for
-        Recurrent Neural Networks", ICLR.
-        """
-        V, xp = self._enter(vector, "vector")
-        return leaving(self.chain.solve(V, xp=xp), vector)
-
-    def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
-        """Return ``F_damped^p v``; dense for all p but 1 and -1."""
-        if exponent == 1:
-            return self.multiply(vector)
-        if exponent == -1:
-            return self.multiply_inverse(vector)
-        return self._dense_matrix().multiply_matpower(vector, exponent)
-
-    def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
-        """Return ``L v`` or ``L^T v``, with L the Cholesky factor of the dense block."""
-        return self._dense_matrix().multiply_cholesky(vector, transpose=transpose)
-
-    def multiply_cholesky_inverse(
-        self, vector: Array, /, *, transpose: bool = False
-    ) -> Array:
-        """Return ``L^-1 v`` or ``L^-T v``, with L as in `multiply_cholesky`."""
-        dense = self._dense_matrix()
-        return dense.multiply_cholesky_inverse(vector, transpose=transpose)
-
-    def sample(self, noise: Array, /) -> Array:
-        """Turn white noise into noise of covariance ``F_damped^-1``.
-
-        By a square root of the inverse that is structured, and not triangular; as cheap
-        as `multiply_inverse`.
-        """
-        Z, xp = self._enter(noise, "noise")
-        return leaving(self.chain.solve_root(Z, xp=xp), noise)
-
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F; from the dense matrix for the infinite variant."""
-        xp = self._xp()
+        xp = own_namespace(self.scale)
         chain = self._chain(damped=damped)
         if isinstance(chain, SymmetricChain):
             return chain.trace(xp=xp)
@@ -180,7 +147,7 @@ class SeriesOperator:
             return self._dense_matrix().logdet()
         n, m = self.shape
         logdets = m * self.input.logdet() + n * self.output.logdet()
-        return logdets + self.chain.logdet(xp=self._xp())
+        return logdets + self.chain.logdet(xp=own_namespace(self.scale))
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues of the dense matrix, ascending."""
@@ -188,18 +155,41 @@ class SeriesOperator:
 
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return F as one matrix, ``2 (n m)^3`` flops."""
-        dense = self._chain(damped=damped).dense(xp=self._xp())
-        return 0.5 * (dense + self._xp().matrix_transpose(dense))
+        dense = self._chain(damped=damped).dense(xp=own_namespace(self.scale))
+        return 0.5 * (dense + own_namespace(self.scale).matrix_transpose(dense))
 
     def status(self) -> Array:
         """Return the flags of both factors, of the chain and of the dense matrix."""
         status = self.input.status() | self.output.status() | self.chain.flags
         return status if self.dense is None else status | self.dense.status()
 
+    def parts(self) -> dict[str, Any]:
+        """Return the damped moments of lag 0."""
+        return {"input": self.input, "output": self.output}
+
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        return self._chain(damped=damped).multiply(V, xp=xp)
+
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        return self.chain.solve(V, xp=xp)
+
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        return self._dense_matrix().multiply_matpower(V, exponent)
+
+    def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        return self._dense_matrix().multiply_cholesky(V, transpose=transpose)
+
+    def _lower_solve(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        return self._dense_matrix().multiply_cholesky_inverse(V, transpose=transpose)
+
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        """Return a root of the inverse times Z: structured, and not triangular."""
+        return self.chain.solve_root(Z, xp=xp)
+
     def _chain(self, *, damped: bool) -> SymmetricChain | InfiniteChain:
         if damped:
             return self.chain
-        xp = self._xp()
+        xp = own_namespace(self.scale)
         if self.shares is None and not is_readable(self.scale, xp=xp):
             raise NotReadyError(
                 "the undamped infinite chain need not converge, which could not be "
@@ -211,14 +201,14 @@ class SeriesOperator:
             return symmetric_chain(A, G, self.shares, xp=xp)
         return infinite_chain(A, G, self.scale, check="raise", xp=xp)
 
-    def _dense_matrix(self, *, damped: bool = True) -> FlatOperator:
+    def _dense_matrix(self, *, damped: bool = True) -> DenseOperator:
         """Return F as an operator without structure, prepared or not yet."""
         if damped and self.dense is not None:
-            return FlatOperator(self.dense, self.shape)
+            return DenseOperator(self.dense, self.shape)
         self._require_small()
         matrix = SymmetricMatrix(self.to_dense(damped=damped), whole=True)
-        zero = full_of(self._xp(), 0.0, matrix.array)
-        return FlatOperator(shifted_matrix(matrix, zero), self.shape)
+        zero = full_of(own_namespace(self.scale), 0.0, matrix.array)
+        return DenseOperator(shifted_matrix(matrix, zero), self.shape)
 
     def _require_small(self) -> None:
         if self._rows() > DENSE_LIMIT:
@@ -231,14 +221,6 @@ class SeriesOperator:
 
     def _rows(self) -> int:
         return self.input.size * self.output.size
-
-    def _enter(self, vector: Array, name: str) -> tuple[Array, Namespace]:
-        return entering(
-            vector, self.shape, self.input.dtype, operator=self.scale, name=name
-        )
-
-    def _xp(self) -> Namespace:
-        return array_api_compat.array_namespace(self.scale)
 
 
 def _pseudo_root(factor: ShiftedMatrix, lagged: Array, xp: Namespace) -> Root:

@@ -1,12 +1,12 @@
-"""A block in its eigenbasis, without damping: ``F = Q diag(s) Q^T``.
+"""A block that is diagonal in a Kronecker product of two orthogonal bases.
 
 Conventions.  A vector V of shape ``(in(+1), out)`` has the coordinates
-``R = Q_A^T V Q_G`` and comes back as ``V = Q_A R Q_G^T``.  The eigenvalues s have the
-shape of R, so that a function f of ``c F + lam I`` is f of ``c s + lam``, entry by
-entry: one decomposition serves every lam and every c.
+``R = Q_A^T V Q_G`` and comes back as ``V = Q_A R Q_G^T``.  The spectrum s has the shape
+of R, so that a function f of ``c F + lam I`` is f of ``c s + lam``, entry by entry: one
+decomposition serves every lam and every c.
 
 ====================  =======================  ===========================  ===========
-the operator's block  R                        s                            Q_A, Q_G
+the block             R                        s                            Q_A, Q_G
 ====================  =======================  ===========================  ===========
 ``S A (x) G``         ``(n, m)``               ``S a g^T``                  both
 EKFAC                 ``(n, m)``               the corrected E              both
@@ -14,89 +14,191 @@ a diagonal            ``(n, m)``               its entries                  neit
 a whole matrix        ``(n m, 1)``             its eigenvalues              the first
 Q groups of columns   ``(Q, n, m)``            a stack                      stacks
 ====================  =======================  ===========================  ===========
-
-Leading axes of V (examples, outputs, samples) are allowed everywhere and stay in front.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import (
+    any_status,
     cast,
+    device_of,
     moved_axis,
     namespace_of,
     own_namespace,
     require_floating,
+    status_unless,
 )
-from kfac_core.array.structure import structure
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import map_structure, replaced, structure
 from kfac_core.errors import ShapeError, UnsupportedError
-from kfac_core.factors.factor import Shifted
+from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.groups import dense_of_blocks
+from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
-from kfac_core.operators.eigen import EigenOperator
-from kfac_core.operators.exact_kronecker import ExactKronecker
-from kfac_core.operators.flat import FlatOperator
-from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.operator import CurvatureOperator, raise_for
 
-__all__ = ["SpectralBlock", "spectral_block"]
+__all__ = ["SpectralOperator", "spectral_operator"]
 
 
-@structure(static=("shape",))
-class SpectralBlock:
-    """The undamped block of one layer in its eigenbasis; see the module's conventions.
+@structure(static=("vector_shape", "definite"))
+class SpectralOperator(CurvatureOperator):
+    """The snapshot ``F_damped = (Q_A (x) Q_G) diag(s + lam) (Q_A (x) Q_G)^T``.
+
+    With ``R = Q_A^T V Q_G``, the coordinates of a vector, every function f of the block
+    is
+
+        f(F_damped) v = Q_A [ R * f(s + lam) ] Q_G^T,
+
+    in ``4 n m (n + m)`` flops.  The lower Cholesky factor alone, which depends on the
+    order of the coordinates, has the form of `kfac_core.linalg.kronecker_cholesky`.
 
     Attributes
     ----------
-    input_basis, output_basis : array or None
-        Q_A and Q_G, orthogonal; None for the coordinates.
-    eigenvalues : array, shape ((Q,) n, m) or (n m, 1)
-        s, none of them negative.
+    input, output : Basis or None
+        With the eigenvectors Q_A and Q_G, orthogonal; None for the coordinates.
+    spectrum : array, shape ((Q,) n, m) or (n m, 1), or None
+        s; None where it is yet to be made from the factors.
+    damping : array, 0-d or one a group
+        lam.
     flags : array of int32, 0-d
-        Of `Status`, of the operator that it was made from.
-    shape : tuple of int
+        Of `Status`.
+    vector_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
+    factors : CurvatureOperator or None
+        ``S A (x) G`` without damping, where the block is that product.  ``F v`` is then
+        computed by the factors, in ``2 n m (n + m)`` flops and without the bases, so
+        that the residual of the inverse measures the decompositions too.
+    lower : KroneckerCholesky or None
+        The Cholesky factor, where it was asked for.
+    definite : bool
+        Whether ``s + lam`` has been looked at and found positive, or, with
+        ``check="status"``, reported on in the flags.
+
+    References
+    ----------
+    George et al. (2018), arXiv:1806.03884, for the corrected spectrum of EKFAC.
     """
 
-    input_basis: Array | None
-    output_basis: Array | None
-    eigenvalues: Array
+    input: Basis | None
+    output: Basis | None
+    spectrum: Array | None
+    damping: Array
     flags: Array
-    shape: tuple[int, int]
+    vector_shape: tuple[int, int]
+    factors: CurvatureOperator | None = None
+    lower: KroneckerCholesky | None = None
+    definite: bool = False
 
     @property
-    def dimension(self) -> int:
-        """The number of the block's parameters."""
-        return self.shape[0] * self.shape[1]
+    def shape(self) -> tuple[int, int]:
+        """The shape ``(in(+1), out)`` of the vectors."""
+        return self.vector_shape
 
     @property
-    def dtype(self) -> Any:
-        """The dtype of the arrays, in which everything is computed."""
-        return self.eigenvalues.dtype
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(*lead, n, m)`` of one vector for each part of a stack."""
+        inner = self.inner_shape
+        if inner[-2] != self.vector_shape[0]:  # a vector is one column
+            return (*inner[:-2], *self.vector_shape)
+        return inner
 
     @property
-    def namespace(self) -> Namespace:
-        """The namespace of the arrays."""
-        return own_namespace(self.eigenvalues)
+    def inner_shape(self) -> tuple[int, ...]:
+        """The shape of the coordinates R."""
+        if self.spectrum is None:
+            return self._product().stack_shape
+        return tuple(self.spectrum.shape)
 
     @property
-    def is_kronecker(self) -> bool:
-        """Whether the basis is ``Q_A (x) Q_G``, so that rows x and g can be turned."""
-        return self.lead != () or tuple(self.eigenvalues.shape) == self.shape
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+        return self.damping
 
     @property
     def lead(self) -> tuple[int, ...]:
         """The shape of the stack of groups; empty for a single block."""
-        return tuple(self.eigenvalues.shape[:-2])
+        return self.inner_shape[:-2]
+
+    @property
+    def dimension(self) -> int:
+        """The number of the block's parameters."""
+        return self.vector_shape[0] * self.vector_shape[1]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which everything is computed."""
+        return self.damping.dtype
+
+    @property
+    def namespace(self) -> Namespace:
+        """The namespace of the arrays."""
+        return own_namespace(self.damping)
+
+    @property
+    def is_kronecker(self) -> bool:
+        """Whether the basis is ``Q_A (x) Q_G``, so that x and g are rotated apart."""
+        return self.stack_shape == self.inner_shape
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        made: dict[Factorization, bool] = {
+            "inverse": self.definite,
+            "cholesky": self.lower is not None,
+            "eigenbasis": self.spectrum is not None,
+        }
+        return frozenset(name for name, there in made.items() if there)
+
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> SpectralOperator:
+        """Return the same operator with what is missing made.
+
+        Everything but ``F v`` needs the spectrum: about ``9 (n^3 + m^3)`` flops, where
+        the block was made from factors.  ``"inverse"`` makes sure that ``s + lam`` is
+        positive.
+        """
+        made = self
+        if factorizations and made.spectrum is None:
+            made = made._decomposed(check, name)
+        if "inverse" in factorizations and not made.definite:
+            made = made._definite(check, name)
+        if "cholesky" in factorizations and made.lower is None:
+            made = made._with_lower(check, name)
+        return made
+
+    def spectral(
+        self, *, check: Check = "raise", name: str = "block"
+    ) -> SpectralOperator:
+        """Return itself, decomposed, and no longer with the factors."""
+        made = self.prepared("eigenbasis", check=check, name=name)
+        return replaced(made, factors=None, lower=None)
+
+    def at_rows(self, indices: Array, /) -> CurvatureOperator:
+        """Return the operator on the rows of some ids, where Q_A is the identity."""
+        made = self._ready("eigenbasis")
+        if made.input is not None or not made.is_kronecker:
+            return super().at_rows(indices)
+        spectrum = self.namespace.take(made._values(), indices, axis=-2)
+        shape = int(indices.shape[0]), self.vector_shape[1]
+        return replaced(
+            made, spectrum=spectrum, vector_shape=shape, factors=None, lower=None
+        )
 
     def to_basis(self, vectors: Array, /) -> Array:
-        """Return ``R = Q_A^T V Q_G`` of each vector.
+        """Return the coordinates ``R = Q_A^T V Q_G`` of each vector.
 
         Parameters
         ----------
         vectors : array, shape (..., in(+1), out)
-            Cast to the block's dtype.
+            Cast to the operator's dtype; leading axes stay in front.
 
         Returns
         -------
@@ -112,36 +214,234 @@ class SpectralBlock:
         -----
         ``2 n m (n + m)`` flops for each.
         """
-        xp = namespace_of(vectors=vectors, block=self.eigenvalues)
+        xp = namespace_of(vectors=vectors, block=self.damping)
         require_floating(xp, vectors, "vectors")
         if tuple(vectors.shape[-2:]) != self.shape:
             n, m = self.shape
             raise ShapeError(
                 f"Expected vectors of shape (..., {n}, {m}), got {tuple(vectors.shape)}."
             )
-        R = self._split(cast(xp, vectors, self.dtype), xp)
-        if self.input_basis is not None:
-            R = xp.matmul(xp.matrix_transpose(self.input_basis), R)
-        return R if self.output_basis is None else xp.matmul(R, self.output_basis)
+        return self._coordinates(self._split(cast(xp, vectors, self.dtype), xp), xp)
 
     def from_basis(self, coordinates: Array, /) -> Array:
         """Return ``V = Q_A R Q_G^T`` of what `to_basis` gave, in the block's dtype."""
-        xp, V = self.namespace, coordinates
-        if self.input_basis is not None:
-            V = xp.matmul(self.input_basis, V)
-        if self.output_basis is not None:
-            V = xp.matmul(V, xp.matrix_transpose(self.output_basis))
-        return self._joined(V, xp)
+        xp = self.namespace
+        return self._joined(self._vectors(coordinates, xp), xp)
 
     def mean_eigenvalue(self) -> Array:
         """Return ``tr F / dim F``, 0-d: the mean of s."""
-        return self.namespace.mean(self.eigenvalues)
+        return self.namespace.mean(self._values())
+
+    def trace(self, *, damped: bool = True) -> Array:
+        """Return ``sum (s + lam)``, or ``sum s``; the factors' traces where there are."""
+        if self.factors is None:
+            trace = self.namespace.sum(self._values())
+        else:
+            trace = self.factors.trace(damped=False)
+        return trace + self.dimension * self._one_damping() if damped else trace
+
+    def logdet(self) -> Array:
+        """Return ``sum log(s + lam)``, 0-d."""
+        xp = self.namespace
+        return xp.sum(xp.log(self._ready("inverse")._damped()))
+
+    def eigenvalues(self, *, damped: bool = True) -> Array:
+        """Return ``s + lam``, or s, ascending, shape (n m,)."""
+        made = self._ready("eigenbasis")
+        values = made._damped() if damped else made._values()
+        return self.namespace.sort(self.namespace.reshape(values, (-1,)))
+
+    def to_dense(self, *, damped: bool = True) -> Array:
+        """Return ``F + lam I``, or F, as one matrix."""
+        xp = self.namespace
+        if self.factors is None:
+            dense = self._dense()
+        else:
+            dense = self.factors.to_dense(damped=False)
+        if not damped:
+            return dense
+        eye = xp.eye(self.dimension, dtype=self.dtype, device=device_of(dense))
+        return dense + self._one_damping() * eye
+
+    def status(self) -> Array:
+        """Return the flags of the block, its bases and L, 0-d int32."""
+        xp, status = self.namespace, self.flags
+        for basis in (self.input, self.output):
+            if basis is not None:
+                status = status | any_status(basis.status, xp=xp)
+        if self.lower is not None:
+            status = status | any_status(self.lower.status, xp=xp)
+        return status
+
+    def parts(self) -> dict[str, Any]:
+        """Return the factors with their bases; the bases or the diagonal without them."""
+        if self._is_diagonal():
+            flat = self.namespace.reshape(self._values(), (-1,))
+            diagonal = ShiftedDiagonal(
+                flat, self._one_damping(), self.flags, self.definite
+            )
+            return {"block": diagonal}
+        bases = {"input": self.input, "output": self.output}
+        if self.factors is None:
+            return {side: basis for side, basis in bases.items() if basis is not None}
+        return {
+            side: replaced(part, basis=bases[side])
+            if isinstance(part, ShiftedMatrix)
+            else part
+            for side, part in self.factors.parts().items()
+        }
+
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        if self.factors is None:
+            return self._in_eigenbasis(
+                V, xp, self._damped() if damped else self._values()
+            )
+        product = self.factors._multiply(V, xp, False)
+        return product + self._lam() * V if damped else product
+
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        made = self._ready("inverse")
+        return made._vectors(made._coordinates(V, xp) / made._damped(), xp)
+
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        made = self._ready("inverse" if exponent < 0 else "eigenbasis")
+        return made._in_eigenbasis(V, xp, made._damped() ** exponent)
+
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        """Return ``F_damped^-1/2 Z``, with the symmetric root."""
+        return self._power(Z, xp, -0.5)
+
+    def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        lower = self._triangle()
+        if lower is None:
+            return V * xp.sqrt(self._ready("inverse")._damped())
+        return lower.multiply(V, transpose=transpose)
+
+    def _lower_solve(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        lower = self._triangle()
+        if lower is None:
+            return V / xp.sqrt(self._ready("inverse")._damped())
+        return lower.solve(V, transpose=transpose)
+
+    def _in_eigenbasis(self, V: Array, xp: Namespace, values: Array) -> Array:
+        """Return ``Q_A [ (Q_A^T V Q_G) * values ] Q_G^T``."""
+        return self._vectors(self._coordinates(V, xp) * values, xp)
+
+    def _coordinates(self, V: Array, xp: Namespace) -> Array:
+        """Return ``Q_A^T V Q_G``."""
+        if self.input is not None:
+            V = xp.matmul(xp.matrix_transpose(self.input.eigenvectors), V)
+        return V if self.output is None else xp.matmul(V, self.output.eigenvectors)
+
+    def _vectors(self, R: Array, xp: Namespace) -> Array:
+        """Return ``Q_A R Q_G^T``."""
+        if self.input is not None:
+            R = xp.matmul(self.input.eigenvectors, R)
+        if self.output is None:
+            return R
+        return xp.matmul(R, xp.matrix_transpose(self.output.eigenvectors))
+
+    def _values(self) -> Array:
+        """Return s."""
+        spectrum = self._ready("eigenbasis").spectrum
+        assert spectrum is not None
+        return spectrum
+
+    def _damped(self) -> Array:
+        """Return ``s + lam``."""
+        return self._values() + self._lam()
+
+    def _lam(self) -> Array:
+        """Return lam with axes for the vectors' rows and columns."""
+        return self.damping[..., None, None]
+
+    def _one_damping(self) -> Array:
+        """Return lam, 0-d; it is the same for every group."""
+        return self.damping if self.damping.ndim == 0 else self.damping[0]
+
+    def _product(self) -> CurvatureOperator:
+        assert self.factors is not None, "neither a spectrum nor factors"
+        return self.factors
+
+    def _ready(self, factorization: Factorization) -> SpectralOperator:
+        """Return itself prepared for a product, where that can raise."""
+        if self.spectrum is None:
+            require_readable(self.damping, "eigenbasis")
+            return self.prepared(factorization)
+        if factorization == "eigenbasis" or self.definite:
+            return self
+        made: SpectralOperator = self._looked_at(factorization, self.damping)
+        return made
+
+    def _triangle(self) -> KroneckerCholesky | None:
+        """Return L, made now where that can raise; None for a diagonal."""
+        if self.lower is None and not self._is_diagonal():
+            require_readable(self.damping, "cholesky")
+            return self.prepared("cholesky").lower
+        return self.lower
+
+    def _is_diagonal(self) -> bool:
+        return self.spectrum is not None and self.input is None and self.output is None
+
+    def _decomposed(self, check: Check, name: str) -> SpectralOperator:
+        """Return the same with bases and spectrum, made from the factors."""
+        found = self._product().spectral(check=check, name=name)
+        return replaced(
+            self, input=found.input, output=found.output, spectrum=found.spectrum
+        )
+
+    def _definite(self, check: Check, name: str) -> SpectralOperator:
+        """Return the same, after a look at the smallest eigenvalue."""
+        xp = self.namespace
+        positive = xp.min(self._damped()) > 0
+        flags = self.flags | status_unless(xp, positive, Status.NOT_POSITIVE)
+        if check == "raise":
+            raise_for(flags, name)
+        return replaced(self, flags=flags, definite=True)
+
+    def _with_lower(self, check: Check, name: str) -> SpectralOperator:
+        """Return the same with its Cholesky factor, where that is no diagonal."""
+        made = self if self.definite else self._definite(check, name)
+        if self._is_diagonal():
+            return made
+        if not self.is_kronecker:
+            raise UnsupportedError(
+                "The eigenbasis of a whole matrix has no structure to factorize. Ask the "
+                "operator that it was made of."
+            )
+        xp = self.namespace
+        n, m = self.inner_shape[-2:]
+        Q_A, Q_G = self._basis_matrix(self.input, n), self._basis_matrix(self.output, m)
+        # In the basis (I (x) Q_G) the block is m matrices of size n.
+        spectra = xp.matrix_transpose(self._damped())[..., None, :]
+        Q = Q_A[..., None, :, :]
+        columns = xp.matmul(Q * spectra, xp.matrix_transpose(Q))
+        lower = spectral_cholesky(columns, Q_G, check=check, name=name)
+        return replaced(made, lower=lower)
+
+    def _dense(self) -> Array:
+        """Return F without damping, flattened row-major, from its spectrum."""
+        xp = self.namespace
+        n, m = self.inner_shape[-2:]
+        Q_A, Q_G = self._basis_matrix(self.input, n), self._basis_matrix(self.output, m)
+        Q = Q_A[..., :, None, :, None] * Q_G[..., None, :, None, :]
+        Q = xp.reshape(Q, (*self.lead, n * m, n * m))
+        spectrum = xp.reshape(self._values(), (*self.lead, 1, n * m))
+        dense = xp.matmul(Q * spectrum, xp.matrix_transpose(Q))
+        dense = 0.5 * (dense + xp.matrix_transpose(dense))
+        return dense_of_blocks(dense, n=n, xp=xp)
+
+    def _basis_matrix(self, basis: Basis | None, size: int) -> Array:
+        if basis is not None:
+            return basis.eigenvectors
+        eye = self.namespace.eye(size, dtype=self.dtype, device=device_of(self.damping))
+        return self.namespace.broadcast_to(eye, (*self.lead, size, size))
 
     def _split(self, V: Array, xp: Namespace) -> Array:
-        """Return vectors in the shape of the eigenvalues, leading axes in front."""
+        """Return vectors in the shape of the spectrum, leading axes in front."""
         if not self.lead:
-            return xp.reshape(V, (*V.shape[:-2], *self.eigenvalues.shape))
-        groups, n, m = self.eigenvalues.shape
+            return xp.reshape(V, (*V.shape[:-2], *self.inner_shape))
+        groups, n, m = self.inner_shape
         return moved_axis(xp.reshape(V, (*V.shape[:-2], n, groups, m)), -2, -3, xp=xp)
 
     def _joined(self, V: Array, xp: Namespace) -> Array:
@@ -151,89 +451,88 @@ class SpectralBlock:
         moved = moved_axis(V, -3, -2, xp=xp)
         return xp.reshape(moved, (*V.shape[:-3], *self.shape))
 
+    def _dampings(self) -> dict[str, Array]:
+        return {"damping": self.damping}
 
-@functools.singledispatch
-def spectral_block(operator: Any, /) -> SpectralBlock:
-    """Return an operator's block in its eigenbasis, its damping left out.
+
+
+def spectral_operator(
+    spectrum: Array,
+    /,
+    *,
+    damping: Array,
+    vector_shape: tuple[int, int],
+    input: Basis | None = None,
+    output: Basis | None = None,
+    factorizations: tuple[Factorization, ...],
+    check: Check,
+    name: str,
+    dtype: Any,
+) -> SpectralOperator:
+    """Make ``(Q_A (x) Q_G) diag(s + lam) (Q_A (x) Q_G)^T`` from its parts.
 
     Parameters
     ----------
-    operator : FactoredKronecker, ExactKronecker, EigenOperator or FlatOperator
-        A snapshot, of any damping and rule.  Other classes can be added by
-        ``spectral_block.register``.
+    spectrum : array, shape ((Q,) n, m)
+        s; negative entries count as zero.
+    damping : array, 0-d
+        lam, finite and >= 0.
+    vector_shape : tuple of int
+        The shape ``(in(+1), out)`` of the vectors.
+    input, output : Basis, optional
+        With the eigenvectors Q_A and Q_G; the coordinates where left out.
+    factorizations : tuple of str
+        What is prepared now.
+    check : {"raise", "status"}
+        Whether trouble raises, or is in the operator's status.
+    name : str
+        What a message should call the block.
+    dtype : dtype
+        In which the arrays are kept.
 
     Returns
     -------
-    SpectralBlock
-        In the dtype of applying.
+    SpectralOperator
+        An immutable snapshot.
 
     Raises
     ------
-    UnsupportedError
-        For an operator without an eigenbasis of this form.
-    NotFiniteError, FactorizationError
-        Where an eigenbasis that was not prepared cannot be made.
-
-    Notes
-    -----
-    About ``9 (n^3 + m^3)`` flops where the eigenbases were not prepared, ``9 (n m)^3``
-    for a whole matrix; none for a diagonal and for EKFAC, which has them.
+    NotFiniteError, DampingError, FactorizationError
+        For NaN or infinity in the block, a bad damping, and a block that is not
+        positive definite where it has to be (``check="raise"``).
     """
-    raise UnsupportedError(
-        f"{type(operator).__name__} has no eigenbasis of the form Q_A (x) Q_G. Make the "
-        "block with Kronecker, Eigen, Diagonal or Full."
+    xp = own_namespace(spectrum)
+    # Looked at in the dtype in which it is used.
+    spectrum, damping = cast(xp, spectrum, dtype), cast(xp, damping, dtype)
+    spectrum = xp.where(spectrum < 0, xp.zeros_like(spectrum), spectrum)
+    input, output = _cast_basis(input, dtype), _cast_basis(output, dtype)
+    finite = xp.all(xp.isfinite(spectrum))
+    for basis in (input, output):
+        if basis is not None:
+            finite = finite & xp.all(xp.isfinite(basis.eigenvectors))
+    good = xp.isfinite(damping) & (damping >= 0)
+    flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | status_unless(
+        xp, good, Status.BAD_DAMPING
     )
-
-
-@spectral_block.register
-def _(operator: FactoredKronecker, /) -> SpectralBlock:
-    return _of_factors(operator.input, operator.output, operator.scale, operator.shape)
-
-
-@spectral_block.register
-def _(operator: ExactKronecker, /) -> SpectralBlock:
-    made = _of_factors(operator.input, operator.output, operator.scale, operator.shape)
-    return SpectralBlock(
-        made.input_basis,
-        made.output_basis,
-        made.eigenvalues,
-        made.flags | operator.flags,
-        made.shape,
+    definite = "inverse" in factorizations
+    if definite:
+        positive = xp.min(spectrum) + damping > 0
+        flags = flags | status_unless(xp, positive, Status.NOT_POSITIVE)
+    if check == "raise":
+        raise_for(flags, name)
+    damping = xp.where(good, damping, xp.full_like(damping, xp.nan))
+    made = SpectralOperator(
+        input, output, spectrum, damping, flags, vector_shape, definite=definite
     )
+    return made.prepared(*factorizations, check=check, name=name)
 
 
-@spectral_block.register
-def _(operator: EigenOperator, /) -> SpectralBlock:
-    return SpectralBlock(
-        operator.input_basis,
-        operator.output_basis,
-        operator.moments,
-        operator.flags,
-        operator.shape,
+def _cast_basis(basis: Basis | None, dtype: Any) -> Basis | None:
+    """Return a basis in a dtype; its flags stay what they are."""
+    if basis is None or basis.eigenvectors.dtype == dtype:
+        return basis
+    xp = own_namespace(basis.eigenvectors)
+    return map_structure(
+        lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
+        basis,
     )
-
-
-@spectral_block.register
-def _(operator: FlatOperator, /) -> SpectralBlock:
-    block = operator.block.prepared("eigenbasis")
-    values, xp = block.eigenvalues(shifted=False), own_namespace(operator.block.shift)
-    if isinstance(block, ShiftedDiagonal):
-        values = xp.reshape(values, operator.shape)
-        return SpectralBlock(None, None, values, block.status(), operator.shape)
-    basis = block.eigenvectors()
-    return SpectralBlock(basis, None, values[:, None], block.status(), operator.shape)
-
-
-def _of_factors(
-    input_factor: Shifted, output_factor: Shifted, scale: Array, shape: tuple[int, int]
-) -> SpectralBlock:
-    """Return ``S A (x) G`` from its damped factors."""
-    factors = [part.prepared("eigenbasis") for part in (input_factor, output_factor)]
-    a, g = (part.eigenvalues(shifted=False) for part in factors)
-    bases = [
-        None if isinstance(part, ShiftedDiagonal) else part.eigenvectors()
-        for part in factors
-    ]
-    values = scale[..., None, None] * a[..., :, None] * g[..., None, :]
-    flags = factors[0].status() | factors[1].status()
-    return SpectralBlock(bases[0], bases[1], values, flags, shape)

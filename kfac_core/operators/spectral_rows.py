@@ -1,7 +1,7 @@
 """Weighted norms of examples' gradients in a block's eigenbasis, from their rows.
 
 Conventions.  N examples and M sources with gradients ``D = sum_s x g^T``; w are weights
-of the shape of the eigenvalues, such as ``1 / (s + lam)``, and R the coordinates of D.
+of the shape of the spectrum, such as ``1 / (s + lam)``, and R the coordinates of D.
 Where an example is a single row of a Kronecker basis, R is ``(Q_A^T x) (Q_G^T g)^T``, of
 rank one, and
 
@@ -16,19 +16,19 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, moved_axis, namespace_of
+from kfac_core.array.namespaces import moved_axis, namespace_of
 from kfac_core.layers.rows import Rows
-from kfac_core.operators.spectral import SpectralBlock
+from kfac_core.operators.spectral import SpectralOperator
 
-__all__ = ["row_coordinates", "row_products", "row_squares", "with_ones"]
+__all__ = ["row_coordinates", "row_products", "row_squares"]
 
 
-def row_coordinates(block: SpectralBlock, rows: Any, /) -> Array:
+def row_coordinates(block: SpectralOperator, rows: Any, /) -> Array:
     """Return each example's gradient in the eigenbasis.
 
     Parameters
     ----------
-    block : SpectralBlock
+    block : SpectralOperator
         Of the rows' layer.
     rows : Rows, IdRows or ExampleGradients
         N examples and M sources.
@@ -45,24 +45,24 @@ def row_coordinates(block: SpectralBlock, rows: Any, /) -> Array:
     UnsupportedError
         Where positions of the examples are missing.
     """
-    xp = namespace_of(rows=rows.like, block=block.eigenvalues)
-    if not _turns(block, rows):
+    xp = namespace_of(rows=rows.like, block=block.damping)
+    if not _is_rotated_apart(block, rows):
         vectors = rows.vectors(block.dtype, xp=xp)
         lead = rows.sources, rows.examples
         return block.to_basis(xp.reshape(vectors, (*lead, *block.shape)))
-    turned = rows.turned(block.input_basis, block.output_basis, block.dtype, xp=xp)
-    R = turned.per_example(block.dtype, xp=xp)
+    rotated = _in_basis(block, rows, xp)
+    R = rotated.per_example(block.dtype, xp=xp)
     return moved_axis(R, 0, 2, xp=xp) if block.lead else R
 
 
-def row_squares(block: SpectralBlock, weights: Array, rows: Any, /) -> Array:
+def row_squares(block: SpectralOperator, weights: Array, rows: Any, /) -> Array:
     """Return ``sum_ij w_ij R_ij^2`` of each gradient.
 
     Parameters
     ----------
-    block : SpectralBlock
+    block : SpectralOperator
         Of the rows' layer.
-    weights : array, of the shape of the eigenvalues
+    weights : array, of the shape of the spectrum
         w.
     rows : Rows, IdRows or ExampleGradients
         N examples and M sources.
@@ -81,7 +81,7 @@ def row_squares(block: SpectralBlock, weights: Array, rows: Any, /) -> Array:
     -----
     ``2 N (n^2 + n m + M m^2)`` flops for single rows, and no matrix of any example.
     """
-    xp = namespace_of(rows=rows.like, block=block.eigenvalues)
+    xp = namespace_of(rows=rows.like, block=block.damping)
     if not _is_rank_one(block, rows):
         R = row_coordinates(block, rows)
         axes = tuple(range(2, R.ndim))
@@ -92,7 +92,7 @@ def row_squares(block: SpectralBlock, weights: Array, rows: Any, /) -> Array:
     return xp.sum(total, axis=0) if block.lead else total
 
 
-def row_products(block: SpectralBlock, weights: Array, rows: Any, /) -> Array:
+def row_products(block: SpectralOperator, weights: Array, rows: Any, /) -> Array:
     """Return ``sum_ij w_ij R_ij R'_ij`` of each example's pairs of sources.
 
     Parameters
@@ -114,7 +114,7 @@ def row_products(block: SpectralBlock, weights: Array, rows: Any, /) -> Array:
     -----
     ``2 N (n^2 + n m + M m^2 + M^2 m)`` flops for single rows.
     """
-    xp = namespace_of(rows=rows.like, block=block.eigenvalues)
+    xp = namespace_of(rows=rows.like, block=block.damping)
     if not _is_rank_one(block, rows):
         R = moved_axis(row_coordinates(block, rows), 0, 1, xp=xp)
         left = xp.reshape(R * weights, (*R.shape[:2], -1))
@@ -127,18 +127,16 @@ def row_products(block: SpectralBlock, weights: Array, rows: Any, /) -> Array:
     return xp.sum(total, axis=0) if block.lead else total
 
 
-def with_ones(rows: Rows, dtype: Any, /, *, xp: Namespace) -> Array:
-    """Return the x with their homogeneous coordinate, shape ((Q,) N, S, n).
-
-    It is 1 in masked rows too, whose g is zero.
-    """
-    x = cast(xp, rows.inputs, dtype)
-    if not rows.homogeneous:
-        return x
-    return xp.concat([x, xp.ones_like(x[..., :1])], axis=-1)
+def _in_basis(block: SpectralOperator, rows: Rows, xp: Namespace) -> Rows:
+    """Return the rows ``Q_A^T x`` and ``Q_G^T g``."""
+    Q_A, Q_G = (
+        None if basis is None else basis.eigenvectors
+        for basis in (block.input, block.output)
+    )
+    return rows.in_basis(Q_A, Q_G, block.dtype, xp=xp)
 
 
-def _turns(block: SpectralBlock, rows: Any) -> bool:
+def _is_rotated_apart(block: SpectralOperator, rows: Any) -> bool:
     """Whether the block's bases turn x and g apart, in the groups of the rows."""
     if not (block.is_kronecker and isinstance(rows, Rows)):
         return False
@@ -146,14 +144,16 @@ def _turns(block: SpectralBlock, rows: Any) -> bool:
     return grouped == bool(block.lead)
 
 
-def _is_rank_one(block: SpectralBlock, rows: Any) -> bool:
+def _is_rank_one(block: SpectralOperator, rows: Any) -> bool:
     single: bool = rows.positions == 1
-    return single and _turns(block, rows)
+    return single and _is_rotated_apart(block, rows)
 
 
-def _rank_one(block: SpectralBlock, rows: Rows, xp: Namespace) -> tuple[Array, Array]:
+def _rank_one(
+    block: SpectralOperator, rows: Rows, xp: Namespace
+) -> tuple[Array, Array]:
     """Return ``Q_A^T x`` and ``Q_G^T g``, shapes ((Q,) N, n) and ((Q,) M, N, m)."""
     rows.require_all_positions()
-    turned = rows.turned(block.input_basis, block.output_basis, block.dtype, xp=xp)
-    x = with_ones(turned, block.dtype, xp=xp)
-    return x[..., 0, :], turned.output_grads[..., 0, :]
+    rotated = _in_basis(block, rows, xp)
+    x = rotated.full_inputs(block.dtype, xp=xp)
+    return x[..., 0, :], rotated.output_grads[..., 0, :]

@@ -23,7 +23,7 @@ from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, status_
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import DampingError
-from kfac_core.operators.spectral import SpectralBlock, spectral_block
+from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["BlockPosterior", "block_posterior"]
 
@@ -34,7 +34,7 @@ class BlockPosterior:
 
     Attributes
     ----------
-    curvature : SpectralBlock
+    curvature : SpectralOperator
         F in its eigenbasis.
     examples, prior_precision : array, 0-d
         N and tau.
@@ -42,7 +42,7 @@ class BlockPosterior:
         What a message should call it, and whether trouble raises.
     """
 
-    curvature: SpectralBlock
+    curvature: SpectralOperator
     examples: Array
     prior_precision: Array
     name: str
@@ -57,8 +57,8 @@ class BlockPosterior:
         return self._with("examples", examples)
 
     def eigenvalues(self) -> Array:
-        """Return ``N s + tau``, of the shape of the curvature's eigenvalues."""
-        return self.examples * self.curvature.eigenvalues + self.prior_precision
+        """Return ``N s + tau``, of the shape of the curvature's spectrum."""
+        return self.examples * self.curvature.spectrum + self.prior_precision
 
     def multiply(self, vectors: Array, /) -> Array:
         """Return ``P v``, for vectors of shape (..., in(+1), out)."""
@@ -106,7 +106,7 @@ class BlockPosterior:
         """Return the flags of the decomposition and of N and tau, 0-d int32."""
         xp, N, tau = self.curvature.namespace, self.examples, self.prior_precision
         good = xp.isfinite(N) & (N >= 0) & xp.isfinite(tau) & (tau > 0)
-        return self.curvature.flags | status_unless(xp, good, Status.BAD_DAMPING)
+        return self.curvature.status() | status_unless(xp, good, Status.BAD_DAMPING)
 
     def _with(self, key: str, value: Scalar) -> BlockPosterior:
         x = _entered(value, self.name, key, F=self.curvature, check=self.check)
@@ -132,7 +132,7 @@ def block_posterior(
 
     Parameters
     ----------
-    operator : CurvatureOperator or SpectralBlock
+    operator : CurvatureOperator
         The curvature F, averaged over examples.  An operator's own damping is left out.
     examples : float or 0-d array
         N, finite and >= 0; see the module's conventions for noise and temperature.
@@ -164,14 +164,14 @@ def block_posterior(
     Networks"; for the prior added exactly, in the eigenbases, Immer et al. (2021),
     arXiv:2104.04975.
     """
-    F = operator if isinstance(operator, SpectralBlock) else spectral_block(operator)
+    F: SpectralOperator = operator.spectral(check=check, name=name)
     N = _entered(examples, name, "examples", F=F, check=check)
     tau = _entered(prior_precision, name, "prior_precision", F=F, check=check)
     return BlockPosterior(F, N, tau, name, check)
 
 
 def _entered(
-    value: Scalar, name: str, key: str, /, *, F: SpectralBlock, check: Check
+    value: Scalar, name: str, key: str, /, *, F: SpectralOperator, check: Check
 ) -> Array:
     """Return N or tau as a 0-d array; an array is looked at where that may wait."""
     entered = as_scalar(F.namespace, value, F.dtype, key)
@@ -185,7 +185,7 @@ def _entered(
         raise DampingError(
             f"Block {name!r}: expected a finite `{key}` {bound}, got {float(entered)}."
         )
-    return full_of(F.namespace, entered, F.eigenvalues)
+    return full_of(F.namespace, entered, F.damping)
 
 
 def _in_range(value: Any, key: str) -> Any:

@@ -24,7 +24,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
 from kfac_core.layers.rows import Batch
 from kfac_core.layers.whole_rows import whole_rows
-from kfac_core.operators.spectral import SpectralBlock
+from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.posterior.block import BlockPosterior, block_posterior
 from kfac_core.posterior.evidence import Evidence
 from kfac_core.posterior.functional import (
@@ -105,7 +105,7 @@ class Posterior:
         KFACError
             As `spectral_blocks` and `block_posterior`.
         """
-        found: dict[str, SpectralBlock] = spectral_blocks(
+        found: dict[str, SpectralOperator] = spectral_blocks(
             blocks, statistics, debias=debias, precision=precision, check=check
         )
         taus = _by_block(prior_precision, found)

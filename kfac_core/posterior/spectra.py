@@ -14,7 +14,7 @@ from kfac_core.array.status import Check
 from kfac_core.block import Block
 from kfac_core.errors import UnknownBlockError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.operators.spectral import SpectralBlock, spectral_block
+from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["require_same_blocks", "spectral_blocks"]
 
@@ -29,14 +29,14 @@ def spectral_blocks(
     debias: bool = True,
     precision: Precision = _FULL_PRECISION,
     check: Check = "raise",
-) -> dict[str, SpectralBlock]:
+) -> dict[str, SpectralOperator]:
     """Decompose the curvature of each block, as its statistics are now.
 
     Parameters
     ----------
     blocks : mapping of str to Block
         With the approximations Kronecker, Eigen, Diagonal, Full, or any other whose
-        operator `kfac_core.operators.spectral.spectral_block` knows.
+        operator has `kfac_core.CurvatureOperator.spectral`.
     statistics : mapping of str to Statistics
         Of the same blocks; never modified.
     debias : bool
@@ -44,11 +44,11 @@ def spectral_blocks(
     precision : Precision
         Of computing and applying.
     check : {"raise", "status"}
-        Whether trouble raises, or is in each block's ``flags``.
+        Whether trouble raises, or is in each block's ``status()``.
 
     Returns
     -------
-    dict of str to SpectralBlock
+    dict of str to SpectralOperator
         By the names of the blocks.
 
     Raises
@@ -80,7 +80,7 @@ def spectral_blocks(
             name=name,
         )
         try:
-            found[name] = spectral_block(operator)
+            found[name] = operator.spectral(check=check, name=name)
         except UnsupportedError as error:
             raise UnsupportedError(f"Block {name!r}: {error}") from None
     return found

@@ -1,10 +1,11 @@
 """How near each approximation comes to the exact block, and what it costs.
 
 Two numbers say how near.  *Block* is ``|F' - F| / |F|`` in the Frobenius norm.  *Decrease*
-is about what the block is for: with the damped exact block ``M = F + lam I``, the mean
-gradient v, and a direction u, the best step along u lowers the quadratic model by
-``(v.u)^2 / 2 u.Mu``; this is given as a share of the most that any direction does,
-``v.M^-1 v / 2``.  It is 1 for the exact block, and never more.
+is about what the block is for: with the damped exact block ``M = F + lam I``, the gradient
+v of a mini-batch, and a direction u, the best step along u lowers the quadratic model by
+``(v.u)^2 / 2 u.Mu``.  The sum of this over mini-batches is given as a share of the most
+that directions can reach, the sum of ``v.M^-1 v / 2``.  It is 1 for the exact block, and
+never more.
 
 Two say what it costs.  *Kept* is the number of floats that the statistics hold, counted
 in the arrays.  *Flops* are those of a refresh and ten products, by the formulas of
@@ -44,29 +45,41 @@ def fidelities(seen: Seen) -> list[Fidelity]:
     """Return every approximation that goes together with a layer, cheapest first."""
     F = seen.dense_block()
     lam = DAMPING * np.trace(F) / len(F)
-    M, v = F + lam * np.eye(len(F)), seen.gradient
-    most = float(np.sum(v * np.linalg.solve(M, v.ravel()).reshape(v.shape)))
+    M, V = F + lam * np.eye(len(F)), seen.gradients
+    most = decrease(V, np.linalg.solve(M, flat(V).T).T.reshape(V.shape), M)
     rows = []
     for name, approximation in catalogue(seen).items():
         block = kc.Block(seen.layer, approximation)
         statistics = fed(block, seen)
         rule: Any = "factored" if isinstance(approximation, kc.Series) else "exact"
         operator = block.operator(statistics, damping=float(lam), rule=rule)
-        u = operator.multiply_inverse(v)
+        U = np.stack([operator.multiply_inverse(v) for v in V])
         found = operator.to_dense(damped=False)
-        decrease = np.sum(v * u) ** 2 / (u.ravel() @ M @ u.ravel()) / most
         rows.append(
             Fidelity(
                 name,
                 float(np.linalg.norm(found - F) / np.linalg.norm(F)),
-                float(decrease),
+                decrease(V, U, M) / most,
                 kept(statistics),
                 flops(approximation, seen),
             )
         )
-    plain = np.sum(v * v) ** 2 / (v.ravel() @ M @ v.ravel()) / most
-    rows.append(Fidelity("the gradient itself", 1.0, float(plain), 0, 0.0))
+    plain = decrease(V, V, M) / most
+    rows.append(Fidelity("the gradient itself", 1.0, plain, 0, 0.0))
     return sorted(rows, key=lambda row: row.kept)
+
+
+def decrease(V: Array, U: Array, M: Array) -> float:
+    """Return the sum over gradients of ``(v.u)^2 / u.Mu``, u the direction of each."""
+    V, U = flat(V), flat(U)
+    slopes = np.sum(V * U, axis=1)
+    curvatures = np.sum(U @ M * U, axis=1)
+    return float(np.sum(slopes**2 / curvatures))
+
+
+def flat(V: Array) -> Array:
+    """Return matrices as rows."""
+    return V.reshape(len(V), -1)
 
 
 def catalogue(seen: Seen) -> dict[str, Any]:
@@ -122,7 +135,7 @@ def kept(statistics: kc.Statistics) -> int:
 
 def flops(approximation: Any, seen: Seen) -> float:
     """Return what a refresh and `PRODUCTS` products take."""
-    n, m = seen.gradient.shape
+    _, n, m = seen.gradients.shape
     cubes, product = float(n**3 + m**3), 2.0 * n * m * (n + m)
     match approximation:
         case kc.Diagonal():

@@ -1,9 +1,12 @@
 """Three small networks on scikit-learn's digits, and what one layer of each sees.
 
 Each is trained for a while by gradient descent, since curvature at random weights is of
-little interest.  The vectors that are back-propagated are the columns of a square root of
-the softmax's Hessian, one source for each class, so that nothing is sampled and the dense
-block below is the Gauss-Newton matrix itself.
+little interest.  The rates are small enough for the loss to fall at every step: above the
+stability limit, 2 over the largest curvature, gradient descent amplifies roundoff, and
+the numbers would depend on the order in which a processor adds.  The vectors that are
+back-propagated are the columns of a square root of the softmax's Hessian, one source for
+each class, so that nothing is sampled and the dense block below is the Gauss-Newton
+matrix itself.
 """
 
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from kfac_core.losses import Categorical, vectors
 Array = np.ndarray[Any, Any]
 
 CLASSES = 10
+MINI_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Seen:
     """Shape (N, ..., in)."""
     output_grads: Array
     """Shape (M, N, ..., out), one source for each class."""
-    gradient: Array
-    """The mean gradient of the loss, as the block's matrix."""
+    gradients: Array
+    """The mean gradients of mini-batches, as the block's matrices, (batches, n, m)."""
     rows: Array
     """x with its 1, shape (N, S, n)."""
 
@@ -115,29 +119,35 @@ class Network:
         """Return what the layer saw; `shape` is that of the shared positions."""
         _, _, z = self.forward()
         g = self.backward(square_roots(z))
-        v = (softmax(z) - self.labels) / len(z)
-        gradient = np.einsum("nsi,nso->io", self.x, self.backward(v))
         g = g.reshape(*g.shape[:2], *shape, g.shape[-1])
-        return Seen(title, layer, inputs, g, gradient, self.x)
+        gradients = by_mini_batch(self.x, self.backward(softmax(z) - self.labels))
+        return Seen(title, layer, inputs, g, gradients, self.x)
 
 
-def dense(*, count: int = 512, steps: int = 200) -> Seen:
+def by_mini_batch(rows: Array, output_grads: Array) -> Array:
+    """Return the mean gradient of each mini-batch, shape (batches, n, m)."""
+    x = rows.reshape(-1, MINI_BATCH, *rows.shape[1:])
+    g = output_grads.reshape(-1, MINI_BATCH, *output_grads.shape[1:])
+    return np.asarray(np.einsum("bnsi,bnso->bio", x, g) / MINI_BATCH)
+
+
+def dense(*, count: int = 512, steps: int = 400) -> Seen:
     """The hidden layer of a 16-12-10 network on digits of 4 by 4 pixels."""
     x, labels = images(4, count)
     x = x.reshape(count, 16)
-    network = Network(x[:, None], labels, hidden=12).trained(steps=steps, rate=1.0)
+    network = Network(x[:, None], labels, hidden=12).trained(steps=steps, rate=0.5)
     layer = kc.Dense(in_features=16, out_features=12, bias=True, weight_layout="io")
     return network.seen("dense layer, 17 x 12", layer, x, ())
 
 
-def convolution(*, count: int = 256, steps: int = 200) -> Seen:
+def convolution(*, count: int = 256, steps: int = 800) -> Seen:
     """A convolution of 3 x 3, from 4 channels to 6, under a mean over 16 positions."""
     x, labels = images(4, count)
     rng = np.random.default_rng(2)
     first = rng.normal(size=(9, 4)) / 3.0
     features = np.tanh(2.0 * patches(x[..., None]) @ first).reshape(count, 4, 4, 4)
     network = Network(patches(features), labels, hidden=6)
-    network.trained(steps=steps, rate=1.0)
+    network.trained(steps=steps, rate=0.5)
     layer = kc.Conv(
         in_channels=4,
         out_channels=6,
@@ -160,7 +170,7 @@ def patches(x: Array) -> Array:
     return np.concatenate(parts, axis=-1).reshape(len(x), height * width, -1)
 
 
-def recurrent(*, count: int = 256, steps: int = 100, hidden: int = 8) -> Seen:
+def recurrent(*, count: int = 256, steps: int = 400, hidden: int = 8) -> Seen:
     """A tanh cell that reads digits of 8 by 8 pixels row by row, 8 steps."""
     x, labels = images(8, count)
     rng = np.random.default_rng(3)
@@ -171,18 +181,18 @@ def recurrent(*, count: int = 256, steps: int = 100, hidden: int = 8) -> Seen:
         last = with_ones(states[:, -1])
         v = (softmax(last @ head) - labels) / count
         g = through_time(v @ head[:-1].T, states, W)
-        head -= last.T @ v
-        W -= 0.5 * np.einsum("nsi,nso->io", rows, g)
+        head -= 0.05 * last.T @ v
+        W -= 0.05 * np.einsum("nsi,nso->io", rows, g)
     rows, states = unrolled(x, W)
     z = with_ones(states[:, -1]) @ head
     g = through_time(square_roots(z) @ head[:-1].T, states, W)
-    v = (softmax(z) - labels) / count
-    gradient = np.einsum("nsi,nso->io", rows, through_time(v @ head[:-1].T, states, W))
+    v = softmax(z) - labels
+    gradients = by_mini_batch(rows, through_time(v @ head[:-1].T, states, W))
     layer = kc.Dense(
         in_features=8 + hidden, out_features=hidden, bias=True, weight_layout="io"
     )
     title = f"recurrent layer, {8 + hidden + 1} x {hidden}, 8 steps"
-    return Seen(title, layer, rows[..., :-1], g, gradient, rows)
+    return Seen(title, layer, rows[..., :-1], g, gradients, rows)
 
 
 def unrolled(x: Array, W: Array) -> tuple[Array, Array]:

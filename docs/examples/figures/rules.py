@@ -32,20 +32,20 @@ class Damped:
 
 def unbalanced(seen: Seen) -> tuple[kc.Block, kc.Statistics, Array, Array]:
     """Return the block, its statistics, and its two factors in plain NumPy."""
-    n, m = seen.gradient.shape
+    _, n, m = seen.gradients.shape
     layer = kc.Dense(in_features=n - 1, out_features=m, bias=False, weight_layout="io")
     x, g = seen.inputs * 0.1, seen.output_grads * 10.0
     block = kc.Block(layer, kc.Kronecker())
-    scaled = Seen(seen.title, layer, x, g, seen.gradient[:-1], x[:, None])
+    scaled = Seen(seen.title, layer, x, g, seen.gradients[:, :-1], x[:, None])
     A = x.T @ x / len(x)
     G = np.einsum("mno,mnp->op", g, g) / len(x)
     return block, fed(block, scaled), A, G
 
 
 def compared(seen: Seen, *, dampings: Array) -> list[Damped]:
-    """Return every rule at every damping, for the mean gradient."""
+    """Return every rule at every damping, for the gradient of one mini-batch."""
     block, statistics, A, G = unbalanced(seen)
-    v = seen.gradient[:-1]
+    v = seen.gradients[0, :-1]
     F = np.kron(A, G)
     mean = np.trace(F) / len(F)
     found = []

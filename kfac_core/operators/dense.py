@@ -1,0 +1,130 @@
+"""A block that is one full damped matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.status import Check
+from kfac_core.array.structure import replaced, structure
+from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
+from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.operators.spectral import SpectralOperator
+
+__all__ = ["DenseOperator"]
+
+
+@structure(static=("vector_shape",))
+class DenseOperator(CurvatureOperator):
+    """The snapshot ``F + lam I`` of a full matrix F; see `CurvatureOperator`.
+
+    F acts on the vector V of shape ``(in(+1), out)`` flattened row-major, ``2 (n m)^2``
+    flops.  Damping is exact, whatever the rule: there is nothing to split it over.
+
+    Attributes
+    ----------
+    block : ShiftedMatrix
+        ``F + lam I``, of as many rows as the vector has numbers.
+    vector_shape : tuple of int
+        The shape ``(in(+1), out)`` of the vectors.
+    """
+
+    block: ShiftedMatrix
+    vector_shape: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape ``(in(+1), out)`` of the vectors."""
+        return self.vector_shape
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(*lead, n, m)`` of one vector for each part of a stack."""
+        return (*self.block.lead, *self.vector_shape)
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """The shape of a flattened vector, one column."""
+        return (*self.block.lead, self.block.size, 1)
+
+    @property
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+        return self.block.applied.like
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return self.block.factorizations
+
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> DenseOperator:
+        """Return the same operator with factorizations made that were missing."""
+        block = self.block.prepared(*factorizations, check=check, name=name)
+        return self if block is self.block else replaced(self, block=block)
+
+    def spectral(
+        self, *, check: Check = "raise", name: str = "block"
+    ) -> SpectralOperator:
+        """Return F in its eigenbasis, without damping; about ``9 (n m)^3`` flops."""
+        block = self.block.prepared("eigenbasis", check=check, name=name)
+        xp = own_namespace(block.shift)
+        return SpectralOperator(
+            block.basis,
+            None,
+            block.eigenvalues(shifted=False)[..., :, None],
+            xp.zeros_like(self.like[..., 0, 0]),
+            block.status(),
+            self.vector_shape,
+        )
+
+    def trace(self, *, damped: bool = True) -> Array:
+        """Return the trace, 0-d."""
+        return self.block.trace(shifted=damped)
+
+    def logdet(self) -> Array:
+        """Return ``log det (F + lam I)``, 0-d."""
+        return self.block.logdet()
+
+    def eigenvalues(self, *, damped: bool = True) -> Array:
+        """Return the eigenvalues, ascending."""
+        return self.block.eigenvalues(shifted=damped)
+
+    def to_dense(self, *, damped: bool = True) -> Array:
+        """Return the matrix."""
+        return self.block.dense(shifted=damped)
+
+    def status(self) -> Array:
+        """Return the flags of the factorizations."""
+        return self.block.status()
+
+    def parts(self) -> dict[str, Any]:
+        """Return the damped matrix."""
+        return {"block": self.block}
+
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        return self.block.multiply(V, shifted=damped)
+
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        return self.block.solve(V)
+
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        return self.block.power(V, exponent)
+
+    def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        return self.block.lower_multiply(V, transpose=transpose)
+
+    def _lower_solve(self, V: Array, xp: Namespace, transpose: bool) -> Array:
+        return self.block.lower_solve(V, transpose=transpose)
+
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        """Return ``L^-T z``."""
+        return self.block.lower_solve(Z, transpose=True)
+
+    def _dampings(self) -> dict[str, Array]:
+        return {"damping": self.block.shift}

@@ -1,0 +1,30 @@
+"""What operators ask of the damped factors that they are made of."""
+
+from __future__ import annotations
+
+from kfac_core.factors.factor import Shifted
+from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.rank_one import ShiftedRankOne
+from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+
+__all__ = ["eigenbasis_of"]
+
+
+def eigenbasis_of(part: Shifted, /) -> Basis | None:
+    """Return the eigendecomposition of a factor; None for a diagonal, which needs none.
+
+    Parameters
+    ----------
+    part : ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
+        With its eigenbasis prepared.
+
+    Returns
+    -------
+    Basis or None
+        Of the factor without its shift.
+    """
+    if isinstance(part, ShiftedDiagonal):
+        return None
+    matrix = part.whole if isinstance(part, ShiftedRankOne) else part
+    assert matrix is not None
+    return matrix.basis
