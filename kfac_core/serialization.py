@@ -235,6 +235,8 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
 def _template(values: _Values, network: Network, name: str) -> BlockState:
     """Return a state of nothing, with statistics and an operator where values are."""
     held = [part for part in ("statistics", "operator") if values.holds(part)]
+    if "operator" not in held and values.holds("damping"):
+        raise StateError("damping belongs to no operator.")
     if not held:
         return BlockState()
     block, like = network.blocks[name], values.like(held[0])

@@ -279,7 +279,7 @@ DAMAGE = {
     "age": (put(f"{VALUES}/age", 0.5), "'full'.*age.*0.5"),
     "no_failures": (drop(f"{VALUES}/failures"), "'full'.*failures is missing"),
     "operator_damping": (put(f"{VALUES}/damping", -1.0), "'full'.*damping.*-1.0"),
-    "damping_alone": (without("operator."), "'full'.*damping.*belong to nothing"),
+    "damping_alone": (without("operator."), "'full'.*damping belongs to no operator"),
     "operator_alone": (drop(f"{VALUES}/damping"), "'full'.*damping is missing"),
     "sum_nan": (put(SUM, filled(np.nan)), "'full'.*averages.input.sum.*NaN"),
     "sum_inf": (put(SUM, filled(np.inf)), "'full'.*averages.input.sum.*infinity"),
