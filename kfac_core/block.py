@@ -25,7 +25,7 @@ import numpy as np
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
-from kfac_core.array.finite import known_finite
+from kfac_core.array.finite import known_true
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -549,7 +549,7 @@ class UpdateBlock:
         )
         if self.max_patch_elements is not None:
             new, status = self._by_parts(block, statistics, batch, options)
-            return replaced(new, status=flags | status)
+            return _with_status(new, flags | status)
         rows = block.rows(batch, stack=stack) if stack else block.rows(batch)
         _require_place(statistics, rows)
         if isinstance(rows, IdRows):
@@ -561,9 +561,7 @@ class UpdateBlock:
             new = block.approximation.updated(statistics, rows, block.layer, options)
             if not isinstance(rows, IdRows):
                 flags = flags | _finite_status(block, rows, new, options, stack)
-        new = replaced(new, status=flags)
-        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
-        return _of_arrays(new) if isinstance(flags, (np.generic, np.ndarray)) else new
+        return _with_status(new, flags)
 
     def _by_parts(
         self,
@@ -820,16 +818,24 @@ class Product:
         return 2 * n * m * (n + m)
 
 
-def _of_arrays(statistics: Statistics) -> Statistics:
-    """Return statistics with 0-d arrays in place of NumPy's scalars."""
-    averages = {
-        # Of a matrix only the weight can have become one: the common case, done quickly.
-        name: Average(average.sum, np.asarray(average.weight))
-        if type(average) is Average and type(average.sum) is SymmetricMatrix
-        else map_structure(np.asarray, average)
-        for name, average in statistics.averages.items()
-    }
-    return Statistics(averages, np.asarray(statistics.status), statistics.bases)
+def _with_status(statistics: Statistics, status: Any) -> Statistics:
+    """Return statistics with other flags, and no NumPy scalars in the place of arrays."""
+    averages = statistics.averages
+    if isinstance(status, np.generic | np.ndarray):
+        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
+        status = np.asarray(status)
+        averages = {name: _of_arrays(held) for name, held in averages.items()}
+    return Statistics(averages, status, statistics.bases)
+
+
+def _of_arrays(average: Any) -> Any:
+    """Return an average without NumPy's scalars."""
+    if type(average) is not Average:
+        return map_structure(np.asarray, average)
+    total = average.sum
+    if isinstance(total, np.generic):
+        total = np.asarray(total)
+    return Average(total, np.asarray(average.weight))
 
 
 def _require_place(statistics: Statistics, rows: Any) -> None:
@@ -860,7 +866,7 @@ def _finite_status(
         total = new.averages[name].sum
         if name in options.skip or not isinstance(total, SymmetricMatrix):
             continue
-        if known_finite(xp.linalg.diagonal(total.array), xp=xp):
+        if known_true(xp.isfinite(xp.linalg.diagonal(total.array)), xp=xp):
             known.append(argument)
     if stack:
         return rows.status_of_stack(xp=xp, known=frozenset(known))

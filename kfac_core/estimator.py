@@ -435,7 +435,11 @@ class Estimator:
         Two matrix products a block, ``2 n m (n + m)`` flops; never synchronizes with a
         device.
         """
-        return self.apply("multiply_inverse", gradients)
+        if "inverse" not in self.network.refreshing.factorizations:
+            return self.apply("multiply_inverse", gradients)
+        return self.network.apply(
+            "multiply_inverse", self.state, gradients, executor=self._executor
+        )
 
     def apply(
         self,

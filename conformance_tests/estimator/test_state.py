@@ -203,7 +203,7 @@ def filled(value):
 VALUES = "blocks/full/values"
 SUM = f"{VALUES}/statistics.averages.input.sum"
 WEIGHT = f"{VALUES}/statistics.averages.input.weight"
-MADE_FROM = f"{VALUES}/operator.input.matrix"
+MADE_FROM = f"{VALUES}/operator.input.damped.matrix"
 INVERSE = f"{VALUES}/operator.input.inverse"
 
 
@@ -303,9 +303,9 @@ DAMAGE = {
     "other_operator": (other_operator, "'full'.*operator"),
     "operator_nan": (
         put(MADE_FROM, filled(np.nan)),
-        "'full'.*operator.input.matrix.*NaN",
+        "'full'.*operator.input.damped.matrix.*NaN",
     ),
-    "operator_shape": (put(MADE_FROM, shaped(2, 2)), "'full'.*operator.input.matrix"),
+    "operator_shape": (put(MADE_FROM, shaped(2, 2)), "'full'.*operator.input.damped.matrix"),
     "operator_solving": (
         put(f"{VALUES}/operator.input.solving", "never"),
         "'full'.*solving.*'inverse', 'triangular'.*'never'",

@@ -19,7 +19,7 @@ DAMPING = 0.3
 @pytest.fixture
 def asked(on_one_thread, monkeypatch):  # noqa: F811
     """What PyTorch's adapter made of the arrays that it was asked for a view of."""
-    operations = backend_module._operations_by_namespace["array_api_compat.torch"]
+    operations = backend_module.operations_by_namespace["array_api_compat.torch"]
     found, own = [], operations["host_view"]
 
     def told(x, /, *, xp):

@@ -33,11 +33,9 @@ from typing import Any, get_args
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import plain_number
 from kfac_core.array.namespaces import (
     as_scalar,
     cast,
-    device_of,
     full_of,
     status_unless,
 )
@@ -271,18 +269,13 @@ def kronecker_operator(
     compute, apply = options.dtypes(statistics.dtype, xp=xp)
     sides = ("input", "output")
     values = [
-        kind.cast(
-            statistics.averages[side].value(debias=options.debias), compute, xp=xp
+        kind.value(
+            statistics.averages[side], debias=options.debias, dtype=compute, xp=xp
         )
         for kind, side in zip(kinds, sides, strict=True)
     ]
-    number = plain_number(scale, xp=xp)
-    if number is not None:
-        number = number if number > 0 else 1.0
-        S = xp.full((), number, dtype=compute, device=device_of(scale))
-    else:
-        S = cast(xp, scale, compute)
-        S = xp.where(S > 0, S, xp.ones_like(S))
+    S = cast(xp, scale, compute)
+    S = xp.where(S > 0, S, 1.0)
     damping = as_scalar(xp, options.damping, compute, "damping")
     lam = full_of(xp, damping, S)
     means = [k.mean_eigenvalue(value) for k, value in zip(kinds, values, strict=True)]

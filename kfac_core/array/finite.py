@@ -14,7 +14,7 @@ __all__ = [
     "all_finite",
     "is_plain",
     "is_readable",
-    "known_finite",
+    "known_true",
     "plain_number",
     "truth_of",
 ]
@@ -40,21 +40,21 @@ def all_finite(x: Array, /, *, xp: Namespace) -> Array:
 
 
 @dispatched
-def known_finite(x: Array, /, *, xp: Namespace) -> bool:
-    """Whether the host knows at once that every number of an array is finite.
+def known_true(condition: Array, /, *, xp: Namespace) -> bool:
+    """Whether the host knows at once that all of a condition holds.
 
     Parameters
     ----------
-    x : array
-        Of any shape and real floating dtype.
+    condition : array of bool
+        Of any shape.
     xp : namespace
         Of the array.
 
     Returns
     -------
     bool
-        False where some number is not, and where only waiting for a device, or for a
-        value that is being traced, would say so: this one never waits.
+        False where some of it does not hold, and where only synchronizing with a device,
+        or a value that is being traced, would say so.
     """
     return False
 

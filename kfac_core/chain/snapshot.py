@@ -1,10 +1,10 @@
 """How the operator of a chain of layers is made from its statistics.
 
-Conventions as in `kfac_core.chain.operator`.  The ladder of `kfac_core.linalg.ladder` makes
-the Cholesky factors of the layers' damped moments.  What is made from these and the moments
-between layers has a ladder of two rungs, working precision and float64, each accepted only
-where no certificate is above its limit, no correlation is above 1 by more than that
-limit, and everything to be divided by is positive.
+Conventions as in `kfac_core.chain.operator`.  The chain of `kfac_core.linalg.fallback`
+makes the Cholesky factors of the layers' damped moments.  What is made from these and the
+moments between layers has a chain of two steps, working precision and float64, each
+accepted only where no certificate is above its limit, no correlation is above 1 by more
+than that limit, and everything to be divided by is positive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kfac_core.chain.operator import TridiagonalOperator
 from kfac_core.chain.statistics import ChainStatistics
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.average import Average
-from kfac_core.linalg.factorizations import Fallback
+from kfac_core.linalg.fallback import Fallback
 from kfac_core.linalg.series_chain import Root
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.triangular import solve_triangular
@@ -157,8 +157,8 @@ def _made(
 
 def _root(factor: ShiftedMatrix, xp: Namespace) -> Root:
     """Return L and ``L^-T``; the moment between layers has still to be put in."""
-    assert factor.positive is not None
-    L = factor.positive.lower
+    assert factor.cholesky is not None
+    L = factor.cholesky.lower
     eye = xp.eye(factor.size, dtype=L.dtype, device=device_of(L))
     finite = xp.all(xp.isfinite(L))
     # Some libraries raise where a factor is NaN.

@@ -16,7 +16,6 @@ import math
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import plain_number
 from kfac_core.array.namespaces import NUMBER, Scalar, own_namespace
 from kfac_core.array.structure import map_structure, structure
 from kfac_core.errors import DecayError
@@ -48,21 +47,18 @@ class Average:
         if not debias:
             return self.sum
         xp = own_namespace(self.weight)
-        inverse: Scalar
-        weight = plain_number(self.weight, xp=xp)
-        if weight is not None:
-            inverse = 1.0 / weight if weight > 0 else 1.0
-            if inverse == 1.0:
-                return self.sum
-            if isinstance(self.sum, SymmetricMatrix):
-                return SymmetricMatrix.multiple(self.sum, inverse)
-        else:
-            inverse = 1.0 / xp.where(
-                self.weight > 0, self.weight, xp.ones_like(self.weight)
-            )
+        factor = self.factor(debias=True)
         if isinstance(self.sum, SymmetricMatrix):
-            return self.sum.scaled(_beside(inverse, self.sum.array, xp))
-        return map_structure(lambda x: x * _beside(inverse, x, xp), self.sum)
+            return self.sum.scaled(_beside(factor, self.sum.array, xp))
+        return map_structure(lambda x: x * _beside(factor, x, xp), self.sum)
+
+    def factor(self, *, debias: bool) -> Array:
+        """Return what the sum is multiplied by to be the average, or 1, 0-d."""
+        xp = own_namespace(self.weight)
+        if not debias:
+            return xp.ones_like(self.weight)
+        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
+        return xp.asarray(1.0 / xp.where(self.weight > 0, self.weight, 1.0))
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""

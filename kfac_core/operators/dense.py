@@ -51,7 +51,7 @@ class DenseOperator(CurvatureOperator):
     @property
     def like(self) -> Array:
         """An array of the operator's library, device and dtype."""
-        return self.block.applied.like
+        return self.block.applied.array
 
     @property
     def factorizations(self) -> frozenset[Factorization]:

@@ -180,7 +180,7 @@ class LowRankOperator(CurvatureOperator):
 
     def status(self) -> Array:
         """Return the flags, of the factors too, 0-d int32."""
-        return self.flags | self.input.flags | self.output.flags
+        return self.flags | self.input.status | self.output.status
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         return self._by_subspace(V, self._spectrum(damped), xp)

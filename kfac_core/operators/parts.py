@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kfac_core.factors.factor import Shifted
-from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 
 __all__ = ["eigenbasis_of"]
 
 
-def eigenbasis_of(part: Shifted, /) -> Basis | None:
+def eigenbasis_of(part: Shifted, /) -> Eigendecomposition | None:
     """Return the eigendecomposition of a factor; None for a diagonal, which needs none.
 
     Parameters
@@ -20,7 +20,7 @@ def eigenbasis_of(part: Shifted, /) -> Basis | None:
 
     Returns
     -------
-    Basis or None
+    Eigendecomposition or None
         Of the factor without its shift.
     """
     if isinstance(part, ShiftedDiagonal):

@@ -34,7 +34,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced, structure
 from kfac_core.errors import ShapeError, UnsupportedError
-from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
@@ -58,7 +58,7 @@ class SpectralOperator(CurvatureOperator):
 
     Attributes
     ----------
-    input, output : Basis or None
+    input, output : Eigendecomposition or None
         With the eigenvectors Q_A and Q_G, orthogonal; None for the coordinates.
     spectrum : array, shape ((Q,) n, m) or (n m, 1), or None
         s; None where it is yet to be made from the factors.
@@ -83,8 +83,8 @@ class SpectralOperator(CurvatureOperator):
     George et al. (2018), arXiv:1806.03884, for the corrected spectrum of EKFAC.
     """
 
-    input: Basis | None
-    output: Basis | None
+    input: Eigendecomposition | None
+    output: Eigendecomposition | None
     spectrum: Array | None
     damping: Array
     flags: Array
@@ -431,7 +431,7 @@ class SpectralOperator(CurvatureOperator):
         dense = 0.5 * (dense + xp.matrix_transpose(dense))
         return dense_of_blocks(dense, n=n, xp=xp)
 
-    def _basis_matrix(self, basis: Basis | None, size: int) -> Array:
+    def _basis_matrix(self, basis: Eigendecomposition | None, size: int) -> Array:
         if basis is not None:
             return basis.eigenvectors
         eye = self.namespace.eye(size, dtype=self.dtype, device=device_of(self.damping))
@@ -462,8 +462,8 @@ def spectral_operator(
     *,
     damping: Array,
     vector_shape: tuple[int, int],
-    input: Basis | None = None,
-    output: Basis | None = None,
+    input: Eigendecomposition | None = None,
+    output: Eigendecomposition | None = None,
     factorizations: tuple[Factorization, ...],
     check: Check,
     name: str,
@@ -479,7 +479,7 @@ def spectral_operator(
         lam, finite and >= 0.
     vector_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
-    input, output : Basis, optional
+    input, output : Eigendecomposition, optional
         With the eigenvectors Q_A and Q_G; the coordinates where left out.
     factorizations : tuple of str
         What is prepared now.
@@ -527,7 +527,9 @@ def spectral_operator(
     return made.prepared(*factorizations, check=check, name=name)
 
 
-def _cast_basis(basis: Basis | None, dtype: Any) -> Basis | None:
+def _cast_basis(
+    basis: Eigendecomposition | None, dtype: Any
+) -> Eigendecomposition | None:
     """Return a basis in a dtype; its flags stay what they are."""
     if basis is None or basis.eigenvectors.dtype == dtype:
         return basis
