@@ -92,8 +92,9 @@ class Kronecker(Approximation):
 
     @property
     def factor_kinds(self) -> Mapping[str, str]:
-        """The kinds of both factors."""
-        return {"input": self.input, "output": self.output}
+        """The kinds of both factors; reduced rows have other moments than expanded ones."""
+        reduced = ", reduced" if self.sharing == "reduce" else ""
+        return {"input": self.input + reduced, "output": self.output + reduced}
 
     @property
     def stacks(self) -> bool:
