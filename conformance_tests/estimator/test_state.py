@@ -249,9 +249,12 @@ DAMAGE = {
     "sum_list": (put(f"{SUM}/array", lambda b, x: [[1.0]]), "'full'.*array.*list"),
     "sum_none": (put(f"{SUM}/array", None), "'full'"),
     "sum_unknown": (put(f"{SUM}/structure", "Pickle"), "unknown structure 'Pickle'"),
-    "sum_no_field": (drop(f"{SUM}/whole"), "'full'.*'whole'.*SymmetricMatrix"),
+    "sum_no_field": (
+        drop(f"{SUM}/full_storage"),
+        "'full'.*'full_storage'.*SymmetricMatrix",
+    ),
     "sum_more": (put(f"{SUM}/extra", 1), "'full'.*'extra'"),
-    "whole_number": (put(f"{SUM}/whole", 3), "'full'.*whole"),
+    "whole_number": (put(f"{SUM}/full_storage", 3), "'full'.*full_storage"),
     "weight_negative": (
         put("blocks/full/statistics/averages/input/weight", filled(-1.0)),
         "'full'.*weight",

@@ -21,7 +21,7 @@ def climb(backend, dtype, A, shift, *, check="raise", inverse=True):
     A = np.asarray(A)
     shift = backend.asarray(np.broadcast_to(shift, A.shape[:-2]), dtype)
     # Halved and doubled, so that the factor of the sum takes part exactly.
-    matrix = SymmetricMatrix(backend.asarray(0.5 * A, dtype), whole=True)
+    matrix = SymmetricMatrix(backend.asarray(0.5 * A, dtype), full_storage=True)
     problem = DampedMatrix(matrix, backend.xp.full_like(shift, 2.0), shift)
     options = {"check": check, "name": "fc1/input"}
     factor = cholesky_factor(problem, **options)

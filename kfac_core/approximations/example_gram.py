@@ -155,7 +155,7 @@ class ExampleGram:
             window.output_grads,
             weights=window.weights,
             damping=as_scalar(xp, options.damping, compute, "damping"),
-            lost=window.lost,
+            lost=window.truncated_trace,
             factorizations=options.factorizations,
             check=options.check,
             name=options.name,

@@ -112,13 +112,13 @@ def _packed(state: Mapping[str, Any], path: str, tensors: dict[str, HostArray]) 
     """Return a symmetric matrix as one triangle, where that is all there is to it."""
     array = to_numpy(state["array"])
     same = np.array_equal(array, np.swapaxes(array, -1, -2), equal_nan=True)
-    if state["whole"] and not same:
+    if state["full_storage"] and not same:
         # Equal up to rounding only, as a product may leave it: both triangles count.
         tensors[path] = _plain(array)
         return {
             "structure": _SYMMETRIC,
             "array": {"tensor": path},
-            "whole": True,
+            "full_storage": True,
         }
     xp = array_api_compat.array_namespace(array)
     tensors[path] = _plain(pack_triangle(array, xp=xp))
@@ -147,7 +147,7 @@ def _symmetric(
         )
     xp = array_api_compat.array_namespace(packed)
     whole = unpack_triangle(packed, n, xp=xp)
-    return {"structure": _SYMMETRIC, "array": whole, "whole": True}
+    return {"structure": _SYMMETRIC, "array": whole, "full_storage": True}
 
 
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:

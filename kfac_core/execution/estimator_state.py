@@ -89,7 +89,7 @@ _KNOWN: dict[str, type[Any]] = {
 }
 
 _STATIC: dict[str, Callable[[Any], bool]] = {
-    "whole": lambda value: isinstance(value, bool),
+    "full_storage": lambda value: isinstance(value, bool),
     "definite": lambda value: isinstance(value, bool),
     "solving": lambda value: value in get_args(Solving),
     "shape": lambda value: (

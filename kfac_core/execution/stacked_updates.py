@@ -167,7 +167,9 @@ def _alike(
     if device_of(x) != place or device_of(g) != place:
         return None
     arrays = type(x), str(place), x.dtype, g.dtype, held.dtype
-    whole = tuple(statistics.averages[side].sum.whole for side in ("input", "output"))
+    whole = tuple(
+        statistics.averages[side].sum.full_storage for side in ("input", "output")
+    )
     shapes = tuple(x.shape), tuple(g.shape), batch.sources, whole
     return block, arrays, shapes, decay, weight
 
@@ -211,7 +213,7 @@ def _averages(stacked: Average, xp: Namespace) -> list[Average]:
     if not isinstance(stacked.sum, SymmetricMatrix):
         sums: list[Any] = _scalars(stacked.sum, xp)
     else:
-        whole = stacked.sum.whole
+        whole = stacked.sum.full_storage
         sums = [SymmetricMatrix(x, whole) for x in xp.unstack(stacked.sum.array)]
     return [Average(*parts) for parts in zip(sums, weights, strict=True)]
 

@@ -210,7 +210,7 @@ def _alike(
     array = statistics.any_weight
     place = statistics.namespace.__name__, str(device_of(array)), array.dtype
     known = damping if isinstance(damping, int | float) else id(damping)
-    whole = tuple(statistics.averages[s].sum.whole for s in ("input", "output"))
+    whole = tuple(statistics.averages[s].sum.full_storage for s in ("input", "output"))
     return layer.matrix_shape, place, known, whole
 
 
@@ -285,9 +285,9 @@ def _stacked_average(averages: list[Average], xp: Namespace, mirrored: bool) -> 
     if not isinstance(averages[0].sum, SymmetricMatrix):
         return Average(xp.stack([average.sum for average in averages]), weight)
     array = xp.stack([average.sum.array for average in averages])
-    matrices = SymmetricMatrix(array, averages[0].sum.whole)
+    matrices = SymmetricMatrix(array, averages[0].sum.full_storage)
     if mirrored:
-        matrices = SymmetricMatrix(matrices.full(), whole=True)
+        matrices = SymmetricMatrix(matrices.full(), full_storage=True)
     # The weights are broadcast against matrices.
     return Average(matrices, weight[:, None, None])
 
@@ -359,4 +359,4 @@ def _certified(
 
 
 def _matrices(stack: SymmetricMatrix, xp: Namespace) -> list[SymmetricMatrix]:
-    return [SymmetricMatrix(x, stack.whole) for x in xp.unstack(stack.array)]
+    return [SymmetricMatrix(x, stack.full_storage) for x in xp.unstack(stack.array)]

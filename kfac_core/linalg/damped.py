@@ -214,7 +214,9 @@ def problem_flags(problem: DampedMatrix, finite: Array, xp: Namespace, /) -> Con
 def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> SymmetricMatrix:
     """Return ``Q diag(w) Q^T``."""
     product = xp.matmul(Q * eigenvalues[..., None, :], xp.matrix_transpose(Q))
-    return SymmetricMatrix(0.5 * (product + xp.matrix_transpose(product)), whole=True)
+    return SymmetricMatrix(
+        0.5 * (product + xp.matrix_transpose(product)), full_storage=True
+    )
 
 
 def _probed(problem: DampedMatrix, xp: Namespace) -> _Probed:
@@ -256,7 +258,9 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
     z = probe_of(matrix.array, xp)
     image = problem.multiply(z, shifted=False, xp=xp)
     finite = xp.all(xp.isfinite(image), axis=(-2, -1))
-    safe = SymmetricMatrix(guarded(finite, matrix.array, 1.0, xp=xp), matrix.whole)
+    safe = SymmetricMatrix(
+        guarded(finite, matrix.array, 1.0, xp=xp), matrix.full_storage
+    )
     w, Q = eigh(safe, xp=xp)
     w = problem.factor[..., None] * w
     residual = eigen_residual(w, Q, z, image, xp=xp)
@@ -281,7 +285,7 @@ def _lower(problem: DampedMatrix, valid: Array, xp: Namespace) -> Array:
     if not known_true(valid, xp=xp):
         # Minus the identity has no factor either, and unlike NaN it does no harm.
         safe = guarded(valid, matrix.array, -1.0, xp=xp)
-        matrix = SymmetricMatrix(safe, matrix.whole)
+        matrix = SymmetricMatrix(safe, matrix.full_storage)
         shift = xp.where(valid, shift, xp.zeros_like(shift))
     return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
 

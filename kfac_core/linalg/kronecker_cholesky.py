@@ -166,7 +166,7 @@ def _attempt(problem: _ExactlyDamped, xp: Namespace) -> KroneckerCholesky:
     scaled = (scale[..., None] * w)[..., :, None, None]
     scaled = scaled * A[..., None, :, :]
     columns = damped_cholesky(
-        SymmetricMatrix(scaled, whole=True), problem.damping[..., None], xp=xp
+        SymmetricMatrix(scaled, full_storage=True), problem.damping[..., None], xp=xp
     )
     good = is_positive_factor(columns, xp=xp)
     safe = guarded(good, columns, 1.0, xp=xp)
@@ -174,7 +174,7 @@ def _attempt(problem: _ExactlyDamped, xp: Namespace) -> KroneckerCholesky:
     Q = Q[..., None, :, :]
     blocks = (Q * squares[..., :, None, :]) @ xp.matrix_transpose(Q)
     blocks = 0.5 * (blocks + xp.matrix_transpose(blocks))
-    corners = damped_cholesky(SymmetricMatrix(blocks, whole=True), 0.0, xp=xp)
+    corners = damped_cholesky(SymmetricMatrix(blocks, full_storage=True), 0.0, xp=xp)
     positive = xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
     all_good = finite & positive
     status = first_flag((all_good, Status.NOT_POSITIVE), xp=xp)

@@ -93,7 +93,7 @@ class EigenOperator:
         if check == "raise":
             _raise_for(Status(int(made.flags)), name)
         if missing:
-            dense = SymmetricMatrix(self._blocks(damped=False), whole=True)
+            dense = SymmetricMatrix(self._blocks(damped=False), full_storage=True)
             dense_factor = shifted_matrix(
                 dense,
                 full_of(self._xp(), self.damping, dense.array[..., 0, 0]),

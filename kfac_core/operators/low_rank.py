@@ -96,7 +96,7 @@ class LowRankOperator:
     @property
     def lost(self) -> tuple[Array, Array]:
         """The traces of what the two factors were cut off from, 0-d each."""
-        return self.input.lost, self.output.lost
+        return self.input.truncated_trace, self.output.truncated_trace
 
     def prepared(
         self,

@@ -210,7 +210,7 @@ class SeriesOperator:
         if damped and self.dense is not None:
             return self.dense
         self._require_small()
-        matrix = SymmetricMatrix(self.to_dense(damped=damped), whole=True)
+        matrix = SymmetricMatrix(self.to_dense(damped=damped), full_storage=True)
         zero = full_of(self._xp(), 0.0, matrix.array)
         return FlatOperator(shifted_matrix(matrix, zero), self.shape)
 
