@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kfac_core.array.status import Status
+from kfac_core.array.structure import combinable, leaves
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
 from kfac_core.linalg import damped
 from kfac_core.linalg.damped import DampedMatrix, cholesky_factor, damped_inverse
@@ -154,6 +155,27 @@ def test_an_indefinite_matrix_is_clipped(backend, dtype, rng):
     assert_close(inverse_of(backend, made), np.linalg.inv(clipped), "inverse", dtype)
     lower = backend.to_numpy(made.lower)
     assert_close(lower, np.linalg.cholesky(clipped), "cholesky", dtype)
+
+
+@pytest.mark.parametrize("check", ["raise", "status"])
+def test_the_form_does_not_depend_on_the_data(backend, rng, check):
+    """What fell back, and what did not, can be combined array by array."""
+    A = reference.spd(rng, 4)
+    made = {}
+    for name, matrix in (("definite", A), ("indefinite", A - 2.0 * np.eye(4))):
+        problem = DampedMatrix(
+            SymmetricMatrix(backend.asarray(matrix, "float64"), full_storage=True),
+            backend.asarray(1.0),
+            backend.asarray(0.1),
+        )
+        with np.errstate(invalid="ignore"):
+            made[name] = cholesky_factor(problem, check=check, name="")
+
+    assert combinable(made["definite"], made["indefinite"])
+    for (path, one), (_, two) in zip(
+        *(leaves(made[name]) for name in ("definite", "indefinite")), strict=True
+    ):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype), path
 
 
 def test_a_shift_that_makes_it_definite_clips_nothing(backend, dtype, rng):

@@ -1,7 +1,7 @@
 """Cholesky factors of damped positive-definite matrices, and inverses from them.
 
 Conventions.  ``L`` is lower triangular with positive diagonal, ``L L^T = M``.  A
-failure is never an exception here: the factor is then NaN throughout.
+failure is never an exception here: the factor is then NaN on and below the diagonal.
 """
 
 from __future__ import annotations

@@ -314,9 +314,10 @@ class ShiftedMatrix:
 
     def _in_applied_dtype(self, made: T) -> T:
         """Return a factorization in the dtype of applying."""
-        xp, dtype = self._xp(), self.dtype
+        dtype = self.dtype
         if dtype == self.damped.shift.dtype:
             return made
+        xp = self._xp()
         return map_structure(
             lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
             made,
