@@ -305,7 +305,10 @@ DAMAGE = {
         put(MADE_FROM, filled(np.nan)),
         "'full'.*operator.input.damped.matrix.*NaN",
     ),
-    "operator_shape": (put(MADE_FROM, shaped(2, 2)), "'full'.*operator.input.damped.matrix"),
+    "operator_shape": (
+        put(MADE_FROM, shaped(2, 2)),
+        "'full'.*operator.input.damped.matrix",
+    ),
     "operator_solving": (
         put(f"{VALUES}/operator.input.solving", "never"),
         "'full'.*solving.*'inverse', 'triangular'.*'never'",
