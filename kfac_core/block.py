@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, get_args
 
 import array_api_compat
@@ -178,7 +179,7 @@ class Block:
         """
         require_decay(decay)
         require_weight(weight)
-        update = UpdateBlock(conventions, max_patch_elements)
+        update = UpdateBlock(conventions, max_patch_elements, check)
         new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
             return _accepted(new, statistics)
@@ -356,7 +357,8 @@ class Block:
             memo={} if memo is None else memo,
         )
         # What is infinite is found by its status; NumPy would also warn on the way.
-        with np.errstate(over="ignore", invalid="ignore"):
+        like = statistics.any_weight
+        with _quiet(check, like, over="ignore", invalid="ignore"):
             made = self.approximation.operator(statistics, self.layer, options)
         if solving == "inverse":
             return made
@@ -495,10 +497,13 @@ class UpdateBlock:
         How output gradients are scaled.
     max_patch_elements : int or None
         As for `Block.update`.
+    check : {"raise", "status"}
+        Whether whoever asked looks at the flags at once.
     """
 
     conventions: Conventions
     max_patch_elements: int | None
+    check: Check
 
     on_host = False
     worth_threads = 0
@@ -557,7 +562,7 @@ class UpdateBlock:
             flags = flags | rows.status(xp=xp)
             rows = rows.with_ids_inside(xp=xp)
         # What is infinite is found by its status; NumPy would also warn of inf - inf.
-        with np.errstate(invalid="ignore"):
+        with _quiet(self.check, like, invalid="ignore"):
             new = block.approximation.updated(statistics, rows, block.layer, options)
             if not isinstance(rows, IdRows):
                 flags = flags | _finite_status(block, rows, new, options, stack)
@@ -579,7 +584,7 @@ class UpdateBlock:
         for rows in parts:
             _require_place(statistics, rows)
             status = status | rows.status(xp=options.xp)
-            with np.errstate(invalid="ignore"):
+            with _quiet(self.check, rows.like, invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
                 total = part if total is None else total.merged(part)
             # The loop's variable would hold this chunk while the next one is made.
@@ -654,13 +659,17 @@ class Rebase:
         """Whether equal tasks can be run as one."""
         return False
 
+    def accepts(self, result: Statistics, /) -> bool:
+        """Whether no basis is flagged; synchronizes with the device."""
+        return not bool(result.status)
+
     def work(self, block: Block, /, *_: Any) -> int:
         """Return about how many flops a block takes, in any unit."""
         n, m = block.layer.matrix_shape
         return n**3 + m**3
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RefreshBlock:
     """The function of one block that `Network.refresh` runs for each.
 
@@ -680,7 +689,7 @@ class RefreshBlock:
     damping_scaling: DampingScaling
     precision: Precision
     check: Check
-    memo: dict[Any, Any]
+    memo: dict[Any, Any] = field(compare=False)
 
     on_host = True
     worth_threads = 0
@@ -765,7 +774,7 @@ class Product:
 
     product: str
     arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(hash=False)
 
     on_host = False
     worth_threads = 10**9
@@ -816,6 +825,16 @@ class Product:
         """Return how many flops a product with two full factors takes."""
         n, m = block.layer.matrix_shape
         return 2 * n * m * (n + m)
+
+
+def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManager[Any]:
+    """Return a context in which NumPy does not warn of what is found by its status.
+
+    Function compilers know no such thing; what they look into is not NumPy's.
+    """
+    if check == "raise" or isinstance(like, (np.ndarray, np.generic)):
+        return np.errstate(**errors)
+    return nullcontext()
 
 
 def _with_status(statistics: Statistics, status: Any) -> Statistics:
