@@ -554,7 +554,7 @@ class UpdateBlock:
         )
         if self.max_patch_elements is not None:
             new, status = self._by_parts(block, statistics, batch, options)
-            return replaced(new, status=flags | status)
+            return _with_status(new, flags | status)
         rows = block.rows(batch, stack=stack) if stack else block.rows(batch)
         _require_place(statistics, rows)
         if isinstance(rows, IdRows):
@@ -566,9 +566,7 @@ class UpdateBlock:
             new = block.approximation.updated(statistics, rows, block.layer, options)
             if not isinstance(rows, IdRows):
                 flags = flags | _finite_status(block, rows, new, options, stack)
-        new = replaced(new, status=flags)
-        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
-        return _of_arrays(new) if isinstance(flags, (np.generic, np.ndarray)) else new
+        return _with_status(new, flags)
 
     def _by_parts(
         self,
@@ -839,16 +837,24 @@ def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManage
     return nullcontext()
 
 
-def _of_arrays(statistics: Statistics) -> Statistics:
-    """Return statistics with 0-d arrays in place of NumPy's scalars."""
-    averages = {
-        # Of a matrix only the weight can have become one: the common case, done quickly.
-        name: Average(average.sum, np.asarray(average.weight))
-        if type(average) is Average and type(average.sum) is SymmetricMatrix
-        else map_structure(np.asarray, average)
-        for name, average in statistics.averages.items()
-    }
-    return Statistics(averages, np.asarray(statistics.status), statistics.bases)
+def _with_status(statistics: Statistics, status: Any) -> Statistics:
+    """Return statistics with other flags, and no NumPy scalars in the place of arrays."""
+    averages = statistics.averages
+    if isinstance(status, np.generic | np.ndarray):
+        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
+        status = np.asarray(status)
+        averages = {name: _of_arrays(held) for name, held in averages.items()}
+    return Statistics(averages, status, statistics.bases)
+
+
+def _of_arrays(average: Any) -> Any:
+    """Return an average without NumPy's scalars."""
+    if type(average) is not Average:
+        return map_structure(np.asarray, average)
+    total = average.sum
+    if isinstance(total, np.generic):
+        total = np.asarray(total)
+    return Average(total, np.asarray(average.weight))
 
 
 def _require_place(statistics: Statistics, rows: Any) -> None:

@@ -586,8 +586,9 @@ class Network:
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
-            Where a block has no earlier operator, or its failures in a row exceed the
-            budget (``check="raise"``).
+            Where a block has no earlier operator, or has failed as often in a row as
+            the budget allows (``check="raise"``).  Within it the block keeps its operator,
+            and its ``failures`` are one more.
 
         Notes
         -----
@@ -812,7 +813,7 @@ class Network:
             averaging=averaging,
             refreshing=self.refreshing,
             precision=self.precision,
-            solving=self.solving,
+            solving={} if damping_rule == "exact" else self.solving,
             max_patch_elements=self.max_patch_elements,
         )
 

@@ -72,6 +72,12 @@ class ShiftedRankOne:
         """The shift d, 0-d."""
         return cast(self._xp(), self.block.shift, self.dtype)
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        found = self.block.factorizations & {"inverse"}
+        return found if self.whole is None else found | self.whole.factorizations
+
     def prepared(
         self,
         *factorizations: Factorization,
@@ -199,7 +205,7 @@ class ShiftedRankOne:
     def _dense_matrix(self) -> ShiftedMatrix:
         if self.whole is not None:
             return self.whole
-        undamped = SymmetricMatrix(self.dense(shifted=False), whole=True)
+        undamped = SymmetricMatrix(self.dense(shifted=False), full_storage=True)
         return shifted_matrix(undamped, self.shift)
 
     def _xp(self) -> Namespace:
