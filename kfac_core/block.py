@@ -879,7 +879,7 @@ def _finite_status(
     """
     xp = options.xp
     known = []
-    for name, argument in block.approximation.sums_of_squares.items():
+    for name, argument in block.approximation.sums_of_squares:
         total = new.averages[name].sum
         if name in options.skip or not isinstance(total, SymmetricMatrix):
             continue

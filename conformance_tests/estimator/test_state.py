@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.linalg import shifted
 
 from ..builders.block_kinds import PAIRS, fed
 from ..builders.estimators import make_estimator
@@ -43,6 +44,12 @@ def batches(backend, rng):
         kc.Batch(*(backend.asarray(rng.normal(size=(N, k))) for k in (n, m)))
         for _ in range(4)
     ]
+
+
+class BackendOfNumpy:
+    """What `fed` asks of a backend."""
+
+    asarray = staticmethod(np.asarray)
 
 
 def feed(kept, batches):
@@ -305,7 +312,10 @@ DAMAGE = {
         put(MADE_FROM, filled(np.nan)),
         "'full'.*operator.input.damped.matrix.*NaN",
     ),
-    "operator_shape": (put(MADE_FROM, shaped(2, 2)), "'full'.*operator.input.damped.matrix"),
+    "operator_shape": (
+        put(MADE_FROM, shaped(2, 2)),
+        "'full'.*operator.input.damped.matrix",
+    ),
     "operator_solving": (
         put(f"{VALUES}/operator.input.solving", "never"),
         "'full'.*solving.*'inverse', 'triangular'.*'never'",
@@ -341,6 +351,36 @@ def test_every_kind_of_block_comes_back_bit_by_bit(backend, rng, pair):
     second.load_state_dict(first.state_dict())
 
     assert differences(frozen(first.state_dict()), frozen(second.state_dict())) == []
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "pair", ["kronecker", "uncorrelated", "tnt", "kfoc", "eigen", "diagonal", "full"]
+)
+def test_a_load_factorizes_nothing(rng, monkeypatch, pair, rule):
+    """What is prepared is read, and the template has nothing prepared."""
+    layer, approximation = PAIRS[pair]
+    kept, fresh = (
+        make_estimator(
+            {"a": kc.Block(layer, approximation)},
+            **{"decay": 0.8, "damping": 0.3, "damping_rule": rule, "reduction": "sum"},
+        )
+        for _ in range(2)
+    )
+    kept.update({"a": fed(BackendOfNumpy, rng, layer)})
+    kept.rebase(moments="kronecker")
+    kept.refresh()
+    state = kept.state_dict()
+
+    def forbidden(*_, **__):
+        raise AssertionError("a factorization")
+
+    for name in ("cholesky_factor", "damped_inverse", "eigendecomposition"):
+        monkeypatch.setattr(shifted, name, forbidden)
+    fresh.load_state_dict(state)
+
+    assert fresh.operator("a").factorizations == kept.operator("a").factorizations
+    assert "inverse" in fresh.operator("a").factorizations
 
 
 @pytest.mark.parametrize("case", DAMAGE)

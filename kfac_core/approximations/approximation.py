@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
@@ -34,10 +33,10 @@ class Approximation(Protocol):
     has_bases: ClassVar[bool] = False
     """Whether the statistics hold bases, which a method ``rebased`` recomputes."""
 
-    sums_of_squares: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    sums_of_squares: ClassVar[tuple[tuple[str, str], ...]] = ()
     """The averages that are Gram matrices of all rows of an argument, by name.
 
-    ``{"input": "inputs"}`` says that where the diagonal of the average ``input`` is finite,
+    ``("input", "inputs")`` says that where the diagonal of the average ``input`` is finite,
     so were the ``inputs`` of the batch, which then need not be read for it.
     """
 

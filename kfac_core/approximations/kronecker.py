@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, get_args
 
 from kfac_core.approximations.approximation import Approximation
@@ -83,7 +82,7 @@ class Kronecker(Approximation):
     sharing: WeightSharing = "expand"
 
     name = "kronecker"
-    sums_of_squares = MappingProxyType({"input": "inputs", "output": "output_grads"})
+    sums_of_squares = (("input", "inputs"), ("output", "output_grads"))
 
     def __post_init__(self) -> None:
         require_one_of("input", self.input, get_args(FactorKind))

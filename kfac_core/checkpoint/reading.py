@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import reprlib
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -170,8 +171,8 @@ def _document(file: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
     if document.get("version") != VERSION:
         raise StateError(
             f"{path}: expected version {VERSION} of {FORMAT!r}, got "
-            f"{document.get('version')!r}; it was written by "
-            f"{document.get('producer', 'an unknown release')!r}."
+            f"{reprlib.repr(document.get('version'))}; it was written by "
+            f"{reprlib.repr(document.get('producer', 'an unknown release'))}."
         )
     if (file.metadata() or {}).get(DIGEST_KEY) != text_digest(text):
         raise StateError(f"{path}: the document is damaged.")

@@ -245,7 +245,7 @@ class KFAC:
         self, state: kc.NetworkState, captured: kc.Captured, damping: Any
     ) -> kc.NetworkState:
         """Return the state after an update, and what is due after it."""
-        network, traced = self.curvature, {"check": "status"}
+        network = self.curvature
         promised = network.conventions
         same = captured.reduction == promised.reduction
         if not same or captured.sources not in (None, promised.sources):
@@ -255,19 +255,26 @@ class KFAC:
                 "same in both."
             )
         updates = next(iter(state.blocks.values())).updates
-        state = network.update(state, captured.batches, decay=self.decay, **traced)
+        state = network.update(
+            state, captured.batches, decay=self.decay, check="status"
+        )
         good = state.is_good()
 
         def kept(state: kc.NetworkState) -> kc.NetworkState:
             return state
 
+        def rebased(state: kc.NetworkState) -> kc.NetworkState:
+            return network.rebase(state, moments=self.moments, check="status")
+
+        def refreshed(state: kc.NetworkState) -> kc.NetworkState:
+            return network.refresh(state, damping=damping, check="status")
+
         if self.rebase_every is not None:
-            rebase = functools.partial(network.rebase, moments=self.moments, **traced)
             due = good & (updates % self.rebase_every == 0)
-            state = jax.lax.cond(due, rebase, kept, state)
-        refresh = functools.partial(network.refresh, damping=damping, **traced)
+            state = jax.lax.cond(due, rebased, kept, state)
         due = good & (updates % self.refresh_every == 0)
-        return jax.lax.cond(due, refresh, kept, state)
+        made: kc.NetworkState = jax.lax.cond(due, refreshed, kept, state)
+        return made
 
     def estimator(self, state: kc.NetworkState | None = None, /) -> kc.Estimator:
         """Return an estimator of the same options, which holds a state if one is given.
