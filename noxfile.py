@@ -205,7 +205,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning or a broken reference is an error."""
-    session.install("-e", ".", *group("docs"))
+    session.install("-e", ".[records]", *group("docs"))
     session.run(
         *("sphinx-build", "-nTW", "--keep-going", "-b", "html"),
         *("docs", "docs/_build/html", *session.posargs),

@@ -94,7 +94,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 JAX_FLOAT32 = {
     "test_smoke",
     "test_gram",
-    "test_ladder",
+    "test_fallback",
 }
 
 # What JAX is tested with in all cases without `--thorough`: the answers of others.

@@ -117,7 +117,6 @@ if TYPE_CHECKING:
     from kfac_core.posterior.network import Posterior
     from kfac_core.posterior.spectra import spectral_blocks
     from kfac_core.report import BlockReport, FactorReport
-    from kfac_core.roots.certified_root import InverseRoot
     from kfac_core.roots.factor_root import FactorRoot, factor_root
     from kfac_core.roots.gradient_side import GradientFactors
     from kfac_core.roots.inverse_free import (
@@ -129,7 +128,7 @@ if TYPE_CHECKING:
         ordered_basis,
         refreshed_basis,
     )
-    from kfac_core.roots.roots import inverse_root
+    from kfac_core.roots.roots import InverseRoot, inverse_root
 
 __version__ = "0.1.0"
 
@@ -296,7 +295,7 @@ _HOMES = {
     "GradientFactors": "kfac_core.roots.gradient_side",
     "IdRangeError": "kfac_core.errors",
     "Influence": "kfac_core.influence.network",
-    "InverseRoot": "kfac_core.roots.certified_root",
+    "InverseRoot": "kfac_core.roots.roots",
     "KFACError": "kfac_core.errors",
     "KFOC": "kfac_core.approximations.kfoc",
     "Kronecker": "kfac_core.approximations.kronecker",

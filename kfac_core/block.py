@@ -24,13 +24,14 @@ import numpy as np
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, load_adapters
-from kfac_core.array.finite import known_finite
+from kfac_core.array.backend import Array, Namespace, load_adapters
+from kfac_core.array.finite import known_true
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
     device_of,
     namespace_of,
+    own_namespace,
     same_place,
     status_unless,
     wide_dtype,
@@ -175,6 +176,8 @@ class Block:
         NotFiniteError
             For rows that are not finite (``check="raise"``).
         """
+        require_decay(decay)
+        require_weight(weight)
         update = UpdateBlock(conventions, max_patch_elements)
         new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
@@ -536,12 +539,11 @@ class UpdateBlock:
         ShapeError, DtypeError, MixedArraysError, DecayError
             For arguments that do not fit.
         """
-        require_decay(decay)
-        require_weight(weight)
-        xp, dtype = statistics.namespace, statistics.dtype
-        decay = as_scalar(xp, decay, dtype, "decay")
-        weight = as_scalar(xp, weight, dtype, "weight")
-        flags = _coefficient_flags(decay, weight, statistics)
+        like = statistics.any_weight
+        xp = own_namespace(like)
+        decay = as_scalar(xp, decay, like.dtype, "decay")
+        weight = as_scalar(xp, weight, like.dtype, "weight")
+        flags = _coefficient_flags(decay, weight, like, xp)
         options = UpdateOptions(
             conventions=self.conventions, decay=decay, weight=weight, skip=skip, xp=xp
         )
@@ -858,7 +860,7 @@ def _finite_status(
         total = new.averages[name].sum
         if name in options.skip or not isinstance(total, SymmetricMatrix):
             continue
-        if known_finite(xp.linalg.diagonal(total.array), xp=xp):
+        if known_true(xp.isfinite(xp.linalg.diagonal(total.array)), xp=xp):
             known.append(argument)
     if stack:
         return rows.status_of_stack(xp=xp, known=frozenset(known))
@@ -875,16 +877,17 @@ def _emptied(statistics: Statistics) -> Statistics:
 
 def _require_damping_value(damping: Array, name: str) -> None:
     """Look at a 0-d array, which waits for its device."""
-    require_damping(float(damping), name=f"damping` of block `{name}")
+    require_damping(float(detached_array(damping)), name=f"damping` of block `{name}")
 
 
-def _coefficient_flags(decay: Any, weight: Any, statistics: Statistics) -> Array:
+def _coefficient_flags(decay: Any, weight: Any, like: Array, xp: Namespace) -> Array:
     """Return the flags of traced coefficients; Python numbers were checked before."""
-    xp = statistics.namespace
-    flags = xp.zeros((), dtype=xp.int32, device=device_of(statistics.any_weight))
+    flags = xp.zeros((), dtype=xp.int32, device=device_of(like))
+    if isinstance(decay, float) and isinstance(weight, float):
+        return flags
     for coefficient, value in (("decay", decay), ("weight", weight)):
         if not isinstance(value, float):
-            same_place(**{"statistics": statistics.any_weight, coefficient: value})
+            same_place(**{"statistics": like, coefficient: value})
     if not isinstance(decay, float):
         good = (decay >= 0) & (decay <= 1)
         flags = flags | status_unless(xp, good, Status.BAD_DECAY)

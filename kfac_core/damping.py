@@ -8,7 +8,6 @@ positions (time steps, tokens), and its part of the damping is divided out first
 
 from __future__ import annotations
 
-import contextlib
 import math
 import numbers
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from typing import Literal
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import plain_number
 from kfac_core.array.namespaces import Scalar, full_of, is_finite_number
 from kfac_core.errors import DampingError
 
@@ -79,39 +77,17 @@ def factored_shifts(
     rule as kfac-jax.
     """
     k = len(mean_eigenvalues)
-    found = (plain_number(x, xp=xp) for x in (damping, scale, *mean_eigenvalues))
-    known = [x for x in found if x is not None]
-    # What overflows or is divided by zero has its answer in the arrays' own arithmetic.
-    with contextlib.suppress(ArithmeticError):
-        if len(known) == 2 + k:
-            shifts = _shifts_of_numbers(*known, unit_pi=unit_pi)
-            each = zip(shifts, mean_eigenvalues, strict=True)
-            return [full_of(xp, shift, n) for shift, n in each]
-    ratio = damping / scale
-    # A negative damping is NaN from here on; it is reported where it was given.
-    share = xp.where(ratio >= 0, ratio, xp.full_like(ratio, xp.nan)) ** (1.0 / k)
+    # A negative damping becomes NaN or stays negative; it is reported where M is damped.
+    share = (damping / scale) ** (1.0 / k)
     if unit_pi:
         return [share + xp.zeros_like(n) for n in mean_eigenvalues]
-    # The geometric mean is taken over logarithms, which neither over- nor underflow.
     positive = mean_eigenvalues[0] > 0
     for n in mean_eigenvalues[1:]:
         positive = positive & (n > 0)
-    logs = [xp.log(xp.where(positive, n, xp.ones_like(n))) for n in mean_eigenvalues]
+    # The geometric mean is taken over logarithms, which neither over- nor underflow.
+    logs = [xp.log(xp.where(positive, n, 1.0)) for n in mean_eigenvalues]
     center = sum(logs[1:], start=logs[0]) / k
     return [share * xp.exp(log - center) for log in logs]
-
-
-def _shifts_of_numbers(
-    damping: float, scale: float, *means: float, unit_pi: bool
-) -> list[float]:
-    """Return the shifts of `factored_shifts`; ArithmeticError where one is no number."""
-    k, ratio = len(means), damping / scale
-    share = ratio ** (1.0 / k) if ratio >= 0 else math.nan
-    if unit_pi or not all(n > 0 for n in means):
-        return [share] * k
-    logs = [math.log(n) for n in means]
-    center = sum(logs) / k
-    return [share * math.exp(log - center) for log in logs]
 
 
 def levenberg_marquardt(

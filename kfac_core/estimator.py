@@ -149,14 +149,8 @@ class Estimator:
         self._movement: Movement | None = None
         if refreshing.threshold is not None:
             self._movement = Movement(self.network, refreshing.threshold)
-        self._executor: Executor
-        if execution is None or isinstance(execution, Execution):
-            inner: Executor = Hosted()
-            if chosen.workers > 1:
-                inner = Threaded(chosen.workers, inner)
-            self._executor = Stacked(inner)
-        else:
-            self._executor = execution
+        self._execution = execution
+        self._executor = self._new_executor()
 
     def __repr__(self) -> str:
         return (
@@ -381,9 +375,11 @@ class Estimator:
 
         def refreshed() -> NetworkState:
             return self.network.refresh(
-                started, damping=damping, names=chosen, check=check
+                started, damping=damping, names=chosen, check=check, executor=executor
             )
 
+        # An executor remembers what it computed, and the steps go on with this one's.
+        executor = self._new_executor()
         damping = self._damping
 
         def install(made: NetworkState) -> None:
@@ -497,6 +493,14 @@ class Estimator:
         )
         self.state = state
         return products
+
+    def _new_executor(self) -> Executor:
+        """Return the executor that was given, or a new one as the options say."""
+        if self._execution is not None and not isinstance(self._execution, Execution):
+            return self._execution
+        workers = 1 if self._execution is None else self._execution.workers
+        inner: Executor = Hosted()
+        return Stacked(Threaded(workers, inner) if workers > 1 else inner)
 
     def _prepared(self, factorization: Any, names: Iterable[str]) -> NetworkState:
         """Return the state with operators in which a factorization has been made."""

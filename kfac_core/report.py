@@ -20,7 +20,8 @@ from kfac_core.block import Block
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.condition import estimated_norm, measured_residual
-from kfac_core.linalg.factorizations import Basis, fallback_of
+from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.fallback import fallback_of
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
@@ -140,7 +141,7 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     factors: dict[str, FactorReport] = {}
     parts = {} if operator is None else operator.parts()
     for side, part in parts.items():
-        if isinstance(part, Basis):
+        if isinstance(part, Eigendecomposition):
             factors[side] = _basis(part)
         else:
             factors[side] = _factor(part)
@@ -190,7 +191,7 @@ def _estimated_condition(product: Any, inverse: Any, z: Array, xp: Namespace) ->
     return norms[0] * norms[1]
 
 
-def _basis(basis: Basis) -> FactorReport:
+def _basis(basis: Eigendecomposition) -> FactorReport:
     xp = array_api_compat.array_namespace(basis.eigenvalues)
     size = int(basis.eigenvalues.shape[-1])
     residual, clipped = float(xp.max(basis.residual)), float(xp.max(basis.clipped))
@@ -206,7 +207,7 @@ def _factor(part: ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne) -> FactorRep
     if isinstance(part, ShiftedDiagonal):
         condition = _spread(part.eigenvalues(shifted=True), xp)
         return FactorReport(part.size, shift, condition, 0.0, "working", 0.0)
-    made = part.inverse or part.positive or part.basis
+    made = part.inverse or part.cholesky or part.basis
     if made is None:
         return FactorReport(part.size, shift, None, None, None, 0.0)
     return FactorReport(

@@ -29,7 +29,8 @@ from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.uncorrelated import ChannelMoments
 from kfac_core.factors.window import WindowAverage, WindowSum
-from kfac_core.linalg.factorizations import Basis, Inverse, Positive
+from kfac_core.linalg.damped import DampedMatrix
+from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky
 from kfac_core.linalg.low_rank import LowRankSum
 from kfac_core.linalg.low_rank_basis import LowRankBasis
@@ -58,7 +59,8 @@ _KNOWN: dict[str, type[Any]] = {
     cls.__name__: cls
     for cls in (
         Average,
-        Basis,
+        Eigendecomposition,
+        DampedMatrix,
         ChannelMoments,
         DenseOperator,
         ExampleGramOperator,
@@ -72,7 +74,7 @@ _KNOWN: dict[str, type[Any]] = {
         ManyKronecker,
         RunningProduct,
         Statistics,
-        Positive,
+        CholeskyFactor,
         SeriesOperator,
         SpectralOperator,
         InfiniteChain,

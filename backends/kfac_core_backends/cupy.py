@@ -62,13 +62,19 @@ def to_numpy(x: Any, /) -> np.ndarray[Any, Any]:
     return host
 
 
-def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
-    """Return the lower factor of ``A + shift I``, with garbage where it fails."""
+def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -> Any:
+    """Return the lower factor of ``c B + shift I``, NaN where it fails."""
     array = matrix.full()
     eye = cupy.eye(array.shape[-1], dtype=array.dtype)
-    shifts = shift if isinstance(shift, float) else shift[..., None, None]
+    shift, factor = (
+        x if isinstance(x, float) else x[..., None, None] for x in (shift, factor)
+    )
     with cupyx.errstate(linalg="ignore"):
-        return cupy.linalg.cholesky(array + shifts * eye)
+        lower = cupy.linalg.cholesky(array * factor + shift * eye)
+    # Where it fails, finite garbage is left with a diagonal that is not positive.
+    positive = cupy.all(cupy.diagonal(lower, axis1=-2, axis2=-1) > 0, axis=-1)
+    failed = cupy.full_like(lower, cupy.nan)
+    return cupy.where(positive[..., None, None], lower, failed)
 
 
 def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:

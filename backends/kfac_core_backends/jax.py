@@ -15,6 +15,7 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular as jax_solve_triangular
 
 from kfac_core.errors import DtypeError
+from kfac_core.linalg import certificate
 
 name = "jax"
 
@@ -154,11 +155,14 @@ def gram_update(
     return updated if total is None else updated + total.array * decay, False
 
 
-def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
-    """Return the lower factor of ``A + shift I``, NaN where it fails."""
+def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -> Any:
+    """Return the lower factor of ``c B + shift I``, NaN where it fails."""
     array = matrix.array
     eye = jnp.eye(array.shape[-1], dtype=array.dtype)
-    damped = array + jnp.asarray(shift, array.dtype)[..., None, None] * eye
+    shift, factor = (
+        jnp.asarray(x, array.dtype)[..., None, None] for x in (shift, factor)
+    )
+    damped = factor * array + shift * eye
     return jax.lax.linalg.cholesky(damped, symmetrize_input=False)
 
 
@@ -212,6 +216,18 @@ def count_indices(indices: Any, weights: Any, /, *, size: int, xp: Any) -> Any:
 def sum_rows_at(rows: Any, indices: Any, /, *, size: int, xp: Any) -> Any:
     """Sum the rows of equal indices."""
     return jnp.zeros((size, rows.shape[1]), rows.dtype).at[indices].add(rows)
+
+
+def probe(n: int, /, *, dtype: Any, device: Any, xp: Any) -> Any:
+    """Return the probe vector, a constant of a program that is compiled."""
+    return jnp.asarray(_probe(n, np.dtype(dtype).name), device=device)
+
+
+@functools.cache
+def _probe(n: int, dtype: str) -> np.ndarray[Any, Any]:
+    definition = certificate.probe.__wrapped__  # type: ignore[attr-defined]
+    made: np.ndarray[Any, Any] = definition(n, dtype=dtype, device="cpu", xp=np)
+    return made
 
 
 def eigh(matrix: Any, /, *, xp: Any) -> Any:

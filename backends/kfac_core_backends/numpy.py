@@ -62,15 +62,14 @@ def all_finite(x: Any, /, *, xp: Any) -> Any:
     return np.True_ if np.isfinite(squares) else NotImplemented
 
 
-def known_finite(x: Any, /, *, xp: Any) -> bool:
-    """Whether every number is finite, from their sum."""
-    with np.errstate(all="ignore"):
-        return math.isfinite(x.sum())
+def known_true(condition: Any, /, *, xp: Any) -> bool:
+    """Whether all of a condition holds."""
+    return bool(condition.all() if condition.ndim else condition)
 
 
 def is_plain(x: Any, /, *, xp: Any) -> bool:
-    """Whether it is an array of NumPy's own class."""
-    return type(x) is np.ndarray
+    """Whether it is an array of NumPy's own class, or what it makes of 0-d arrays."""
+    return type(x) is np.ndarray or isinstance(x, np.generic)
 
 
 def count_indices(indices: Any, weights: Any, /, *, size: int, xp: Any) -> Any:
@@ -126,7 +125,7 @@ if lapack is not None:
         """Whether LAPACK can write to an array that we may overwrite."""
         return bool(array.flags.f_contiguous and array.flags.writeable)
 
-    def _lower_copy(array: Any, factor: float = 1.0) -> Any:
+    def _lower_copy(array: Any, factor: Any = 1.0) -> Any:
         """Return the lower triangle times a number, in Fortran order, zero above it.
 
         One copy of all of it takes a third of the time of one that picks the triangle.
@@ -204,15 +203,16 @@ if lapack is not None:
             syrk(alpha, x.T, beta=1.0, c=mine.T, lower=0, overwrite_c=1)
         return c, False
 
-    def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
-        """Return the lower factor of ``A + shift I`` by POTRF, NaN where it fails."""
-        base, factor = matrix.parts()
-        array = base.array
+    def damped_cholesky(
+        matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any
+    ) -> Any:
+        """Return the lower factor of ``c B + shift I`` by POTRF, NaN where it fails."""
+        array = matrix.array
         if array.dtype not in _FLOATS:
             return NotImplemented
         if array.ndim != 2:
             return _cholesky_of_stack(array, shift, factor)
-        if base.whole and array.flags.c_contiguous:
+        if matrix.whole and array.flags.c_contiguous:
             array = array.T
         a = _lower_copy(array, factor)
         a.T.reshape(-1)[:: a.shape[0] + 1] += shift
@@ -239,9 +239,11 @@ if lapack is not None:
         lauum(root)
         return root, False
 
-    def _cholesky_of_stack(array: Any, shift: Any, factor: float) -> Any:
+    def _cholesky_of_stack(array: Any, shift: Any, factor: Any) -> Any:
         """Return the lower factors of a stack, each by POTRF in its place."""
         n, wrapper = array.shape[-1], _POTRF[array.dtype]
+        if not isinstance(factor, float):
+            factor = factor[..., None, None]
         lower = np.multiply(array, factor, order="C")
         np.einsum("...ii->...i", lower)[...] += np.asarray(shift)[..., None]
         for mine in lower.reshape(-1, n, n):

@@ -191,22 +191,22 @@ _INVERSE_FROM = 192
 """Likewise for the inverse."""
 
 
-def damped_cholesky(matrix: Any, shift: Any, /, *, xp: Any) -> Any:
-    """Return the lower factor of ``A + shift I``, NaN where it fails."""
-    base, factor = matrix.parts()
-    if _plain(base.array, *([shift] if torch.is_tensor(shift) else [])):
-        if (found := lapack.damped_cholesky(base, shift, factor)) is not None:
+def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -> Any:
+    """Return the lower factor of ``c B + shift I``, NaN where it fails."""
+    array = matrix.array
+    if _plain(array, *(x for x in (shift, factor) if torch.is_tensor(x))):
+        if (found := lapack.damped_cholesky(matrix, shift, factor)) is not None:
             return found
-        if base.array.ndim == 2:
-            if base.array.shape[0] >= _CHOLESKY_FROM:
-                return panels.cholesky(base.array, shift, factor)
-            damped = base.array * factor
+        if array.ndim == 2:
+            if array.shape[0] >= _CHOLESKY_FROM:
+                return panels.cholesky(array, shift, float(factor))
+            damped = array * factor
             damped.diagonal().add_(shift)
             lower, info = torch.linalg.cholesky_ex(damped)
             return lower if int(info) == 0 else lower.fill_(torch.nan)
-    array = matrix.array
-    diagonal = torch.diagonal(array, dim1=-2, dim2=-1)
-    damped = torch.diagonal_scatter(array, diagonal + _last(shift), dim1=-2, dim2=-1)
+    scaled = array * (factor[..., None, None] if torch.is_tensor(factor) else factor)
+    diagonal = torch.diagonal(scaled, dim1=-2, dim2=-1)
+    damped = torch.diagonal_scatter(scaled, diagonal + _last(shift), dim1=-2, dim2=-1)
     lower, info = torch.linalg.cholesky_ex(damped)
     # The factor has finite garbage where `info` is not zero.
     return torch.where((info == 0)[..., None, None], lower, torch.nan)
@@ -267,9 +267,9 @@ def all_finite(x: Any, /, *, xp: Any) -> Any:
     return torch.tensor(math.isfinite(smallest) and math.isfinite(largest))
 
 
-def known_finite(x: Any, /, *, xp: Any) -> bool:
-    """Whether every number is finite, from their sum, where nothing is waited for."""
-    return _plain(x) and math.isfinite(x.sum())
+def known_true(condition: Any, /, *, xp: Any) -> bool:
+    """Whether all of a condition holds, where nothing is waited for."""
+    return _plain(condition) and bool(condition.all())
 
 
 def is_plain(x: Any, /, *, xp: Any) -> bool:

@@ -41,11 +41,6 @@ class _Matrix(NamedTuple):
 
     array: Any
     whole: bool
-    factor: float = 1.0
-
-    def parts(self) -> tuple[_Matrix, float]:
-        """Return what holds the array, and what it is to be multiplied with."""
-        return self, self.factor
 
 
 @functools.cache
@@ -94,13 +89,13 @@ def gram_update(total: Any, rows: Any, tail: Any, decay: Any, scale: Any, /) -> 
     return _taken_matrix(host.gram_update(held, rows.numpy(), **options))
 
 
-def damped_cholesky(matrix: Any, shift: Any, factor: float, /) -> Any:
-    """Return the lower factor of ``factor A + shift I`` by POTRF, NaN where it fails."""
+def damped_cholesky(matrix: Any, shift: Any, factor: Any, /) -> Any:
+    """Return the lower factor of ``c B + shift I`` by POTRF, NaN where it fails."""
     if (host := _host(matrix.array)) is None:
         return None
-    known = shift.numpy() if torch.is_tensor(shift) else shift
-    seen = _seen(matrix)._replace(factor=factor)
-    return _taken(host.damped_cholesky(seen, known, xp=None))
+    shift, factor = (x.numpy() if torch.is_tensor(x) else x for x in (shift, factor))
+    made = host.damped_cholesky(_seen(matrix), shift, factor=factor, xp=None)
+    return _taken(made)
 
 
 def cholesky_inverse(lower: Any, /, *, overwrite: bool) -> Any:

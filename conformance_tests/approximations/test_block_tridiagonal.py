@@ -14,7 +14,7 @@ from kfac_core.array.structure import map_structure, replaced
 from kfac_core.chain.statistics import ChainStatistics
 from kfac_core.chain.tridiagonal import BlockTridiagonal
 from kfac_core.linalg import series_chain
-from kfac_core.linalg.factorizations import fallback_of
+from kfac_core.linalg.fallback import fallback_of
 
 from ..builders import network, reference
 from ..builders.tolerances import assert_close, assert_differs

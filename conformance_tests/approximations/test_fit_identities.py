@@ -11,8 +11,8 @@ import kfac_core as kc
 from kfac_core.approximations.kfoc import KFOC
 
 from ..builders import reference
-from ..builders.tolerances import assert_close, assert_differs
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close, assert_differs
 
 SUM = kc.Conventions(reduction="sum", sources="sum")
 N, IN, OUT = 14, 3, 2

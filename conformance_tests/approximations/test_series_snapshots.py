@@ -9,7 +9,7 @@ import kfac_core as kc
 from kfac_core.approximations.series import Series
 from kfac_core.array.structure import leaves
 from kfac_core.linalg import series_chain
-from kfac_core.linalg.factorizations import Fallback, fallback_of
+from kfac_core.linalg.fallback import Fallback, fallback_of
 
 from ..builders.series_reference import (
     damped,

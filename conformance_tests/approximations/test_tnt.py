@@ -8,8 +8,8 @@ import pytest
 import kfac_core as kc
 
 from ..builders import reference
-from ..builders.tolerances import assert_close, assert_differs
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close, assert_differs
 
 SUM = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "factored_unit_pi", "exact"]

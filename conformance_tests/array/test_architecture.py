@@ -37,6 +37,14 @@ ARRAY_LIBRARIES = {
     *("dask", "dpnp", "sparse", "ndonnx", "array_api_strict", "array_api_extra"),
 }
 
+# The packages that stand on the core, and the folders beside it.
+OUTSIDE = {
+    "kfac_core_conformance",
+    "kfac_core_shims",
+    "conformance_tests",
+    "benchmarks",
+}
+
 # What each backend may import, besides the standard library.
 OWN = {
     "numpy": {"numpy", "scipy", "kfac_core_backends"},
@@ -124,6 +132,7 @@ def test_no_array_library_is_imported(path):
     full = imports_in(FILES[path])
 
     assert roots & ARRAY_LIBRARIES == set()
+    assert roots & OUTSIDE == set()
     assert {n for n in full if n.startswith("array_api_compat.")} == set()
     assert roots & {"kfac_core_backends", "benchmarks", "conformance_tests"} == set()
 
@@ -201,6 +210,7 @@ def test_no_file_is_for_everything():
 HEAVY = (
     *("torch", "jax", "cupy", "scipy", "matplotlib", "rich", "sklearn", "safetensors"),
     *("array_api_strict", "pandas", "importlib_metadata", "kfac_core_backends"),
+    *("msgspec", "kfac_core_conformance", "kfac_core_shims", "benchmarks"),
 )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+
 from ..builders.estimators import make_estimator
 
 N, n, m = 6, 4, 3

@@ -14,9 +14,9 @@ from kfac_core.array.structure import leaves
 from kfac_core.cli import main
 
 from ..builders.block_kinds import PAIRS, fed
+from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close
-from ..builders.estimators import make_estimator
 
 SETTINGS = {"decay": 0.8, "damping": 0.3, "reduction": "sum"}
 

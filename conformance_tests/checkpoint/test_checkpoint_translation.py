@@ -10,9 +10,9 @@ import pytest
 import kfac_core as kc
 from kfac_core.cli import main
 
+from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close
-from ..builders.estimators import make_estimator
 
 pytest.importorskip("safetensors")
 

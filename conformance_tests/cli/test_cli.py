@@ -12,7 +12,7 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.array.backend import OPERATIONS
-from kfac_core.cli import main
+from kfac_core.cli import commands, main
 
 VARIABLE = "KFAC_CORE_BACKEND"
 
@@ -153,6 +153,48 @@ def test_help_names_the_commands(capsys):
     assert caught.value.code == 0
     for word in ("doctor", "demo", VARIABLE):
         assert word in shown
+
+
+@pytest.mark.parametrize("name", ["verify", "conformance"])
+def test_the_kit_registers_its_commands(name):
+    """The core has no table of them: the entry-point group names their modules."""
+    module = commands()[name]
+
+    assert module.__name__ == f"kfac_core_conformance.commands.{name}"
+
+
+class Registered:
+    """An entry point of another distribution."""
+
+    value = "another_package.command"
+
+    def __init__(self, name, load):
+        self.name, self.load = name, load
+
+
+def test_a_broken_command_does_not_take_the_others_with_it(capsys, monkeypatch):
+    """It is listed, and running it says in one line why it cannot be loaded."""
+
+    def load():
+        raise ModuleNotFoundError("No module named 'another_package'")
+
+    broken = Registered("broken", load)
+    monkeypatch.setattr("kfac_core.cli.entry_points", lambda group: [broken])
+
+    assert "doctor" in commands()
+    assert main(["broken", "--any", "argument"]) == 2
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("kfac-core broken: its module another_package.command")
+    assert "No module named" in line
+
+
+def test_a_registered_command_does_not_replace_one_of_the_core(monkeypatch):
+    """Whatever is installed, ``doctor`` is the doctor."""
+    other = Registered("doctor", lambda: None)
+    monkeypatch.setattr("kfac_core.cli.entry_points", lambda group: [other])
+
+    assert commands()["doctor"].__name__ == "kfac_core.cli.doctor"
 
 
 def test_help_of_a_command(capsys):

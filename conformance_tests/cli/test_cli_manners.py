@@ -51,7 +51,7 @@ BAD = {
 }
 NEEDS = {
     "demo": ("sklearn", "rich", "matplotlib"),
-    "verify": ("safetensors",),
+    "verify": ("safetensors", "msgspec"),
     "inspect": ("safetensors",),
     "bench": ("rich",),
 }

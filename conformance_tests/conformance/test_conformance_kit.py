@@ -86,8 +86,8 @@ class Wrapped(Own):
 class SumForMean(Wrapped):
     """Takes gradients of a mean loss for those of a sum: a factor of N^2."""
 
-    def _fed(self, problem):
-        return super()._fed(Lying(problem, problem.reduction))
+    def _updated(self, problem):
+        return super()._updated(Lying(problem, problem.reduction))
 
 
 class Lying:
@@ -392,7 +392,7 @@ def test_an_adapter_is_found_in_a_file(tmp_path):
     for name in ("make", "made", "Own"):
         adapter = load_adapter(f"{path}:{name}")
         assert run_check(adapter, CHECKS["B1 mse sum"]).status == "holds"
-    with pytest.raises(AdapterError, match="but dict"):
+    with pytest.raises(AdapterError, match="got dict"):
         load_adapter(f"{path}:Wrong")
 
 
@@ -400,7 +400,7 @@ def test_capabilities_say_what_is_lacking():
     """By default next to nothing is offered."""
     few = Capabilities(weight_layout="io", bias_position="last")
 
-    assert few.lacks(CHECKS["B4 sum"].problem) is None
+    assert few.unsupported(CHECKS["B4 sum"].problem) is None
     for name, word in (
         ("B20 expand", "conv"),
         ("B5 sum", "sharing"),
@@ -411,9 +411,9 @@ def test_capabilities_say_what_is_lacking():
         ("D average", "moving average"),
         ("D parts", "micro-batches"),
     ):
-        lacking = few.lacks(CHECKS[name].problem)
+        lacking = few.unsupported(CHECKS[name].problem)
         assert any(w in lacking for w in word.split("|")), (name, lacking)
-    assert "damping rules" in few.lacks(CHECKS["B4 sum"].problem, rule="exact")
+    assert "damping rules" in few.unsupported(CHECKS["B4 sum"].problem, rule="exact")
 
 
 # Records.

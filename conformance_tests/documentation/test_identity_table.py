@@ -12,7 +12,7 @@ HERE = Path(__file__).parents[1]
 PAGE = HERE.parent / "docs" / "identities.md"
 
 # The numbers that the notes on the literature give, gaps included.
-ALGEBRA = [f"A{i}" for i in (*range(1, 18), *range(22, 29))]
+ALGEBRA = [f"A{i}" for i in (*range(1, 15), 16, 17, *range(22, 29))]
 NETWORKS = [f"B{i}" for i in (*range(1, 8), 9, 11, *range(16, 22))]
 SYSTEM = [f"C{i}" for i in range(1, 9)]
 

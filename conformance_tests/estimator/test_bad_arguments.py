@@ -7,8 +7,8 @@ import pytest
 
 import kfac_core as kc
 
-from ..builders.states import differences, frozen
 from ..builders.estimators import make_estimator
+from ..builders.states import differences, frozen
 
 N, n, m = 6, 4, 3
 SUMMED = kc.Conventions(reduction="sum", sources="sum")

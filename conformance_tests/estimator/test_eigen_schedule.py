@@ -10,9 +10,9 @@ from kfac_core.approximations.options import UpdateOptions
 from kfac_core.array.structure import map_structure
 
 from ..builders import reference
+from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close, assert_differs
-from ..builders.estimators import make_estimator
 
 N, IN, OUT, STEPS = 9, 3, 2, 4
 DECAY = 0.7

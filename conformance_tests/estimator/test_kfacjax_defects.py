@@ -11,8 +11,8 @@ import kfac_core as kc
 
 from ..builders import reference
 from ..builders.defect_cases import dense_block, dense_data, fed
-from ..builders.tolerances import assert_close, assert_differs
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close, assert_differs
 
 
 @pytest.mark.parametrize("exponent", [0.5, -0.5, -0.25])

@@ -8,8 +8,8 @@ from kfac_core.linalg.condition import estimated_norm
 
 from ..builders import reference
 from ..builders.block_kinds import CONV, DENSE, PAIRS, fed
-from ..builders.tolerances import assert_close
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close
 
 DAMPING = 0.3
 

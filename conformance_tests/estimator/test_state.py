@@ -10,8 +10,8 @@ import pytest
 import kfac_core as kc
 
 from ..builders.block_kinds import PAIRS, fed
-from ..builders.states import arrays_of, differences, frozen
 from ..builders.estimators import make_estimator
+from ..builders.states import arrays_of, differences, frozen
 
 N, n, m = 6, 4, 3
 RULES = ["factored", "exact"]
@@ -200,7 +200,7 @@ def filled(value):
 
 
 SUM = "blocks/full/statistics/averages/input/sum"
-MADE_FROM = "blocks/full/operator/input/matrix"
+MADE_FROM = "blocks/full/operator/input/damped/matrix"
 
 DAMAGE = {
     "format": (put("format", "other"), "format 'kfac_core.estimator'"),
@@ -279,7 +279,7 @@ DAMAGE = {
         put(f"{MADE_FROM}/array", lambda b, x: b.asarray(np.ones((2, 2)))),
         "'full'.*operator",
     ),
-    "operator_check": (put("blocks/full/operator/input/check", "never"), "'full'"),
+    "operator_solving": (put("blocks/full/operator/input/solving", "never"), "'full'"),
     "operator_unknown": (
         put("blocks/full/operator/structure", "Exec"),
         "unknown structure 'Exec'",

@@ -5,9 +5,9 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
 from ..builders.tolerances import assert_close, assert_differs
-from ..builders.estimators import make_estimator
 
 SETTINGS = {
     "decay": 0.8,

@@ -6,9 +6,9 @@ import pytest
 import kfac_core as kc
 from kfac_core.array.structure import leaves
 
+from ..builders.estimators import make_estimator
 from ..builders.reference import damped_block, kronecker_factors
 from ..builders.tolerances import assert_close
-from ..builders.estimators import make_estimator
 
 n, m, DECAY = 3, 2, 0.7
 NAMES = ("a", "b")

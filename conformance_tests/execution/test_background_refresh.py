@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.execution.movement import marks_of, movement
+from kfac_core.execution.movement import movement, probe_images
 
 from ..builders import reference
-from ..builders.tolerances import assert_close, assert_differs
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close, assert_differs
 
 SETTINGS = {
     "decay": 0.8,
@@ -67,6 +67,29 @@ def test_a_refresh_in_the_background_is_of_the_moment_it_was_started(backend, rn
     refresh.install()
     assert estimator.state["a"].age == 2
     assert refresh.done
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_blocks_are_those_of_a_refresh_in_the_foreground(backend, rng, workers):
+    """As a stack or on threads, beside steps that use the estimator's own."""
+    V = {"weight": backend.asarray(rng.normal(size=(4, 3)))}
+    given = dict.fromkeys("abc", V)
+    kept = [make("abc", workers=w) for w in (1, workers)]
+    for _ in range(2):
+        batches = {name: draw(backend, rng)[2] for name in "abc"}
+        for estimator in kept:
+            estimator.update(batches)
+    kept[0].refresh()
+    kept[1].refresh(["a"])
+    refresh = kept[1].start_refresh()
+    kept[1].precondition({"a": V})
+    refresh.install()
+
+    expected, got = (estimator.precondition(given) for estimator in kept)
+
+    for name in "abc":
+        pair = (backend.to_numpy(made[name]["weight"]) for made in (got, expected))
+        assert_close(*pair, "inverse", "float64")
 
 
 def test_steps_go_on_while_a_refresh_is_under_way(backend, rng, monkeypatch):
@@ -184,10 +207,10 @@ def test_movement_is_near_the_relative_change(backend, rng, scale):
             block.initial(grads), batch, conventions=conventions, decay=0.0
         )
 
-    marks = [marks_of(statistics_of(rows), debias=True) for rows in (x, y)]
+    images = [probe_images(statistics_of(rows), debias=True) for rows in (x, y)]
     xp = backend.xp
     A, B = x.T @ x, y.T @ y
     change = np.linalg.norm(A - B) / np.linalg.norm(A)
-    got = float(movement(marks[1], marks[0], xp=xp))
+    got = float(movement(images[1], images[0], xp=xp))
     assert change / 3 < got < change * 3
-    assert float(movement(marks[0], marks[0], xp=xp)) == 0.0
+    assert float(movement(images[0], images[0], xp=xp)) == 0.0

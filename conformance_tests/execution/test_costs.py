@@ -6,8 +6,8 @@ import pytest
 import kfac_core as kc
 from kfac_core.execution.costs import Rates, block_costs
 
-from ..builders.tolerances import assert_close
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close
 
 SETTINGS = {
     "decay": 0.8,
@@ -42,7 +42,7 @@ def test_both_ways_of_solving_give_one_answer(backend, dtype, rng, approximation
         found[solving] = {k: backend.to_numpy(v) for k, v in result.items()}
         part = estimator.operator("a").input
         assert (part.inverse is None) == (solving == "triangular")
-        assert (part.positive is None) == (solving == "inverse")
+        assert (part.cholesky is None) == (solving == "inverse")
         assert estimator.report()["a"].factors["input"].residual < 1e-2
         again = make_estimator({"a": block(approximation=approximation)}, **SETTINGS)
         again.load_state_dict(estimator.state_dict())
@@ -92,7 +92,7 @@ def test_the_estimator_chooses_says_so_and_can_be_told():
     options = {"solving": "cheaper", "interval": 100, "rates": slow}
     assert chosen(**options)[0]["wide"] == "triangular"
     assert chosen(solving="triangular", damping_rule="exact")[0]["wide"] == "inverse"
-    with pytest.raises(kc.ConventionError, match="refresh_interval"):
+    with pytest.raises(kc.ConventionError, match="`interval`"):
         chosen(solving="cheaper")
     with pytest.raises(kc.ConventionError, match="solving"):
         chosen(solving="magic")
@@ -124,7 +124,7 @@ def test_factorizations_alone_are_stacked_and_shared_out_too(backend, rng, worke
     for name in blocks:
         part = estimator.operator(name).input
         assert part.inverse is None
-        assert part.positive is not None
+        assert part.cholesky is not None
         assert part.solving == "triangular"
         for k, expected in results[0][name].items():
             got = backend.to_numpy(results[1][name][k])

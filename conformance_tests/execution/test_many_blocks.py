@@ -5,8 +5,8 @@ import pytest
 
 import kfac_core as kc
 
-from ..builders.tolerances import assert_close
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close
 
 SETTINGS = {
     "decay": 0.8,

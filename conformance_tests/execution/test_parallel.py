@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.execution.threads import in_threads
+from kfac_core.block import Product
+from kfac_core.execution.threaded import in_threads
+
 from ..builders.estimators import make_estimator
 
 
@@ -259,13 +261,12 @@ def test_threads_start_and_end_with_small_problems(requires_adapters, rng, monke
         started.extend(problems)
         return in_threads(function, problems, workers=workers, library=library)
 
-    monkeypatch.setattr("kfac_core.execution.threads.in_threads", spied)
+    monkeypatch.setattr("kfac_core.execution.threaded.in_threads", spied)
     kept.refresh()
 
-    names = [[name for stack in task for name in stack] for task in started]
-    assert sorted(name for task in names for name in task) == sorted(sizes)
+    assert sorted(name for task in started for name in task) == sorted(sizes)
     # Half of one worker's share of the flops is the two smallest.
-    assert names == [["a"], ["b"], ["d"], ["f"], ["e"], ["c"]]
+    assert started == [["a"], ["b"], ["d"], ["f"], ["e"], ["c"]]
 
 
 @pytest.mark.usefixtures("one_blas_thread")
@@ -306,10 +307,10 @@ def test_products_with_workers_are_those_of_one(requires_adapters, rng, monkeypa
         callers.append(workers)
         return in_threads(function, problems, workers=workers, library=library)
 
-    monkeypatch.setattr("kfac_core.execution.threads.in_threads", spied)
+    monkeypatch.setattr("kfac_core.execution.threaded.in_threads", spied)
     found = []
     for workers, worth in ((1, 0), (2, 0), (2, 10**12)):
-        monkeypatch.setattr("kfac_core.estimator.WORTH_THREADS", worth)
+        monkeypatch.setattr(Product, "worth_threads", worth)
         kept = estimator_of(sizes, 170, workers=workers)
         kept.update(batch)
         kept.refresh()

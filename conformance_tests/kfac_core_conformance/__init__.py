@@ -1,12 +1,12 @@
-"""Checks that a K-FAC author can run against a library of their own.
+"""Checks that the author of a K-FAC implementation can run against it.
 
-An `Adapter` stands between the kit and a library: it is handed a `Problem` in NumPy, a
-small network with its data, and answers with a dense block, or with products of the
-block and of its inverse.  `identity_checks` compares these with dense matrices that NumPy
-computes for itself, `record_checks` with the answers in verification records.
+An `Adapter` connects the kit to a library: it receives a `Problem` in NumPy, a small
+network with its data, and returns a dense block, or products of the block or its inverse
+with vectors.  `identity_checks` compares the results with dense matrices computed by NumPy
+alone, `record_checks` with the answers in verification records.
 
-Nothing here imports an operator of this library; `kfac_core_conformance.own` is its own
-adapter, and is treated like any other.
+The checks use no operator of `kfac_core`; its own adapter, `kfac_core_conformance.own`, is
+treated like any other.
 """
 
 from kfac_core_conformance.adapter import (

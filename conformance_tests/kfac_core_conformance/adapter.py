@@ -1,10 +1,10 @@
-"""What stands between the kit and a library: a name, what it can do, and three answers.
+"""Adapters, which connect the kit to a library.
 
-An adapter translates, and nothing else: it builds the library's objects from a `Problem`,
-asks the library, and gives back what the library said, scaled where the two define
-curvature with another constant.  What the library cannot do it leaves out.  A method that
-is not there, a capability that is not declared, and a problem for which `NotOfferedError`
-is raised are all shown as "not offered", and are no failures.
+An adapter only translates: it builds the library's objects from a `Problem`, calls the
+library, and returns the result, scaled if the library defines curvature with another
+constant.  Unsupported features are left out: a missing method, an undeclared capability
+and a problem for which the adapter raises `NotOfferedError` are reported as "not offered"
+and are no failures.
 """
 
 from __future__ import annotations
@@ -39,38 +39,41 @@ __all__ = [
 
 
 class AdapterError(KFACError, ImportError):
-    """An adapter cannot be loaded, or is none."""
+    """An adapter cannot be loaded, or lacks a required member."""
 
 
 class NotOfferedError(KFACError, NotImplementedError):
-    """What an adapter raises for a problem that its library does not do."""
+    """Raised by an adapter for a problem that its library does not support."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a library can do, and in which order its dense blocks are.
+    """What a library supports, and the order of parameters in its dense blocks.
 
     Parameters
     ----------
     weight_layout : {"io", "oi"}
-        Of every weight that is handed over or given back, and of dense blocks.
+        Layout of all weights passed in either direction, and of dense blocks.
     bias_position : {"last", "first", "after"}
-        In dense blocks: a last or first row beside the inputs, or behind the weight.
+        In dense blocks: the last or first row of the matrix, or after the whole weight.
     bias : tuple of bool
-        Whether layers may have one.
+        Supported values of "the layer has a bias".
     layers : tuple of {"dense", "conv"}
-        Kinds of layers.
+        Supported kinds of layers.
     losses : tuple of {"mse", "ce"}
-        See `kfac_core_conformance.network`.
+        Supported losses: half the squared error, and the softmax cross-entropy.
     estimations, approximations, sharing, reductions, dtypes : tuple of str
-        As the fields of `kfac_core_conformance.Problem`; `sharing` is empty where weights
-        cannot be shared.
+        Supported values of the fields of `kfac_core_conformance.Problem`.  `sharing` is
+        empty if weights cannot be shared.
     damping_rules : tuple of {"factored", "factored_unit_pi", "exact"}
-        As ``docs/conventions.md`` defines them.
+        Supported rules.  With A and G the factors and S the number of shared positions,
+        ``exact`` inverts ``S A (x) G + damping I``; the factored rules invert
+        ``S (A + pi r I) (x) (G + r/pi I)`` with ``r = sqrt(damping/S)``, and pi is 1 or
+        ``sqrt((tr A/dim A) / (tr G/dim G))``.
     moving_average : bool
-        Whether there may be more than one update.
+        Whether a problem may have several updates.
     parts : bool
-        Whether a batch may be fed in micro-batches of different sizes.
+        Whether a batch may come in micro-batches of different sizes.
     """
 
     weight_layout: WeightLayout
@@ -87,8 +90,18 @@ class Capabilities:
     moving_average: bool = False
     parts: bool = False
 
-    def lacks(self, problem: Problem, /, *, rule: str | None = None) -> str | None:
-        """Return what a problem needs and is not declared; None where nothing is."""
+    def unsupported(
+        self, problem: Problem, /, *, rule: str | None = None
+    ) -> str | None:
+        """Return what a problem needs and is not declared; None if it is supported.
+
+        Parameters
+        ----------
+        problem : Problem
+            The problem.
+        rule : str, optional
+            The damping rule that it is asked with.
+        """
         layers = problem.network.layers
         needs: list[tuple[str, object, Sequence[object]]] = [
             *(("layers", layer.kind, self.layers) for layer in layers),
@@ -107,21 +120,21 @@ class Capabilities:
             if needed not in offered:
                 return f"{needed!r} is not among its {name.replace('_', ' ')}"
         if len(problem.updates) > 1 and not self.moving_average:
-            return "it has no moving average"
+            return "it does not support a moving average"
         if problem.parts and not self.parts:
-            return "it takes no micro-batches of different sizes"
+            return "it does not support micro-batches of different sizes"
         return None
 
 
 class Adapter(Protocol):
-    """What a library has to answer; `blocks` alone will do.
+    """The interface of an adapter; only `blocks` is required.
 
     Attributes
     ----------
     name, version : str
-        Of the library.
+        The library's name and version.
     capabilities : Capabilities
-        What it can do.
+        What the library supports.
     """
 
     name: str
@@ -134,12 +147,12 @@ class Adapter(Protocol):
         Parameters
         ----------
         problem : Problem
-            Whose curvature is meant; never modified.
+            The curvature to compute; must not be modified.
 
         Returns
         -------
         sequence of array
-            NumPy arrays, or what `numpy.asarray` takes.
+            NumPy arrays, or anything that `numpy.asarray` accepts.
         """
         ...
 
@@ -151,15 +164,15 @@ class Adapter(Protocol):
         Parameters
         ----------
         problem : Problem
-            Whose curvature is meant.
+            The curvature to compute.
         vectors : sequence of mapping of str to numpy.ndarray
-            For each layer ``"weight"`` and, where there is one, ``"bias"``, in the declared
+            For each layer ``"weight"`` and, if it has one, ``"bias"``, in the declared
             weight layout.
 
         Returns
         -------
         sequence of mapping of str to array
-            In the same form.
+            In the same form as `vectors`.
         """
         ...
 
@@ -179,14 +192,14 @@ class Adapter(Protocol):
         problem, vectors
             As for `multiply`.
         damping : float
-            0 for none.
+            The damping; 0 means none.
         rule : {"factored", "factored_unit_pi", "exact"}
-            One of the declared ones.
+            One of the declared rules; see `Capabilities`.
 
         Returns
         -------
         sequence of mapping of str to array
-            In the same form.
+            In the same form as `vectors`.
         """
         ...
 
@@ -197,18 +210,18 @@ def load_adapter(spec: str, /) -> Adapter:
     Parameters
     ----------
     spec : str
-        ``module:object``, or ``path/to/file.py:object``.  A class, or a function without
-        arguments, is called.
+        ``module:object`` or ``path/to/file.py:object``.  A class or a function is called
+        without arguments.
 
     Returns
     -------
     Adapter
-        What was found.
+        The adapter.
 
     Raises
     ------
     AdapterError
-        Where it cannot be imported, or has no name, version, capabilities or `blocks`.
+        If it cannot be imported, or has no name, version, capabilities or `blocks`.
     """
     where, colon, name = spec.rpartition(":")
     if not (colon and where and name):
@@ -222,7 +235,7 @@ def load_adapter(spec: str, /) -> Adapter:
         ):
             found = found()
     except Exception as error:
-        # Whatever the module of somebody else raises, it is the reason.
+        # The module is foreign: whatever it raises is reported as the reason.
         reason = f"{type(error).__name__}: {error}"
         raise AdapterError(f"{spec} cannot be loaded: {reason}") from error
     missing = [
@@ -232,13 +245,13 @@ def load_adapter(spec: str, /) -> Adapter:
     ]
     if missing:
         raise AdapterError(
-            f"{spec} is no adapter: it has no {', '.join(missing)}; see "
+            f"{spec} is not an adapter: it has no {', '.join(missing)}; see "
             "kfac_core_conformance.Adapter."
         )
     if not isinstance(found.capabilities, Capabilities):
         raise AdapterError(
-            f"{spec} is no adapter: its `capabilities` is no "
-            "kfac_core_conformance.Capabilities, but "
+            f"{spec} is not an adapter: expected `capabilities` to be a "
+            "kfac_core_conformance.Capabilities, got "
             f"{type(found.capabilities).__name__}."
         )
     adapter: Adapter = found
@@ -246,7 +259,7 @@ def load_adapter(spec: str, /) -> Adapter:
 
 
 def _module(where: str) -> Any:
-    """Import a module by its name, the current folder included, or from a file."""
+    """Import a module by name, also from the current folder, or from a file."""
     if not where.endswith(".py"):
         here = str(Path.cwd())
         if here not in sys.path:

@@ -1,9 +1,8 @@
-"""One check of an adapter, and what came of it.
+"""One check of an adapter, and its outcome.
 
-Conventions.  An answer holds where ``|got - expected|_F <= tolerance * |expected|_F``.
-A check that must *differ* guards against an answer that is right by another way than the
-one asked for (the dense matrix where K-FAC was asked): it holds where the error is above
-`APART`.
+A check holds if ``|got - expected|_F <= tolerance * |expected|_F``.  A check that must
+*differ* detects a library that answers with something else than asked for (the exact
+matrix instead of K-FAC's): it holds if the relative error is above `APART`.
 """
 
 from __future__ import annotations
@@ -33,43 +32,43 @@ Operation = Literal["block", "multiply", "multiply_inverse"]
 Status = Literal["holds", "differs", "not offered", "raised"]
 
 APART = 1e-3
-"""Above which relative error two answers are different ones."""
+"""The relative error above which two answers count as different."""
 
 SINGLE_TOLERANCE = 1e-4
-"""In float32, for blocks and well-conditioned inverses; in float64 it is 1e-10."""
+"""The float32 tolerance, for blocks and well-conditioned inverses."""
 
 _SMALLEST = 1e-300
-"""What a norm of zero is taken for, so that an error of zero stays one."""
+"""Replaces a norm of zero, so that an error of zero stays zero."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Check:
-    """One question with its answer.
+    """One question to an adapter, with the expected answer.
 
     Parameters
     ----------
     name : str
-        A short name, unique in a run; the identity's letter and number, then the case.
+        Unique in a run: the identity's letter and number, then the case.
     says : str
-        What has to hold, in words.
+        What must hold, in words.
     problem : Problem or None
-        What the adapter is handed; None where `obstacle` says why nothing is.
+        The adapter's input; None if `obstacle` says why there is none.
     operation : {"block", "multiply", "multiply_inverse"}
-        What it is asked for.
+        The requested quantity.
     expected : callable
-        Makes the answer: a matrix a layer, (P, P) or (in(+1), out).
+        Computes the answer: for each layer a matrix, (P, P) or (in(+1), out).
     vectors : tuple of numpy.ndarray
-        For a product: one (in(+1), out) a layer.
+        For a product: one of shape (in(+1), out) for each layer.
     damping, rule : float, str or None
-        For an inverse.
+        The damping and its rule, for an inverse.
     layers : tuple of int, optional
-        Which layers are looked at; all where left out.
+        The layers that are compared; by default all.
     tolerance : float
-        The relative error that is allowed.
+        The largest relative error allowed.
     must_differ : bool
-        Whether the answer has to be another one.
+        Whether the answer must be another one than `expected`.
     obstacle : str, optional
-        Why no library can be asked through an adapter.
+        Why the check cannot be put to any adapter.
     """
 
     name: str
@@ -88,18 +87,18 @@ class Check:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a check.
+    """The outcome of a check.
 
     Attributes
     ----------
     check : Check
-        Which one.
+        The check.
     status : {"holds", "differs", "not offered", "raised"}
-        What came of it.
+        Its result.
     error : float or None
-        The greatest relative error of a layer; infinite for an answer that is not finite.
+        The largest relative error of a layer; infinite if the answer is not finite.
     message : str or None
-        Why it was not offered, or what was raised.
+        Why it was not offered, or the exception that was raised.
     """
 
     check: Check
@@ -109,19 +108,19 @@ class Outcome:
 
 
 def run_check(adapter: Adapter, check: Check, /) -> Outcome:
-    """Ask an adapter and judge the answer.
+    """Put a check to an adapter and compare the answer.
 
     Parameters
     ----------
     adapter : Adapter
-        Whatever it raises is an outcome.
+        Its exceptions are reported as outcomes.
     check : Check
-        The question.
+        The check.
 
     Returns
     -------
     Outcome
-        What came of it.
+        The result.
     """
     problem = check.problem
     if problem is None:
@@ -129,9 +128,9 @@ def run_check(adapter: Adapter, check: Check, /) -> Outcome:
     method = "blocks" if check.operation == "block" else check.operation
     if not callable(getattr(adapter, method, None)):
         return Outcome(check, "not offered", message=f"it has no method {method}")
-    lacking = adapter.capabilities.lacks(problem, rule=check.rule)
-    if lacking is not None:
-        return Outcome(check, "not offered", message=lacking)
+    unsupported = adapter.capabilities.unsupported(problem, rule=check.rule)
+    if unsupported is not None:
+        return Outcome(check, "not offered", message=unsupported)
     try:
         answers = _answers(adapter, check, problem)
     except NotOfferedError as error:
@@ -144,29 +143,29 @@ def run_check(adapter: Adapter, check: Check, /) -> Outcome:
     errors = [_relative_error(answers[k], expected[k]) for k in chosen]
     worst = max(errors, default=math.inf)
     if check.must_differ:
-        # A guard that is passed by rubbish guards nothing.
+        # An infinite error must not pass: garbage also differs from the matrix.
         apart = math.isfinite(worst) and min(errors) > APART
         return Outcome(check, "holds" if apart else "differs", worst)
     return Outcome(check, "holds" if worst <= check.tolerance else "differs", worst)
 
 
 def _answers(adapter: Adapter, check: Check, problem: Problem) -> list[HostArray]:
-    """Return a matrix a layer, in the kit's order and in float64."""
+    """Return a matrix for each layer, in the kit's order and in float64."""
     layers, own = problem.network.layers, adapter.capabilities
     if check.operation == "block":
         blocks = list(adapter.blocks(problem))
         _require_count(blocks, len(layers))
         found = []
         for layer, block in zip(layers, blocks, strict=True):
-            theirs, P = np.asarray(block, np.float64), layer.matrix.size
-            if theirs.shape != (P, P):
+            values, P = np.asarray(block, np.float64), layer.matrix.size
+            if values.shape != (P, P):
                 raise ValueError(
-                    f"expected a block of shape {(P, P)}, got {theirs.shape}"
+                    f"expected a block of shape {(P, P)}, got {values.shape}"
                 )
             order = layer.order(own.weight_layout, own.bias_position)
-            ours = np.empty_like(theirs)
-            ours[np.ix_(order, order)] = theirs
-            found.append(ours)
+            ordered = np.empty_like(values)
+            ordered[np.ix_(order, order)] = values
+            found.append(ordered)
         return found
     vectors = [
         layer.parameters(V.astype(problem.dtype), own.weight_layout)
@@ -191,7 +190,9 @@ def _answers(adapter: Adapter, check: Check, problem: Problem) -> list[HostArray
 
 def _require_count(answers: list[Any], layers: int) -> None:
     if len(answers) != layers:
-        raise ValueError(f"expected {layers} answers, one a layer; got {len(answers)}")
+        raise ValueError(
+            f"expected {layers} answers, one for each layer; got {len(answers)}"
+        )
 
 
 def _relative_error(got: HostArray, expected: HostArray) -> float:
@@ -202,6 +203,6 @@ def _relative_error(got: HostArray, expected: HostArray) -> float:
 
 
 def _in_words(error: BaseException) -> str:
-    """Return a message on one line, cut where it is long."""
+    """Return a message on one line, truncated to 300 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:297] + "..."

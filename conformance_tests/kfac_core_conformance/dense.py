@@ -1,10 +1,10 @@
 """Dense references in NumPy: exact curvature, and the definitions of approximations.
 
-Conventions.  One matrix a layer, of shape (P, P) for P parameters in the order of
-`kfac_core_conformance.layer`, for one example on average.  Exact curvature comes from
-complex steps through the forward pass, in which nothing is subtracted, and so shares
-nothing with a back-propagation.  The approximations are loops over rows that write their
-definitions down.  Small problems only: a forward pass for each parameter.
+Each function returns one matrix for each layer, of shape (P, P) for P parameters in the
+order of `kfac_core_conformance.layer`, averaged over examples.  Exact curvature comes from
+complex-step differentiation of the forward pass, which has no cancellation and shares no
+code with backpropagation.  The approximations are loops over rows that follow their
+definitions.  Small problems only: there is one forward pass for each parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 STEP = 1e-30
-"""Of a complex step; its square underflows beside any number of a problem."""
+"""The complex step; its square is negligible beside any number of a problem."""
 
 
 class Factors(NamedTuple):
@@ -43,7 +43,12 @@ class Factors(NamedTuple):
         return self.scale * np.kron(self.input, self.output)
 
     def damped(self, damping: float, rule: str, /) -> HostArray:
-        """Return the dense block with damping by a rule of ``docs/conventions.md``."""
+        """Return the damped dense block.
+
+        ``S A (x) G + damping I`` for the rule ``exact``; else
+        ``S (A + pi r I) (x) (G + r/pi I)`` with ``r = sqrt(damping/S)`` and pi 1, or for
+        ``factored`` ``sqrt((tr A/dim A) / (tr G/dim G))``.
+        """
         A, G, S = self
         if rule == "exact":
             return self.block() + damping * np.eye(len(A) * len(G))
@@ -69,9 +74,9 @@ def ggn_blocks(problem: Problem, /) -> list[HostArray]:
 
 
 def fisher_blocks(problem: Problem, /) -> list[HostArray]:
-    """Return ``1/N sum_n d_n d_n^T``, d the loss's gradient at the problem's targets.
+    """Return ``1/N sum_n d_n d_n^T``, with d the gradient of the loss at the targets.
 
-    For a problem with one update; with labels, the mean over all of them.
+    For a problem with one update; averaged over the labels if there are several.
     """
     [data] = problem.updates
     targets = data.targets if problem.estimation == "labels" else data.targets[None]
@@ -90,8 +95,8 @@ def fisher_blocks(problem: Problem, /) -> list[HostArray]:
 def kronecker_factors(problem: Problem, /) -> list[Factors]:
     """Return A, G and S of each layer after all updates.
 
-    ``A = 1/(NS) sum x x^T``, ``G = 1/(NS) sum g g^T`` where sharing is expanded; where it
-    is reduced x is averaged and g summed over an example's positions, and S is 1.
+    ``A = 1/(NS) sum x x^T``, ``G = 1/(NS) sum g g^T`` for ``sharing="expand"``; for
+    ``"reduce"`` x is averaged and g summed over an example's positions, and S is 1.
     """
     found: list[Factors] = []
     weight = 0.0
@@ -132,7 +137,7 @@ def approximate_blocks(problem: Problem, /) -> list[HostArray]:
 
     ======================  ==========================================================
     ``kronecker``           ``S A (x) G``
-    ``full``, ``diagonal``  the mean of ``v v^T`` over examples and sources, v the row-major
+    ``full``, ``diagonal``  the mean of ``v v^T`` over examples and labels, v the row-major
                             flattening of D, ``D = sum_s x g^T``, or its diagonal
     ``tnt``                 ``A (x) G / tr A``, the means of ``D D^T`` and ``D^T D``
     ``eigen``               ``Q diag(Q^T F Q) Q^T``, F the full block and Q the
@@ -165,7 +170,7 @@ def approximate_blocks(problem: Problem, /) -> list[HostArray]:
 
 
 def damped_blocks(problem: Problem, /, *, damping: float, rule: str) -> list[HostArray]:
-    """Return each layer's damped block; any but ``kronecker`` is damped exactly."""
+    """Return each layer's damped block; the rule applies to ``kronecker`` blocks only."""
     if problem.approximation == "kronecker":
         return [found.damped(damping, rule) for found in kronecker_factors(problem)]
     return [
@@ -186,7 +191,7 @@ def _rows(problem: Problem, data: Data) -> list[tuple[HostArray, HostArray]]:
 
 
 def _averaged(problem: Problem, grads: HostArray) -> int:
-    """Return by what outer products are divided: the sources, where these are averaged."""
+    """Return the number of labels, over which outer products are averaged; else 1."""
     return len(grads) if problem.estimation == "labels" else 1
 
 

@@ -1,8 +1,7 @@
-"""Small networks and data for checks, all from one generator and read-only.
+"""Small seeded networks and data for checks; all arrays are read-only.
 
-Sizes are chosen so that no two axes are of one length, which a transposed answer would
-survive, and so that every factor of a problem that is inverted without damping is well
-conditioned.
+No two axes have the same length, so that a transposed answer is detected.  Every factor
+that is inverted without damping is well conditioned.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["in_dtype", "normal", "random_network", "random_targets", "with_probl
 
 
 def normal(seed: int, *shape: int) -> HostArray:
-    """Return normal numbers that a seed decides."""
+    """Return standard normal numbers for a seed."""
     return _frozen(np.random.default_rng(seed).normal(size=shape))
 
 

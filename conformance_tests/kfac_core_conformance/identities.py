@@ -1,9 +1,9 @@
-"""The checks that every K-FAC has to pass where it offers what they ask.
+"""The checks that every K-FAC implementation must pass as far as it supports them.
 
-The letters and numbers are those of ``docs/identities.md``.  B are networks on which an
-approximation is known to be exact: the reference is exact curvature by complex steps.  D
-are definitions, compared with loops on problems where K-FAC is *not* exact, which every
-scale, order and convention enters.  A are products and inverses.
+Checks B use networks on which an approximation is known to be exact; the reference is
+exact curvature by complex steps.  Checks D compare with the definition, in loops, on
+problems where K-FAC is *not* exact: every scale, order and convention affects the result.
+Checks A are products and inverses.  ``docs/identities.md`` lists all of them by number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["identity_checks"]
 
 @cache
 def identity_checks() -> tuple[Check, ...]:
-    """Return every check, in the order of a report; nothing is computed yet."""
+    """Return every check, in the order of a report; answers are computed when compared."""
     return (
         *_exact_for_one_datum(),
         *_exact_for_linear_networks(),

@@ -1,6 +1,6 @@
-"""A layer with a weight matrix, and the orders in which libraries keep its parameters.
+"""A layer with a weight matrix, and the orders in which libraries store its parameters.
 
-Conventions.  The matrix has shape ``(in, out)``, or ``(in + 1, out)`` with the bias as its
+The matrix has shape ``(in, out)``, or ``(in + 1, out)`` with the bias as its
 last row; a convolution's rows are kernel positions, then channels.  Its row-major
 flattening numbers the parameters, and every dense block of the kit is in that order.
 """
@@ -34,9 +34,9 @@ class LinearLayer:
     matrix : numpy.ndarray, shape (in(+1), out)
         The weight, and the bias as the last row.
     bias : bool
-        Whether the last row is one.
+        Whether the last row of `matrix` is a bias.
     kernel_size : tuple of int, optional
-        Of a convolution over two axes, whose data have their channels last.
+        The kernel of a convolution over two axes, with channels last.
     """
 
     matrix: HostArray
@@ -60,20 +60,20 @@ class LinearLayer:
         return int(rows // math.prod(self.kernel_size or (1,)))
 
     def unfolded(self, inputs: HostArray, /) -> HostArray:
-        """Return what each output position sees, shape (N, ..., in), without a 1."""
+        """Return the inputs of each output position, shape (N, ..., in), without a 1."""
         if self.kernel_size is None:
             return inputs
         windows = np.lib.stride_tricks.sliding_window_view(
             inputs, self.kernel_size, axis=(1, 2)
         )
-        # (N, H, W, c, kh, kw), and the matrix has channels behind kernel positions.
+        # (N, H, W, c, kh, kw), and the matrix has channels after kernel positions.
         patches = np.moveaxis(windows, 3, -1)
         return patches.reshape(*patches.shape[:3], -1)
 
     def parameters(
         self, matrix: HostArray, weight_layout: WeightLayout, /
     ) -> dict[str, HostArray]:
-        """Return a matrix as a framework keeps the parameters.
+        """Return a matrix as the parameters of a framework.
 
         Parameters
         ----------
@@ -85,7 +85,7 @@ class LinearLayer:
         Returns
         -------
         dict
-            ``"weight"`` and, where there is one, ``"bias"``.
+            ``"weight"`` and, if the layer has one, ``"bias"``.
         """
         weight = matrix[:-1] if self.bias else matrix
         found = {"weight": self._shaped(weight, weight_layout).copy()}
@@ -113,7 +113,7 @@ class LinearLayer:
         Raises
         ------
         ValueError
-            For other names, or another shape.
+            If names or shapes differ.
         """
         expected = self.parameters(self.matrix, weight_layout)
         if set(parameters) != set(expected):
@@ -143,7 +143,7 @@ class LinearLayer:
         weight_layout : {"io", "oi"}
             The order of the weight's axes.
         bias_position : {"last", "first", "after"}
-            Where the bias stands.
+            The position of the bias.
 
         Returns
         -------

@@ -1,8 +1,8 @@
-"""A small network in NumPy: what it computes, and what is propagated back through it.
+"""A small network in NumPy, with its forward pass and its backpropagation.
 
-Conventions.  Inputs have shape ``(N, ..., in)``: between the examples and the features
-stand the axes over which a layer's weights are shared.  With `reduce_after`, these are
-summed or averaged away behind that layer (counted from 0) and its activation.  A
+Inputs have shape ``(N, ..., in)``: the axes between the examples
+and the features are those over which a layer's weights are shared.  With `reduce_after`,
+they are summed or averaged after that layer (counted from 0) and its activation.  A
 convolution can only be the first layer.
 
 The losses are ``"mse"``, half the squared error, and ``"ce"``, the softmax cross-entropy
@@ -34,7 +34,7 @@ Loss = Literal["mse", "ce"]
 
 
 class Forward(NamedTuple):
-    """Each layer's inputs (a convolution's unfolded ones too) and outputs; the end."""
+    """Each layer's inputs, unfolded inputs and outputs, and the network's result."""
 
     inputs: list[HostArray]
     unfolded: list[HostArray]
@@ -51,11 +51,11 @@ class Network:
     layers : tuple of LinearLayer
         From the inputs to the outputs.
     activation : {"identity", "tanh"}
-        Behind every layer but the last.
+        Applied after every layer but the last.
     reduce_after : int, optional
-        Behind which layer the shared axes are reduced; never where left out.
+        The layer after which the shared axes are reduced; by default none.
     reduction : {"sum", "mean"}
-        How they are.
+        How the shared axes are reduced.
     """
 
     layers: tuple[LinearLayer, ...]
@@ -70,7 +70,7 @@ class Network:
         return dataclasses.replace(self, layers=layers)
 
     def forward(self, x: HostArray, /) -> Forward:
-        """Return everything that a batch of inputs gives; matrices may be complex."""
+        """Return all intermediate results of a batch; matrices may be complex."""
         inputs, unfolded, outputs = [], [], []
         for k, layer in enumerate(self.layers):
             inputs.append(x)
@@ -103,7 +103,7 @@ class Network:
                 g = g * (1.0 - np.tanh(z) ** 2)
             found.append(g)
             W = layer.matrix[:-1] if layer.bias else layer.matrix
-            if k:  # Below the first layer nothing is needed.
+            if k:  # The gradient of the network's inputs is not needed.
                 g = g @ W.T
         return found[::-1]
 

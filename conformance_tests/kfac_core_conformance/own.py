@@ -1,6 +1,6 @@
 """The adapter of this library, ``kfac_core_conformance.own:Own``.
 
-It feeds rows, through public names alone, to the backend that is selected.
+It computes with the selected backend and uses only public names of `kfac_core`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Own"]
 
 
 class Own:
-    """Blocks of this library, made anew for every question.
+    """Blocks of `kfac_core`, recomputed for every question.
 
     Parameters
     ----------
     backend : str, optional
-        ``name[:device]``; the selected backend where left out.
+        ``name[:device]``; by default the selected backend.
     """
 
     name = "kfac_core"
@@ -54,7 +54,7 @@ class Own:
                     statistics, damping=0.0, rule="exact", factorizations=()
                 ).to_dense(damped=False)
             )
-            for block, statistics in self._fed(problem)
+            for block, statistics in self._updated(problem)
         ]
 
     def multiply(
@@ -71,7 +71,7 @@ class Own:
                 inverse=False,
             )
             for (block, statistics), parameters in zip(
-                self._fed(problem), vectors, strict=True
+                self._updated(problem), vectors, strict=True
             )
         ]
 
@@ -93,7 +93,7 @@ class Own:
                 inverse=True,
             )
             for (block, statistics), parameters in zip(
-                self._fed(problem), vectors, strict=True
+                self._updated(problem), vectors, strict=True
             )
         ]
 
@@ -105,8 +105,8 @@ class Own:
         *,
         inverse: bool,
     ) -> dict[str, HostArray]:
-        there = {name: self._there(x) for name, x in parameters.items()}
-        V = block.parameters_to_matrix(there)
+        arrays = {name: self._asarray(x) for name, x in parameters.items()}
+        V = block.parameters_to_matrix(arrays)
         V = (
             operator.multiply_inverse(V)
             if inverse
@@ -116,12 +116,12 @@ class Own:
             name: kc.to_numpy(x) for name, x in block.matrix_to_parameters(V).items()
         }
 
-    def _fed(self, problem: Problem) -> list[tuple[kc.Block, kc.Statistics]]:
+    def _updated(self, problem: Problem) -> list[tuple[kc.Block, kc.Statistics]]:
         """Return each layer's block with its statistics after all updates."""
         found: list[tuple[kc.Block, kc.Statistics]] = []
         for layer in problem.network.layers:
             block = kc.Block(_layer(layer), _approximation(problem))
-            like = self._there(problem.updates[0].inputs)
+            like = self._asarray(problem.updates[0].inputs)
             found.append((block, block.initial(like)))
         for data in problem.updates:
             moments: list[kc.Statistics] = []
@@ -145,11 +145,11 @@ class Own:
         return found
 
     def _corrected(
-        self, problem: Problem, fed: list[tuple[kc.Block, kc.Statistics]]
+        self, problem: Problem, updated: list[tuple[kc.Block, kc.Statistics]]
     ) -> list[tuple[kc.Block, kc.Statistics]]:
-        """Take the bases of the last factors, and all second moments in them."""
+        """Recompute all second moments in the eigenbases of the last factors."""
         found = []
-        for k, (block, statistics) in enumerate(fed):
+        for k, (block, statistics) in enumerate(updated):
             approximation: Any = block.approximation
             statistics = approximation.rebased(
                 statistics, moments="zero", check="raise"
@@ -169,10 +169,10 @@ class Own:
         return found
 
     def _batch(self, rows: Rows) -> kc.Batch:
-        inputs, grads = map(self._there, rows[:2])
+        inputs, grads = map(self._asarray, rows[:2])
         return kc.Batch(inputs, grads, sources=len(rows.output_grads))
 
-    def _there(self, x: Any) -> Any:
+    def _asarray(self, x: Any) -> Any:
         return kc.asarray(x, backend=self._backend)
 
 

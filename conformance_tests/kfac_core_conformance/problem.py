@@ -1,22 +1,22 @@
-"""A problem: which curvature of which network on which data is asked for.
+"""A problem: the curvature of a network on data that a check asks for.
 
-Conventions.  The curvature is that of one example, averaged over examples, whatever the
-reduction of the loss is: the reduction says what a framework differentiates, and so what
-the vectors are multiplied by that it propagates back.
+The curvature is that of one example, averaged over examples, for every reduction of the
+loss: the reduction only determines how a framework scales the vectors that it
+backpropagates.
 
 =================  ===================================================================
-``estimation``     what is propagated back
+``estimation``     backpropagated vectors
 =================  ===================================================================
 ``"ggn"``          the columns of a square root of the loss's Hessian; outer products
                    are summed
 ``"empirical"``    the gradients at the targets
-``"labels"``       the gradients at each of M given targets, as if these had been drawn;
-                   outer products are averaged
+``"labels"``       the gradients at each of M given targets, as if sampled; outer
+                   products are averaged
 =================  ===================================================================
 
-Several updates make a moving average, ``v <- decay v + C``, ``w <- decay w + 1``, and what
-is used is ``v / w``.  `parts` are the sizes of the micro-batches in which one update is to
-be fed, and change no answer.
+Several updates form a moving average, ``v <- decay v + C``, ``w <- decay w + 1``, and the
+result is ``v / w``.  `parts` are the sizes of the micro-batches of one update; they do not
+change the answer.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class Data(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What one layer sees in one update, as a framework hands it over.
+    """The rows of one layer in one update, as a framework provides them.
 
     Attributes
     ----------
     inputs : numpy.ndarray, shape (N, ..., in)
         Images (N, height, width, channels) for a convolution.
     output_grads : numpy.ndarray, shape (M, N, ..., out)
-        Of the loss with the problem's reduction.
+        Gradients of the loss with the problem's reduction.
     sources : {"sum", "mean"}
-        What is made of the outer products of the M.
+        How the outer products of the M vectors are combined.
     """
 
     inputs: HostArray
@@ -82,31 +82,32 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """One question; compared and hashed by identity, so that adapters may cache by it.
+    """One question; compared and hashed by identity, so that adapters may use it as a key.
 
     Parameters
     ----------
     network : Network
-        Whose layers each have a block.
+        The network; each of its layers has a block.
     loss : {"mse", "ce"}
-        See `kfac_core_conformance.network`.
+        Half the squared error, or the softmax cross-entropy with one-hot targets.
     updates : tuple of Data
-        In order.
+        The updates, in order.
     estimation : {"ggn", "empirical", "labels"}
-        See the module's table.
+        The backpropagated vectors: the columns of a square root of the loss's Hessian, the
+        gradients at the targets, or those at each of several labels.
     approximation : {"kronecker", "eigen", "tnt", "full", "diagonal"}
-        Of each block.
+        The approximation of each block.
     sharing : {"expand", "reduce"}
-        How shared axes are treated; of no meaning without.
+        How shared axes are treated; ignored if there are none.
     reduction : {"sum", "mean", "mean_rows"}
-        Of the loss that a framework differentiates: over examples, or, for the last,
-        the mean over examples and output positions.
+        The reduction of the loss that a framework differentiates: over examples, or, for
+        ``"mean_rows"``, the mean over examples and output positions.
     decay : float
-        Of the moving average.
+        The decay of the moving average.
     parts : tuple of int
-        Sizes of micro-batches; empty for a whole batch.
+        The sizes of micro-batches; empty for one batch.
     dtype : {"float64", "float32"}
-        In which to compute; that of the arrays.
+        The precision of the computation and of all arrays.
     """
 
     network: Network
@@ -122,15 +123,15 @@ class Problem:
 
     @property
     def shared(self) -> bool:
-        """Whether any layer's weights are used more than once an example."""
+        """Whether any layer's weights are used more than once for each example."""
         return any(z.ndim > 2 for z in self._forward(self.updates[0]).outputs)
 
     def output_positions(self, data: Data, /) -> int:
-        """Return how many rows of outputs an example has."""
+        """Return the number of rows of outputs of an example."""
         return math.prod(self._forward(data).result.shape[1:-1])
 
     def split(self, data: Data, /) -> list[Data]:
-        """Return an update in its micro-batches; itself where it has none."""
+        """Return the micro-batches of an update; the update itself if there are none."""
         if not self.parts:
             return [data]
         ends = np.cumsum(self.parts)[:-1]
@@ -145,7 +146,7 @@ class Problem:
         ]
 
     def rows(self, data: Data, /) -> list[Rows]:
-        """Return what each layer sees, for libraries that are fed rows.
+        """Return the rows of each layer, for libraries whose input is rows.
 
         Parameters
         ----------
@@ -155,7 +156,7 @@ class Problem:
         Returns
         -------
         list of Rows
-            One a layer.
+            One for each layer.
         """
         outputs = self._forward(data).result
         divisor = {
@@ -188,5 +189,5 @@ class Problem:
         yield from zip(seen.inputs, seen.unfolded, grads, strict=True)
 
     def _forward(self, data: Data) -> Forward:
-        # In float64 whatever the arrays are: references are made of this too.
+        # Always in float64: the references use this too.
         return self.network.forward(data.inputs.astype(np.float64))

@@ -1,7 +1,6 @@
 """The checks of products: A1 to A5, and B16.
 
-The references solve with dense blocks, which are damped by the definitions of
-``docs/conventions.md``.
+The references solve linear systems with dense blocks, damped by definition.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def product_checks() -> Iterator[Check]:
 def _inverses_with_more(
     net: Network, vectors: tuple[HostArray, ...]
 ) -> Iterator[Check]:
-    """Yield inverses where weights are shared, of EKFAC, and in float32."""
+    """Yield inverses with shared weights, of EKFAC, and in float32."""
     shared = with_problem(net, normal(27, 6, 3, 4), "mse")
     eigen = with_problem(net, normal(28, 9, 4), "mse", approximation="eigen")
     narrow = in_dtype(with_problem(net, normal(29, 30, 4), "mse"), "float32")
@@ -106,7 +105,7 @@ def _inverse(
 
 
 def _rescaled() -> Check:
-    """Return A5: A grows by 100 and G falls by as much, and nothing else changes."""
+    """Return A5: A is multiplied and G divided by 100, and the answer is the same."""
     net = random_network(30, (4, 3), bias=False)
     data = normal(31, 9, 4)
     g = normal(32, 9, 3)
@@ -127,7 +126,7 @@ def _rescaled() -> Check:
 
     return Check(
         name="A5",
-        says="factored damping does not see how A and G share a scale",
+        says="factored damping is invariant to rescaling A against G",
         problem=scaled,
         operation="multiply_inverse",
         expected=expected,
@@ -138,7 +137,7 @@ def _rescaled() -> Check:
 
 
 def _least_squares(reduction: str) -> Check:
-    """Return B16: from anywhere, one undamped step lands on the least-squares fit."""
+    """Return B16: from any weights, one undamped step reaches the least-squares fit."""
     net = random_network(34, (4, 3))
     data = normal(35, 12, 4)
     problem = with_problem(net, data, "mse", reduction=reduction)

@@ -1,12 +1,12 @@
-"""The checks of a verification record, put to an adapter.
+"""The answers of a verification record, as checks of an adapter.
 
-A record (``docs/verify.md``) says what layers saw and what a library answered.  A dense
-block of it becomes a network of one layer without weights: the gradient of half the
-squared error at the targets ``-g`` is then g, whatever library differentiates.  M
-sources, which a record sums, become M labels, which are averaged, times the root of M.
+A dense block of a record becomes a network of one layer with zero weights: the gradient of
+half the squared error at the targets ``-g`` is then g, whichever library differentiates.
+A record sums the outer products of M backpropagated vectors, and the kit averages those of
+M labels, so the vectors are multiplied by ``sqrt(M)``.
 
-What a problem of the kit cannot say (other layers, masks, factors that are not full,
-powers, an average without its correction) is reported as not offered, with the reason.
+What a problem of the kit cannot express (other layers, masks, diagonal factors, powers, an
+average without bias correction) is reported as not offered, with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -24,8 +24,10 @@ from kfac_core_conformance.check import Check, Operation
 from kfac_core_conformance.layer import HostArray, LinearLayer
 from kfac_core_conformance.network import Network
 from kfac_core_conformance.problem import Approximation, Data, Problem
-from kfac_core_conformance.records.document import CheckDescription
-from kfac_core_conformance.records.record import Record, RecordedBlock, read_record
+
+if TYPE_CHECKING:
+    from kfac_core_conformance.records import checks
+    from kfac_core_conformance.records.record import Record, RecordedBlock
 
 __all__ = ["record_checks"]
 
@@ -36,7 +38,7 @@ _OPERATIONS: dict[str, Operation] = {
 }
 
 _TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
-"""Of a record's check that names none, by the dtype of its answer."""
+"""Tolerances by the dtype of the answer, for a check without its own."""
 
 
 def record_checks(path: str | os.PathLike[str], /) -> tuple[Check, ...]:
@@ -50,13 +52,18 @@ def record_checks(path: str | os.PathLike[str], /) -> tuple[Check, ...]:
     Returns
     -------
     tuple of Check
-        Those that no adapter can be asked have an `obstacle`.
+        Those that cannot be put to an adapter have an `obstacle`.
 
     Raises
     ------
     RecordError
-        Where the record cannot be read.
+        If the record cannot be read.
+    ImportError
+        If the packages of the extra ``records`` are not installed.
     """
+    # Adapters can be checked against the identities without the packages of records.
+    from kfac_core_conformance.records import read_record
+
     record = read_record(path)
     problems: dict[str, Problem | str] = {
         name: _problem(record, block) for name, block in record.blocks.items()
@@ -70,23 +77,23 @@ def record_checks(path: str | os.PathLike[str], /) -> tuple[Check, ...]:
 
 def _check(name: str, record: Record, index: int, problem: Problem | str) -> Check:
     asked = record.document.checks[index]
-    layer = record.blocks[asked.block].description.layer_fields
-    says = f"{asked.op} as {record.document.producer or 'the record'} has it"
+    layer = record.blocks[asked.block].description.layer
+    says = f"{asked.tag()} as {record.document.producer or 'the record'} has it"
     obstacle = problem if isinstance(problem, str) else _obstacle(asked)
     expected = record.answers[index]
-    oi = layer.get("weight_layout") == "oi"
+    oi = getattr(layer, "weight_layout", None) == "oi"
     vector = record.vectors[index]
     return Check(
         name=name,
         says=" ".join(says.split()),
         problem=None if isinstance(problem, str) or obstacle else problem,
-        operation=_OPERATIONS.get(asked.op, "block"),
+        operation=_OPERATIONS.get(asked.tag(), "block"),
         expected=lambda: [
             _matrix(expected, oi) if vector else expected[""].astype(np.float64)
         ],
         vectors=(_matrix(vector, oi),) if vector and obstacle is None else (),
         damping=asked.damping or 0.0,
-        rule=asked.rule if asked.op == "multiply_inverse" else None,
+        rule=asked.damping_rule if asked.tag() == "multiply_inverse" else None,
         tolerance=_tolerance(expected) if asked.rtol is None else asked.rtol,
         obstacle=obstacle,
     )
@@ -96,51 +103,51 @@ def _tolerance(expected: Mapping[str, HostArray]) -> float:
     return max(_TOLERANCES.get(x.dtype.name, 1e-4) for x in expected.values())
 
 
-def _obstacle(asked: CheckDescription) -> str | None:
-    """Say why a check cannot be put to an adapter; None where it can."""
-    if asked.op not in _OPERATIONS:
-        return f"the kit does not ask for {asked.op}"
-    if asked.op != "multiply_inverse" and asked.damped:
-        return f"the kit does not ask for a damped {asked.op}"
+def _obstacle(asked: checks.Check) -> str | None:
+    """Return why a check cannot be put to an adapter; None if it can."""
+    operation = asked.tag()
+    if operation not in _OPERATIONS:
+        return f"the kit does not ask for {operation}"
+    if operation != "multiply_inverse" and asked.needs_damping:
+        return f"the kit does not ask for a damped {operation}"
     if asked.atol:
         return "the kit knows relative tolerances only"
     return None
 
 
 def _problem(record: Record, recorded: RecordedBlock) -> Problem | str:
-    """Return a block as a problem, or why it is none."""
+    """Return a block as a problem, or why it cannot be expressed as one."""
     description = recorded.description
-    fields, own = description.layer_fields, description.approximation_fields
-    average = record.document.average
-    if description.layer != "dense":
-        return f"the kit makes no {description.layer} layer from rows"
-    if description.approximation not in get_args(Approximation):
-        return f"the kit does not ask for {description.approximation}"
-    if {own.get("input", "full"), own.get("output", "full")} != {"full"}:
-        return "the kit has no factors that are not full"
+    dense: Any = description.layer
+    approximation: Any = description.approximation.tag()
+    average = record.document.ema
+    if dense.tag() != "dense":
+        return f"the kit makes no {dense.tag()} layer from rows"
+    if approximation not in get_args(Approximation):
+        return f"the kit does not ask for {approximation}"
+    if description.is_diagonal("input") or description.is_diagonal("output"):
+        return "the kit has full factors only"
     if not average.debias and (len(recorded.updates) > 1 or average.weight != 1.0):
-        return "the kit's averages are corrected for their start"
+        return "the kit's averages are debiased"
     if any(seen.mask is not None for seen in recorded.updates):
         return "the kit has no masks"
-    rows = fields["in_features"] + fields["bias"]
-    layer = LinearLayer(
-        matrix=np.zeros((rows, fields["out_features"])), bias=fields["bias"]
-    )
+    rows = dense.in_features + dense.bias
+    layer = LinearLayer(matrix=np.zeros((rows, dense.out_features)), bias=dense.bias)
     single = all(len(_grads(seen)) == 1 for seen in recorded.updates)
     problem = Problem(
         network=Network(layers=(layer,)),
         loss="mse",
         updates=tuple(_data(seen, single) for seen in recorded.updates),
         estimation="empirical" if single else "labels",
-        approximation=description.approximation,  # type: ignore[arg-type]
+        approximation=approximation,
         decay=average.decay,
     )
-    sharing: Any = own.get("sharing", "expand")
+    sharing: Any = getattr(description.approximation, "sharing", "expand")
     return dataclasses.replace(problem, sharing=sharing)
 
 
 def _data(seen: Any, single: bool) -> Data:
-    """Return what a block saw as inputs and targets."""
+    """Return the recorded rows of a block as inputs and targets."""
     g = _grads(seen)
     targets = -g[0] if single else -g * math.sqrt(len(g))
     return Data(seen.inputs.astype(np.float64), targets)

@@ -7,8 +7,8 @@ import pytest
 
 import kfac_core as kc
 
-from ..builders.tolerances import assert_close
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close
 
 LAYER = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
 CUTS = slice(0, 3), slice(3, 4), slice(4, 9)

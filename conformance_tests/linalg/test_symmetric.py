@@ -1,16 +1,13 @@
-"""Symmetric matrices that are a number times another, multiplied out when read."""
-
-import copy
-import pickle
+"""Symmetric matrices that are a number times another, which is not multiplied out."""
 
 import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.structure import combinable, leaves, map_structure
 from kfac_core.factors.average import Average
 from kfac_core.linalg.cholesky import damped_cholesky
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.shifted import shifted_matrix
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 from ..builders.tolerances import assert_close
 
@@ -28,19 +25,17 @@ def lower_of(backend, dense, dtype):
     return SymmetricMatrix(backend.asarray(np.tril(dense), dtype), whole=False)
 
 
-def test_a_multiple_is_the_product(backend, dtype, dense):
+def test_a_scaled_matrix_is_the_product(backend, dtype, dense):
     """In every way in which it can be read, and the base is what it was."""
     base = lower_of(backend, dense, dtype)
     expected, tell = 0.3 * dense, backend.to_numpy
 
-    def made():
-        return SymmetricMatrix.multiple(base, 0.3)
+    made = ScaledMatrix(base, backend.asarray(0.3, dtype))
 
-    assert made().size == n
-    assert_close(tell(made().full()), expected, "gram", dtype)
-    assert_close(tell(made().trace()), np.trace(expected), "gram", dtype)
-    assert_close(tell(made().diagonal()), np.diag(expected), "gram", dtype)
-    L = tell(damped_cholesky(made(), 0.5, xp=backend.xp))
+    assert made.size == n
+    assert_close(tell(made.multiplied().full()), expected, "gram", dtype)
+    assert_close(tell(made.trace()), np.trace(expected), "gram", dtype)
+    L = tell(damped_cholesky(base, 0.5, factor=made.factor, xp=backend.xp))
     damped = expected + 0.5 * np.eye(n)
     assert_close(L @ L.T, damped, "cholesky", dtype)
     assert (np.triu(L, 1) == 0.0).all()
@@ -48,7 +43,7 @@ def test_a_multiple_is_the_product(backend, dtype, dense):
 
 
 @pytest.mark.parametrize("size", [3, 150, 600])
-def test_a_multiple_is_factorized_as_it_is(backend, dtype, rng, size):
+def test_a_scaled_matrix_is_factorized_as_it_is(backend, dtype, rng, size):
     """Alone and in a stack, at the sizes at which backends change their ways."""
     rows = rng.normal(size=(2 * size, size))
     A = rows.T @ rows / size
@@ -57,42 +52,33 @@ def test_a_multiple_is_factorized_as_it_is(backend, dtype, rng, size):
     for stacked in (False, True):
         given = np.stack([A, A]) if stacked else A
         base = SymmetricMatrix(backend.asarray(given, dtype), whole=True)
-        made = SymmetricMatrix.multiple(base, 0.3)
-        L = backend.to_numpy(damped_cholesky(made, 0.5, xp=backend.xp))
-        one = L[0] if stacked else L
-        assert_close(one @ one.T, damped, "cholesky", dtype)
+        factor = backend.asarray(np.full(given.shape[:-2], 0.3), dtype)
+        L = damped_cholesky(base, 0.5, factor=factor, xp=backend.xp)
+        for one in backend.to_numpy(L).reshape(-1, size, size):
+            assert_close(one @ one.T, damped, "cholesky", dtype)
 
 
-def test_a_multiple_is_a_structure_like_any_other(backend, dense):
-    """Walks, maps, copies and pickles see the product."""
-    made = SymmetricMatrix.multiple(lower_of(backend, dense, "float64"), 0.3)
-    plain = SymmetricMatrix(
-        0.3 * lower_of(backend, dense, "float64").array, whole=False
-    )
-    assert combinable(made, plain)
+def test_every_product_of_a_scaled_matrix_is_that_of_the_product(backend, dtype, dense):
+    """With and without the shift, by the base and the factor alone."""
+    A, v = 0.3 * dense, np.arange(1.0, 1.0 + 2 * n).reshape(n, 2)
+    V = backend.asarray(v, dtype)
+    scaled = ScaledMatrix(lower_of(backend, dense, dtype), backend.asarray(0.3, dtype))
 
-    assert [path for path, _ in leaves(made)] == ["array"]
-    doubled = map_structure(lambda x: 2.0 * x, made)
-    assert_close(backend.to_numpy(doubled.full()), 0.6 * dense, "gram", "float64")
-    if backend.name == "numpy":
-        for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
-            assert_close(again.full(), 0.3 * dense, "gram", "float64")
-    with pytest.raises(AttributeError, match="no attribute 'missing'"):
-        _ = made.missing
+    made = shifted_matrix(scaled, 0.5)
 
-
-def test_parts_do_not_depend_on_who_has_read_it(backend, dense):
-    """The same base and number before and after the array was read."""
-    base = lower_of(backend, dense, "float64")
-    made = SymmetricMatrix.multiple(base, 0.3)
-    before = made.parts()
-
-    read = made.array
-
-    assert made.parts() == before == (base, 0.3)
-    assert made.array is read
-    assert base.parts() == (base, 1.0)
-    assert SymmetricMatrix.multiple(base, 1.0) is base
+    M = A + 0.5 * np.eye(n)
+    expected = {
+        "product": (made.multiply(V, shifted=True), M @ v),
+        "undamped": (made.multiply(V, shifted=False), A @ v),
+        "solution": (made.solve(V), np.linalg.solve(M, v)),
+        "dense": (made.dense(shifted=True), M),
+        "trace": (made.trace(shifted=True), np.trace(M)),
+        "eigenvalues": (made.eigenvalues(shifted=True), np.linalg.eigvalsh(M)),
+        "power": (made.power(V, 2.0), M @ M @ v),
+    }
+    for name, (got, right) in expected.items():
+        kind = {"solution": "inverse", "eigenvalues": "eigenvalues", "power": "power"}
+        assert_close(backend.to_numpy(got), right, kind.get(name, "gram"), dtype)
 
 
 def test_an_operator_holds_the_sum_and_no_copy_of_it(requires_backend, rng):
@@ -112,7 +98,8 @@ def test_an_operator_holds_the_sum_and_no_copy_of_it(requires_backend, rng):
     estimator.refresh()
 
     held: Average = estimator.state["fc"].statistics.averages["input"]
-    A = estimator.operator("fc").input.matrix
-    assert A.parts()[0] is held.sum
-    assert_close(A.full(), held.value(debias=True).full(), "gram", "float64")
-    assert_close(A.full(), held.sum.full() / float(held.weight), "gram", "float64")
+    made = estimator.operator("fc").input
+    assert made.damped.matrix is made.applied is held.sum
+    A = made.dense(shifted=False)
+    assert_close(A, held.value(debias=True).full(), "gram", "float64")
+    assert_close(A, held.sum.full() / float(held.weight), "gram", "float64")

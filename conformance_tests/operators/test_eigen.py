@@ -5,12 +5,19 @@ import pytest
 
 from kfac_core.array.status import Status
 from kfac_core.errors import NotFiniteError
+from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
 from kfac_core.linalg.eigen import eigh
-from kfac_core.linalg.ladder import symmetric_basis
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 from ..builders import reference
 from ..builders.tolerances import assert_close
+
+
+def problem(backend, array):
+    """Return a matrix of which half is held, times 2, without a shift."""
+    half = SymmetricMatrix(0.5 * array, whole=True)
+    one = backend.xp.ones_like(array[..., 0, 0])
+    return DampedMatrix(half, 2.0 * one, backend.xp.zeros_like(one))
 
 
 def rebuilt(w, Q):
@@ -78,11 +85,10 @@ def test_negative_eigenvalues_are_set_to_zero_and_reported(backend, dtype, rng, 
     V, _ = np.linalg.qr(rng.normal(size=(4, 4)))
     A = rebuilt(np.array([1.0, 0.5, -0.25, -0.125]), V)
 
-    basis = symmetric_basis(
-        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+    basis = eigendecomposition(
+        problem(backend, backend.asarray(A, dtype)),
         check=check,
         name="fc/input",
-        xp=backend.xp,
     )
 
     w, Q = backend.to_numpy(basis.eigenvalues), backend.to_numpy(basis.eigenvectors)
@@ -95,9 +101,9 @@ def test_negative_eigenvalues_are_set_to_zero_and_reported(backend, dtype, rng, 
 
 def test_a_zero_matrix_has_a_basis(backend, dtype):
     """All eigenvalues are zero, and the certificate is not 0/0."""
-    matrix = SymmetricMatrix(backend.asarray(np.zeros((4, 4)), dtype), whole=True)
+    zero = problem(backend, backend.asarray(np.zeros((4, 4)), dtype))
 
-    basis = symmetric_basis(matrix, check="raise", name="fc/input", xp=backend.xp)
+    basis = eigendecomposition(zero, check="raise", name="fc/input")
 
     assert not np.any(backend.to_numpy(basis.eigenvalues))
     assert float(basis.residual) < 1e-6
@@ -110,11 +116,8 @@ def test_a_matrix_that_is_not_finite_is_refused(backend, dtype, bad):
     A[2, 2] = bad
 
     with pytest.raises(NotFiniteError, match="fc/input"):
-        symmetric_basis(
-            SymmetricMatrix(backend.asarray(A, dtype), whole=True),
-            check="raise",
-            name="fc/input",
-            xp=backend.xp,
+        eigendecomposition(
+            problem(backend, backend.asarray(A, dtype)), check="raise", name="fc/input"
         )
 
 
@@ -124,11 +127,10 @@ def test_in_status_mode_it_is_flagged_and_nan(backend, dtype, bad):
     A = np.stack([2.0 * np.eye(4), np.eye(4)])
     A[1, 1, 0] = A[1, 0, 1] = bad
 
-    basis = symmetric_basis(
-        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+    basis = eigendecomposition(
+        problem(backend, backend.asarray(A, dtype)),
         check="status",
         name="fc/input",
-        xp=backend.xp,
     )
 
     w, Q = backend.to_numpy(basis.eigenvalues), backend.to_numpy(basis.eigenvectors)

@@ -16,12 +16,13 @@ from kfac_core.errors import (
     NotFiniteError,
     ShapeError,
 )
-from kfac_core.linalg.factorizations import Fallback, fallback_of
+from kfac_core.linalg.certificate import probe_of
+from kfac_core.linalg.damped import DampedMatrix
+from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.roots.certified_root import root_residual
 from kfac_core.roots.gradient_side import GradientFactors
 from kfac_core.roots.orthogonal_iteration import ordered_basis, refreshed_basis
-from kfac_core.roots.roots import inverse_root
+from kfac_core.roots.roots import inverse_root, root_residual
 
 from ..array.test_fake_cuda import fake_cuda
 from ..builders import reference
@@ -137,15 +138,21 @@ def test_the_residual_is_truthful(backend, dtype, rng, spoiled):
     E = rng.normal(size=(6, 6))
     X = X + spoiled * (E + E.T)
 
-    residual = root_residual(
+    M = A + 0.01 * np.eye(6)
+    z = probe_of(backend.asarray(A, dtype), backend.xp)
+    problem = DampedMatrix(
         SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        backend.asarray(1.0, dtype),
         backend.asarray(0.01, dtype),
+    )
+    residual = root_residual(
+        problem,
         SymmetricMatrix(backend.asarray(X, dtype), whole=True),
+        z,
         degree=4,
         xp=backend.xp,
     )
 
-    M = A + 0.01 * np.eye(6)
     true = np.linalg.norm(M @ np.linalg.matrix_power(X, 4) - np.eye(6)) / np.sqrt(6)
     assert 1 / CERTIFICATE_FACTOR < float(residual) / true < CERTIFICATE_FACTOR
 

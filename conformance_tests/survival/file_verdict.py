@@ -11,9 +11,9 @@ import numpy as np
 
 import kfac_core as kc
 
+from ..builders.estimators import make_estimator
 from ..builders.states import arrays_of, differences, frozen
 from .container import DIGEST, opened
-from ..builders.estimators import make_estimator
 
 DENSE = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="io")
 CONV = kc.Conv(

@@ -12,8 +12,8 @@ import kfac_core as kc
 from kfac_core.array.structure import leaves
 
 from ..builders import reference
-from ..builders.states import differences, frozen
 from ..builders.estimators import make_estimator
+from ..builders.states import differences, frozen
 
 N, S, n, m = 8, 3, 5, 4
 LAYER = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")

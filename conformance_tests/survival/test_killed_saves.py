@@ -16,6 +16,7 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.estimators import make_estimator
 from .size import FULL, report, sized
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +29,6 @@ SERVER = """
 import os, sys
 import kfac_core as kc
 from conformance_tests.survival.test_killed_saves import estimator, fed
-from ..builders.estimators import make_estimator
 path = sys.argv[1]
 saved = estimator()
 saved.update(fed(0))

@@ -13,8 +13,8 @@ import pytest
 
 import kfac_core as kc
 
-from .size import FULL, report, sized
 from ..builders.estimators import make_estimator
+from .size import FULL, report, sized
 
 STEPS = sized(400, 100_000)
 WIDTHS = (6, 5, 3)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import kfac_core as kc
 
+from ..builders.estimators import make_estimator
 from ..builders.states import differences, frozen
 from .size import report, sized
-from ..builders.estimators import make_estimator
 
 N, n, m = 5, 3, 2
 SEQUENCES = sized(100, 10_000)

@@ -14,9 +14,9 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.estimators import make_estimator
 from ..builders.states import frozen
 from .size import FULL, report
-from ..builders.estimators import make_estimator
 
 pytestmark = pytest.mark.usefixtures("one_blas_thread")
 

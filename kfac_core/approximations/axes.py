@@ -117,7 +117,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     xp = options.namespace(statistics)
     compute, apply = options.dtypes(statistics.dtype, xp=xp)
     values = {
-        name: FullFactor().cast(average.value(debias=options.debias), compute, xp=xp)
+        name: FullFactor().value(average, debias=options.debias, dtype=compute, xp=xp)
         for name, average in statistics.averages.items()
     }
     trace = next(iter(values.values())).trace()

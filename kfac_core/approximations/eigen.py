@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.kronecker import Kronecker, Sharing
+from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, any_status, as_scalar, cast, full_of
@@ -40,11 +40,13 @@ from kfac_core.array.structure import map_structure, replaced
 from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.factors.average import Average, require_decay, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
+from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.linalg.factorizations import Basis
+from kfac_core.layers.rows import WeightSharing
+from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
+from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import split_groups
-from kfac_core.linalg.ladder import symmetric_basis
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["Eigen", "MomentStart"]
@@ -79,7 +81,7 @@ class Eigen(Approximation):
 
     input: Literal["full", "diagonal"] = "full"
     output: Literal["full", "diagonal"] = "full"
-    sharing: Sharing = "expand"
+    sharing: WeightSharing = "expand"
     moment_decay: float | None = None
 
     name = "eigen"
@@ -88,7 +90,7 @@ class Eigen(Approximation):
     def __post_init__(self) -> None:
         for side in _SIDES:
             require_one_of(side, getattr(self, side), ("full", "diagonal"))
-        require_one_of("sharing", self.sharing, get_args(Sharing))
+        require_one_of("sharing", self.sharing, get_args(WeightSharing))
         if self.moment_decay is not None:
             require_decay(self.moment_decay, name="moment_decay")
 
@@ -161,7 +163,7 @@ class Eigen(Approximation):
             ``(R_A^2)^T E R_G^2`` with ``R = Q_old^T Q_new`` squared entry by entry, with
             the weight it had; or nothing, so that updates must come before an operator.
         check : {"raise", "status"}
-            As for `kfac_core.linalg.ladder.symmetric_basis`; with ``"status"`` the
+            As for `kfac_core.linalg.damped.eigendecomposition`; with ``"status"`` the
             statistics stay as they are, but for their status, where no certified bases
             were found.
 
@@ -183,11 +185,16 @@ class Eigen(Approximation):
         """
         require_one_of("moments", moments, get_args(MomentStart))
         xp = statistics.namespace
-        bases: dict[str, Basis] = {}
+        bases: dict[str, Eigendecomposition] = {}
         status = xp.zeros_like(statistics.status)
         for side in statistics.bases:
-            value = statistics.averages[side].value(debias=True)
-            found = symmetric_basis(value, check=check, name=side, xp=xp)
+            average = statistics.averages[side]
+            value = FullFactor().value(
+                average, debias=True, dtype=average.weight.dtype, xp=xp
+            )
+            zero = xp.zeros_like(value.factor)
+            damped = DampedMatrix(value.matrix, value.factor, zero)
+            found = eigendecomposition(damped, check=check, name=side)
             bases[side] = _descending(found, xp)
             status = status | any_status(found.status, xp=xp)
         start = {
@@ -271,7 +278,10 @@ class Eigen(Approximation):
         )
 
     def _kronecker_moments(
-        self, statistics: Statistics, bases: Mapping[str, Basis], _: Namespace
+        self,
+        statistics: Statistics,
+        bases: Mapping[str, Eigendecomposition],
+        _: Namespace,
     ) -> Average:
         """Return ``S a g^T``, with the weight of the input factor."""
         averages = statistics.averages
@@ -287,7 +297,7 @@ class Eigen(Approximation):
 
 
 def _carried_moments(
-    statistics: Statistics, bases: Mapping[str, Basis], xp: Namespace
+    statistics: Statistics, bases: Mapping[str, Eigendecomposition], xp: Namespace
 ) -> Average:
     """Return the diagonal that the old F has in the new bases."""
     old = statistics.averages["block"]
@@ -303,7 +313,7 @@ def _carried_moments(
 
 
 def _no_moments(
-    statistics: Statistics, bases: Mapping[str, Basis], xp: Namespace
+    statistics: Statistics, bases: Mapping[str, Eigendecomposition], xp: Namespace
 ) -> Average:
     old = statistics.averages["block"]
     return Average(xp.zeros_like(old.sum), xp.zeros_like(old.weight))
@@ -311,11 +321,11 @@ def _no_moments(
 
 def _coordinates(
     lead: tuple[int, ...], size: int, *, dtype: Any, device: Any, xp: Namespace
-) -> Basis:
+) -> Eigendecomposition:
     """Return the basis of the coordinates, of no matrix yet."""
     eye = xp.eye(size, dtype=dtype, device=device)
     nothing = xp.zeros(lead, dtype=dtype, device=device)
-    return Basis(
+    return Eigendecomposition(
         xp.zeros((*lead, size), dtype=dtype, device=device),
         xp.asarray(xp.broadcast_to(eye, (*lead, size, size)), copy=True),
         xp.zeros(lead, dtype=xp.int32, device=device),
@@ -325,7 +335,7 @@ def _coordinates(
     )
 
 
-def _descending(basis: Basis, xp: Namespace) -> Basis:
+def _descending(basis: Eigendecomposition, xp: Namespace) -> Eigendecomposition:
     """Return the same basis, the largest eigenvalue first."""
     return replaced(
         basis,

@@ -28,17 +28,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import plain_number
 from kfac_core.array.namespaces import (
-    Scalar,
     as_scalar,
     cast,
-    device_of,
     full_of,
     status_unless,
 )
@@ -47,26 +44,18 @@ from kfac_core.array.structure import replaced
 from kfac_core.conventions import require_one_of
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average, zero_weight
-from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.homogeneous import homogeneous_coordinate
-from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.rows import Rows
+from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = [
     "Kronecker",
-    "Sharing",
     "kronecker_operator",
-    "shared_inputs",
-    "shared_output_grads",
 ]
-
-Sharing = Literal["expand", "reduce"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +79,7 @@ class Kronecker(Approximation):
 
     input: FactorKind = "full"
     output: FactorKind = "full"
-    sharing: Sharing = "expand"
+    sharing: WeightSharing = "expand"
 
     name = "kronecker"
     sums_of_squares = MappingProxyType({"input": "inputs", "output": "output_grads"})
@@ -98,7 +87,7 @@ class Kronecker(Approximation):
     def __post_init__(self) -> None:
         require_one_of("input", self.input, get_args(FactorKind))
         require_one_of("output", self.output, ("full", "diagonal"))
-        require_one_of("sharing", self.sharing, get_args(Sharing))
+        require_one_of("sharing", self.sharing, get_args(WeightSharing))
 
     @property
     def factor_kinds(self) -> Mapping[str, str]:
@@ -193,35 +182,28 @@ class Kronecker(Approximation):
         -----
         ``R (n^2 + M m^2)`` flops for R rows (twice that without a symmetric update).
         """
-        shares = options.shares(statistics, rows)
-        xp, decay = options.xp, options.decay
-        reduced = self.sharing == "reduce"
-        if reduced:
-            rows.require_all_positions()
-        share = shares.examples if reduced else shares.rows
-        coefficients: dict[str, Any] = {
-            "decay": decay,
-            "weight": shares.example_weight if reduced else shares.row_weight,
+        xp, old, new = options.xp, statistics.averages, dict(statistics.averages)
+        x, tail, g = rows.factor_rows(self.sharing, statistics.dtype, xp=xp)
+        share = options.shares(statistics, rows).of(self.sharing)
+        step: dict[str, Any] = {
+            "decay": options.decay,
+            "weight": share.weight,
+            "xp": xp,
         }
-        old = statistics.averages
-        A, G = old["input"], old["output"]
         if "input" not in options.skip:
-            A = self._input(A, rows, layer, share, coefficients, xp)
-        if "output" not in options.skip:
-            G = factor_of(self.output, layer).updated(
-                G,
-                shared_output_grads(rows, self.sharing, statistics.dtype, xp=xp),
-                tail=None,
-                scale=share * shares.outer_products,
-                **coefficients,
-                xp=xp,
+            # A <- decay A + weight / R sum x x^T, the last entry of x its 1
+            new["input"] = factor_of(self.input, layer).updated(
+                old["input"], x, tail=tail, scale=share.scale, **step
             )
-        repeats = 1.0 if reduced else shares.repeats
-        S = Average(
-            old["repeats"].sum * decay + repeats * shares.example_weight,
-            old["repeats"].decayed(decay, shares.example_weight),
+        if "output" not in options.skip:
+            # G <- decay G + weight c / R sum g g^T, c of the conventions
+            new["output"] = factor_of(self.output, layer).updated(
+                old["output"], g, tail=None, scale=share.scale * share.outer, **step
+            )
+        new["repeats"] = old["repeats"].plus(
+            share.repeats, decay=options.decay, weight=share.example_weight
         )
-        return Statistics({"input": A, "output": G, "repeats": S}, statistics.status)
+        return Statistics(new, statistics.status)
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
@@ -257,90 +239,6 @@ class Kronecker(Approximation):
         kinds = factor_of(self.input, layer), factor_of(self.output, layer)
         return kronecker_operator(statistics, kinds, S, options)
 
-    def _input(
-        self,
-        average: Average,
-        rows: Any,
-        layer: Layer,
-        scale: Scalar,
-        coefficients: dict[str, Any],
-        xp: Namespace,
-    ) -> Average:
-        """Return the input factor's average after the update."""
-        dtype = average.weight.dtype
-        if isinstance(rows, IdRows):
-            squares = rows.input_squares(dtype, xp=xp)
-            return DiagonalFactor().absorbed(
-                average, squares, scale=scale, **coefficients
-            )
-        if self.input == "uncorrelated":
-            pixels, tail = cast(xp, rows.pixels, dtype), None
-            x = xp.reshape(pixels, (-1, pixels.shape[-1]))
-        else:
-            x, tail = shared_inputs(rows, self.sharing, dtype, xp=xp)
-        return factor_of(self.input, layer).updated(
-            average, x, tail=tail, scale=scale, **coefficients, xp=xp
-        )
-
-
-def shared_inputs(
-    rows: Rows, sharing: Sharing, dtype: Any, /, *, xp: Namespace
-) -> tuple[Array, Array | None]:
-    """Return the rows x of an update as the sharing has them.
-
-    Parameters
-    ----------
-    rows : Rows
-        N examples with S shared positions each.
-    sharing : {"expand", "reduce"}
-        Whether each position is a row, or each example the mean of its positions.
-    dtype : dtype
-        Of the result.
-    xp : namespace
-        Of the rows.
-
-    Returns
-    -------
-    x : array, shape ((Q,) N S, n) or ((Q,) N, n)
-        Without the homogeneous coordinate.
-    tail : array, shape ((Q,) N S) or ((Q,) N), or None
-        The homogeneous coordinate, where the layer has a bias.
-    """
-    x = cast(xp, rows.inputs, dtype)
-    if sharing == "expand":
-        x, tail = (
-            xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1])),
-            rows.tail(dtype, xp=xp),
-        )
-        return x, None if tail is None else xp.reshape(tail, x.shape[:-1])
-    ones = homogeneous_coordinate(x, rows.mask, xp=xp)
-    number = xp.sum(ones, axis=-1)
-    tail = cast(xp, number > 0, dtype)
-    mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]
-    return mean, tail if rows.homogeneous else None
-
-
-def shared_output_grads(
-    rows: Any, sharing: Sharing, dtype: Any, /, *, xp: Namespace
-) -> Array:
-    """Return the rows g of an update as the sharing has them.
-
-    Parameters
-    ----------
-    rows, sharing, dtype, xp
-        As for `shared_inputs`; with ``"reduce"`` each example is the sum of its
-        positions.
-
-    Returns
-    -------
-    array, shape ((Q,) M N S, m) or ((Q,) M N, m)
-        For M sources.
-    """
-    g = cast(xp, rows.output_grads, dtype)
-    if sharing == "reduce":
-        g = xp.sum(g, axis=-2, keepdims=True)
-    return xp.reshape(g, (*g.shape[:-4], -1, g.shape[-1]))
-
 
 def kronecker_operator(
     statistics: Statistics,
@@ -371,18 +269,13 @@ def kronecker_operator(
     compute, apply = options.dtypes(statistics.dtype, xp=xp)
     sides = ("input", "output")
     values = [
-        kind.cast(
-            statistics.averages[side].value(debias=options.debias), compute, xp=xp
+        kind.value(
+            statistics.averages[side], debias=options.debias, dtype=compute, xp=xp
         )
         for kind, side in zip(kinds, sides, strict=True)
     ]
-    number = plain_number(scale, xp=xp)
-    if number is not None:
-        number = number if number > 0 else 1.0
-        S = xp.full((), number, dtype=compute, device=device_of(scale))
-    else:
-        S = cast(xp, scale, compute)
-        S = xp.where(S > 0, S, xp.ones_like(S))
+    S = cast(xp, scale, compute)
+    S = xp.where(S > 0, S, 1.0)
     damping = as_scalar(xp, options.damping, compute, "damping")
     lam = full_of(xp, damping, S)
     means = [k.mean_eigenvalue(value) for k, value in zip(kinds, values, strict=True)]

@@ -19,11 +19,6 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.kronecker import (
-    Sharing,
-    shared_inputs,
-    shared_output_grads,
-)
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import as_scalar, cast, full_of
@@ -34,6 +29,7 @@ from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.low_rank import LowRankAverage, low_rank_average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
+from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.low_rank_basis import low_rank_basis
 from kfac_core.operators.low_rank import (
     NO_CHOLESKY,
@@ -69,14 +65,14 @@ class LowRankKronecker(Approximation):
 
     input_rank: int
     output_rank: int
-    sharing: Sharing = "expand"
+    sharing: WeightSharing = "expand"
     rows_at_once: int | None = None
 
     name = "low_rank_kronecker"
     unsupported_products = NO_CHOLESKY
 
     def __post_init__(self) -> None:
-        require_one_of("sharing", self.sharing, get_args(Sharing))
+        require_one_of("sharing", self.sharing, get_args(WeightSharing))
         for name in ("input_rank", "output_rank", "rows_at_once"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -119,33 +115,24 @@ class LowRankKronecker(Approximation):
         factor, of which c = r makes ``12 R n r``, and ``9 (r + c)^3`` for each
         eigendecomposition of ``R / c``; likewise for the output factor.
         """
-        reduced = self.sharing == "reduce"
-        if reduced:
-            rows.require_all_positions()
-        shares = options.shares(statistics, rows)
-        xp, decay = options.xp, options.decay
-        share = shares.examples if reduced else shares.rows
-        coefficients: dict[str, Any] = {
-            "decay": decay,
-            "weight": shares.example_weight if reduced else shares.row_weight,
+        xp, new = options.xp, dict(statistics.averages)
+        x, tail, g = rows.factor_rows(self.sharing, statistics.dtype, xp=xp)
+        share = options.shares(statistics, rows).of(self.sharing)
+        step: dict[str, Any] = {
+            "decay": options.decay,
+            "weight": share.weight,
             "rows_at_once": self.rows_at_once,
             "xp": xp,
         }
-        dtype = statistics.dtype
-        new = dict(statistics.averages)
         if "input" not in options.skip:
-            x, tail = shared_inputs(rows, self.sharing, dtype, xp=xp)
             A = _low_rank(new["input"])
-            new["input"] = A.updated(x, tail=tail, scale=share, **coefficients)
+            new["input"] = A.updated(x, tail=tail, scale=share.scale, **step)
         if "output" not in options.skip:
-            g = shared_output_grads(rows, self.sharing, dtype, xp=xp)
             G = _low_rank(new["output"])
-            scale = share * shares.outer_products
-            new["output"] = G.updated(g, tail=None, scale=scale, **coefficients)
-        repeats, S = (1.0 if reduced else shares.repeats), new["repeats"]
-        new["repeats"] = Average(
-            S.sum * decay + repeats * shares.example_weight,
-            S.decayed(decay, shares.example_weight),
+            scale = share.scale * share.outer
+            new["output"] = G.updated(g, tail=None, scale=scale, **step)
+        new["repeats"] = new["repeats"].plus(
+            share.repeats, decay=options.decay, weight=share.example_weight
         )
         return Statistics(new, statistics.status)
 

@@ -154,7 +154,7 @@ class Full(Approximation):
         compute, apply = options.dtypes(statistics.dtype, xp=xp)
         average, factor = statistics.averages["block"], FullFactor()
         block = factor.snapshot(
-            factor.cast(average.value(debias=options.debias), compute, xp=xp),
+            factor.value(average, debias=options.debias, dtype=compute, xp=xp),
             as_scalar(xp, options.damping, compute, "damping"),
             factorizations=options.factorizations,
             check=options.check,

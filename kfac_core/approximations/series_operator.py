@@ -1,6 +1,6 @@
 """How the operator of a chain of time steps is made from its statistics.
 
-Conventions as in `kfac_core.operators.series`.  The ladder of `kfac_core.linalg.ladder`
+Conventions as in `kfac_core.operators.series`.  The chain of `kfac_core.linalg.fallback`
 makes the Cholesky factors of the damped moments of lag 0.  What is made from these and
 lag 1 has a ladder of its own, of two rungs: working precision, then float64, each
 accepted only where no certificate is above its limit, no correlation is above 1 by more
@@ -20,7 +20,7 @@ from kfac_core.damping import factored_shifts
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
-from kfac_core.linalg.factorizations import Fallback
+from kfac_core.linalg.fallback import Fallback
 from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
@@ -98,7 +98,7 @@ def _made(
     averages, debias = statistics.averages, options.debias
     sides = ("input", "output")
     A, G = (
-        _FULL.cast(averages[side].value(debias=debias), dtype, xp=xp) for side in sides
+        _FULL.value(averages[side], debias=debias, dtype=dtype, xp=xp) for side in sides
     )
     lagged = [
         cast(xp, averages[f"lagged_{side}"].value(debias=debias), dtype)
@@ -156,8 +156,8 @@ def _raise_for(flags: Status, made: SeriesOperator, name: str) -> NoReturn:
 
 
 def _triangular_root(factor: ShiftedMatrix, lagged: Array, xp: Namespace) -> Root:
-    assert factor.positive is not None
-    L = factor.positive.lower
+    assert factor.cholesky is not None
+    L = factor.cholesky.lower
     eye = xp.eye(factor.size, dtype=L.dtype, device=device_of(L))
     finite = xp.all(xp.isfinite(L))
     usable = xp.where(finite, L, eye)

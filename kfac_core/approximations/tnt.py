@@ -149,8 +149,8 @@ class TNT(Approximation):
         if layer.kind == "parameters":
             return axes_operator(statistics, options)
         xp = options.namespace(statistics)
-        A = statistics.averages["input"].value(debias=options.debias)
-        trace = A.trace()
+        A = statistics.averages["input"]
+        trace = A.factor(debias=options.debias) * A.sum.trace()
         S = statistics.averages["repeats"].value(debias=True)
         S = S / xp.where(trace > 0, trace, xp.ones_like(trace))
         kinds = FullFactor(), FullFactor()

@@ -11,10 +11,10 @@ are updated in one operation, with one decay and one weight: moments of neighbor
 of other data than the layers' own make no covariance.
 
 Only the layers' own moments are damped, by a factored rule, and the damped ones are used
-everywhere.  The ladder of `kfac_core.linalg.ladder` makes their Cholesky factors.  What is
-made from these and the moments between layers has a ladder of two rungs, working precision
-and float64, each accepted only where no certificate is above its limit, no correlation is
-above 1 by more than that limit, and everything to be divided by is positive.
+everywhere.  The chain of `kfac_core.linalg.fallback` makes their Cholesky factors.  What is
+made from these and the moments between layers is made in working precision or in float64,
+accepted only where no certificate is above its limit, no correlation is above 1 by more
+than that limit, and everything to be divided by is positive.
 
 References
 ----------
@@ -43,7 +43,7 @@ from kfac_core.layers.chain import Chain, ChainRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.conditional import conditional, marginal
-from kfac_core.linalg.factorizations import Fallback
+from kfac_core.linalg.fallback import Fallback
 from kfac_core.linalg.series_chain import Root
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.triangular import solve_triangular
@@ -269,8 +269,8 @@ def _made(
 
 def _root(factor: ShiftedMatrix, xp: Namespace) -> Root:
     """Return L and ``L^-T``; the moment between layers has still to be put in."""
-    assert factor.positive is not None
-    L = factor.positive.lower
+    assert factor.cholesky is not None
+    L = factor.cholesky.lower
     eye = xp.eye(factor.size, dtype=L.dtype, device=device_of(L))
     finite = xp.all(xp.isfinite(L))
     # Some libraries raise where a factor is NaN.

@@ -49,6 +49,7 @@ __all__ = [
     "load_adapters",
     "native_operation",
     "native_operations",
+    "operations_by_namespace",
     "register_backend",
 ]
 
@@ -70,9 +71,10 @@ OPERATIONS = (
     "multiply_symmetric",
     "scale_symmetric",
     "all_finite",
-    "known_finite",
+    "known_true",
     "is_plain",
     "truth_of",
+    "probe",
     "relative_norm",
     "count_indices",
     "sum_rows_at",
@@ -134,7 +136,7 @@ class Backend(Protocol):
 _loaded: dict[str, Backend] = {}
 _operations: dict[str, Mapping[str, Callable[..., Any]]] = {}
 _problems: dict[str, str] = {}
-_operations_by_namespace: dict[str, dict[str, Callable[..., Any]]] = {}
+operations_by_namespace: dict[str, dict[str, Callable[..., Any]]] = {}
 """The same by the usual names of a namespace, for the many look-ups of a step."""
 _lock = threading.RLock()
 
@@ -204,7 +206,7 @@ def backend_of(xp: Namespace, /) -> Backend:
 
 def native_operation(name: str, xp: Namespace, /) -> Callable[..., Any] | None:
     """Return the native operation for the arrays of a namespace, or None."""
-    found = _operations_by_namespace.get(xp.__name__)
+    found = operations_by_namespace.get(xp.__name__)
     if found is not None:
         return found.get(name)
     root = _root(xp)
@@ -283,7 +285,7 @@ def _root_of(name: str) -> str:
 def _publish(name: str, operations: dict[str, Callable[..., Any]]) -> None:
     _operations[name] = MappingProxyType(operations)
     for namespace in (name, f"array_api_compat.{name}", f"{name}.numpy"):
-        _operations_by_namespace[namespace] = operations
+        operations_by_namespace[namespace] = operations
 
 
 def _load(name: str) -> None:

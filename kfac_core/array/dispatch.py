@@ -6,7 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from kfac_core.array.backend import OPERATIONS, native_operation
+from kfac_core.array.backend import (
+    OPERATIONS,
+    native_operation,
+    operations_by_namespace,
+)
 
 __all__ = ["dispatched", "is_factorization_failure"]
 
@@ -34,7 +38,10 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
 
     @functools.wraps(definition)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        native = native_operation(name, kwargs["xp"])
+        xp: Any = kwargs["xp"]
+        # Asked for dozens of times in a step, of namespaces that were met before.
+        known = operations_by_namespace.get(xp.__name__)
+        native = native_operation(name, xp) if known is None else known.get(name)
         if native is not None:
             result: Any = native(*args, **kwargs)
             if result is not NotImplemented:

@@ -6,17 +6,15 @@ there cancel nothing.  So rows need not be read for it where their sums are at h
 
 from __future__ import annotations
 
-import numbers
-
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.namespaces import Scalar
+from kfac_core.array.namespaces import NUMBER, Scalar
 
 __all__ = [
     "all_finite",
     "is_plain",
     "is_readable",
-    "known_finite",
+    "known_true",
     "plain_number",
     "truth_of",
 ]
@@ -42,21 +40,21 @@ def all_finite(x: Array, /, *, xp: Namespace) -> Array:
 
 
 @dispatched
-def known_finite(x: Array, /, *, xp: Namespace) -> bool:
-    """Whether the host knows at once that every number of an array is finite.
+def known_true(condition: Array, /, *, xp: Namespace) -> bool:
+    """Whether the host knows at once that all of a condition holds.
 
     Parameters
     ----------
-    x : array
-        Of any shape and real floating dtype.
+    condition : array of bool
+        Of any shape.
     xp : namespace
         Of the array.
 
     Returns
     -------
     bool
-        False where some number is not, and where only waiting for a device, or for a
-        value that is being traced, would say so: this one never waits.
+        False where some of it does not hold, and where only synchronizing with a device,
+        or a value that is being traced, would say so.
     """
     return False
 
@@ -140,6 +138,6 @@ def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
     float or None
         None for an array that is not 0-d, or not `is_plain`.
     """
-    if isinstance(x, numbers.Real):
+    if isinstance(x, NUMBER):
         return float(x)
     return float(x) if x.ndim == 0 and is_plain(x, xp=xp) else None

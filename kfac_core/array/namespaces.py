@@ -27,6 +27,7 @@ from kfac_core.errors import (
 )
 
 __all__ = [
+    "NUMBER",
     "any_status",
     "Scalar",
     "as_scalar",
@@ -57,6 +58,9 @@ _real_floating: dict[tuple[str, Any], bool] = {}
 
 _standard_devices: dict[type[Any], bool] = {}
 """Whether the arrays of a type have the standard's attribute ``device``."""
+
+NUMBER = (float, int, numbers.Real)
+"""For `isinstance`: Python's own numbers first, for which no abstract class is asked."""
 
 NO_ARRAYS: Mapping[str, Array | None] = MappingProxyType({})
 
@@ -232,7 +236,7 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
     DtypeError, MixedArraysError
         Where it is neither a number nor an array of this library.
     """
-    if isinstance(value, numbers.Real):
+    if isinstance(value, NUMBER):
         return float(value)
     try:
         namespace = array_api_compat.array_namespace(value)
@@ -266,7 +270,7 @@ def moved_axis(x: Array, source: int, destination: int, /, *, xp: Namespace) -> 
 
 def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
     """Return a scalar as a 0-d array of the dtype and on the device of another array."""
-    if isinstance(value, numbers.Real):
+    if isinstance(value, NUMBER):
         return xp.full((), float(value), dtype=like.dtype, device=device_of(like))
     return cast(xp, value, like.dtype)
 
@@ -291,7 +295,7 @@ def any_status(status: Array, /, *, xp: Namespace) -> Array:
 
 def is_finite_number(value: object, /) -> bool:
     """Whether a value is a Python number that is neither NaN nor infinite."""
-    if not isinstance(value, numbers.Real):
+    if not isinstance(value, NUMBER):
         return False
     try:
         return math.isfinite(float(value))

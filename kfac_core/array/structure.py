@@ -22,6 +22,7 @@ __all__ = [
     "array_fields",
     "combinable",
     "form_of",
+    "is_plain",
     "is_structure",
     "leaves",
     "map_structure",
@@ -43,6 +44,7 @@ _fields: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
 """The fields of each class in order, and whether they are static."""
 _meet: dict[type[Any], Callable[..., Any] | None] = {}
 _registrars: dict[str, Registrar] = {}
+_PLAIN = frozenset({type(None), bool, int, float, str, frozenset})
 
 
 @dataclass_transform(frozen_default=True)
@@ -96,6 +98,14 @@ def register_structures_with(registrar: Registrar, /) -> None:
         registrar(cls, _arrays[cls], static)
 
 
+def is_plain(value: object, /) -> bool:
+    """Whether a value is Python's own: a number, a name, a set of names or None.
+
+    NumPy's scalars are not, which are its 0-d arrays in places.
+    """
+    return type(value) in _PLAIN
+
+
 def is_structure(value: object, /) -> bool:
     """Whether a value is an instance of a class made by `structure`."""
     return type(value) in _static
@@ -130,7 +140,11 @@ def leaves(value: Any, /, *, prefix: str = "") -> Iterator[tuple[str, Any]]:
         return
     if is_structure(value):
         for name in _arrays[type(value)]:
-            yield from leaves(getattr(value, name), prefix=f"{prefix}{name}.")
+            part = getattr(value, name)
+            if is_structure(part) or isinstance(part, dict):
+                yield from leaves(part, prefix=f"{prefix}{name}.")
+            elif part is not None:
+                yield prefix + name, part
     elif isinstance(value, dict):
         for name, part in value.items():
             yield from leaves(part, prefix=f"{prefix}{name}.")
@@ -213,16 +227,14 @@ def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
     """
     fields = _fields.get(type(value))
     if fields is not None:
-        parts = (
-            getattr(value, name) if static else form_of(getattr(value, name), leaf)
-            for name, static in fields
-        )
-        return (type(value), *parts)
+        parts: list[Any] = [type(value)]
+        for name, static in fields:
+            part = getattr(value, name)
+            parts.append(part if static or part is None else form_of(part, leaf))
+        return tuple(parts)
     if isinstance(value, dict):
-        return tuple((name, form_of(part, leaf)) for name, part in value.items())
-    if value is None or isinstance(value, int | float | str | frozenset):
-        return value
-    return leaf(value)
+        return tuple([(name, form_of(part, leaf)) for name, part in value.items()])
+    return value if is_plain(value) else leaf(value)
 
 
 def taken_apart(value: T, split: Callable[[Any], list[Any]], length: int, /) -> list[T]:
@@ -243,17 +255,17 @@ def taken_apart(value: T, split: Callable[[Any], list[Any]], length: int, /) -> 
         With the static fields of `value`.
     """
     cls = type(value)
-    names = [name for name, _ in _fields[cls]]
-    columns = [
-        [getattr(value, name)] * length if static else split(getattr(value, name))
-        for name, static in _fields[cls]
-    ]
-    made: list[T] = []
-    for row in zip(*columns, strict=True):
-        # Hundreds are made at a time, and the constructor sets field by field.
-        one = object.__new__(cls)
-        one.__dict__.update(zip(names, row, strict=True))
-        made.append(one)
+    made: list[T] = [object.__new__(cls) for _ in range(length)]
+    # Hundreds are made at a time, and a frozen class's constructor is slow.
+    fields = [one.__dict__ for one in made]
+    for name, static in _fields[cls]:
+        whole = getattr(value, name)
+        if static or whole is None:
+            for held in fields:
+                held[name] = whole
+        else:
+            for held, part in zip(fields, split(whole), strict=True):
+                held[name] = part
     return made
 
 
@@ -275,10 +287,13 @@ def replaced(value: T, /, **changes: Any) -> T:
         Of the same class.
     """
     cls = type(value)
-    names = [name for name, _ in _fields[cls]]
-    if not changes.keys() <= set(names):
+    fields = {name: getattr(value, name) for name, _ in _fields[cls]}
+    number = len(fields)
+    fields.update(changes)
+    if len(fields) > number:
+        names = [name for name, _ in _fields[cls]]
         raise TypeError(f"{cls.__name__} has the fields {names}, got {list(changes)}")
-    return cls(*[changes.get(name, getattr(value, name)) for name in names])
+    return cls(**fields)
 
 
 def combinable(first: Any, second: Any, /) -> bool:

@@ -1,7 +1,10 @@
-"""The command ``kfac-core``: one subcommand a module.
+"""The command ``kfac-core``: each subcommand is a module.
 
-A subcommand's module declares its arguments and runs; `EXAMPLES` and `EXIT_CODES` of it
-are what its help ends with.  How all of them write is in `kfac_core.cli.screen`.
+A subcommand's module declares its arguments and runs; its help ends with `EXAMPLES` and
+`EXIT_CODES`.  Other packages add subcommands by the entry-point group
+``kfac_core.commands``, each naming a module with the members of `Command`: so the command
+line runs what the core must not import.  How all of them write is in
+`kfac_core.cli.screen`.
 """
 
 from __future__ import annotations
@@ -10,13 +13,24 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Protocol
 
 import kfac_core
 from kfac_core.cli.screen import complain
 from kfac_core.errors import KFACError
 
-__all__ = ["Command", "commands", "ended", "main"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "Command",
+    "UnloadableCommand",
+    "commands",
+    "ended",
+    "main",
+]
+
+ENTRY_POINT_GROUP = "kfac_core.commands"
 
 INTERRUPTED, UNREAD = 130, 141
 """What a shell has for a process that SIGINT or SIGPIPE ended."""
@@ -44,19 +58,63 @@ class Command(Protocol):
         """Do it, and return the exit code."""
 
 
+class UnloadableCommand:
+    """A registered subcommand whose module cannot be imported: running it says why.
+
+    Parameters
+    ----------
+    entry : EntryPoint
+        The registration.
+    reason : str
+        The exception that importing the module raised.
+    """
+
+    SUMMARY = "cannot be loaded; run it to see why"
+    EXAMPLES: tuple[str, ...] = ()
+    EXIT_CODES: Mapping[int, str] = MappingProxyType({2: "always"})
+
+    def __init__(self, entry: EntryPoint, reason: str, /) -> None:
+        self._name = entry.name
+        self._problem = f"its module {entry.value} cannot be imported: {reason}"
+
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
+        """Accept any arguments."""
+        # No argument begins with this: what looks like an option is accepted as well.
+        parser.prefix_chars = "\0"
+        parser.add_argument("arguments", nargs="*")
+
+    def run(self, arguments: argparse.Namespace, /) -> int:
+        """Say why the command cannot be loaded, and return 2."""
+        return complain(self._name, self._problem)
+
+
 def commands() -> dict[str, Command]:
-    """Return the module of each subcommand, by name."""
-    from kfac_core.cli import bench, conformance, doctor, inspect, verify
+    """Return every subcommand by name: the core's own, then the registered ones.
+
+    A registered command cannot take the name of one of the core's.
+    """
+    from kfac_core.cli import bench, doctor, inspect
     from kfac_core.cli.demo import command as demo
 
-    return {
+    found: dict[str, Command] = {
         "demo": demo,
         "doctor": doctor,
-        "verify": verify,
         "inspect": inspect,
-        "conformance": conformance,
         "bench": bench,
     }
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name not in found:
+            found[entry.name] = _loaded(entry)
+    return found
+
+
+def _loaded(entry: EntryPoint) -> Command:
+    try:
+        command: Command = entry.load()
+    except Exception as error:
+        # A broken package must not take the other commands with it.
+        return UnloadableCommand(entry, f"{type(error).__name__}: {error}")
+    return command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -142,9 +200,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _epilog(module: Command) -> str:
-    lines = ["example:" if len(module.EXAMPLES) == 1 else "examples:"]
-    lines += [f"  {example}" for example in module.EXAMPLES]
-    lines += ["", "exit codes:"]
+    lines = []
+    if module.EXAMPLES:
+        lines.append("example:" if len(module.EXAMPLES) == 1 else "examples:")
+        lines += [f"  {example}" for example in module.EXAMPLES]
+        lines.append("")
+    lines.append("exit codes:")
     lines += [f"  {code}  {meaning}" for code, meaning in module.EXIT_CODES.items()]
     return "\n".join(lines)
 

@@ -95,9 +95,9 @@ class BlockCosts:
         each = self.precondition["triangular"] - self.precondition["inverse"]
         return once / each if each > 0 else math.inf
 
-    def cheaper(self, refresh_interval: float, /) -> Solving:
+    def cheaper(self, interval: float, /) -> Solving:
         """Return the cheaper way of solving for a number of steps between refreshes."""
-        return "triangular" if refresh_interval < self.break_even else "inverse"
+        return "triangular" if interval < self.break_even else "inverse"
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class CostTable:
         By name; blocks without two factors are left out.
     solving : dict of str to str
         What was chosen for each.
-    refresh_interval : float or None
+    interval : float or None
         The number of steps that it was chosen for.
     """
 
     blocks: Mapping[str, BlockCosts]
     solving: Mapping[str, Solving]
-    refresh_interval: float | None
+    interval: float | None
 
     def __str__(self) -> str:
         head = ("block", "factors", "statistics", "refresh", "step", "break-even", "")
@@ -140,9 +140,7 @@ class CostTable:
             "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))
             for row in rows
         ]
-        interval = (
-            "not given" if self.refresh_interval is None else self.refresh_interval
-        )
+        interval = "not given" if self.interval is None else self.interval
         return "\n".join(
             [
                 f"Flops of a matrix product; steps between refreshes: {interval}.",
@@ -195,7 +193,7 @@ def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
 def solving_of(
     costs: BlockCosts | None,
     solving: Literal["inverse", "triangular", "cheaper"],
-    refresh_interval: float | None,
+    interval: float | None,
     /,
 ) -> Solving:
     """Return how a block is solved.
@@ -206,7 +204,7 @@ def solving_of(
         Of the block.
     solving : {"inverse", "triangular", "cheaper"}
         What was asked for; the last asks `costs`.
-    refresh_interval : float or None
+    interval : float or None
         The steps between refreshes, for ``"cheaper"``.
 
     Returns
@@ -220,13 +218,12 @@ def solving_of(
         For an unknown way, or ``"cheaper"`` without an interval.
     """
     require_one_of("solving", solving, ("inverse", "triangular", "cheaper"))
-    if solving == "cheaper" and refresh_interval is None:
+    if solving == "cheaper" and interval is None:
         raise ConventionError(
-            "solving='cheaper' needs `refresh_interval`, the number of steps between "
-            "refreshes."
+            "solving='cheaper' needs `interval`, the number of steps between refreshes."
         )
     if costs is None or solving == "inverse":
         return "inverse"
-    if solving == "triangular" or refresh_interval is None:
+    if solving == "triangular" or interval is None:
         return "triangular"
-    return costs.cheaper(refresh_interval)
+    return costs.cheaper(interval)

@@ -17,7 +17,13 @@ import numpy as np
 from kfac_core.array.backend import Array, Namespace, native_operation
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import own_namespace
-from kfac_core.array.structure import array_fields, is_structure, leaves, replaced
+from kfac_core.array.structure import (
+    array_fields,
+    is_plain,
+    is_structure,
+    leaves,
+    replaced,
+)
 from kfac_core.network import Executor, Tasks, plain
 
 __all__ = ["Hosted", "from_host", "host_computes", "host_view"]
@@ -130,9 +136,7 @@ class _Mapped:
         self.done: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, value: Any) -> Any:
-        if value is None or isinstance(
-            value, int | float | str | frozenset | Exception
-        ):
+        if is_plain(value) or isinstance(value, Exception):
             return value
         if isinstance(value, tuple):
             return tuple(map(self, value))
@@ -168,7 +172,7 @@ def _returned_by(seen: _Mapped, xp: Namespace) -> Callable[[Any], Any]:
     def back(x: Any) -> Any:
         # An array that was only looked at is the library's own again.
         original = originals.get(id(x))
-        return found(x, xp=xp) if original is None else original
+        return found(np.asarray(x), xp=xp) if original is None else original
 
     return back
 
@@ -177,6 +181,6 @@ def _namespace_of(tasks: Tasks) -> Namespace | None:
     """Return the namespace of the first array among the arguments."""
     for task in tasks.values():
         for _, x in leaves(task[1]):
-            if not isinstance(x, int | float):
+            if not is_plain(x):
                 return own_namespace(x)
     return None

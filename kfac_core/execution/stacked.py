@@ -14,11 +14,13 @@ would have been alone, up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.array.structure import (
     form_of,
+    is_plain,
     is_structure,
     map_structure,
     taken_apart,
@@ -45,9 +47,12 @@ class Stacked:
 
     def __init__(self, inner: Executor = plain) -> None:
         self._inner = inner
-        self._kinds: dict[int, tuple[Any, int]] = {}
-        self._stacks: dict[tuple[Names, type[Any]], _Stack] = {}
+        # By id, with what it is the id of, so that none is given away meanwhile.
+        self._kinds: dict[int, tuple[Any, int | None]] = {}
+        self._blocks: list[Any] = []
+        self._forms: dict[Any, int] = {}
         self._pieces: dict[int, tuple[Any, _Stack]] = {}
+        self._last: dict[tuple[str, type[Any]], _Stack] = {}
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name."""
@@ -89,25 +94,42 @@ class Stacked:
 
     def _key(self, function: Any, task: tuple[Any, ...]) -> Any:
         """Return what tasks of one stack have in common; None for one that is alone."""
-        block = task[0]
-        if not function.stacks(*task) or max(block.layer.matrix_shape) > STACKED_UP_TO:
+        kind = self._kind(task[0])
+        if kind is None or not function.stacks(*task):
             return None
-        kind = self._kinds.get(id(block))
-        if kind is None:
-            equal = (known for held, known in self._kinds.values() if held == block)
-            kind = block, next(equal, len(self._kinds))
-            self._kinds[id(block)] = kind
-        return (kind[1], *map(self._form, task[1:]))
+        return (kind, *map(self._form, task[1:]))
+
+    def _kind(self, block: Any) -> int | None:
+        """Return a number that equal blocks have; None for one that is not stacked."""
+        known = self._kinds.get(id(block))
+        if known is None:
+            kind = None
+            if block.stacks and max(block.layer.matrix_shape) <= STACKED_UP_TO:
+                if block not in self._blocks:
+                    self._blocks.append(block)
+                kind = self._blocks.index(block)
+            known = self._kinds[id(block)] = block, kind
+        return known[1]
 
     def _form(self, value: Any) -> Any:
         """Return what has to agree in an argument of tasks of one stack."""
+        if is_plain(value):
+            return value
         piece = self._pieces.get(id(value))
         if piece is not None and piece[0] is value:
-            return id(piece[1])
+            stack = piece[1]
+            if stack.form is None:
+                stack.form = self._form_of_arrays(value)
+            return stack.form
         if is_structure(value) or isinstance(value, dict):
-            return form_of(value, _array_form)
+            return self._form_of_arrays(value)
         # A scalar is not stacked: it has to be the same number, or the same array.
         return form_of(value, id)
+
+    def _form_of_arrays(self, value: Any) -> int:
+        """Return a number that structures and dicts of one form have."""
+        form = form_of(value, _array_form)
+        return self._forms.setdefault(form, len(self._forms))
 
     def _stacked_task(
         self, function: Any, tasks: Tasks, names: Names
@@ -132,19 +154,25 @@ class Stacked:
         return made
 
     def _remember(self, names: Names, whole: Any, pieces: list[Any]) -> None:
-        """Keep a stack and its pieces, in the place of the same blocks' last one."""
+        """Keep a stack and its pieces, in the place of the same blocks' last ones."""
         if isinstance(whole, tuple):
             for place, part in enumerate(whole):
                 self._remember(names, part, [piece[place] for piece in pieces])
         if not is_structure(whole):
             return
-        slot = names, type(whole)
-        if slot in self._stacks:
-            for piece in self._stacks[slot].pieces:
-                self._pieces.pop(id(piece), None)
-        stack = self._stacks[slot] = _Stack(whole, pieces)
-        for piece in pieces:
+        stack = _Stack(whole, pieces)
+        for name, piece in zip(names, pieces, strict=True):
+            last = self._last.get((name, type(whole)))
+            if last is not None:
+                self._forget(last)
+            self._last[name, type(whole)] = stack
             self._pieces[id(piece)] = piece, stack
+
+    def _forget(self, stack: _Stack) -> None:
+        """Let go of a stack, some block of which is in another now."""
+        for piece in stack.pieces:
+            self._pieces.pop(id(piece), None)
+        stack.whole, stack.pieces = None, []
 
 
 class _Stack:
@@ -152,11 +180,11 @@ class _Stack:
 
     def __init__(self, whole: Any, pieces: list[Any]) -> None:
         self.whole, self.pieces = whole, pieces
+        self.form: int | None = None
 
     def is_of(self, values: tuple[Any, ...]) -> bool:
         """Whether some values are these pieces, in order."""
-        pairs = zip(values, self.pieces, strict=False)
-        return len(values) == len(self.pieces) and all(a is b for a, b in pairs)
+        return len(values) == len(self.pieces) and all(map(is_, values, self.pieces))
 
 
 class _OfStack:
@@ -196,7 +224,7 @@ def stacked(values: tuple[Any, ...], /) -> Any:
     """
 
     def joined(*parts: Any) -> Any:
-        if isinstance(parts[0], int | float):
+        if is_plain(parts[0]):
             return parts[0]
         return own_namespace(parts[0]).stack(parts)
 
@@ -227,15 +255,13 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
         columns = [unstacked(part, length) for part in value.values()]
         rows = zip(*columns, strict=True) if columns else [()] * length
         return [dict(zip(value, row, strict=True)) for row in rows]
-    if value is None or isinstance(value, int | float | str):
+    if is_plain(value) or value.ndim == 0 or value.shape[0] != length:
         return [value] * length
-    if value.ndim == 0 or value.shape[0] != length:
-        return [value] * length
-    xp = own_namespace(value)
-    if value.ndim > 1:
-        return list(xp.unstack(value))
-    # By rows of one number: NumPy's unstack of a 1-d array gives scalars, no arrays.
-    return [xp.reshape(row, ()) for row in xp.unstack(value[:, None])]
+    parts = list(own_namespace(value).unstack(value))
+    if type(parts[0]) is not type(value):
+        # NumPy makes scalars of the numbers of a 1-d array.
+        return [value[i, ...] for i in range(length)]
+    return parts
 
 
 def _array_form(x: Any) -> Any:
@@ -243,4 +269,4 @@ def _array_form(x: Any) -> Any:
     if not hasattr(x, "shape"):
         # No array: whoever takes it says so, with the name of its block.
         return id(x)
-    return type(x), tuple(x.shape), x.dtype, device_of(x)
+    return type(x), x.shape, x.dtype, device_of(x)

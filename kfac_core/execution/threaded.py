@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from kfac_core.array.backend import Backend, backend_of
 from kfac_core.array.namespaces import own_namespace
-from kfac_core.array.structure import leaves
+from kfac_core.array.structure import is_plain, leaves
 from kfac_core.network import Executor, Tasks, plain
 
 __all__ = ["Threaded", "in_bundles", "in_threads"]
@@ -68,7 +68,7 @@ def _library_of(tasks: Tasks) -> Backend | None:
     """Return the library that computes: that of the first array among the arguments."""
     for task in tasks.values():
         for _, x in leaves(task[1]):
-            if not isinstance(x, int | float):
+            if not is_plain(x):
                 return backend_of(own_namespace(x))
     return None
 

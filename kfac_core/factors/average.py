@@ -12,12 +12,11 @@ number of rows, an average of micro-batches is exactly that of the whole batch.
 
 from __future__ import annotations
 
-import numbers
+import math
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import plain_number
-from kfac_core.array.namespaces import Scalar, is_finite_number, own_namespace
+from kfac_core.array.namespaces import NUMBER, Scalar, own_namespace
 from kfac_core.array.structure import map_structure, structure
 from kfac_core.errors import DecayError
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -48,21 +47,17 @@ class Average:
         if not debias:
             return self.sum
         xp = own_namespace(self.weight)
-        inverse: Scalar
-        weight = plain_number(self.weight, xp=xp)
-        if weight is not None:
-            inverse = 1.0 / weight if weight > 0 else 1.0
-            if inverse == 1.0:
-                return self.sum
-            if isinstance(self.sum, SymmetricMatrix):
-                return SymmetricMatrix.multiple(self.sum, inverse)
-        else:
-            inverse = 1.0 / xp.where(
-                self.weight > 0, self.weight, xp.ones_like(self.weight)
-            )
+        factor = self.factor(debias=True)
         if isinstance(self.sum, SymmetricMatrix):
-            return self.sum.scaled(_beside(inverse, self.sum.array, xp))
-        return map_structure(lambda x: x * _beside(inverse, x, xp), self.sum)
+            return self.sum.scaled(_beside(factor, self.sum.array, xp))
+        return map_structure(lambda x: x * _beside(factor, x, xp), self.sum)
+
+    def factor(self, *, debias: bool) -> Array:
+        """Return what the sum is multiplied by to be the average, or 1, 0-d."""
+        xp = own_namespace(self.weight)
+        if not debias:
+            return xp.ones_like(self.weight)
+        return 1.0 / xp.where(self.weight > 0, self.weight, 1.0)
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""
@@ -71,6 +66,10 @@ class Average:
     def decayed(self, decay: Scalar, weight: Array, /) -> Array:
         """Return the weight after an update."""
         return self.weight * decay + weight
+
+    def plus(self, value: Scalar, /, *, decay: Scalar, weight: Array) -> Average:
+        """Return the average after one update with a scalar."""
+        return Average(self.sum * decay + value * weight, self.decayed(decay, weight))
 
     def absorbed(self, other: Average, /, *, decay: Scalar, weight: Scalar) -> Average:
         """Return the average after one update with the (debiased) value of another."""
@@ -90,17 +89,15 @@ def _beside(weight: Scalar, x: Array, xp: Namespace, /) -> Scalar:
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
     """Raise `DecayError` where a Python number lies outside [0, 1]."""
-    if isinstance(decay, numbers.Real) and not (
-        is_finite_number(decay) and 0.0 <= float(decay) <= 1.0
-    ):
+    number: Any = decay
+    if isinstance(decay, NUMBER) and not 0.0 <= number <= 1.0:
         raise DecayError(f"Expected `{name}` in [0, 1], got {decay}.")
 
 
 def require_weight(weight: Scalar, /) -> None:
     """Raise `DecayError` where a Python number is no weight of an update."""
-    if isinstance(weight, numbers.Real) and not (
-        is_finite_number(weight) and float(weight) > 0
-    ):
+    number: Any = weight
+    if isinstance(weight, NUMBER) and not 0.0 < number < math.inf:
         raise DecayError(
             f"Expected `weight` to be a finite number > 0, got {weight}. To leave an "
             "update out, do not feed it."

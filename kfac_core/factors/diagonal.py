@@ -89,6 +89,8 @@ class DiagonalFactor:
             apply_dtype=apply_dtype,
         )
 
-    def cast(self, value: Array, dtype: Any, /, *, xp: Namespace) -> Array:
-        """Return the value in another dtype."""
-        return cast(xp, value, dtype)
+    def value(
+        self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
+    ) -> Array:
+        """Return the average in a dtype."""
+        return cast(xp, average.value(debias=debias), dtype)

@@ -76,8 +76,10 @@ class Factor(Protocol):
     ) -> Shifted:
         """Return the value plus a multiple of the identity, factorized."""
 
-    def cast(self, value: Any, dtype: Any, /, *, xp: Namespace) -> Any:
-        """Return a value in another dtype."""
+    def value(
+        self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
+    ) -> Any:
+        """Return the average, or the bare sum, in a dtype, for the functions below."""
 
 
 def factor_of(kind: FactorKind, layer: Layer, /) -> Factor:

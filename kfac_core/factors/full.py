@@ -12,7 +12,7 @@ from kfac_core.array.structure import replaced
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 __all__ = ["FullFactor"]
 
@@ -52,14 +52,26 @@ class FullFactor:
         )
         return Average(total, average.decayed(decay, weight))
 
-    def mean_eigenvalue(self, value: SymmetricMatrix, /) -> Array:
+    def value(
+        self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
+    ) -> ScaledMatrix:
+        """Return the average in a dtype, without a pass over the sum where it has that."""
+        total: SymmetricMatrix = average.sum
+        factor = cast(xp, average.factor(debias=debias), dtype)
+        if total.array.dtype != dtype:
+            total = replaced(total, array=cast(xp, total.array, dtype))
+        # Of the weights of a stack, one a matrix.
+        if factor.ndim:
+            factor = xp.reshape(factor, total.array.shape[:-2])
+        return ScaledMatrix(total, factor)
+
+    def mean_eigenvalue(self, value: ScaledMatrix, /) -> Array:
         """Return ``tr / n``, shape (...)."""
-        base, factor = value.parts()
-        return base.trace() * (factor / value.size)
+        return value.trace() / value.size
 
     def snapshot(
         self,
-        value: SymmetricMatrix,
+        value: ScaledMatrix,
         shift: Scalar,
         /,
         *,
@@ -77,9 +89,3 @@ class FullFactor:
             name=name,
             apply_dtype=apply_dtype,
         )
-
-    def cast(self, value: SymmetricMatrix, dtype: Any, /, *, xp: Namespace) -> Any:
-        """Return the value in another dtype."""
-        if value.like.dtype == dtype:
-            return value
-        return replaced(value, array=cast(xp, value.array, dtype))

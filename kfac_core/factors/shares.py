@@ -16,7 +16,7 @@ from kfac_core.array.namespaces import Scalar, cast, full_of
 from kfac_core.conventions import Conventions
 from kfac_core.factors.statistics import Statistics
 
-__all__ = ["UpdateShares", "update_shares"]
+__all__ = ["SharingShares", "UpdateShares", "update_shares"]
 
 
 class UpdateShares(NamedTuple):
@@ -40,6 +40,51 @@ class UpdateShares(NamedTuple):
     example_weight: Array
     outer_products: Scalar
     repeats: Scalar
+
+    def of(self, sharing: str, /) -> SharingShares:
+        """Return the shares of one way to treat shared positions.
+
+        Parameters
+        ----------
+        sharing : {"expand", "reduce"}
+            Whether each position is a row, or each example.
+
+        Returns
+        -------
+        SharingShares
+            With one repeat where positions are reduced.
+        """
+        if sharing == "reduce":
+            scale, weight, repeats = self.examples, self.example_weight, 1.0
+        else:
+            scale, weight, repeats = self.rows, self.row_weight, self.repeats
+        return SharingShares(
+            scale, weight, self.outer_products, repeats, self.example_weight
+        )
+
+
+class SharingShares(NamedTuple):
+    """What the two sums of a Kronecker product are multiplied by, and what they weigh.
+
+    Attributes
+    ----------
+    scale : float or 0-d array
+        ``weight / R``, R the number of rows.
+    weight : 0-d array
+        That goes with it.
+    outer : float or 0-d array
+        What each ``g g^T`` is multiplied by besides.
+    repeats : float or 0-d array
+        The mean number of rows in an example.
+    example_weight : 0-d array
+        The weight of an average over examples.
+    """
+
+    scale: Scalar
+    weight: Array
+    outer: Scalar
+    repeats: Scalar
+    example_weight: Array
 
 
 def update_shares(

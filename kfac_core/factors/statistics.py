@@ -11,7 +11,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, own_namespace
 from kfac_core.array.structure import map_structure, replaced, structure
 from kfac_core.factors.average import Average
-from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.factorizations import Eigendecomposition
 
 __all__ = ["Statistics"]
 
@@ -28,14 +28,14 @@ class Statistics:
         By the names that the approximation gives them, such as ``"input"``.
     status : array of int32, 0-d
         The flags of the last update; nonzero where it was left out.
-    bases : dict of str to Basis
+    bases : dict of str to Eigendecomposition
         The bases in which an average is kept, for an approximation that has any; their
         eigenvalues descend.
     """
 
     averages: dict[str, Average]
     status: Array
-    bases: dict[str, Basis] = dataclasses.field(default_factory=dict)
+    bases: dict[str, Eigendecomposition] = dataclasses.field(default_factory=dict)
 
     @property
     def dtype(self) -> Any:

@@ -123,9 +123,12 @@ class UncorrelatedFactor:
         made = ShiftedRankOne(block, mean, None, self.repeats, self.tail)
         return made.prepared(*factorizations, check=check, name=name)
 
-    def cast(self, value: ChannelMoments, dtype: Any, /, *, xp: Namespace) -> Any:
-        """Return the value in another dtype."""
-        return map_structure(lambda x: cast(xp, x, dtype), value)
+    def value(
+        self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
+    ) -> Any:
+        """Return the average in a dtype."""
+        found = average.value(debias=debias)
+        return map_structure(lambda x: cast(xp, x, dtype), found)
 
     def dense(self, value: ChannelMoments, /) -> Array:
         """Return A, shape (n, n)."""

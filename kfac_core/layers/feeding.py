@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.namespaces import device_of, own_namespace
-from kfac_core.array.structure import leaves, map_structure
+from kfac_core.array.structure import map_structure
 from kfac_core.layers.rows import require_finite
 
 __all__ = ["detached", "detached_array", "require_finite_rows"]
+
+
+_WITHOUT_GRAPHS: set[type[Any]] = {type(None), int, str, bool}
+"""Types of which it is known that nothing of them hangs on a gradient graph."""
 
 
 def detached(batch: Any, /) -> Any:
@@ -27,10 +32,11 @@ def detached(batch: Any, /) -> Any:
         Of the same form.
     """
     if isinstance(batch, list | tuple):
-        return tuple(detached(use) for use in batch)
-    if all(array is detached_array(array) for _, array in leaves(batch)):
-        return batch
-    return map_structure(detached_array, batch)
+        return tuple([detached(use) for use in batch])
+    for value in vars(batch).values():
+        if type(value) not in _WITHOUT_GRAPHS:
+            return map_structure(detached_array, batch)
+    return batch
 
 
 def detached_array(x: Array, /) -> Array:
@@ -39,7 +45,10 @@ def detached_array(x: Array, /) -> Array:
         xp = own_namespace(x)
     except TypeError:
         return x  # Not an array; whoever takes it says so, with its name.
-    return backend_of(xp).detach(x)
+    detach = backend_of(xp).detach
+    if getattr(detach, "__func__", None) is GenericBackend.detach:
+        _WITHOUT_GRAPHS.add(type(x))
+    return detach(x)
 
 
 def require_finite_rows(statuses: Mapping[str, Array], /) -> None:

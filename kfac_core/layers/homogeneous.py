@@ -19,15 +19,19 @@ __all__ = [
 ]
 
 
-def homogeneous_coordinate(x: Array, mask: Array | None, /, *, xp: Namespace) -> Array:
+def homogeneous_coordinate(
+    x: Array, mask: Array | None, dtype: object, /, *, xp: Namespace
+) -> Array:
     """Return the homogeneous coordinates of rows: 1, and 0 where masked.
 
     Parameters
     ----------
     x : array, shape (..., N, S, n)
-        The rows, of the dtype of the result.
+        The rows, of which shape and device are read.
     mask : array of bool, shape (N, S), or None
         The rows that count; all, where there is none.
+    dtype : dtype
+        Of the result.
     xp : namespace
         Of both.
 
@@ -37,8 +41,8 @@ def homogeneous_coordinate(x: Array, mask: Array | None, /, *, xp: Namespace) ->
         What a Gram matrix takes as its rows' last column, without joining it to them.
     """
     if mask is None:
-        return xp.ones_like(x[..., 0])
-    return xp.broadcast_to(cast(xp, mask, x.dtype), x.shape[:-1])
+        return xp.ones_like(x[..., 0], dtype=dtype)
+    return xp.broadcast_to(cast(xp, mask, dtype), x.shape[:-1])
 
 
 def append_coordinate(x: Array, coordinate: Array, /, *, xp: Namespace) -> Array:

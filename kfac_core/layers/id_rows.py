@@ -11,6 +11,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast, device_of, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced, structure
+from kfac_core.layers.rows import WeightSharing, output_rows
 from kfac_core.linalg.indexing import count_indices, sum_rows_at
 
 __all__ = ["IdRows"]
@@ -75,6 +76,19 @@ class IdRows:
         """Return the rows with id 0 for those that `status` finds out of range."""
         inside = (self.ids >= 0) & (self.ids < self.size)
         return replaced(self, ids=xp.where(inside, self.ids, xp.zeros_like(self.ids)))
+
+    def factor_rows(
+        self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
+    ) -> tuple[Array, None, Array]:
+        """Return rows whose second moments are those of the factors.
+
+        In the place of V-wide one-hot vectors x stands one row whose squares are the
+        counts of the ids: the diagonal of ``sum x x^T`` is all that a factor keeps.
+        See `Rows.factor_rows`.
+        """
+        counts = self.input_squares(dtype, xp=xp)
+        g = output_rows(self.output_grads, sharing, dtype, xp=xp)
+        return xp.sqrt(counts)[None, :], None, g
 
     def input_squares(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum x * x``, shape (V,): counts of ids."""

@@ -11,7 +11,7 @@ has a leading axis of length Q in the rows; other layers have none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import array_api_compat
 
@@ -34,10 +34,16 @@ __all__ = [
     "Batch",
     "PixelRows",
     "Rows",
+    "WeightSharing",
     "join_uses",
+    "output_rows",
     "require_finite",
     "require_no_choice",
 ]
+
+
+WeightSharing = Literal["expand", "reduce"]
+"""Whether shared positions are rows of their own, or reduced to one row an example."""
 
 
 @structure(static=("sources",))
@@ -126,6 +132,52 @@ class Rows:
         if self.mask is None:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
+
+    def factor_rows(
+        self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
+    ) -> tuple[Array, Array | None, Array]:
+        """Return the rows that the factors of a Kronecker product are moments of.
+
+        Parameters
+        ----------
+        sharing : {"expand", "reduce"}
+            Whether each position is a row; or each example, with the mean of its x and
+            the sum of its g.
+        dtype : dtype
+            Of the result.
+        xp : namespace
+            Of the rows.
+
+        Returns
+        -------
+        x : array, shape ((Q,) N S, n) or ((Q,) N, n)
+            Without the homogeneous coordinate.
+        tail : array, shape ((Q,) N S) or ((Q,) N), or None
+            The homogeneous coordinate, where the layer has a bias.
+        g : array, shape ((Q,) M N S, m) or ((Q,) M N, m)
+            For M sources.
+
+        Raises
+        ------
+        UnsupportedError
+            Where positions are missing that would be reduced.
+
+        References
+        ----------
+        Eschenhagen et al. (2023), arXiv:2311.00636, sections 3.2 and 3.3.
+        """
+        x = cast(xp, self.inputs, dtype)
+        g = output_rows(self.output_grads, sharing, dtype, xp=xp)
+        if sharing == "expand":
+            x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
+            tail = self.tail(dtype, xp=xp)
+            return x, None if tail is None else xp.reshape(tail, x.shape[:-1]), g
+        self.require_all_positions()
+        ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
+        number = xp.sum(ones, axis=-1)
+        tail = cast(xp, number > 0, dtype)
+        mean = xp.sum(x, axis=-2) / xp.where(number > 0, number, tail + 1.0)[..., None]
+        return mean, tail if self.homogeneous else None, g
 
     def require_all_positions(self) -> None:
         """Raise `UnsupportedError` where an example's sum over positions is not at hand."""
@@ -260,7 +312,7 @@ class Rows:
         """Return the homogeneous coordinates, shape ((Q,) N, S); None without a bias."""
         if not self.homogeneous:
             return None
-        return homogeneous_coordinate(cast(xp, self.inputs, dtype), self.mask, xp=xp)
+        return homogeneous_coordinate(self.inputs, self.mask, dtype, xp=xp)
 
     def _examples(self, start: int, stop: int) -> Rows:
         """Return the rows of some of the examples."""
@@ -323,6 +375,16 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     return Rows(inputs, output_grads, mask, first.homogeneous)
 
 
+def output_rows(
+    output_grads: Array, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
+) -> Array:
+    """Return g as rows: each position's, or each example's sum over positions."""
+    g = cast(xp, output_grads, dtype)
+    if sharing == "reduce":
+        g = xp.sum(g, axis=-2, keepdims=True)
+    return xp.reshape(g, (*g.shape[:-4], -1, g.shape[-1]))
+
+
 @structure()
 class PixelRows:
     """The rows of a convolution with its pixels in place of its patches.
@@ -366,6 +428,14 @@ class PixelRows:
         if self.mask is None:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
+
+    def factor_rows(
+        self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
+    ) -> tuple[Array, None, Array]:
+        """Return pixels and output gradients as rows; see `Rows.factor_rows`."""
+        pixels = cast(xp, self.pixels, dtype)
+        g = output_rows(self.output_grads, sharing, dtype, xp=xp)
+        return xp.reshape(pixels, (-1, pixels.shape[-1])), None, g
 
     def status(
         self, *, xp: Namespace, known: frozenset[str] = frozenset()

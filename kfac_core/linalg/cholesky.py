@@ -1,9 +1,7 @@
 """Cholesky factors of damped positive-definite matrices, and inverses from them.
 
 Conventions.  ``L`` is lower triangular with positive diagonal, ``L L^T = M``.  A
-failure is never an exception here: the factor is then NaN, or has a diagonal entry
-that is not positive (LAPACK and some libraries leave finite garbage), and
-`is_positive_factor` is the one test that catches every case.
+failure is never an exception here: the factor is then NaN throughout.
 """
 
 from __future__ import annotations
@@ -25,18 +23,25 @@ __all__ = [
 
 @dispatched
 def damped_cholesky(
-    matrix: SymmetricMatrix, shift: Scalar, /, *, xp: Namespace
+    matrix: SymmetricMatrix,
+    shift: Scalar,
+    /,
+    *,
+    factor: Scalar = 1.0,
+    xp: Namespace,
 ) -> Array:
-    """Return the lower Cholesky factor of ``A + shift I``.
+    """Return the lower Cholesky factor of ``c B + shift I``.
 
-    Equal to ``np.linalg.cholesky(A + shift * np.eye(n))`` where that succeeds.
+    Equal to ``np.linalg.cholesky(c * B + shift * np.eye(n))`` where that succeeds.
 
     Parameters
     ----------
     matrix : SymmetricMatrix
-        A, finite.
-    shift : float or array, shape (...)
+        B, finite; never modified.
+    shift : float or array, shape () or (...)
         What is added to the diagonal.
+    factor : float or array, shape () or (...)
+        c.
     xp : namespace
         Of the arrays.
 
@@ -46,9 +51,15 @@ def damped_cholesky(
         L, zero above the diagonal; see the module's conventions for a failure.
         ``n^3 / 3`` flops.
     """
-    damped = add_to_diagonal(matrix.full(), shift, xp=xp)
+    scaled = matrix.full()
+    if not isinstance(factor, float) or factor != 1.0:
+        scaled = scaled * _for_matrices(factor)
+    damped = add_to_diagonal(scaled, shift, xp=xp)
     try:
-        return xp.linalg.cholesky(damped)
+        lower = xp.linalg.cholesky(damped)
+        # Some libraries leave finite garbage where they fail.
+        positive = xp.all(xp.linalg.diagonal(lower) > 0, axis=-1)[..., None, None]
+        return xp.where(positive, lower, xp.full_like(lower, xp.nan))
     except Exception as error:
         if not is_factorization_failure(error):
             raise
@@ -125,6 +136,9 @@ def add_to_diagonal(array: Array, shift: Scalar, /, *, xp: Namespace) -> Array:
     """Return ``array + shift I``, shape (..., n, n); never modifies the array."""
     n = array.shape[-1]
     eye = xp.eye(n, dtype=array.dtype, device=device_of(array))
-    if isinstance(shift, int | float):
-        return array + shift * eye
-    return array + shift[..., None, None] * eye
+    return array + _for_matrices(shift) * eye
+
+
+def _for_matrices(scalar: Scalar) -> Scalar:
+    """Return a number, or one for each of a stack, in a shape to multiply matrices."""
+    return scalar if isinstance(scalar, int | float) else scalar[..., None, None]

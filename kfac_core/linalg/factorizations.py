@@ -1,68 +1,36 @@
-"""What the ladder makes: factors, inverses and bases, each with its certificate.
+"""What a fallback chain makes: factors, inverses and eigendecompositions.
 
 Conventions.  Leading axes are a stack.  A ``residual`` is relative, measured as
 `kfac_core.linalg.certificate` says; a ``status`` holds `Status` flags; a ``fallback``
-says by which step of `kfac_core.linalg.ladder` a thing was made, as a number of
-`Fallback`.  Both are arrays and no part of the form, which is the same for all matrices.
+says by which step of `kfac_core.linalg.fallback` a thing was made.  All are arrays and no
+part of the form, which is the same for all matrices.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Any
-
 from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.structure import structure
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["Basis", "Fallback", "Inverse", "Positive", "fallback_of"]
-
-
-class Fallback(IntEnum):
-    """By which step of the fallback chain a factorization was made."""
-
-    WORKING = 0
-    """In the dtype that was asked for: none was needed."""
-    FLOAT64 = 1
-    """In float64, cast back."""
-    EIGENDECOMPOSITION = 2
-    """In the widest dtype, with negative eigenvalues set to zero."""
-
-
-def fallback_of(made: Any, /) -> Fallback:
-    """Return the fallback of a factorization, for reports; synchronizes with the device.
-
-    Parameters
-    ----------
-    made : Positive, Inverse, Basis or another structure with a ``fallback``
-        Of a stack, the last that any matrix of it needed.
-
-    Returns
-    -------
-    Fallback
-        Whose name in small letters a report shows.
-    """
-    xp = own_namespace(made.fallback)
-    return Fallback(int(xp.max(made.fallback)))
+__all__ = ["CholeskyFactor", "Eigendecomposition", "Inverse"]
 
 
 @structure()
-class Positive:
+class CholeskyFactor:
     """The Cholesky factor of a damped matrix.
 
     Attributes
     ----------
     lower : array, shape (..., n, n)
-        ``L L^T = A + shift I``.
+        ``L L^T = M``.
     status : array of int32, shape (...)
         Of `Status` flags.
     residual : array, shape (...)
-        The certificate.
+        ``|L L^T z - M z| / |M z|`` for a fixed vector z.
     clipped : array, shape (...)
-        The clipped mass of an eigendecomposition; zero for the others.
+        The sum of the negative eigenvalues that were set to zero, in magnitude.
     fallback : array of int32, shape (...)
-        Of `Fallback`.
+        Of `kfac_core.linalg.fallback.Fallback`.
     """
 
     lower: Array
@@ -79,9 +47,11 @@ class Inverse:
     Attributes
     ----------
     matrix : SymmetricMatrix
-        ``(A + shift I)^-1``.
-    status, residual, clipped, fallback
-        As in `Positive`.
+        ``M^-1``.
+    residual : array, shape (...)
+        ``|M^-1 M z - z| / |z|`` for a fixed vector z.
+    status, clipped, fallback
+        As in `CholeskyFactor`.
     """
 
     matrix: SymmetricMatrix
@@ -92,8 +62,8 @@ class Inverse:
 
 
 @structure()
-class Basis:
-    """An eigendecomposition of a symmetric positive-semidefinite matrix.
+class Eigendecomposition:
+    """The eigendecomposition of a symmetric positive-semidefinite matrix.
 
     Attributes
     ----------
@@ -101,8 +71,10 @@ class Basis:
         Ascending, negative ones set to zero.
     eigenvectors : array, shape (..., n, n)
         In the columns.
-    status, residual, clipped, fallback
-        As in `Positive`.
+    residual : array, shape (...)
+        See `kfac_core.linalg.certificate.eigen_residual`.
+    status, clipped, fallback
+        As in `CholeskyFactor`.
     """
 
     eigenvalues: Array

@@ -25,11 +25,11 @@ from __future__ import annotations
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.cholesky import damped_cholesky, is_positive_factor
+from kfac_core.linalg.fallback import climb, first_flag, guarded
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.linalg.triangular import solve_triangular
 
@@ -50,12 +50,15 @@ class KroneckerCholesky:
         Q.
     status : array of int32, 0-d
         Of `Status` flags.
+    fallback : array of int32, 0-d
+        Of `kfac_core.linalg.fallback.Fallback`.
     """
 
     columns: Array
     corners: Array
     basis: Array
     status: Array
+    fallback: Array
 
     def multiply(self, V: Array, /, *, transpose: bool) -> Array:
         """Return ``L v`` or ``L^T v``, shape (n, m); ``2 n m (n + 2 m)`` flops."""
@@ -133,30 +136,48 @@ def spectral_cholesky(
         Where the matrix is not positive definite (``check="raise"``).
     """
     xp = array_api_compat.array_namespace(columns)
-    finite = xp.all(xp.isfinite(columns)) & xp.all(xp.isfinite(basis))
-    # Some libraries hang on NaN; what is put in its place is marked as failed below.
-    eye = xp.eye(columns.shape[-1], dtype=columns.dtype, device=device_of(columns))
-    columns = xp.where(finite, columns, eye)
-    basis = xp.where(finite, basis, xp.zeros_like(basis))
-    columns = 0.5 * (columns + xp.matrix_transpose(columns))
-    columns = damped_cholesky(SymmetricMatrix(columns, whole=True), 0.0, xp=xp)
+    problem = _Columns(columns, basis)
+    return climb(_attempt, problem, _not_positive, check=check, name=name, xp=xp)
+
+
+@structure()
+class _Columns:
+    """The arguments of `spectral_cholesky`."""
+
+    columns: Array
+    basis: Array
+
+
+def _attempt(problem: _Columns, xp: Namespace) -> KroneckerCholesky:
+    basis = problem.basis
+    finite = xp.all(xp.isfinite(problem.columns)) & xp.all(xp.isfinite(basis))
+    M = guarded(finite, problem.columns, 1.0, xp=xp)
+    Q = guarded(finite, basis, 1.0, xp=xp)
+    M = 0.5 * (M + xp.matrix_transpose(M))
+    columns = damped_cholesky(SymmetricMatrix(M, whole=True), 0.0, xp=xp)
     good = is_positive_factor(columns, xp=xp)
-    usable = xp.where(good[..., None, None], columns, eye)
-    squares = xp.matrix_transpose(xp.linalg.diagonal(usable)) ** 2
-    Q = basis[..., None, :, :]
+    safe = guarded(good, columns, 1.0, xp=xp)
+    squares = xp.matrix_transpose(xp.linalg.diagonal(safe)) ** 2
+    Q = Q[..., None, :, :]
     blocks = (Q * squares[..., :, None, :]) @ xp.matrix_transpose(Q)
     blocks = 0.5 * (blocks + xp.matrix_transpose(blocks))
     corners = damped_cholesky(SymmetricMatrix(blocks, whole=True), 0.0, xp=xp)
-    all_good = finite & xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
-    status = status_unless(xp, all_good, Status.NOT_POSITIVE)
-    if check == "raise" and not bool(all_good):
-        raise FactorizationError(
-            "the exactly damped block is not positive definite in this precision. "
-            "Increase `damping`, or compute in float64.",
-            factor=name,
-        )
+    positive = xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
+    all_good = finite & positive
+    status = first_flag((all_good, Status.NOT_POSITIVE), xp=xp)
     columns = xp.where(all_good, columns, xp.full_like(columns, xp.nan))
-    return KroneckerCholesky(columns, corners, basis, status)
+    fallback = xp.zeros_like(status)
+    return KroneckerCholesky(columns, corners, basis, status, fallback)
+
+
+def _not_positive(
+    problem: _Columns, made: KroneckerCholesky, name: str, xp: Namespace
+) -> KroneckerCholesky:
+    raise FactorizationError(
+        "the exactly damped block is not positive definite in any precision that there is "
+        "here. Increase `damping`.",
+        factor=name,
+    )
 
 
 def _by_row(matrices: Array, V: Array) -> Array:

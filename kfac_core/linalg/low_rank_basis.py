@@ -13,11 +13,12 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import is_factorization_failure
-from kfac_core.array.namespaces import cast, device_of, status_unless
+from kfac_core.array.namespaces import cast, device_of
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
-from kfac_core.errors import FactorizationError, NotFiniteError
+from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe
+from kfac_core.linalg.fallback import climb, first_flag
 from kfac_core.linalg.low_rank import LowRankSum
 
 __all__ = ["LowRankBasis", "low_rank_basis", "rank_one_basis"]
@@ -38,15 +39,18 @@ class LowRankBasis:
     residual : array, 0-d
         The larger of ``|U w U^T z - A z| / (w_1 |z|)`` and ``|U^T U y - y| / |y|``, of
         fixed z and y.
-    flags : array of int32, 0-d
+    status : array of int32, 0-d
         Of `Status`.
+    fallback : array of int32, 0-d
+        Of `kfac_core.linalg.fallback.Fallback`.
     """
 
     eigenvalues: Array
     eigenvectors: Array
     lost: Array
     residual: Array
-    flags: Array
+    status: Array
+    fallback: Array
 
     @property
     def size(self) -> int:
@@ -81,7 +85,8 @@ class LowRankBasis:
             cast(xp, self.eigenvectors, dtype),
             cast(xp, self.lost, dtype),
             cast(xp, self.residual, dtype),
-            self.flags,
+            self.status,
+            self.fallback,
         )
 
     def dense(self) -> Array:
@@ -125,26 +130,7 @@ def low_rank_basis(
     -----
     A thin singular value decomposition, ``O(d r^2)`` flops.
     """
-    made = _attempt(matrix, xp)
-    if check == "status" or not bool(made.flags != 0):
-        return made
-    if Status.MATRIX_NOT_FINITE in Status(int(made.flags)):
-        raise NotFiniteError(
-            f"{name}: the low-rank factor holds NaN or infinity. Its statistics were not "
-            "finite, or their squares overflowed; reset them, or keep them in float64."
-        )
-    info = xp.__array_namespace_info__()
-    known = info.dtypes(device=device_of(matrix.root), kind="real floating")
-    if "float64" in known and matrix.root.dtype != xp.float64:
-        made = _attempt(matrix.cast(xp.float64), xp)
-        if not bool(made.flags != 0):
-            return made.cast(matrix.root.dtype)
-    raise FactorizationError(
-        f"the singular value decomposition of a {matrix.size} x {matrix.rank} root has "
-        f"residual {float(made.residual):.1e}, above {RESIDUAL_LIMIT}, in every precision "
-        "there is here. Look at the statistics for entries of wildly different size.",
-        factor=name,
-    )
+    return climb(_attempt, matrix, _inaccurate, check=check, name=name, xp=xp)
 
 
 def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:
@@ -176,10 +162,10 @@ def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:
     length = xp.linalg.vector_norm(unit)
     norm = xp.where(nonzero, largest * length, xp.zeros_like(length))
     zero = xp.zeros_like(norm)
-    flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-    return LowRankBasis(
-        xp.reshape(norm * norm, (1,)), (unit / length)[:, None], zero, zero, flags
-    )
+    status = first_flag((finite, Status.MATRIX_NOT_FINITE), xp=xp)
+    fallback = xp.zeros_like(status)
+    w = xp.reshape(norm * norm, (1,))
+    return LowRankBasis(w, (unit / length)[:, None], zero, zero, status, fallback)
 
 
 def _attempt(matrix: LowRankSum, xp: Namespace) -> LowRankBasis:
@@ -195,10 +181,25 @@ def _attempt(matrix: LowRankSum, xp: Namespace) -> LowRankBasis:
         U, s = xp.full_like(B, xp.nan), xp.full_like(B[0, :], xp.nan)
     w = s * s
     residual = _residual(safe, w, U, xp)
-    flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-    flags = flags | status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
+    status = first_flag(
+        (finite, Status.MATRIX_NOT_FINITE),
+        (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
+        xp=xp,
+    )
     w = xp.where(finite, w, xp.full_like(w, xp.nan))
-    return LowRankBasis(w, U, matrix.lost, residual, flags)
+    fallback = xp.zeros_like(status)
+    return LowRankBasis(w, U, matrix.lost, residual, status, fallback)
+
+
+def _inaccurate(
+    matrix: LowRankSum, made: LowRankBasis, name: str, xp: Namespace
+) -> LowRankBasis:
+    raise FactorizationError(
+        f"the singular value decomposition of a {matrix.size} x {matrix.rank} root has "
+        f"residual {float(made.residual):.1e}, above {RESIDUAL_LIMIT}, in every precision "
+        "there is here. Look at the statistics for entries of wildly different size.",
+        factor=name,
+    )
 
 
 def _residual(B: Array, w: Array, U: Array, xp: Namespace) -> Array:

@@ -21,7 +21,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
-from kfac_core.linalg.certificate import RESIDUAL_LIMIT, basis_residual, probe
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, eigen_residual, probe, probe_of
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series import series_sum
@@ -182,9 +182,10 @@ def flagged_eigenbasis(
     finite = xp.all(xp.isfinite(matrix))
     eye = xp.eye(matrix.shape[0], dtype=matrix.dtype, device=device_of(matrix))
     # Some libraries hang on NaN.
-    fit = SymmetricMatrix(xp.where(finite, matrix, eye), True)
-    w, Q = eigh(fit, xp=xp)
-    residual = basis_residual(fit, w, Q, xp=xp)
+    safe = xp.where(finite, matrix, eye)
+    w, Q = eigh(SymmetricMatrix(safe, True), xp=xp)
+    z = probe_of(safe, xp)
+    residual = eigen_residual(w, Q, z, xp.matmul(safe, z), xp=xp)
     accurate = (residual <= RESIDUAL_LIMIT) & (side.residual(xp) <= RESIDUAL_LIMIT)
     flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | status_unless(
         xp, accurate | xp.logical_not(finite), Status.INACCURATE

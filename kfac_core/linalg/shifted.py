@@ -1,4 +1,4 @@
-"""``M = A + shift I`` with A symmetric, and everything that is done with it.
+"""``M = A + shift I`` with ``A = c B`` symmetric, and everything that is done with it.
 
 Conventions.  Leading axes of all arrays are a stack of independent matrices.  Products
 are from the left, on a matrix V of shape ``(..., n, k)``; from the right they are the
@@ -27,9 +27,18 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import map_structure, replaced, structure
 from kfac_core.errors import FactorizationError, NotReadyError
 from kfac_core.linalg.cholesky import add_to_diagonal
-from kfac_core.linalg.factorizations import Basis, Inverse, Positive
-from kfac_core.linalg.ladder import cholesky_factor, damped_inverse, symmetric_basis
-from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.damped import (
+    DampedMatrix,
+    cholesky_factor,
+    damped_inverse,
+    eigendecomposition,
+)
+from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
+from kfac_core.linalg.symmetric import (
+    ScaledMatrix,
+    SymmetricMatrix,
+    multiply_symmetric,
+)
 from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 
 __all__ = [
@@ -71,44 +80,46 @@ class ShiftedMatrix:
 
     Attributes
     ----------
-    matrix : SymmetricMatrix
-        A, in the dtype of computing.
-    shift : array, shape (...)
-        Of the same dtype.
+    damped : DampedMatrix
+        B, c and the shift, in the dtype of computing.
     applied : SymmetricMatrix
-        A, in the dtype of applying, as all that follow.
-    positive : Positive or None
+        B, in the dtype of applying, as all that follow.
+    cholesky : CholeskyFactor or None
         L.
     inverse : Inverse or None
         ``M^-1``.
-    basis : Basis or None
+    basis : Eigendecomposition or None
         The eigendecomposition of A.
     solving : {"inverse", "triangular"}
         Whether `solve` multiplies by the inverse, or solves with L twice.
     """
 
-    matrix: SymmetricMatrix
-    shift: Array
+    damped: DampedMatrix
     applied: SymmetricMatrix
-    positive: Positive | None
-    inverse: Inverse | None
-    basis: Basis | None
+    cholesky: CholeskyFactor | None = None
+    inverse: Inverse | None = None
+    basis: Eigendecomposition | None = None
     solving: Solving = "inverse"
 
     @property
     def size(self) -> int:
         """The number n of rows."""
-        return self.matrix.size
+        return self.applied.size
+
+    @property
+    def shift(self) -> Array:
+        """What is added to the diagonal, in the dtype of computing."""
+        return self.damped.shift
 
     @property
     def lead(self) -> tuple[int, ...]:
         """The shape of the stack; empty for a single matrix."""
-        return tuple(self.matrix.like.shape[:-2])
+        return tuple(self.applied.array.shape[:-2])
 
     @property
     def dtype(self) -> Any:
         """The dtype of applying."""
-        return self.applied.like.dtype
+        return self.applied.array.dtype
 
     def prepared(
         self,
@@ -138,37 +149,32 @@ class ShiftedMatrix:
         Raises
         ------
         NotFiniteError, DampingError, FactorizationError
-            As `kfac_core.linalg.ladder.cholesky_factor` (``check="raise"``).
+            As `kfac_core.linalg.damped.cholesky_factor` (``check="raise"``).
         """
         if self.solving == "triangular":
             factorizations = tuple(
                 "cholesky" if f == "inverse" else f for f in factorizations
             )
-        xp = self._xp()
-        made = self
-        problem: tuple[SymmetricMatrix, Array] = (self.matrix, self.shift)
-        options: dict[str, Any] = {"check": check, "name": name, "xp": xp}
-        inverse = "inverse" in factorizations and made.inverse is None
-        cholesky = "cholesky" in factorizations and made.positive is None
-        factor = cholesky_factor(*problem, **options) if cholesky else None
-        if factor is not None:
-            made = replaced(made, positive=self._applied(factor))
-        if inverse:
-            solved = damped_inverse(*problem, factor, **options)
-            made = replaced(made, inverse=self._applied(solved))
-        if "eigenbasis" in factorizations and made.basis is None:
-            basis = symmetric_basis(self.matrix, **options)
-            made = replaced(made, basis=self._applied(basis))
+        options = Reporting(check=check, name=name)
+        made, factor = self, None
+        if "cholesky" in factorizations and self.cholesky is None:
+            factor = cholesky_factor(self.damped, **options)
+            made = replaced(made, cholesky=self._in_applied_dtype(factor))
+        if "inverse" in factorizations and self.inverse is None:
+            inverse = damped_inverse(self.damped, factor, **options)
+            made = replaced(made, inverse=self._in_applied_dtype(inverse))
+        if "eigenbasis" in factorizations and self.basis is None:
+            basis = eigendecomposition(self.damped, **options)
+            made = replaced(made, basis=self._in_applied_dtype(basis))
         return made
 
     def wide(self) -> ShiftedMatrix:
         """Return the same in the dtype of computing, with nothing prepared."""
-        return ShiftedMatrix(self.matrix, self.shift, self.matrix, None, None, None)
+        return ShiftedMatrix(self.damped, self.damped.matrix)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or ``A v`` where `shifted` is false; ``2 n^2 k`` flops."""
-        product = multiply_symmetric(self.applied, v, xp=self._xp())
-        return product + self._shift()[..., None, None] * v if shifted else product
+        return self._applied().multiply(v, shifted=shifted, xp=self._xp())
 
     def solve(self, v: Array, /, *, overwrite: bool = False) -> Array:
         """Return ``M^-1 v``, as `solving` says; ``2 n^2 k`` flops either way.
@@ -203,7 +209,7 @@ class ShiftedMatrix:
         basis = self._eigenbasis()
         damped = basis.eigenvalues + self._shift()[..., None]
         # What was inverted was found definite then; only free looks are taken twice.
-        known = self.inverse is not None or self.positive is not None
+        known = self.inverse is not None or self.cholesky is not None
         looks = exponent < 0 and (not known or is_plain(damped, xp=xp))
         if looks and truth_of(xp.all(damped > 0), xp=xp) is False:
             raise FactorizationError(
@@ -232,7 +238,7 @@ class ShiftedMatrix:
 
     def trace(self, *, shifted: bool) -> Array:
         """Return the trace of M, or of A, shape (...)."""
-        trace = self.applied.trace()
+        trace = self._applied().factor * self.applied.trace()
         return trace + self.size * self._shift() if shifted else trace
 
     def eigenvalues(self, *, shifted: bool) -> Array:
@@ -255,14 +261,15 @@ class ShiftedMatrix:
 
     def dense(self, *, shifted: bool) -> Array:
         """Return M, or A, with both triangles, shape (..., n, n)."""
-        full = self.applied.full()
-        return add_to_diagonal(full, self._shift(), xp=self._xp()) if shifted else full
+        xp, A = self._xp(), self._applied()
+        full = A.factor[..., None, None] * self.applied.full()
+        return add_to_diagonal(full, A.shift, xp=xp) if shifted else full
 
     def status(self) -> Array:
         """Return the flags of all factorizations made, 0-d int32."""
         xp = self._xp()
         status = xp.zeros((), dtype=xp.int32, device=device_of(self.shift))
-        for made in (self.positive, self.inverse, self.basis):
+        for made in (self.cholesky, self.inverse, self.basis):
             if made is not None:
                 status = status | any_status(made.status, xp=xp)
         return status
@@ -270,7 +277,7 @@ class ShiftedMatrix:
     def _having(self, factorization: Factorization) -> ShiftedMatrix:
         """Return the same with a factorization, made now where that can raise."""
         held = {
-            "cholesky": self.positive,
+            "cholesky": self.cholesky,
             "inverse": self.inverse,
             "eigenbasis": self.basis,
         }
@@ -280,11 +287,11 @@ class ShiftedMatrix:
         return self.prepared(factorization)
 
     def _lower(self) -> Array:
-        made = self._having("cholesky").positive
+        made = self._having("cholesky").cholesky
         assert made is not None
         return made.lower
 
-    def _eigenbasis(self) -> Basis:
+    def _eigenbasis(self) -> Eigendecomposition:
         made = self._having("eigenbasis").basis
         assert made is not None
         return made
@@ -294,25 +301,29 @@ class ShiftedMatrix:
         return solve_triangular(self._lower(), v, **options, xp=self._xp())
 
     def _shift(self) -> Array:
-        return cast(self._xp(), self.shift, self.dtype)
+        return self._applied().shift
 
-    def _applied(self, made: T) -> T:
+    def _applied(self) -> DampedMatrix:
+        """Return M in the dtype of applying."""
+        M, xp, dtype = self.damped, self._xp(), self.dtype
+        if dtype == M.shift.dtype:
+            return M
+        return DampedMatrix(
+            self.applied, cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
+        )
+
+    def _in_applied_dtype(self, made: T) -> T:
         """Return a factorization in the dtype of applying."""
         xp, dtype = self._xp(), self.dtype
-        if dtype == self.matrix.like.dtype:
+        if dtype == self.damped.shift.dtype:
             return made
-        floating = ("float32", "float64")
         return map_structure(
-            lambda x: (
-                cast(xp, x, dtype)
-                if x.dtype in [getattr(xp, name) for name in floating]
-                else x
-            ),
+            lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
             made,
         )
 
     def _xp(self) -> Namespace:
-        return own_namespace(self.matrix.like)
+        return own_namespace(self.damped.shift)
 
 
 def require_readable(like: Array, factorization: str, /) -> None:
@@ -334,7 +345,7 @@ def require_readable(like: Array, factorization: str, /) -> None:
 
 
 def shifted_matrix(
-    matrix: SymmetricMatrix,
+    matrix: SymmetricMatrix | ScaledMatrix,
     shift: Scalar,
     /,
     *,
@@ -347,14 +358,14 @@ def shifted_matrix(
 
     Parameters
     ----------
-    matrix : SymmetricMatrix
-        A.
+    matrix : SymmetricMatrix or ScaledMatrix
+        A; of the latter no copy is made.
     shift : float or array, shape (...)
         Finite and >= 0.
     factorizations : tuple of str
         Any of ``"inverse"``, ``"cholesky"``, ``"eigenbasis"``.
     check : {"raise", "status"}
-        As for `kfac_core.linalg.ladder.cholesky_factor`.
+        As for `kfac_core.linalg.damped.cholesky_factor`.
     name : str
         What a message should call it.
     apply_dtype : dtype, optional
@@ -368,13 +379,15 @@ def shifted_matrix(
     Raises
     ------
     NotFiniteError, DampingError, FactorizationError
-        As `kfac_core.linalg.ladder.cholesky_factor`.
+        As `kfac_core.linalg.damped.cholesky_factor`.
     """
-    xp = own_namespace(matrix.like)
-    applied = matrix
-    if apply_dtype is not None and apply_dtype != matrix.like.dtype:
-        applied = SymmetricMatrix(cast(xp, matrix.array, apply_dtype), matrix.whole)
-    start = ShiftedMatrix(
-        matrix, full_of(xp, shift, matrix.like), applied, None, None, None
-    )
-    return start.prepared(*factorizations, check=check, name=name)
+    if isinstance(matrix, SymmetricMatrix):
+        xp = own_namespace(matrix.array)
+        matrix = ScaledMatrix(matrix, full_of(xp, 1.0, matrix.array))
+    B = applied = matrix.matrix
+    xp = own_namespace(B.array)
+    if apply_dtype is not None and apply_dtype != B.array.dtype:
+        applied = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.whole)
+    damped = DampedMatrix(B, matrix.factor, full_of(xp, shift, B.array))
+    made = ShiftedMatrix(damped, applied)
+    return made.prepared(*factorizations, check=check, name=name)

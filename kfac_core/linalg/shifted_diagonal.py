@@ -21,7 +21,8 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
+from kfac_core.errors import FactorizationError
+from kfac_core.linalg.fallback import raise_invalid
 from kfac_core.linalg.shifted import Factorization
 
 __all__ = ["ShiftedDiagonal", "shifted_diagonal"]
@@ -227,13 +228,7 @@ def shifted_diagonal(
 
 
 def _raise_for(flags: Status, name: str) -> None:
-    if Status.MATRIX_NOT_FINITE in flags:
-        raise NotFiniteError(f"{name}: a diagonal factor holds NaN or infinity.")
-    if Status.BAD_DAMPING in flags:
-        raise DampingError(
-            f"{name}: the damping of this factor is negative or not finite. Expected a "
-            "finite number >= 0."
-        )
+    raise_invalid(flags, name)
     if Status.NOT_POSITIVE in flags:
         raise FactorizationError(
             "a diagonal factor has a zero on its diagonal. Increase `damping`.",

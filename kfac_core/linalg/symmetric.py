@@ -7,7 +7,7 @@ known here and nowhere else.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
@@ -15,6 +15,7 @@ from kfac_core.array.namespaces import Scalar, device_of, own_namespace
 from kfac_core.array.structure import structure
 
 __all__ = [
+    "ScaledMatrix",
     "SymmetricMatrix",
     "multiply_symmetric",
     "scale_symmetric",
@@ -37,60 +38,15 @@ class SymmetricMatrix:
     whole : bool
         Whether the upper triangle holds it too; else what stands there is finite but
         means nothing.
-
-    Notes
-    -----
-    A debiased average is a `multiple` of a running sum: a refresh would pass over every
-    sum once more for it, and keep a copy of each, which most programs never multiply with.
     """
 
     array: Array
     whole: bool
 
-    @staticmethod
-    def multiple(base: SymmetricMatrix, factor: float, /) -> SymmetricMatrix:
-        """Return a matrix times a number, multiplied out when its array is first read.
-
-        What only passes over the numbers once more, as a damped copy does, takes them
-        from `parts` instead.
-        """
-        if factor == 1.0:
-            return base
-        made = object.__new__(SymmetricMatrix)
-        made.__dict__["_parts"] = base, factor
-        return made
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Multiply out what `multiple` made: its fields are not there before."""
-            parts = self.__dict__.get("_parts")
-            if parts is None or name not in ("array", "whole"):
-                raise AttributeError(f"SymmetricMatrix has no attribute {name!r}")
-            base, factor = parts
-            array, whole = scale_symmetric(base, factor, xp=own_namespace(base.array))
-            # In another thread the same may be made; either is the matrix.
-            self.__dict__.update(array=array, whole=whole)
-            return self.__dict__[name]
-
-    def parts(self) -> tuple[SymmetricMatrix, float]:
-        """Return a matrix and a number whose product this is, both at hand.
-
-        The same before and after it is multiplied out, so that nothing that is computed
-        from them depends on who has read the array.
-        """
-        found: tuple[SymmetricMatrix, float] = self.__dict__.get("_parts", (self, 1.0))
-        return found
-
-    @property
-    def like(self) -> Array:
-        """An array of the shape, dtype and device of `array`, whatever it holds."""
-        return self.parts()[0].array
-
     @property
     def size(self) -> int:
         """The number n of rows."""
-        return int(self.like.shape[-1])
+        return int(self.array.shape[-1])
 
     def full(self) -> Array:
         """Return both triangles, shape (..., n, n); a copy only where one was missing."""
@@ -115,6 +71,40 @@ class SymmetricMatrix:
         """Return the matrix times a number."""
         array, whole = scale_symmetric(self, factor, xp=own_namespace(self.array))
         return SymmetricMatrix(array, whole)
+
+
+@structure()
+class ScaledMatrix:
+    """A number times a symmetric matrix, which is not multiplied out.
+
+    Attributes
+    ----------
+    matrix : SymmetricMatrix
+        B.
+    factor : array, shape () or (...)
+        c.
+
+    Notes
+    -----
+    A debiased average is one of a running sum: a refresh would pass over every sum once
+    more for it, and keep a copy of each.
+    """
+
+    matrix: SymmetricMatrix
+    factor: Array
+
+    @property
+    def size(self) -> int:
+        """The number n of rows."""
+        return self.matrix.size
+
+    def trace(self) -> Array:
+        """Return the trace of ``c B``, shape (...)."""
+        return self.factor * self.matrix.trace()
+
+    def multiplied(self) -> SymmetricMatrix:
+        """Return ``c B`` as a matrix of its own."""
+        return self.matrix.scaled(self.factor)
 
 
 @dispatched

@@ -7,7 +7,7 @@ that nearly all of their work is in matrix products.  The leaves are small gener
 from __future__ import annotations
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.dispatch import dispatched
+from kfac_core.array.dispatch import dispatched, is_factorization_failure
 
 __all__ = ["multiply_triangular", "solve_triangular", "triangular_inverse"]
 
@@ -114,7 +114,12 @@ def triangular_inverse(lower: Array, /, *, xp: Namespace) -> Array:
     """
     n = lower.shape[-1]
     if n <= _LEAF:
-        return xp.tril(xp.linalg.inv(lower))
+        try:
+            return xp.tril(xp.linalg.inv(lower))
+        except Exception as error:
+            if not is_factorization_failure(error):
+                raise
+            return xp.full_like(lower, xp.nan)
     h = n // 2
     first = triangular_inverse(lower[..., :h, :h], xp=xp)
     second = triangular_inverse(lower[..., h:, h:], xp=xp)

@@ -52,7 +52,7 @@ class DenseOperator(CurvatureOperator):
     @property
     def like(self) -> Array:
         """An array of the operator's library, device and dtype."""
-        return self.block.applied.like
+        return self.block.applied.array
 
     def prepared(
         self,

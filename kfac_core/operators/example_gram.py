@@ -279,7 +279,7 @@ def example_gram_operator(
     ShapeError, DtypeError, MixedArraysError
         For arrays that do not fit.
     DampingError, NotFiniteError, FactorizationError
-        As `kfac_core.linalg.ladder.cholesky_factor` (``check="raise"``).
+        As `kfac_core.linalg.damped.cholesky_factor` (``check="raise"``).
 
     Notes
     -----

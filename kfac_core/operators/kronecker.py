@@ -6,15 +6,10 @@ from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import (
-    cast,
-    namespace_of,
     own_namespace,
-    require_floating,
-    require_matrix,
 )
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import ShapeError
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, Solving
@@ -101,70 +96,6 @@ class FactoredKronecker(CurvatureOperator):
             return super().at_rows(indices)
         return replaced(self, input=self.input.at(indices))
 
-    @property
-    def acts_on_rows(self) -> bool:
-        """Whether the inverse acts on x and g apart: for a layer without groups."""
-        return not self.input.lead
-
-    def multiply_inverse_of_rows(
-        self, inputs: Array, output_grads: Array, /, *, weights: Array
-    ) -> Array:
-        """Return ``F_damped^-1 sum_i w_i x_i g_i^T``.
-
-        Equal to ``multiply_inverse(x.T @ (w[:, None] * g))``.
-
-        Parameters
-        ----------
-        inputs : array, shape (k, in(+1))
-            The x, a 1 appended to each where there is a bias.
-        output_grads : array, shape (k, out)
-            The g.
-        weights : array, shape (k,)
-            The w: 1/N each for a mean over N examples.
-
-        Returns
-        -------
-        array, shape (in(+1), out)
-            In the dtype of `inputs`.
-
-        Raises
-        ------
-        ShapeError, DtypeError, MixedArraysError
-            For rows or weights that do not fit.
-        UnsupportedError
-            For an operator of groups, whose gradient is several products.
-        FactorizationError
-            Where the inverse was not prepared and cannot be made.
-
-        Notes
-        -----
-        ``2 k (n^2 + m^2 + n m)`` flops, against ``2 n m (n + m + k)``: for square layers
-        the fewer, where k is below the width.
-        """
-        if not self.acts_on_rows:
-            super().multiply_inverse_of_rows(inputs, output_grads, weights=weights)
-        S = self.scale
-        xp = namespace_of(
-            inputs=inputs, output_grads=output_grads, weights=weights, operator=S
-        )
-        for name, array in (("inputs", inputs), ("output_grads", output_grads)):
-            require_floating(xp, array, name)
-            if array.ndim != 2:
-                raise ShapeError(
-                    f"Expected `{name}` to be a matrix of rows, got "
-                    f"{tuple(array.shape)}."
-                )
-        require_floating(xp, weights, "weights")
-        n, m = self.shape
-        k = int(inputs.shape[0])
-        require_matrix(inputs, (k, n), "inputs")
-        require_matrix(output_grads, (k, m), "output_grads")
-        require_matrix(weights, (k,), "weights")
-        x = self.input.solve(xp.matrix_transpose(cast(xp, inputs, S.dtype))) / S
-        g = self.output.solve(xp.matrix_transpose(cast(xp, output_grads, S.dtype)))
-        weighted = xp.matrix_transpose(g) * cast(xp, weights, S.dtype)[:, None]
-        return cast(xp, xp.matmul(x, weighted), inputs.dtype)
-
     def spectral(
         self, *, check: Check = "raise", name: str = "block"
     ) -> SpectralOperator:
@@ -227,7 +158,7 @@ class FactoredKronecker(CurvatureOperator):
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         left = self.input.solve(V)
         both = self.output.solve_right(left, overwrite=True)
-        return both / self._scale()
+        return both / self.scale[..., None, None]
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         left = self.input.power(V, exponent)

@@ -174,10 +174,10 @@ class LowRankOperator(CurvatureOperator):
 
     def status(self) -> Array:
         """Return the flags, of the factors too, 0-d int32."""
-        return self.flags | self.input.flags | self.output.flags
+        return self.flags | self.input.status | self.output.status
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
-        return self._turned(V, self._spectrum(damped), xp)
+        return self._by_subspace(V, self._spectrum(damped), xp)
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         return self._power(V, xp, -1.0)
@@ -187,7 +187,7 @@ class LowRankOperator(CurvatureOperator):
         parts = zip(made._spectrum(True), self._multiplicities(), strict=True)
         # A complement that is empty has no eigenvalue, which may be zero here.
         powers = [values**exponent if number else values for values, number in parts]
-        return self._turned(V, _Spectrum(*powers), xp)
+        return self._by_subspace(V, _Spectrum(*powers), xp)
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         """Return ``F_damped^-1/2 Z``."""
@@ -223,7 +223,7 @@ class LowRankOperator(CurvatureOperator):
         right = self.output.size - self.output.rank
         return 1, right, left, left * right
 
-    def _turned(self, V: Array, values: _Spectrum, xp: Namespace) -> Array:
+    def _by_subspace(self, V: Array, values: _Spectrum, xp: Namespace) -> Array:
         """Multiply the parts of V in the four pairs of subspaces by their values."""
         U, W = self.input, self.output
         in_u = U.to_basis(V)

@@ -18,14 +18,14 @@ from types import MappingProxyType
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_plain, is_readable
+from kfac_core.array.finite import is_readable, plain_number
 from kfac_core.array.namespaces import (
     cast,
+    device_of,
     namespace_of,
     own_namespace,
     require_floating,
     require_matrix,
-    same_place,
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.errors import (
@@ -112,9 +112,9 @@ class CurvatureOperator(abc.ABC):
         return self.shape
 
     @property
-    def inner_shape(self) -> tuple[int, ...]:
-        """The shape of a vector inside the formulas."""
-        return self.stack_shape
+    def inner_shape(self) -> tuple[int, ...] | None:
+        """The shape of a vector inside the formulas; None where it is `stack_shape`."""
+        return None
 
     @abc.abstractmethod
     def prepared(
@@ -149,11 +149,13 @@ class CurvatureOperator(abc.ABC):
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
         """Return ``F_damped v``, or ``F v``."""
-        return self._applied("multiply", self._multiply, vector, damped)
+        V, xp = self._enter(vector, "multiply")
+        return self._leave(self._multiply(V, xp, damped), vector)
 
     def multiply_inverse(self, vector: Array, /) -> Array:
         """Return ``F_damped^-1 v``."""
-        return self._applied("multiply_inverse", self._multiply_inverse, vector)
+        V, xp = self._enter(vector, "multiply_inverse")
+        return self._leave(self._multiply_inverse(V, xp), vector)
 
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above."""
@@ -161,25 +163,25 @@ class CurvatureOperator(abc.ABC):
             return self.multiply(vector)
         if exponent == -1:
             return self.multiply_inverse(vector)
-        return self._applied("multiply_matpower", self._power, vector, exponent)
+        V, xp = self._enter(vector, "multiply_matpower")
+        return self._leave(self._power(V, xp, exponent), vector)
 
     def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
         """Return ``L v`` or ``L^T v``, with ``L L^T = F_damped`` and L lower."""
-        return self._applied(
-            "multiply_cholesky", self._lower_multiply, vector, transpose
-        )
+        V, xp = self._enter(vector, "multiply_cholesky")
+        return self._leave(self._lower_multiply(V, xp, transpose), vector)
 
     def multiply_cholesky_inverse(
         self, vector: Array, /, *, transpose: bool = False
     ) -> Array:
         """Return ``L^-1 v`` or ``L^-T v``."""
-        return self._applied(
-            "multiply_cholesky_inverse", self._lower_solve, vector, transpose
-        )
+        V, xp = self._enter(vector, "multiply_cholesky_inverse")
+        return self._leave(self._lower_solve(V, xp, transpose), vector)
 
     def sample(self, noise: Array, /) -> Array:
         """Turn white noise into noise of covariance ``F_damped^-1``."""
-        return self._applied("sample", self._sample, noise, name="noise")
+        Z, xp = self._enter(noise, "sample", name="noise")
+        return self._leave(self._sample(Z, xp), noise)
 
     @abc.abstractmethod
     def trace(self, *, damped: bool = True) -> Array:
@@ -249,28 +251,6 @@ class CurvatureOperator(abc.ABC):
             "diagonal input factor, or a diagonal block. Give the whole gradient."
         )
 
-    @property
-    def acts_on_rows(self) -> bool:
-        """Whether the inverse acts on x and g of a gradient apart."""
-        return False
-
-    def multiply_inverse_of_rows(
-        self, inputs: Array, output_grads: Array, /, *, weights: Array
-    ) -> Array:
-        """Return ``F_damped^-1 sum_i w_i x_i g_i^T`` from the rows; see `acts_on_rows`.
-
-        Raises
-        ------
-        UnsupportedError
-            For an operator whose inverse does not act on rows: of exact damping, of
-            groups, or not a Kronecker product.
-        """
-        raise UnsupportedError(
-            f"The inverse of {type(self).__name__} does not act on the rows of a gradient "
-            "alone. Take a factored rule of damping, or give `multiply_inverse` the "
-            "gradient."
-        )
-
     def parts(self) -> dict[str, Any]:
         """Return the damped factors or bases that the operator is made of, by name."""
         return {}
@@ -309,36 +289,35 @@ class CurvatureOperator(abc.ABC):
         """Return ``L^-1 V`` or ``L^-T V``."""
         raise NotImplementedError
 
-    def _applied(
-        self,
-        product: str,
-        formula: Any,
-        vector: Array,
-        /,
-        *arguments: Any,
-        name: str = "vector",
-    ) -> Array:
-        """Return a formula of a vector, which is checked and cast on both ways."""
+    def _enter(
+        self, vector: Array, product: str, /, *, name: str = "vector"
+    ) -> tuple[Array, Namespace]:
+        """Return a vector as a product's formula takes it, and its namespace."""
         if product in self.unsupported_products:
             raise UnsupportedError(
                 f"{type(self).__name__} has no {product}: "
                 f"{self.unsupported_products[product]}."
             )
-        stack, inner = self.stack_shape, self.inner_shape
-        # The columns of a layer's groups stand side by side in a vector of the layer.
-        joined = len(stack) > 2 and getattr(vector, "ndim", None) == 2
-        shape = self.shape if joined else stack
+        stack = self.stack_shape
+        stacked = getattr(vector, "ndim", None) == len(stack)
+        shape = stack if stacked else self.shape
         V, xp = entering(vector, shape, self.like, name=name)
-        if joined:
+        if not stacked:
+            # The columns of a layer's groups stand side by side in its vector.
             V = split_groups(V, stack[:-2], xp=xp)
-        if inner != stack:
-            V = xp.reshape(V, inner)
-        result = formula(V, xp, *arguments)
-        if inner != stack:
-            result = xp.reshape(result, stack)
-        if joined:
-            result = join_groups(result, xp=xp)
-        return cast(xp, result, vector.dtype)
+        inner = self.inner_shape
+        return V if inner is None else xp.reshape(V, inner), xp
+
+    def _leave(self, result: Array, vector: Array, /) -> Array:
+        """Return a formula's result in the form and dtype of the vector."""
+        xp = own_namespace(result)
+        if tuple(result.shape) != tuple(vector.shape):
+            result = xp.reshape(result, self.stack_shape)
+            if vector.ndim == 2:
+                result = join_groups(result, xp=xp)
+        return (
+            result if result.dtype == vector.dtype else xp.astype(result, vector.dtype)
+        )
 
     def __repr__(self) -> str:
         """Say what it is in a few lines; nothing is read from a device for it."""
@@ -348,9 +327,9 @@ class CurvatureOperator(abc.ABC):
         for label, value in self._dampings().items():
             told[label] = _told(value)
         told["prepared"] = ", ".join(self._prepared_names()) or "nothing"
-        flags = self.status()
-        if is_plain(flags, xp=own_namespace(flags)):
-            told["status"] = repr(Status(int(flags)))
+        flags = plain_number(self.status(), xp=own_namespace(self.like))
+        if flags is not None:
+            told["status"] = Status(int(flags)).name or str(int(flags))
         body = ", ".join(f"{label}={value}" for label, value in told.items())
         return f"{type(self).__name__}({body})"
 
@@ -389,15 +368,16 @@ def entering(
     ShapeError, DtypeError, MixedArraysError
         For a vector that does not fit.
     """
-    if type(vector) is type(like) and vector.dtype == like.dtype:
-        # One dtype of one library: floating, and nothing to be cast.
-        xp = own_namespace(like)
-        same_place(**{name: vector, "operator": like})
-    else:
-        xp = namespace_of(**{name: vector, "operator": like})
-        require_floating(xp, vector, name)
-    if tuple(vector.shape) != shape:
-        require_matrix(vector, shape, name)
+    if (
+        type(vector) is type(like)
+        and vector.dtype == like.dtype
+        and device_of(vector) == device_of(like)
+        and tuple(vector.shape) == shape
+    ):
+        return vector, own_namespace(like)
+    xp = namespace_of(**{name: vector, "operator": like})
+    require_floating(xp, vector, name)
+    require_matrix(vector, shape, name)
     return cast(xp, vector, like.dtype), xp
 
 
@@ -440,7 +420,6 @@ def raise_for(
 
 
 def _told(value: Array) -> str:
-    """Return a number for people, where it is at hand."""
-    if value.ndim == 0 and is_plain(value, xp=own_namespace(value)):
-        return f"{float(value):.3g}"
-    return f"array of shape {tuple(value.shape)}"
+    """Return a number for people; only its shape where reading it would take time."""
+    number = plain_number(value, xp=own_namespace(value))
+    return f"array of shape {tuple(value.shape)}" if number is None else f"{number:.3g}"

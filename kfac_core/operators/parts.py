@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kfac_core.factors.factor import Shifted
-from kfac_core.linalg.factorizations import Basis
+from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
@@ -11,7 +11,7 @@ from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 __all__ = ["eigenbasis_of", "prepared_of"]
 
 
-def eigenbasis_of(part: Shifted, /) -> Basis | None:
+def eigenbasis_of(part: Shifted, /) -> Eigendecomposition | None:
     """Return the eigendecomposition of a factor; None for a diagonal, which needs none.
 
     Parameters
@@ -21,7 +21,7 @@ def eigenbasis_of(part: Shifted, /) -> Basis | None:
 
     Returns
     -------
-    Basis or None
+    Eigendecomposition or None
         Of the factor without its shift.
     """
     if isinstance(part, ShiftedDiagonal):
@@ -50,7 +50,7 @@ def prepared_of(part: Shifted, /) -> list[str]:
     assert isinstance(matrix, ShiftedMatrix)
     held = {
         "inverse": matrix.inverse,
-        "cholesky": matrix.positive,
+        "cholesky": matrix.cholesky,
         "eigenbasis": matrix.basis,
     }
     return [name for name, made in held.items() if made is not None]

@@ -33,8 +33,8 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced, structure
-from kfac_core.errors import ShapeError
-from kfac_core.linalg.factorizations import Basis
+from kfac_core.errors import ShapeError, UnsupportedError
+from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
@@ -58,7 +58,7 @@ class SpectralOperator(CurvatureOperator):
 
     Attributes
     ----------
-    input, output : Basis or None
+    input, output : Eigendecomposition or None
         With the eigenvectors Q_A and Q_G, orthogonal; None for the coordinates.
     spectrum : array, shape ((Q,) n, m) or (n m, 1), or None
         s; None where it is yet to be made from the factors.
@@ -83,8 +83,8 @@ class SpectralOperator(CurvatureOperator):
     George et al. (2018), arXiv:1806.03884, for the corrected spectrum of EKFAC.
     """
 
-    input: Basis | None
-    output: Basis | None
+    input: Eigendecomposition | None
+    output: Eigendecomposition | None
     spectrum: Array | None
     damping: Array
     flags: Array
@@ -140,7 +140,7 @@ class SpectralOperator(CurvatureOperator):
 
     @property
     def is_kronecker(self) -> bool:
-        """Whether the basis is ``Q_A (x) Q_G``, so that x and g can be turned apart."""
+        """Whether the basis is ``Q_A (x) Q_G``, so that x and g are rotated apart."""
         return self.stack_shape == self.inner_shape
 
     def prepared(
@@ -283,7 +283,9 @@ class SpectralOperator(CurvatureOperator):
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         if self.factors is None:
-            return self._turned(V, xp, self._damped() if damped else self._values())
+            return self._in_eigenbasis(
+                V, xp, self._damped() if damped else self._values()
+            )
         product = self.factors._multiply(V, xp, False)
         return product + self._lam() * V if damped else product
 
@@ -293,7 +295,7 @@ class SpectralOperator(CurvatureOperator):
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         made = self._ready("inverse" if exponent < 0 else "eigenbasis")
-        return made._turned(V, xp, made._damped() ** exponent)
+        return made._in_eigenbasis(V, xp, made._damped() ** exponent)
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         """Return ``F_damped^-1/2 Z``, with the symmetric root."""
@@ -311,7 +313,7 @@ class SpectralOperator(CurvatureOperator):
             return V / xp.sqrt(self._ready("inverse")._damped())
         return lower.solve(V, transpose=transpose)
 
-    def _turned(self, V: Array, xp: Namespace, values: Array) -> Array:
+    def _in_eigenbasis(self, V: Array, xp: Namespace, values: Array) -> Array:
         """Return ``Q_A [ (Q_A^T V Q_G) * values ] Q_G^T``."""
         return self._vectors(self._coordinates(V, xp) * values, xp)
 
@@ -393,7 +395,10 @@ class SpectralOperator(CurvatureOperator):
         if self._is_diagonal():
             return made
         if not self.is_kronecker:
-            raise NotImplementedError("a whole matrix has a Cholesky factor of its own")
+            raise UnsupportedError(
+                "The eigenbasis of a whole matrix has no structure to factorize. Ask the "
+                "operator that it was made of."
+            )
         xp = self.namespace
         n, m = self.inner_shape[-2:]
         Q_A, Q_G = self._basis_matrix(self.input, n), self._basis_matrix(self.output, m)
@@ -416,7 +421,7 @@ class SpectralOperator(CurvatureOperator):
         dense = 0.5 * (dense + xp.matrix_transpose(dense))
         return dense_of_blocks(dense, n=n, xp=xp)
 
-    def _basis_matrix(self, basis: Basis | None, size: int) -> Array:
+    def _basis_matrix(self, basis: Eigendecomposition | None, size: int) -> Array:
         if basis is not None:
             return basis.eigenvectors
         eye = self.namespace.eye(size, dtype=self.dtype, device=device_of(self.damping))
@@ -454,8 +459,8 @@ def spectral_operator(
     *,
     damping: Array,
     vector_shape: tuple[int, int],
-    input: Basis | None = None,
-    output: Basis | None = None,
+    input: Eigendecomposition | None = None,
+    output: Eigendecomposition | None = None,
     factorizations: tuple[Factorization, ...],
     check: Check,
     name: str,
@@ -471,7 +476,7 @@ def spectral_operator(
         lam, finite and >= 0.
     vector_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
-    input, output : Basis, optional
+    input, output : Eigendecomposition, optional
         With the eigenvectors Q_A and Q_G; the coordinates where left out.
     factorizations : tuple of str
         What is prepared now.
@@ -494,31 +499,37 @@ def spectral_operator(
         positive definite where it has to be (``check="raise"``).
     """
     xp = own_namespace(spectrum)
-    arrays = [spectrum] + [b.eigenvectors for b in (input, output) if b is not None]
-    finite = xp.all(xp.stack([xp.all(xp.isfinite(x)) for x in arrays]))
+    # Looked at in the dtype in which it is used.
+    spectrum, damping = cast(xp, spectrum, dtype), cast(xp, damping, dtype)
+    spectrum = xp.where(spectrum < 0, xp.zeros_like(spectrum), spectrum)
+    input, output = _cast_basis(input, dtype), _cast_basis(output, dtype)
+    finite = xp.all(xp.isfinite(spectrum))
+    for basis in (input, output):
+        if basis is not None:
+            finite = finite & xp.all(xp.isfinite(basis.eigenvectors))
     good = xp.isfinite(damping) & (damping >= 0)
     flags = status_unless(xp, finite, Status.MATRIX_NOT_FINITE) | status_unless(
         xp, good, Status.BAD_DAMPING
     )
+    definite = "inverse" in factorizations
+    if definite:
+        positive = xp.min(spectrum) + damping > 0
+        flags = flags | status_unless(xp, positive, Status.NOT_POSITIVE)
     if check == "raise":
         raise_for(flags, name)
-    spectrum = xp.where(spectrum < 0, xp.zeros_like(spectrum), spectrum)
     damping = xp.where(good, damping, xp.full_like(damping, xp.nan))
     made = SpectralOperator(
-        _cast_basis(input, dtype),
-        _cast_basis(output, dtype),
-        cast(xp, spectrum, dtype),
-        cast(xp, damping, dtype),
-        flags,
-        vector_shape,
+        input, output, spectrum, damping, flags, vector_shape, definite=definite
     )
     return made.prepared(*factorizations, check=check, name=name)
 
 
-def _cast_basis(basis: Basis | None, dtype: Any) -> Basis | None:
+def _cast_basis(
+    basis: Eigendecomposition | None, dtype: Any
+) -> Eigendecomposition | None:
     """Return a basis in a dtype; its flags stay what they are."""
-    if basis is None:
-        return None
+    if basis is None or basis.eigenvectors.dtype == dtype:
+        return basis
     xp = own_namespace(basis.eigenvectors)
     return map_structure(
         lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,

@@ -46,12 +46,12 @@ def row_coordinates(block: SpectralOperator, rows: Any, /) -> Array:
         Where positions of the examples are missing.
     """
     xp = namespace_of(rows=rows.like, block=block.damping)
-    if not _turns(block, rows):
+    if not _is_rotated_apart(block, rows):
         vectors = rows.vectors(block.dtype, xp=xp)
         lead = rows.sources, rows.examples
         return block.to_basis(xp.reshape(vectors, (*lead, *block.shape)))
-    turned = _in_basis(block, rows, xp)
-    R = turned.per_example(block.dtype, xp=xp)
+    rotated = _in_basis(block, rows, xp)
+    R = rotated.per_example(block.dtype, xp=xp)
     return moved_axis(R, 0, 2, xp=xp) if block.lead else R
 
 
@@ -136,7 +136,7 @@ def _in_basis(block: SpectralOperator, rows: Rows, xp: Namespace) -> Rows:
     return rows.in_basis(Q_A, Q_G, block.dtype, xp=xp)
 
 
-def _turns(block: SpectralOperator, rows: Any) -> bool:
+def _is_rotated_apart(block: SpectralOperator, rows: Any) -> bool:
     """Whether the block's bases turn x and g apart, in the groups of the rows."""
     if not (block.is_kronecker and isinstance(rows, Rows)):
         return False
@@ -146,7 +146,7 @@ def _turns(block: SpectralOperator, rows: Any) -> bool:
 
 def _is_rank_one(block: SpectralOperator, rows: Any) -> bool:
     single: bool = rows.positions == 1
-    return single and _turns(block, rows)
+    return single and _is_rotated_apart(block, rows)
 
 
 def _rank_one(
@@ -154,6 +154,6 @@ def _rank_one(
 ) -> tuple[Array, Array]:
     """Return ``Q_A^T x`` and ``Q_G^T g``, shapes ((Q,) N, n) and ((Q,) M, N, m)."""
     rows.require_all_positions()
-    turned = _in_basis(block, rows, xp)
-    x = turned.full_inputs(block.dtype, xp=xp)
-    return x[..., 0, :], turned.output_grads[..., 0, :]
+    rotated = _in_basis(block, rows, xp)
+    x = rotated.full_inputs(block.dtype, xp=xp)
+    return x[..., 0, :], rotated.output_grads[..., 0, :]

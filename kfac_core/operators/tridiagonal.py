@@ -70,7 +70,7 @@ class TridiagonalOperator(CurvatureOperator):
     scale : array, 0-d
         S.
     fallback : array of int32, 0-d
-        Of `kfac_core.linalg.factorizations.Fallback`: in which precision it was made.
+        Of `kfac_core.linalg.fallback.Fallback`: in which precision it was made.
     names : tuple of str
         The layers from the first to the last.
     """

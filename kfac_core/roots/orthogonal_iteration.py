@@ -26,19 +26,21 @@ from __future__ import annotations
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of, namespace_of, status_unless
+from kfac_core.array.namespaces import (
+    cast,
+    device_of,
+    full_of,
+    namespace_of,
+    status_unless,
+)
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
-from kfac_core.linalg.fitness import (
-    fit_problem,
-    require_fit,
-    symmetric_argument,
-    unfit_flags,
-)
-from kfac_core.linalg.ladder import symmetric_basis
+from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
+from kfac_core.linalg.fallback import first_flag, guarded, raise_invalid
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.roots.arguments import symmetric_argument
 
 __all__ = [
     "OrderedBasis",
@@ -111,7 +113,7 @@ def ordered_basis(
     matrix : SymmetricMatrix, or array of shape (..., n, n)
         A; never modified.
     check : {"raise", "status"}
-        As for `kfac_core.linalg.ladder.symmetric_basis`.
+        As for `kfac_core.linalg.damped.eigendecomposition`.
     name : str
         What a message should call the matrix.
 
@@ -132,7 +134,9 @@ def ordered_basis(
     About ``13 n^3`` flops.
     """
     A, xp = symmetric_argument(matrix, name)
-    basis = symmetric_basis(A, check=check, name=name, xp=xp)
+    one = full_of(xp, 1.0, A.array)
+    problem = DampedMatrix(A, one, xp.zeros_like(one))
+    basis = eigendecomposition(problem, check=check, name=name)
     Q = basis.eigenvectors
     w, off_diagonal = _quotients(Q, multiply_symmetric(A, Q, xp=xp), xp)
     never = xp.zeros_like(basis.status) > 0
@@ -199,10 +203,11 @@ def refreshed_basis(
     if steps < 1:
         raise ConventionError(f"Expected `steps` to be at least 1, got {steps}.")
     A = SymmetricMatrix(cast(xp, A.array, basis.eigenvectors.dtype), A.whole)
-    unfit = unfit_flags(A, None, xp=xp)
-    if check == "raise":
-        require_fit(unfit, name, xp=xp)
-    A, _ = fit_problem(A, xp.zeros_like(basis.off_diagonal), unfit, xp=xp)
+    finite = xp.all(xp.isfinite(A.array), axis=(-2, -1))
+    invalid = first_flag((finite, Status.MATRIX_NOT_FINITE), xp=xp)
+    if check == "raise" and not bool(xp.all(finite)):
+        raise_invalid(Status.MATRIX_NOT_FINITE, name)
+    A = SymmetricMatrix(guarded(finite, A.array, 1.0, xp=xp), A.whole)
     Q = old = basis.eigenvectors
     AQ = multiply_symmetric(A, Q, xp=xp)
     w, ratio = old_w, old_ratio = _quotients(Q, AQ, xp)
@@ -212,15 +217,15 @@ def refreshed_basis(
         AQ = multiply_symmetric(A, Q, xp=xp)
         w, ratio = _quotients(Q, AQ, xp)
     good = (ratio <= old_ratio) & (_orthogonality(Q, xp) <= RESIDUAL_LIMIT)
-    good = good & (unfit == 0)
+    good = good & finite
     # Of a matrix that is not finite there are no quotients: everything stays.
-    old_w = xp.where((unfit == 0)[..., None], old_w, basis.eigenvalues)
-    old_ratio = xp.where(unfit == 0, old_ratio, basis.off_diagonal)
+    old_w = xp.where(finite[..., None], old_w, basis.eigenvalues)
+    old_ratio = xp.where(finite, old_ratio, basis.off_diagonal)
     w = xp.where(good[..., None], w, old_w)
     Q = xp.where(good[..., None, None], Q, old)
     ratio = xp.where(good, ratio, old_ratio)
     lost = xp.isfinite(ratio) & xp.all(xp.isfinite(Q), axis=(-2, -1))
-    status = unfit | status_unless(xp, lost, Status.INACCURATE)
+    status = invalid | status_unless(xp, lost, Status.INACCURATE)
     return _descending(w, Q, ratio, xp.logical_not(good), status, xp)
 
 

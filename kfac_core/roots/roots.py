@@ -6,7 +6,7 @@ are a stack.  The certificate of X is the true residual on the fixed probe vecto
 `kfac_core.linalg.certificate`, ``|M X^p z - z| / |z|``: p + 1 products with a vector,
 against the matrix itself.
 
-A root is made from an eigendecomposition, by the rungs of `kfac_core.linalg.ladder`: the
+A root is made from an eigendecomposition, by the chain of `kfac_core.linalg.fallback`: the
 working dtype, float64, and then an eigendecomposition in the widest dtype whose negative
 eigenvalues are set to zero and reported as the clipped mass.  With ``check="status"``
 only the first rung is tried and no value is looked at.
@@ -17,24 +17,55 @@ power costs less by ``DampedFactor.multiply_left``, which needs no dense root.
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast, status_unless
-from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced
-from kfac_core.errors import FactorizationError
-from kfac_core.linalg.certificate import RESIDUAL_LIMIT
-from kfac_core.linalg.factorizations import Fallback
-from kfac_core.linalg.fitness import fit_problem, narrowed, require_fit, widened
-from kfac_core.linalg.ladder import symmetric_basis
-from kfac_core.linalg.symmetric import SymmetricMatrix
-from kfac_core.roots.certified_root import (
-    InverseRoot,
-    judged_root,
-    root_holds,
-    root_problem,
-)
+from typing import Any
 
-__all__ = ["inverse_root"]
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import Scalar, device_of
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import replaced, structure
+from kfac_core.errors import ConventionError, FactorizationError
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe_of, relative_norm
+from kfac_core.linalg.damped import (
+    DampedMatrix,
+    eigendecomposition,
+    from_eigenbasis,
+    problem_flags,
+)
+from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.fallback import Fallback, climb, first_flag
+from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.roots.arguments import damping_array, symmetric_argument
+
+__all__ = ["InverseRoot", "inverse_root", "root_residual"]
+
+
+@structure(static=("degree",))
+class InverseRoot:
+    """An inverse p-th root, with its certificate.
+
+    Attributes
+    ----------
+    matrix : SymmetricMatrix
+        ``X = (A + lam I)^(-1/p)``, both triangles.
+    status : array of int32, shape (...)
+        Of `Status` flags.
+    residual : array, shape (...)
+        ``|M X^p z - z| / |z|``.
+    clipped : array, shape (...)
+        The sum of the negative eigenvalues that were set to zero, in magnitude; zero on
+        every rung but the last.
+    fallback : array of int32, shape (...)
+        Of `kfac_core.linalg.factorizations.Fallback`.
+    degree : int
+        p.
+    """
+
+    matrix: SymmetricMatrix
+    status: Array
+    residual: Array
+    clipped: Array
+    fallback: Array
+    degree: int
 
 
 def inverse_root(
@@ -83,92 +114,115 @@ def inverse_root(
     ``1e-7 |A|`` in every eigenvalue, so that the certificate fails, and the ladder goes
     on to float64, where lam is below about ``1e-5 |A|``.
     """
-    A, shift, unfit, xp = root_problem(matrix, damping, degree, name)
-    if check == "status":
-        return _spectral(A, shift, unfit, degree, xp=xp)
-    require_fit(unfit, name, xp=xp)
-    made = _spectral(A, shift, unfit, degree, xp=xp)
-    if root_holds(made, xp):
-        return made
-    wide = widened(A, xp=xp)
-    if wide is not None:
-        wide_shift = cast(xp, shift, xp.float64)
-        made = _spectral(
-            wide, wide_shift, unfit, degree, fallback=Fallback.FLOAT64, xp=xp
+    given: Any = degree
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ConventionError(
+            f"Expected `degree` to be an integer >= 1, got {degree!r}."
         )
-        if root_holds(made, xp):
-            return narrowed(made, A, xp=xp)
-    return _clipped_root(A, shift, degree, name=name, xp=xp)
+    A, xp = symmetric_argument(matrix, name)
+    shift = damping_array(damping, A, xp=xp)
+    # One shift for a whole stack becomes one for each matrix of it.
+    shift = shift + xp.zeros(
+        A.array.shape[:-2], dtype=shift.dtype, device=device_of(shift)
+    )
+
+    def attempt(problem: DampedMatrix, xp: Namespace) -> InverseRoot:
+        basis = eigendecomposition(problem, check="status", name=name)
+        return _root(problem, basis, degree, xp)
+
+    def last(
+        problem: DampedMatrix, made: InverseRoot, name: str, xp: Namespace
+    ) -> InverseRoot:
+        return _clipped_root(problem, degree, name, xp)
+
+    problem = DampedMatrix(A, xp.ones_like(shift), shift)
+    return climb(attempt, problem, last, check=check, name=name, xp=xp)
+
+
+def root_residual(
+    problem: DampedMatrix,
+    root: SymmetricMatrix,
+    z: Array,
+    /,
+    *,
+    degree: int,
+    xp: Namespace,
+) -> Array:
+    """Return ``|M X^p z - z| / |z|``, shape (...); ``2 (p + 1) n^2`` flops.
+
+    Parameters
+    ----------
+    problem : DampedMatrix
+        M.
+    root : SymmetricMatrix
+        X.
+    z : array, shape (n, 1)
+        The vector of `kfac_core.linalg.certificate.probe`.
+    degree : int
+        p.
+    xp : namespace
+        Of the arrays.
+
+    Returns
+    -------
+    array, shape (...)
+        Infinity where it is no number.
+    """
+    y = z
+    for _ in range(degree):
+        y = multiply_symmetric(root, y, xp=xp)
+    return relative_norm(problem.multiply(y, xp=xp) - z, z, xp=xp)
+
+
+def _root(
+    problem: DampedMatrix,
+    basis: Eigendecomposition,
+    degree: int,
+    xp: Namespace,
+) -> InverseRoot:
+    """Return the root from an eigendecomposition of ``c B``, judged against M."""
+    damped = basis.eigenvalues + problem.shift[..., None]
+    positive = xp.all(damped > 0, axis=-1)
+    safe = xp.where(damped > 0, damped, xp.ones_like(damped))
+    X = from_eigenbasis(basis.eigenvectors, safe ** (-1.0 / degree), xp)
+    z = probe_of(problem.matrix.array, xp)
+    residual = root_residual(problem, X, z, degree=degree, xp=xp)
+    finite = (basis.status & int(Status.MATRIX_NOT_FINITE)) == 0
+    valid = (
+        *problem_flags(problem, finite, xp),
+        (positive, Status.NOT_POSITIVE),
+    )
+    usable = first_flag(*valid, xp=xp) == 0
+    status = first_flag(*valid, (residual <= RESIDUAL_LIMIT, Status.INACCURATE), xp=xp)
+    marked = xp.where(usable[..., None, None], X.array, xp.full_like(X.array, xp.nan))
+    return InverseRoot(
+        SymmetricMatrix(marked, whole=True),
+        status,
+        residual,
+        xp.zeros_like(residual),
+        xp.zeros_like(status),
+        degree,
+    )
 
 
 def _clipped_root(
-    matrix: SymmetricMatrix,
-    shift: Array,
-    degree: int,
-    /,
-    *,
-    name: str,
-    xp: Namespace,
+    problem: DampedMatrix, degree: int, name: str, xp: Namespace
 ) -> InverseRoot:
-    """Return the root on the last rung, in the widest dtype, or raise.
-
-    The certificate is then against the clipped matrix.
-    """
-    wide = widened(matrix, xp=xp)
-    wide = matrix if wide is None else wide
-    wide_shift = cast(xp, shift, wide.array.dtype)
-    basis = symmetric_basis(wide, check="status", name=name, xp=xp)
-    w, Q = basis.eigenvalues, basis.eigenvectors
-    damped = w + wide_shift[..., None]
-    safe = xp.where(damped > 0, damped, xp.ones_like(damped))
-    clipped = SymmetricMatrix(_from_basis(Q, w, xp), whole=True)
-    made = judged_root(
-        clipped,
-        wide_shift,
-        _from_basis(Q, safe ** (-1.0 / degree), xp),
-        status_unless(xp, xp.all(damped > 0, axis=-1), Status.NOT_POSITIVE),
-        degree=degree,
-        fallback=Fallback.EIGENDECOMPOSITION,
-        xp=xp,
-    )
-    if not root_holds(made, xp):
+    """Return the root with A clipped, judged against the clipped matrix, or raise."""
+    basis = eigendecomposition(problem, check="status", name=name)
+    A = from_eigenbasis(basis.eigenvectors, basis.eigenvalues, xp)
+    damped = basis.eigenvalues + problem.shift[..., None]
+    clipped = DampedMatrix(A, xp.ones_like(problem.factor), problem.shift)
+    made = _root(clipped, basis, degree, xp)
+    if bool(xp.any(made.status != 0)):
         raise FactorizationError(
-            f"a {matrix.size} x {matrix.size} matrix has no certified inverse root of "
-            f"degree {degree}: with damping {float(xp.max(shift)):.1e} its eigenvalues run "
-            f"from {float(xp.min(damped)):.1e} to {float(xp.max(damped)):.1e}, and the "
-            f"residual is {float(xp.max(made.residual)):.1e} (limit {RESIDUAL_LIMIT}). "
-            "Increase `damping`.",
+            f"a {problem.size} x {problem.size} matrix has no certified inverse root of "
+            f"degree {degree}: with damping {float(xp.max(problem.shift)):.1e} its "
+            f"eigenvalues run from {float(xp.min(damped)):.1e} to "
+            f"{float(xp.max(damped)):.1e}, and the residual is "
+            f"{float(xp.max(made.residual)):.1e} (limit {RESIDUAL_LIMIT}). Increase "
+            "`damping`.",
             factor=name,
         )
-    return narrowed(replaced(made, clipped=basis.clipped), matrix, xp=xp)
-
-
-def _spectral(
-    matrix: SymmetricMatrix,
-    shift: Array,
-    unfit: Array,
-    degree: int,
-    /,
-    *,
-    fallback: Fallback = Fallback.WORKING,
-    xp: Namespace,
-) -> InverseRoot:
-    """Return the root on one rung, certified against the matrix as it is."""
-    fit, fit_shift = fit_problem(matrix, shift, unfit, xp=xp)
-    basis = symmetric_basis(fit, check="status", name="", xp=xp)
-    damped = basis.eigenvalues + fit_shift[..., None]
-    positive = xp.all(damped > 0, axis=-1)
-    safe = xp.where(damped > 0, damped, xp.ones_like(damped))
-    return judged_root(
-        fit,
-        fit_shift,
-        _from_basis(basis.eigenvectors, safe ** (-1.0 / degree), xp),
-        unfit | status_unless(xp, positive, Status.NOT_POSITIVE),
-        degree=degree,
-        fallback=fallback,
-        xp=xp,
-    )
-
-
-def _from_basis(Q: Array, eigenvalues: Array, xp: Namespace) -> Array:
-    return xp.matmul(Q * eigenvalues[..., None, :], xp.matrix_transpose(Q))
+    fallback = xp.full_like(made.fallback, int(Fallback.EIGENDECOMPOSITION))
+    return replaced(made, clipped=basis.clipped, fallback=fallback)

@@ -1,8 +1,7 @@
-"""Recomputing what a record asks, through the library's public functions.
+"""Recomputing the answers of a record with `kfac_core`.
 
-Conventions.  One block at a time: its statistics after all updates, then one operator
-for each damping and rule in turn.  Inputs are cast to the dtype that was chosen before
-anything is computed.
+Blocks are computed one at a time: the statistics after all updates, then one operator for
+each damping and rule.  Inputs are cast to the requested dtype first.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,44 +25,44 @@ from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.rows import Batch
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.operator import CurvatureOperator
+from kfac_core_conformance.records.checks import Check, Factor, ToDense
 from kfac_core_conformance.records.container import HostArray
-from kfac_core_conformance.records.document import CheckDescription
 from kfac_core_conformance.records.record import Record, RecordedBlock, Seen
 
 __all__ = ["Answer", "DampingKey", "Place", "Recomputation", "damping_key", "norm_of"]
 
 Answer: TypeAlias = Mapping[str, HostArray]
-"""By parameter, or under ``""`` where it is no vector."""
+"""Arrays by parameter, or one under ``""`` if the answer is no vector."""
 
-DampingKey: TypeAlias = tuple[float, str]
+DampingKey: TypeAlias = tuple[float, DampingRule]
 """A damping and its rule."""
 
 CONVENTIONS = Conventions(reduction="sum", sources="sum")
-"""Those of the format."""
+"""The conventions of the format."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """With what checks are computed.
+    """The backend, device and dtype that checks are computed with.
 
     Attributes
     ----------
     selection : Selection
         The backend and its device.
     dtype : {"float64", "float32"}
-        Of everything but ids and masks.
+        The dtype of all arrays but ids and masks.
     """
 
     selection: Selection
     dtype: str
 
     def floats(self, values: HostArray, /) -> Array:
-        """Copy values there, in the dtype; what is too large for it becomes infinite."""
+        """Copy values to the device, cast to the dtype; overflow gives infinity."""
         with np.errstate(over="ignore"):
             return self.copy(values.astype(self.dtype))
 
     def copy(self, values: HostArray, /) -> Array:
-        """Copy values there as they are."""
+        """Copy values to the device, with their dtype."""
         return self.selection.backend.asarray(values, device=self.selection.device)
 
     def host(self, x: Array, /) -> HostArray:
@@ -73,19 +71,19 @@ class Place:
 
 
 class Recomputation:
-    """One block of a record on one backend: asked one check after another.
+    """One block of a record, recomputed on one backend.
 
-    Its statistics are made once, and an operator once for checks in a row that share
-    their damping and rule; only the last operator is kept.
+    The statistics are computed once.  Consecutive checks with the same damping and rule
+    share an operator; only the last operator is kept.
 
     Parameters
     ----------
     record : Record
-        Of which the block is one.
+        The record.
     name : str
         The block's name.
     place : Place
-        With what everything is computed.
+        Backend, device and dtype.
     """
 
     def __init__(self, record: Record, name: str, place: Place, /) -> None:
@@ -98,7 +96,7 @@ class Recomputation:
     @functools.cached_property
     def statistics(self) -> Statistics:
         """The statistics after all updates."""
-        average, recorded = self.record.document.average, self.recorded
+        average, recorded = self.record.document.ema, self.recorded
         block = recorded.block
         coefficients: dict[str, Any] = {
             "conventions": CONVENTIONS,
@@ -114,7 +112,7 @@ class Recomputation:
         assert statistics is not None
         approximation = block.approximation
         if isinstance(approximation, Eigen):
-            # The format has all moments in the bases of the last factors.
+            # The format defines all moments in the bases of the last factors.
             statistics = approximation.rebased(
                 statistics, moments="zero", check="raise"
             )
@@ -123,18 +121,18 @@ class Recomputation:
                 statistics = approximation.corrected(statistics, rows, **coefficients)
         return statistics
 
-    def operator(self, check: CheckDescription, /) -> CurvatureOperator:
-        """Return the operator with a check's damping; of none where it needs none.
+    def operator(self, check: Check, /) -> CurvatureOperator:
+        """Return the operator with a check's damping; undamped if it needs none.
 
         Parameters
         ----------
         check : CheckDescription
-            One of this block's.
+            A check of this block.
 
         Returns
         -------
         CurvatureOperator
-            Nothing of it is prepared: each check prepares what it needs.
+            Without factorizations: each check computes what it needs.
         """
         key = damping_key(check)
         if self._operator is None or self._operator[0] != key:
@@ -143,8 +141,8 @@ class Recomputation:
             made = self.recorded.block.operator(
                 self.statistics,
                 damping=damping,
-                rule=cast(DampingRule, rule),
-                debias=self.record.document.average.debias,
+                rule=rule,
+                debias=self.record.document.ema.debias,
                 factorizations=(),
                 name=self.name,
             )
@@ -152,12 +150,12 @@ class Recomputation:
         return self._operator[1]
 
     def answer(self, index: int, /) -> Answer:
-        """Answer a check.
+        """Compute the answer to a check.
 
         Parameters
         ----------
         index : int
-            Its number in the document.
+            The number of the check in the document.
 
         Returns
         -------
@@ -167,16 +165,16 @@ class Recomputation:
         Raises
         ------
         KFACError
-            Where the library cannot answer.
+            If the library cannot answer.
         """
         check = self.record.document.checks[index]
         vector = self.record.vectors[index]
         if not vector:
-            return {"": _MATRICES[check.op](self, check)}
+            return {"": _MATRICES[check.tag()](self, check)}
         block, place = self.recorded.block, self.place
         parameters = {name: place.floats(values) for name, values in vector.items()}
         V = block.parameters_to_matrix(parameters)
-        result = _VECTORS[check.op](self.operator(check), V, check.fields)
+        result = _VECTORS[check.tag()](self.operator(check), V, check)
         found = block.matrix_to_parameters(result)
         return {name: place.host(found[name]) for name in vector}
 
@@ -190,11 +188,11 @@ def norm_of(answer: Answer, /) -> float:
     return largest * float(np.sqrt(sum(np.sum(part * part) for part in parts)))
 
 
-def damping_key(check: CheckDescription, /) -> DampingKey:
-    """Return the damping and rule of a check; of any that needs none, always the same."""
-    if not check.damped or check.damping is None or check.rule is None:
+def damping_key(check: Check, /) -> DampingKey:
+    """Return the damping and rule of a check; a constant if it needs none."""
+    if not check.needs_damping or check.damping is None or check.damping_rule is None:
         return 0.0, "factored"
-    return check.damping, check.rule
+    return check.damping, check.damping_rule
 
 
 def _batch(seen: Seen, place: Place) -> Batch | GradientBatch:
@@ -210,88 +208,78 @@ def _batch(seen: Seen, place: Place) -> Batch | GradientBatch:
     )
 
 
-def _factor(made: Recomputation, check: CheckDescription) -> HostArray:
+def _factor(made: Recomputation, check: Factor) -> HostArray:
     """Return an averaged statistic as a plain array."""
-    which, place = check.fields["factor"], made.place
+    which, place = check.factor, made.place
     averages = made.statistics.averages
     if which not in averages:
         raise UnsupportedError(f"this block keeps no statistic {which!r}")
-    value = averages[which].value(debias=made.record.document.average.debias)
+    value = averages[which].value(debias=made.record.document.ema.debias)
     if isinstance(value, SymmetricMatrix):
         return place.host(value.full())
     if is_structure(value):
-        # Moments of which the factor is made; the operator has it as a matrix.
+        # A structured factor, such as moments; the operator has it as a matrix.
         operator: Any = made.operator(check)
         return place.host(getattr(operator, which).dense(shifted=False))
     values = place.host(value)
     if values.ndim == 1 and which == "block":
         return _unflattened(values, made.recorded)
     if which == "block" and made.statistics.bases:
-        # The format has eigenvalues ascending, and here they descend.
+        # The format orders eigenvalues ascending, the library descending.
         return np.flip(values, axis=(-2, -1))
     return values
 
 
 def _unflattened(values: HostArray, recorded: RecordedBlock) -> HostArray:
-    """Return a diagonal block in the form of the block's matrix, where it has one."""
-    if recorded.description.layer in _MATRIX_LAYERS:
+    """Return a diagonal block in the shape that the format gives it."""
+    if recorded.description.layer.is_matrix:
         return values.reshape(recorded.block.layer.matrix_shape)
     return values
 
 
-def _damping_split(made: Recomputation, check: CheckDescription) -> HostArray:
+def _damping_split(made: Recomputation, check: Check) -> HostArray:
     """Return what is added to the diagonals of both factors, groups first."""
     operator: Any = made.operator(check)
     shifts = [made.place.host(f.shift) for f in (operator.input, operator.output)]
     return np.stack(np.broadcast_arrays(*shifts), axis=-1)
 
 
-def _to_dense(made: Recomputation, check: CheckDescription) -> HostArray:
+def _to_dense(made: Recomputation, check: ToDense) -> HostArray:
     operator = made.operator(check)
-    return made.place.host(operator.to_dense(damped=check.fields["damped"]))
+    return made.place.host(operator.to_dense(damped=check.damped))
 
 
-def _logdet(made: Recomputation, check: CheckDescription) -> HostArray:
+def _logdet(made: Recomputation, check: Check) -> HostArray:
     return made.place.host(made.operator(check).logdet())
 
 
-def _trace(made: Recomputation, check: CheckDescription) -> HostArray:
+def _trace(made: Recomputation, check: Check) -> HostArray:
     return made.place.host(made.operator(check).trace(damped=False))
 
 
-def _eigenvalues(made: Recomputation, check: CheckDescription) -> HostArray:
+def _eigenvalues(made: Recomputation, check: Check) -> HostArray:
     return made.place.host(made.operator(check).eigenvalues(damped=False))
 
 
-_MATRIX_LAYERS = ("dense", "conv", "embedding")
+_MATRICES: Mapping[str, Callable[[Recomputation, Any], HostArray]] = {
+    "factor": _factor,
+    "damping_split": _damping_split,
+    "to_dense": _to_dense,
+    "logdet": _logdet,
+    "trace": _trace,
+    "eigenvalues": _eigenvalues,
+}
+"""How each check without a vector is computed."""
 
-_MATRICES: Mapping[str, Callable[[Recomputation, CheckDescription], HostArray]] = (
-    MappingProxyType(
-        {
-            "factor": _factor,
-            "damping_split": _damping_split,
-            "to_dense": _to_dense,
-            "logdet": _logdet,
-            "trace": _trace,
-            "eigenvalues": _eigenvalues,
-        }
-    )
-)
-"""How each check without a vector is answered."""
-
-_VECTORS: Mapping[
-    str, Callable[[CurvatureOperator, Array, Mapping[str, Any]], Array]
-] = MappingProxyType(
-    {
-        "multiply": lambda op, v, f: op.multiply(v, damped=f["damped"]),
-        "multiply_inverse": lambda op, v, f: op.multiply_inverse(v),
-        "multiply_matpower": lambda op, v, f: op.multiply_matpower(v, f["exp"]),
-        "multiply_cholesky": lambda op, v, f: op.multiply_cholesky(
-            v, transpose=f["transpose"]
-        ),
-        "multiply_cholesky_inverse": lambda op, v, f: op.multiply_cholesky_inverse(
-            v, transpose=f["transpose"]
-        ),
-    }
-)
-"""How each check with a vector is answered."""
+_VECTORS: Mapping[str, Callable[[CurvatureOperator, Array, Any], Array]] = {
+    "multiply": lambda op, v, c: op.multiply(v, damped=c.damped),
+    "multiply_inverse": lambda op, v, c: op.multiply_inverse(v),
+    "multiply_matpower": lambda op, v, c: op.multiply_matpower(v, c.exp),
+    "multiply_cholesky": lambda op, v, c: op.multiply_cholesky(
+        v, transpose=c.transpose
+    ),
+    "multiply_cholesky_inverse": lambda op, v, c: op.multiply_cholesky_inverse(
+        v, transpose=c.transpose
+    ),
+}
+"""How each check with a vector is computed."""

@@ -1,10 +1,10 @@
-"""Verifying a record: every check recomputed, compared and judged.
+"""Verifying a record: every check is recomputed and compared.
 
-Conventions.  An answer agrees where ``|got - expected| <= rtol |expected| + atol`` in the
+An answer agrees if ``|got - expected| <= rtol |expected| + atol`` in the
 Frobenius norm, a vector's parameters taken together.  In float64 the tolerance is the
 record's.  In float32 it is at least 1e-4, or the bound of
-`kfac_core_conformance.records.condition` where the problem is ill-conditioned.  A
-check that the library cannot answer differs, with the reason.
+`kfac_core_conformance.records.condition` if the problem is ill-conditioned.  A check that
+the library cannot answer differs, with the reason.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kfac_core_conformance.records.answers import (
     damping_key,
     norm_of,
 )
+from kfac_core_conformance.records.checks import Check
 from kfac_core_conformance.records.condition import condition_bound
-from kfac_core_conformance.records.document import CheckDescription
-from kfac_core_conformance.records.fields import one_line
 from kfac_core_conformance.records.record import Record
+from kfac_core_conformance.records.text import one_line
 
 __all__ = ["CheckDtype", "Verdict", "check_record"]
 
@@ -37,7 +37,7 @@ CheckDtype = Literal["float64", "float32"]
 DOUBLE_TOLERANCE, SINGLE_TOLERANCE = 1e-10, 1e-4
 """The default tolerances, by the dtype of the expected answer."""
 
-# What a check may fail with: the library's own errors, and those of an array library.
+# Exceptions of this library and of array libraries that fail one check only.
 _FAILURES = (
     KFACError,
     ArithmeticError,
@@ -49,21 +49,21 @@ _FAILURES = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one check.
+    """The result of one check.
 
     Attributes
     ----------
     index : int
         The number of the check in its record.
     block, operation, detail : str
-        The block asked, the operation, and the operation's own fields.
+        The block, the operation, and the operation's own fields.
     damping, rule : float or None, str or None
-        With which the block was damped; None where the answer does not depend on it.
+        The damping of the block; None if the answer does not depend on it.
     error : float
-        ``|got - expected| / |expected|``, absolute where that is zero; infinite where
-        there is no answer, or not a finite one.
+        ``|got - expected| / |expected|``, or the absolute error if ``|expected|`` is zero;
+        infinite if there is no finite answer.
     tolerance : float
-        What the error may be.
+        The largest error that agrees.
     problem : str or None
         Why there is no answer.
     """
@@ -96,11 +96,11 @@ def check_record(
     Parameters
     ----------
     record : Record
-        As `kfac_core_conformance.records.read_record` read it.
+        The result of `kfac_core_conformance.records.read_record`.
     backend : str, optional
-        ``name[:device]``; the selected backend where left out.
+        ``name[:device]``; by default the selected backend.
     dtype : {"float64", "float32"}
-        In which everything is computed.
+        The dtype of the computation.
 
     Returns
     -------
@@ -112,10 +112,10 @@ def check_record(
     UnknownBackendError, BackendUnavailableError
         As `kfac_core.selected_backend`.
     DtypeError
-        Where the backend makes no 64-bit floats; see `kfac_core.enable_float64`.
+        If 64-bit floats are disabled in the backend; see `kfac_core.enable_float64`.
     """
     place = Place(selected_backend(backend), dtype)
-    # A backend without 64-bit floats is the caller's trouble, and no check's.
+    # A backend without 64-bit floats is an error of the call, not of a check.
     place.floats(np.zeros(()))
     verdicts: dict[int, Verdict] = {}
     for name, asked in record.document.checks_by_block().items():
@@ -126,7 +126,7 @@ def check_record(
 def _check_block(
     record: Record, name: str, asked: list[int], place: Place
 ) -> dict[int, Verdict]:
-    """Return the verdicts of one block; checks of one damping are made in a row."""
+    """Return the verdicts of one block; checks with the same damping share an operator."""
     checks = record.document.checks
     in_rows = sorted(asked, key=lambda i: damping_key(checks[i]))
     made = Recomputation(record, name, place)
@@ -149,12 +149,12 @@ def _verdict(
             error = _relative_error(made.answer(index), expected)
     except _FAILURES as failure:
         problem = one_line(f"{failure}" or type(failure).__name__)
-    damping, rule = damping_key(check) if check.damped else (None, None)
+    damping, rule = damping_key(check) if check.needs_damping else (None, None)
     tolerance = _tolerance(check, expected, reference, index)
     return Verdict(
         index,
         check.block,
-        check.op,
+        check.tag(),
         check.detail,
         damping,
         rule,
@@ -165,18 +165,18 @@ def _verdict(
 
 
 def _tolerance(
-    check: CheckDescription,
+    check: Check,
     expected: Answer,
     reference: Recomputation | None,
     index: int,
 ) -> float:
-    """Return what the relative error may be; relative to 1 where nothing is expected."""
+    """Return the largest relative error that agrees; absolute if zero is expected."""
     double = all(values.dtype == np.float64 for values in expected.values())
     default = DOUBLE_TOLERANCE if double else SINGLE_TOLERANCE
     rtol = default if check.rtol is None else check.rtol
     if reference is not None:
         rtol = max(rtol, SINGLE_TOLERANCE)
-        # Without a bound the tolerance is what it is for well-conditioned problems.
+        # If no bound can be computed, that for well-conditioned problems is used.
         with contextlib.suppress(*_FAILURES), np.errstate(all="ignore"):
             rtol = max(rtol, condition_bound(reference, index))
     scale = norm_of(expected)
@@ -184,7 +184,7 @@ def _tolerance(
 
 
 def _relative_error(got: Answer, expected: Answer) -> float:
-    """Return ``|got - expected| / |expected|``, infinite where it is no number."""
+    """Return ``|got - expected| / |expected|``; infinite if it is not finite."""
     for name, values in expected.items():
         if got[name].shape != values.shape:
             raise ShapeError(

@@ -1,6 +1,6 @@
-"""What float32 can be expected to give: a tolerance from the problem's condition.
+"""The accuracy to expect in float32: a tolerance from the problem's condition.
 
-Conventions.  Rounding the inputs to float32 moves a factor by about ``u = 2^-23`` of its
+Rounding the inputs to float32 moves a factor by about ``u = 2^-23`` of its
 norm, whatever is computed afterwards.  To first order that moves an answer by ``u c``,
 relative to its norm, with
 
@@ -14,8 +14,8 @@ its inverse
 all others                 ``c = 1``
 =========================  ==========================================================
 
-where k is the condition number of what is factorized: that of the damped block, or the
-sum of those of the damped factors where a Kronecker product is inverted factor by factor.
+where k is the condition number of the damped block, or the sum of those of the damped
+factors if a Kronecker product is inverted factor by factor.
 The bound is `SLACK` times ``u c``, and `LARGEST_BOUND` at most; the numbers are computed
 in float64 with NumPy.
 Measured with factors of 5 to 150 rows and k up to 1e5, errors reach ``2 u c``.
@@ -29,65 +29,65 @@ from kfac_core.array.backend import Array
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core_conformance.records.answers import Recomputation, norm_of
+from kfac_core_conformance.records.checks import Logdet, Multiply, MultiplyMatpower
 
 __all__ = ["LARGEST_BOUND", "SLACK", "condition_bound"]
 
 SLACK = 4.0
-"""Several roundings, of inputs, sums and factorizations, instead of one."""
+"""Allows for several roundings: of inputs, sums and factorizations."""
 
 LARGEST_BOUND = 0.1
-"""However ill-conditioned a problem is, an answer without one right digit differs."""
+"""An answer without one correct digit differs, however ill-conditioned the problem is."""
 
 _UNIT = float(np.finfo(np.float32).eps)
 
 
 def condition_bound(reference: Recomputation, index: int, /) -> float:
-    """Return the relative error that float32 may make in the answer to a check.
+    """Return the relative error to expect of the answer to a check in float32.
 
     Parameters
     ----------
     reference : Recomputation
-        On NumPy in float64.
+        The block on NumPy, in float64.
     index : int
         The check's number.
 
     Returns
     -------
     float
-        As the module's table says.
+        ``min(SLACK u c, LARGEST_BOUND)``, with u the unit roundoff of float32 and c the
+        condition number of the operation.
 
     Raises
     ------
     KFACError
-        Where the condition cannot be computed.
+        If the condition number cannot be computed.
     """
     return min(SLACK * _UNIT * _condition(reference, index), LARGEST_BOUND)
 
 
 def _condition(reference: Recomputation, index: int) -> float:
-    """Return the number c of the module's table."""
+    """Return the condition number c of the operation; see the module's table."""
     check = reference.record.document.checks[index]
-    if check.op not in _CONDITIONED:
+    if check.tag() not in _CONDITIONED:
         return 1.0
     operator = reference.operator(check)
     expected = norm_of(reference.record.answers[index])
-    if check.op == "multiply":
-        spectrum = operator.eigenvalues(damped=check.fields["damped"])
+    if isinstance(check, Multiply):
+        spectrum = operator.eigenvalues(damped=check.damped)
         vector = norm_of(reference.record.vectors[index])
         return float(np.max(spectrum)) * vector / expected
     k = _condition_number(operator)
-    if check.op == "multiply_inverse":
-        return k
-    if check.op == "multiply_matpower":
-        return float(k * max(1.0, abs(check.fields["exp"])))
-    if check.op == "logdet":
+    if isinstance(check, MultiplyMatpower):
+        return float(k * max(1.0, abs(check.exp)))
+    if isinstance(check, Logdet):
         n, m = operator.shape
         return n * m * k / expected
     return k
 
 
 def _condition_number(operator: CurvatureOperator, /) -> float:
-    """Return the condition number of what an operator on NumPy factorizes."""
+    """Return the condition number of the matrix, or matrices, that are factorized."""
     if isinstance(operator, FactoredKronecker):
         parts = (operator.input, operator.output)
         return float(sum(_ratio(part.eigenvalues(shifted=True)) for part in parts))
@@ -105,6 +105,6 @@ _CONDITIONED = (
 
 
 def _ratio(eigenvalues: Array) -> float:
-    """Return the largest over the smallest, over a stack of groups the worst."""
+    """Return the largest over the smallest; for stacked groups, the worst ratio."""
     ratios = np.max(eigenvalues, axis=-1) / np.min(eigenvalues, axis=-1)
     return float(np.max(ratios))

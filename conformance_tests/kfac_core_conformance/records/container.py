@@ -1,9 +1,8 @@
 """The file of a record: a safetensors container, read without trusting it.
 
-Conventions.  Nothing is executed or unpickled, and only `RecordError` comes out.  Names,
-dtypes and shapes are known before any data are read; a tensor is read only when it is
-asked for, and only after its dtype and shape have been found good, so that what is
-allocated is never more than the file holds.
+Nothing is executed or unpickled, and only `RecordError` is raised.  Names, dtypes and
+shapes are known before any data are read.  A tensor is read only on request, and only
+after its dtype and shape have been accepted, so no more is allocated than the file holds.
 """
 
 from __future__ import annotations
@@ -14,42 +13,41 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
+from safetensors import safe_open
 
 from kfac_core.errors import RecordError
-from kfac_core_conformance.records.fields import one_line, shown
+from kfac_core_conformance.records.schema import Shape
+from kfac_core_conformance.records.text import one_line, shown
 
-__all__ = ["METADATA_KEY", "Container", "HostArray", "load_library", "open_container"]
+__all__ = ["METADATA_KEY", "Container", "HostArray", "open_container"]
 
 METADATA_KEY = "kfac_core_record"
 
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-"""An array of NumPy."""
+"""A NumPy array."""
 
 _FLOATS = ("F16", "F32", "F64")
 _INTEGERS = ("I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")
-DTYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "floating": _FLOATS,
-        "answer": ("F32", "F64"),
-        "integer": _INTEGERS,
-        "mask": ("BOOL", *_INTEGERS, *_FLOATS),
-    }
-)
-"""The dtypes of safetensors that a tensor may have, by what it is for."""
+DTYPES: dict[str, tuple[str, ...]] = {
+    "floating": _FLOATS,
+    "answer": ("F32", "F64"),
+    "integer": _INTEGERS,
+    "mask": ("BOOL", *_INTEGERS, *_FLOATS),
+}
+"""The dtypes of safetensors that a tensor may have, by its use."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """An open file: the document's text, and tensors to be asked for by name.
+    """An open file: the document's text, and tensors that are read by name.
 
     Attributes
     ----------
     size : int
-        The file's, in bytes.
+        The file's size in bytes.
     document : str
         The text of the JSON document.
     tensors : mapping of str to (str, tuple of int)
@@ -58,10 +56,10 @@ class Container:
 
     size: int
     document: str
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    tensors: Mapping[str, tuple[str, Shape]]
     _file: Any
 
-    def shape(self, name: str, kind: str, /) -> tuple[int, ...]:
+    def shape(self, name: str, kind: str, /) -> Shape:
         """Return the shape of a tensor, after checking everything but its values.
 
         Parameters
@@ -69,7 +67,7 @@ class Container:
         name : str
             The tensor.
         kind : {"floating", "answer", "integer", "mask"}
-            What it is for.
+            Its use.
 
         Returns
         -------
@@ -79,7 +77,7 @@ class Container:
         Raises
         ------
         RecordError
-            Where it is absent, empty or of another dtype.
+            If it is absent, empty or of another dtype.
         """
         if name not in self.tensors:
             raise RecordError(f"the tensor {name!r} is missing")
@@ -92,22 +90,17 @@ class Container:
             raise RecordError(f"{name}: the tensor is empty, of shape {shown(shape)}")
         return shape
 
-    def load(self, name: str, kind: str, shape: tuple[int, ...], /) -> HostArray:
-        """Read a tensor of a known shape.
+    def load(self, name: str, kind: str, shape: Shape, /) -> HostArray:
+        """Read a tensor of a known shape; its values are finite.
 
         Parameters
         ----------
         name : str
             The tensor.
         kind : {"floating", "answer", "integer", "mask"}
-            What it is for.
+            Its use.
         shape : tuple of int
-            The only one that fits the description.
-
-        Returns
-        -------
-        numpy.ndarray
-            Finite.
+            The only shape that fits the description.
 
         Raises
         ------
@@ -136,59 +129,36 @@ def open_container(path: str | os.PathLike[str], /) -> Iterator[Container]:
     Yields
     ------
     Container
-        Good as long as the block of code lasts.
+        Valid inside the ``with`` block.
 
     Raises
     ------
     RecordError
-        Where it cannot be read as a record's container, without the file's name.
+        If it cannot be read as a record's container; the message lacks the file's name.
     """
-    file = Path(path)
     with _only_record_errors():
-        status = file.stat()
+        status = Path(path).stat()
         if not stat.S_ISREG(status.st_mode):
             raise RecordError("not a regular file; expected a .safetensors file")
-        handle = load_library().safe_open(str(file), "numpy")
+        handle = safe_open(str(path), "numpy")
     with handle as opened:
         with _only_record_errors():
             document = (opened.metadata() or {}).get(METADATA_KEY)
-            names = opened.keys()
-            tensors = {name: _described(opened, name) for name in names}
+            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            tensors = {
+                name: (str(part.get_dtype()), tuple(part.get_shape()))
+                for name, part in parts.items()
+            }
         if document is None:
             raise RecordError(
                 f"no record: expected the metadata key {METADATA_KEY!r} with a document"
             )
-        yield Container(status.st_size, document, MappingProxyType(tensors), opened)
-
-
-def load_library() -> ModuleType:
-    """Import safetensors, which only records need.
-
-    Raises
-    ------
-    RecordError
-        Where it is not installed, with what to do.
-    """
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise RecordError(
-            "records need the package safetensors; install it with "
-            "pip install 'kfac-core[records]'"
-        ) from error
-    module: ModuleType = safetensors
-    return module
-
-
-def _described(opened: Any, name: str) -> tuple[str, tuple[int, ...]]:
-    part = opened.get_slice(name)
-    return str(part.get_dtype()), tuple(part.get_shape())
+        yield Container(status.st_size, document, tensors, opened)
 
 
 @contextlib.contextmanager
 def _only_record_errors(prefix: str = "") -> Iterator[None]:
-    """Turn whatever reading a file raises into a `RecordError` of one line."""
+    """Turn any exception raised while reading into a `RecordError` of one line."""
     try:
         yield
     except RecordError:
@@ -197,7 +167,7 @@ def _only_record_errors(prefix: str = "") -> Iterator[None]:
         reason = error.strerror or str(error)
         raise RecordError(f"{prefix}{one_line(reason)[:200]}") from None
     except Exception as error:
-        # The library has an exception class of its own, and others of Python come out.
+        # safetensors has an exception class of its own and also raises Python's.
         raise RecordError(
             f"{prefix}not a sound safetensors file: {one_line(str(error))[:200]}"
         ) from None

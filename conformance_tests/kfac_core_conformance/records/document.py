@@ -1,162 +1,70 @@
-"""The JSON document of a record, as frozen dataclasses.
+"""The JSON document of a record, and how it is read without trusting it.
 
-`parse_document` is the only way in: what it returns has known fields, kinds and
-operations, well-formed names and numbers in their ranges, and no combination that
-contradicts itself.  What tensors there are and what shapes they have is checked in
-`kfac_core_conformance.records.tensors`.
+`parse_document` is the only way in.  Its result has known fields, kinds and operations,
+well-formed names, numbers in their ranges, and no combination that contradicts itself.
+Which tensors there are and what shapes they have is checked in
+`kfac_core_conformance.records.record`.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    get_type_hints,
+)
 
+import msgspec
+
+from kfac_core.damping import DampingRule
 from kfac_core.errors import RecordError
-from kfac_core_conformance.records.fields import (
-    Field,
-    Schema,
-    boolean,
-    choice,
-    integer,
-    items,
-    mapping,
-    name,
-    number,
-    optional,
-    read_fields,
-    shown,
-    text,
+from kfac_core_conformance.records.approximations import APPROXIMATIONS
+from kfac_core_conformance.records.block import BlockDescription
+from kfac_core_conformance.records.checks import CHECKS, AnyCheck
+from kfac_core_conformance.records.layers import LAYERS
+from kfac_core_conformance.records.schema import (
+    NAME_PATTERN,
+    NAME_WORDS,
+    Name,
+    NonNegative,
+    Part,
+    Size,
 )
-from kfac_core_conformance.records.kinds import (
-    APPROXIMATIONS,
-    DAMPING_RULES,
-    LAYERS,
-    OPERATIONS,
-    fitting,
-    needs_damping,
-    read_kind,
-    require_answerable,
-)
+from kfac_core_conformance.records.text import one_line, shown
 
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "BlockDescription",
-    "CheckDescription",
-    "Document",
-    "MovingAverage",
-    "parse_document",
-]
+__all__ = ["FORMAT", "VERSION", "Document", "MovingAverage", "parse_document"]
 
 FORMAT = "kfac_core.record"
 VERSION = 1
 
-_anything = Field(lambda value, where: value)
-_some_number = optional(number(0.0))
-_damping_fields: Schema = {
-    "damping": Field(_some_number, None),
-    "damping_rule": Field(optional(choice(*DAMPING_RULES)), None),
-}
-_document_fields: Schema = {
-    "format": Field(choice(FORMAT)),
-    "version": _anything,
-    "producer": Field(text, ""),
-    "note": Field(text, ""),
-    "blocks": Field(mapping),
-    "updates": Field(integer(1)),
-    "ema": _anything,
-    **_damping_fields,
-    "checks": Field(items(_anything.read, longest=2**53)),
-}
-_average_fields: Schema = {
-    "decay": Field(number(0.0, 1.0)),
-    "weight": Field(number(0.0, above=True)),
-    "debias": Field(boolean),
-}
-_every_check: Schema = {
-    "block": Field(name),
-    "expected": Field(name),
-    "rtol": Field(_some_number, None),
-    "atol": Field(number(0.0), 0.0),
-    **_damping_fields,
-}
-_check_table = MappingProxyType(
-    {op: {**_every_check, **fields} for op, fields in OPERATIONS.items()}
-)
 
-
-@dataclass(frozen=True)
-class BlockDescription:
-    """A layer and an approximation, by kind and fields; see `records.kinds`."""
-
-    layer: str
-    layer_fields: Mapping[str, Any]
-    approximation: str
-    approximation_fields: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class MovingAverage:
+class MovingAverage(Part, frozen=True):
     """The moving average of every statistic."""
 
-    decay: float
-    weight: float
+    decay: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    weight: Annotated[float, msgspec.Meta(gt=0)]
     debias: bool
 
 
-@dataclass(frozen=True)
-class CheckDescription:
-    """One question and where its answer is.
-
-    Attributes
-    ----------
-    block, op, expected : str
-        The block asked, the operation, and the name of the expected result.
-    fields : mapping of str to object
-        The operation's own: ``vector``, ``exp``, ``transpose``, ``damped``, ``factor``.
-    damping, rule : float or None, str or None
-        Those of the check, else of the document; None where neither says.
-    rtol : float or None
-        None for the default of the expected dtype.
-    atol : float
-        Absolute.
-    """
-
-    block: str
-    op: str
-    expected: str
-    fields: Mapping[str, Any]
-    damping: float | None
-    rule: str | None
-    rtol: float | None
-    atol: float
-
-    @property
-    def damped(self) -> bool:
-        """Whether the answer depends on the damping."""
-        return needs_damping(self.op, self.fields)
-
-    @property
-    def detail(self) -> str:
-        """The operation's own fields but the vector, for a table."""
-        shown = {k: v for k, v in self.fields.items() if k != "vector"}
-        return ", ".join(f"{k}={_plain(v)}" for k, v in shown.items())
-
-
-@dataclass(frozen=True)
-class Document:
+class Document(Part, frozen=True):
     """Everything that a record says besides its tensors."""
 
-    producer: str
-    note: str
-    blocks: Mapping[str, BlockDescription]
-    updates: int
-    average: MovingAverage
-    checks: tuple[CheckDescription, ...]
+    format: Literal["kfac_core.record"]
+    version: Literal[1]
+    blocks: Annotated[dict[Name, BlockDescription], msgspec.Meta(min_length=1)]
+    updates: Size
+    ema: MovingAverage
+    checks: tuple[AnyCheck, ...]
+    damping: NonNegative | None = None
+    damping_rule: DampingRule | None = None
+    producer: str = ""
+    note: str = ""
 
     def checks_by_block(self) -> dict[str, list[int]]:
         """Return the numbers of the checks of each block, in order."""
@@ -177,49 +85,52 @@ def parse_document(source: str, /) -> Document:
     Returns
     -------
     Document
-        Without contradictions in itself.
+        Without contradictions in itself, each check with the damping that applies.
 
     Raises
     ------
     RecordError
-        Naming the place, what was expected and what was found.
+        With the place, what was expected and what was found.
     """
-    fields = read_fields(_parse_json(source), "", _document_fields)
-    version = fields["version"]
-    if isinstance(version, bool) or version != VERSION or not isinstance(version, int):
-        raise RecordError(f"version: expected {VERSION}, got {shown(version)}")
-    if not fields["blocks"]:
-        raise RecordError("blocks: expected at least one block")
-    blocks = {
-        name(key, "blocks"): _block(value, f"blocks.{key}")
-        for key, value in fields["blocks"].items()
-    }
-    checks = tuple(
-        _check(value, f"checks[{i}]", blocks, fields)
-        for i, value in enumerate(fields["checks"])
-    )
-    return Document(
-        producer=fields["producer"],
-        note=fields["note"],
-        blocks=MappingProxyType(blocks),
-        updates=fields["updates"],
-        average=MovingAverage(**read_fields(fields["ema"], "ema", _average_fields)),
-        checks=checks,
-    )
+    document: Document = _converted(_parse_json(source), Document)
+    checks = []
+    for index, check in enumerate(document.checks):
+        place = f"checks[{index}]"
+        if check.block not in document.blocks:
+            raise RecordError(
+                f"{place}.block: expected the name of a block, got {shown(check.block)}"
+            )
+        damping, rule = check.damping, check.damping_rule
+        check = msgspec.structs.replace(
+            check,
+            damping=document.damping if damping is None else damping,
+            damping_rule=document.damping_rule if rule is None else rule,
+        )
+        try:
+            check.require_answerable(document.blocks[check.block])
+        except RecordError as error:
+            raise RecordError(f"{place}: {error}") from None
+        checks.append(check)
+    return msgspec.structs.replace(document, checks=tuple(checks))
 
 
 def _parse_json(source: str) -> object:
+    """Parse JSON strictly: no field twice, and only finite numbers."""
     try:
         return json.loads(
-            source, object_pairs_hook=_without_duplicates, parse_constant=_refuse
+            source,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_refuse,
+            parse_float=_finite,
+            parse_int=_integer,
         )
     except RecursionError:
         raise RecordError(
             "the document is nested too deeply to be JSON of a record"
         ) from None
+    except RecordError:
+        raise
     except ValueError as error:
-        if isinstance(error, RecordError):
-            raise
         raise RecordError(f"the document is not JSON: {error}") from None
 
 
@@ -234,58 +145,77 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise RecordError(f"the document holds {constant}, which is not a finite number")
+def _refuse(number: str) -> NoReturn:
+    raise RecordError(f"the document holds {number[:40]}, which is not finite")
 
 
-def _block(value: object, where: str) -> BlockDescription:
-    fields = read_fields(value, where, {"layer": _anything, "approximation": _anything})
-    layer, layer_fields = read_kind(fields["layer"], f"{where}.layer", "kind", LAYERS)
-    approximation, own = read_kind(
-        fields["approximation"], f"{where}.approximation", "name", APPROXIMATIONS
-    )
-    own = fitting(layer, approximation, own, where)
-    return BlockDescription(
-        layer, MappingProxyType(layer_fields), approximation, MappingProxyType(own)
-    )
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _refuse(digits)
 
 
-def _check(
-    value: object,
-    where: str,
-    blocks: Mapping[str, BlockDescription],
-    document: Mapping[str, Any],
-) -> CheckDescription:
-    op, fields = read_kind(value, where, "op", _check_table)
-    common = {key: fields.pop(key) for key in _every_check}
-    block = blocks.get(common["block"])
-    if block is None:
-        raise RecordError(
-            f"{where}.block: expected the name of a block, got {shown(common['block'])}"
-        )
-    damping, rule = (
-        document[key] if common[key] is None else common[key]
-        for key in ("damping", "damping_rule")
-    )
-    variant = block.approximation_fields.get("variant")
-    require_answerable(op, fields, block.approximation, variant, rule, where)
-    if needs_damping(op, fields) and (damping is None or rule is None):
-        raise RecordError(
-            f"{where}: {op} needs `damping` and `damping_rule`, in the check or in the "
-            "document"
-        )
-    return CheckDescription(
-        common["block"],
-        op,
-        common["expected"],
-        MappingProxyType(fields),
-        damping,
-        rule,
-        common["rtol"],
-        common["atol"],
-    )
+def _integer(digits: str) -> float:
+    # Beyond 2**53 no integer is allowed, and a number may be written without a point.
+    return int(digits) if len(digits) <= 16 else _finite(digits)
 
 
-def _plain(value: object) -> str:
-    """Return a field's value as JSON has it."""
-    return value if isinstance(value, str) else json.dumps(value)
+_KINDS: dict[str, dict[str, Any]] = {
+    "kind": {**LAYERS},
+    "name": {**APPROXIMATIONS},
+    "op": {**CHECKS},
+}
+"""The structs that each tag tells apart."""
+
+_ERROR = re.compile(
+    r"(.*?)(?: - at (?:`key` in )?`\$((?:\.\w+|\[\d+\]|\[\.\.\.\])*)`)?", re.DOTALL
+)
+"""The message and the path of an error of msgspec."""
+
+
+def _converted(value: Any, part: Any, where: str = "") -> Any:
+    """Return a JSON value, found at a place of the document, as a struct."""
+    try:
+        return msgspec.convert(value, part)
+    except UnicodeError:
+        raise RecordError("the document has a string that is not Unicode") from None
+    except msgspec.ValidationError as error:
+        found = _ERROR.fullmatch(str(error))
+    assert found is not None
+    message, path = found.groups("")
+    blocks = _child(value, "blocks")
+    # A field's name in the message may look like a path: nothing is trusted to exist.
+    if path.startswith(".blocks[...]") and isinstance(blocks, dict):
+        # The path does not name the block: each is tried alone.
+        for name, block in blocks.items():
+            _converted(block, BlockDescription, f"blocks.{name}")
+    owner: Any = None
+    for step in re.findall(r"\w+", path):
+        owner, value = value, _child(value, step)
+    reason = message[:1].lower() + message[1:]
+    if message.startswith("Expected"):
+        reason = f"{reason.partition(', got ')[0]}, got {shown(value)}"
+        reason = reason.replace(f"`str` matching regex {NAME_PATTERN!r}", NAME_WORDS)
+    elif message.startswith("Invalid"):
+        reason += f"; expected one of {_choices(owner, path.rpartition('.')[2])}"
+    place = f"{where}{path}".removeprefix(".") or "the document"
+    raise RecordError(one_line(f"{place}: {reason}")[:400])
+
+
+def _child(value: Any, step: str) -> Any:
+    """Return what a step of a path leads to; None if it leads nowhere."""
+    if isinstance(value, list):
+        return value[int(step)] if step.isdecimal() and int(step) < len(value) else None
+    return value.get(step) if isinstance(value, dict) else None
+
+
+def _choices(owner: Any, field: str) -> str:
+    """Return the values that a tag, or another field with a choice, may have."""
+    if field in _KINDS:
+        return ", ".join(_KINDS[field])
+    part: Any = Document
+    for tag, structs in _KINDS.items():
+        named = structs.get(str(owner.get(tag)))
+        if named is not None and field in named.__struct_fields__:
+            part = named
+    literals = re.findall(r"Literal\[(.*?)\]", repr(get_type_hints(part)[field]))
+    return ", ".join(literals)

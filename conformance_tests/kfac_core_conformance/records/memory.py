@@ -1,25 +1,41 @@
 """What checking a record would allocate, before anything is allocated.
 
 A small file can describe a large problem: one example with a million features has a
-factor of a million squared.  The largest array that a block makes its checks build is
-computed from the description, and refused beyond a limit that grows with the file.
+factor with a million rows and columns.  The largest array that the checks of a block
+need is computed from the description, and refused beyond a limit that grows with the
+file's size.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from kfac_core.block import Block
 from kfac_core.errors import RecordError
-from kfac_core_conformance.records.document import BlockDescription, CheckDescription
-from kfac_core_conformance.records.shapes import padded_sizes
+from kfac_core_conformance.records.block import BlockDescription
+from kfac_core_conformance.records.checks import (
+    Check,
+    MultiplyCholesky,
+    MultiplyCholeskyInverse,
+)
+from kfac_core_conformance.records.layers import Conv, Embedding
+from kfac_core_conformance.records.schema import Shape
 
-__all__ = ["memory_limit_of", "require_affordable"]
+__all__ = ["UpdateShapes", "memory_limit_of", "require_affordable"]
 
 _BYTES = 8
 _FLOOR = 2**26
 _FACTOR = 64
+
+
+class UpdateShapes(NamedTuple):
+    """The shapes of one update: inputs, output gradients, and ``(N, *shared)``."""
+
+    inputs: Shape
+    grads: Shape
+    lead: Shape
 
 
 def memory_limit_of(file_size: int, /) -> int:
@@ -31,25 +47,25 @@ def require_affordable(
     name: str,
     description: BlockDescription,
     block: Block,
-    checks: Sequence[CheckDescription],
-    updates: Iterable[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
+    checks: Sequence[Check],
+    updates: Iterable[UpdateShapes],
     limit: int,
     /,
 ) -> None:
-    """Raise where a block would need a larger array than its file justifies.
+    """Raise if a block would need a larger array than its file justifies.
 
     Parameters
     ----------
     name : str
-        The block's.
+        The block's name.
     description : BlockDescription
-        What it is.
+        The block as the document describes it.
     block : Block
         The block itself, for its sizes.
-    checks : sequence of CheckDescription
-        What is asked of it.
-    updates : iterable of three shapes
-        For each update those of the inputs, of the output gradients, and ``(N, *shared)``.
+    checks : sequence of Check
+        The checks of the block.
+    updates : iterable of UpdateShapes
+        The shapes of each update.
     limit : int
         In bytes.
 
@@ -61,14 +77,14 @@ def require_affordable(
     sizes = [
         *_statistics(description, block),
         *_products(description, block, checks),
-        *(size for shapes in updates for size in _rows(description, block, *shapes)),
+        *(size for shapes in updates for size in _rows(description, block, shapes)),
     ]
     largest = _BYTES * max(sizes)
     if largest > limit:
         raise RecordError(
             f"blocks.{name}: checking it needs an array of {_mebibytes(largest)} MiB, "
-            f"more than the {_mebibytes(limit)} MiB that this file justifies; give a "
-            "larger memory limit where you trust it"
+            f"more than the {_mebibytes(limit)} MiB that this file justifies; pass a "
+            "larger memory limit if you trust it"
         )
 
 
@@ -76,57 +92,51 @@ def _statistics(description: BlockDescription, block: Block) -> Iterator[int]:
     """Yield the numbers of elements of a block's statistics."""
     n, m = block.layer.matrix_shape
     groups = block.layer.groups
+    name = description.approximation.tag()
     yield n * m
-    if description.approximation == "full":
+    if name == "full":
         yield (n * m) ** 2
-    elif description.approximation != "diagonal":
-        fields = description.approximation_fields
-        yield groups * n if fields.get("input") == "diagonal" else groups * n * n
-        yield m if fields.get("output") == "diagonal" else m * m // groups
+    elif name != "diagonal":
+        yield groups * (n if description.is_diagonal("input") else n * n)
+        yield m if description.is_diagonal("output") else m * m // groups
 
 
 def _products(
-    description: BlockDescription, block: Block, checks: Sequence[CheckDescription]
+    description: BlockDescription, block: Block, checks: Sequence[Check]
 ) -> Iterator[int]:
-    """Yield those of what checks build; an answer's own size stands in the file."""
+    """Yield those of what checks build; the size of an answer is that in the file."""
     n, m = block.layer.matrix_shape
-    if description.approximation not in ("kronecker", "tnt", "eigen"):
+    name = description.approximation.tag()
+    if name not in ("kronecker", "tnt", "eigen"):
         return
     for check in checks:
-        if "cholesky" not in check.op:
+        if not isinstance(check, MultiplyCholesky | MultiplyCholeskyInverse):
             continue
-        if description.approximation == "eigen":
+        if name == "eigen":
             yield (n * m) ** 2
-        elif check.rule == "exact":
+        elif check.damping_rule == "exact":
             yield n * m * max(n, m // block.layer.groups)
 
 
 def _rows(
-    description: BlockDescription,
-    block: Block,
-    inputs: tuple[int, ...],
-    grads: tuple[int, ...],
-    lead: tuple[int, ...],
+    description: BlockDescription, block: Block, shapes: UpdateShapes
 ) -> Iterator[int]:
     """Yield those of the rows of one update, and of each example's gradients."""
     n, m = block.layer.matrix_shape
-    if description.layer == "conv":
-        fields = description.layer_fields
-        first = fields["data_layout"] == "channels_first"
-        spatial = inputs[2:] if first else inputs[1:-1]
-        yield (
-            inputs[0] * fields["in_channels"] * math.prod(padded_sizes(fields, spatial))
-        )
+    inputs, grads, lead = shapes
+    layer, name = description.layer, description.approximation.tag()
+    if isinstance(layer, Conv):
+        padded = math.prod(layer.padded(layer.spatial(inputs)))
+        yield inputs[0] * layer.in_channels * padded
         yield math.prod(lead) * n * block.layer.groups
-    ids = description.layer == "embedding"
+    ids = isinstance(layer, Embedding)
     if ids:
         # Ids of one example are compared with each other.
         each = math.prod(inputs[1:])
         yield inputs[0] * each * each
-        yield inputs[0] * each * (n if description.approximation == "full" else 1)
-    if description.approximation in ("tnt", "eigen", "full") or (
-        description.approximation == "diagonal" and math.prod(lead[1:]) > 1 and not ids
-    ):
+        yield inputs[0] * each * (n if name == "full" else 1)
+    shared = math.prod(lead[1:]) > 1
+    if name in ("tnt", "eigen", "full") or (name == "diagonal" and shared and not ids):
         yield grads[0] * lead[0] * n * m
 
 

@@ -1,34 +1,33 @@
 """Reading a record: the document, its tensors, and the blocks that they describe.
 
 `read_record` returns only what is consistent: every tensor that the description names is
-there, has the shape that follows from it, and holds finite values in their range.  What
-nothing names is ignored.  Arrays stay in NumPy, in the file's dtypes.
+there, has the shape that follows from it, and holds finite values in their range.  Other
+tensors are ignored.  Arrays stay in NumPy, in the file's dtypes.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kfac_core.block import Block
 from kfac_core.errors import RecordError
+from kfac_core_conformance.records.approximations import Series
+from kfac_core_conformance.records.block import BlockDescription
+from kfac_core_conformance.records.checks import Check, VectorCheck, answer_shape
 from kfac_core_conformance.records.container import Container, HostArray, open_container
-from kfac_core_conformance.records.description import block_of
-from kfac_core_conformance.records.document import (
-    BlockDescription,
-    CheckDescription,
-    Document,
-    parse_document,
+from kfac_core_conformance.records.document import Document, parse_document
+from kfac_core_conformance.records.layers import Embedding, Parameters, ScaleShift
+from kfac_core_conformance.records.memory import (
+    UpdateShapes,
+    memory_limit_of,
+    require_affordable,
 )
-from kfac_core_conformance.records.fields import one_line
-from kfac_core_conformance.records.memory import memory_limit_of, require_affordable
-from kfac_core_conformance.records.shapes import answer_shape, is_bag, leading_axes
+from kfac_core_conformance.records.text import one_line
 
 __all__ = ["Record", "RecordedBlock", "Seen", "assemble", "read_record"]
 
@@ -39,19 +38,19 @@ class Seen:
 
     Attributes
     ----------
+    batch_size : int
+        The number of examples, N.
     inputs, output_grads, mask : numpy.ndarray or None
         As in the file, the mask as booleans; None for a ``parameters`` layer.
     gradients : mapping of str to numpy.ndarray
         Of a ``parameters`` layer; else empty.
-    batch_size : int
-        N.
     """
 
-    inputs: HostArray | None
-    output_grads: HostArray | None
-    mask: HostArray | None
-    gradients: Mapping[str, HostArray]
     batch_size: int
+    inputs: HostArray | None = None
+    output_grads: HostArray | None = None
+    mask: HostArray | None = None
+    gradients: Mapping[str, HostArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,8 @@ class Record:
     blocks : mapping of str to RecordedBlock
         By name.
     vectors, answers : tuple of mapping of str to numpy.ndarray
-        For each check, the vector by parameter (empty where there is none), and the
-        expected answer: by parameter, or under ``""`` where it is no vector.
+        For each check, the vector by parameter (empty if the check takes none), and the
+        expected answer: by parameter, or under ``""`` if it is no vector.
     """
 
     path: str
@@ -97,7 +96,7 @@ def read_record(
     path : path-like
         A ``.safetensors`` file.
     memory_limit : int, optional
-        The largest array in bytes that checking the record may need; where left out,
+        The largest array in bytes that checking the record may need.  The default is
         64 MiB and 64 times the size of the file.
 
     Returns
@@ -114,7 +113,7 @@ def read_record(
         with open_container(path) as container:
             return assemble(os.fspath(path), container, memory_limit)
     except RecordError as error:
-        raise RecordError(f"{one_line(os.fspath(path))}: {error}") from error.__cause__
+        raise RecordError(f"{one_line(os.fspath(path))}: {error}") from None
 
 
 def assemble(
@@ -124,7 +123,7 @@ def assemble(
     *,
     unanswered: Collection[int] = (),
 ) -> Record:
-    """Make a record of an open file; `read_record` without the file's name.
+    """Make a record of an open file; errors lack the file's name.
 
     Parameters
     ----------
@@ -135,161 +134,151 @@ def assemble(
     memory_limit : int, optional
         As for `read_record`.
     unanswered : collection of int
-        The checks whose expected answers are not there, for a record in the making.
+        The checks whose answers are not in the file yet; those answers are empty.
 
     Returns
     -------
     Record
-        Consistent in itself; of the unanswered checks the answers are empty.
+        Consistent in itself.
     """
     document = parse_document(container.document)
     limit = memory_limit_of(container.size) if memory_limit is None else memory_limit
     blocks = {}
     for name, numbers in document.checks_by_block().items():
         checks = [document.checks[index] for index in numbers]
-        description = document.blocks[name]
-        blocks[name] = _read_block(
-            name, description, checks, container, document.updates, limit
+        reader = _BlockReader(name, document.blocks[name], container)
+        blocks[name] = reader.read(document.updates, checks, limit)
+    vectors, answers = [], []
+    for index, check in enumerate(document.checks):
+        block = blocks[check.block]
+        vectors.append(_vector(check, block, container))
+        answers.append({} if index in unanswered else _answer(check, block, container))
+    return Record(path, document, blocks, tuple(vectors), tuple(answers))
+
+
+@dataclass(frozen=True)
+class _BlockReader:
+    """Reads what one block of a document saw."""
+
+    name: str
+    description: BlockDescription
+    container: Container
+
+    def read(self, updates: int, checks: Sequence[Check], limit: int) -> RecordedBlock:
+        """Read all updates, shapes first, so that no tensor is read in vain."""
+        # A missing tensor ends the reading at the first update that lacks it, however
+        # many updates are claimed.
+        count = min(updates, len(self.container.tensors) + 1)
+        prefixes = [f"update.{u}.{self.name}." for u in range(count)]
+        if isinstance(self.description.layer, Parameters):
+            block = self._build({False}, {1})
+            require_affordable(self.name, self.description, block, checks, [], limit)
+            gradients = [self._gradients(prefix, block) for prefix in prefixes]
+            return RecordedBlock(self.description, block, tuple(gradients))
+        shapes = [self._shapes(prefix) for prefix in prefixes]
+        ids = isinstance(self.description.layer, Embedding)
+        block = self._build(
+            {ids and Embedding.is_bag(s.inputs, s.grads) for s in shapes},
+            {math.prod(s.lead[1:]) for s in shapes},
         )
-    vectors = tuple(_vector(c, blocks[c.block], container) for c in document.checks)
-    answers = tuple(
-        _answer(check, blocks[check.block], container)
-        if index not in unanswered
-        else MappingProxyType({})
-        for index, check in enumerate(document.checks)
-    )
-    return Record(path, document, MappingProxyType(blocks), vectors, answers)
+        require_affordable(self.name, self.description, block, checks, shapes, limit)
+        seen = [
+            self._update(prefix, found)
+            for prefix, found in zip(prefixes, shapes, strict=True)
+        ]
+        return RecordedBlock(self.description, block, tuple(seen))
 
+    def _build(self, bags: set[bool], positions: set[int]) -> Block:
+        """Make the block that all updates agree on."""
+        if len(bags) > 1 or len(positions) > 1:
+            raise RecordError(
+                f"update.*.{self.name}.inputs: expected the same number of shared "
+                f"positions in every update, got {', '.join(map(str, sorted(positions)))}"
+            )
+        try:
+            return self.description.build(bag=bags.pop(), positions=positions.pop())
+        except RecordError as error:
+            raise RecordError(f"blocks.{self.name}: {error}") from None
 
-def _read_block(
-    name: str,
-    description: BlockDescription,
-    checks: list[CheckDescription],
-    container: Container,
-    updates: int,
-    limit: int,
-) -> RecordedBlock:
-    # A missing tensor ends the reading at the first update that lacks it, however many
-    # updates are claimed.
-    count = min(updates, len(container.tensors) + 1)
-    prefixes = [f"update.{u}.{name}." for u in range(count)]
-    if description.layer == "parameters":
-        block = _block(name, description, bag=False, positions=1)
-        require_affordable(name, description, block, checks, [], limit)
-        seen = [_read_gradients(prefix, block, container) for prefix in prefixes]
-        return RecordedBlock(description, block, tuple(seen))
-    found = [_update_shapes(prefix, description, container) for prefix in prefixes]
-    bags = {is_bag(description, x, g) for x, g, _ in found}
-    positions = {math.prod(lead[1:]) for _, _, lead in found}
-    if len(bags) > 1 or len(positions) > 1:
-        raise RecordError(
-            f"update.*.{name}.inputs: expected the same number of shared positions in "
-            f"every update, got {', '.join(map(str, sorted(positions)))}"
-        )
-    block = _block(name, description, bag=bags.pop(), positions=positions.pop())
-    require_affordable(name, description, block, checks, found, limit)
-    seen = [
-        _read_update(prefix, description, container, *shapes)
-        for prefix, shapes in zip(prefixes, found, strict=True)
-    ]
-    return RecordedBlock(description, block, tuple(seen))
+    def _shapes(self, prefix: str) -> UpdateShapes:
+        inputs = self.container.shape(f"{prefix}inputs", self._kind())
+        grads = self.container.shape(f"{prefix}output_grads", "floating")
+        try:
+            lead = self.description.layer.leading_axes(inputs, grads)
+        except RecordError as error:
+            raise RecordError(f"{prefix}{error}") from None
+        if isinstance(self.description.approximation, Series) and len(lead) != 2:
+            raise RecordError(
+                f"{prefix}inputs: a series needs exactly one shared axis, got "
+                f"{len(lead) - 1}"
+            )
+        return UpdateShapes(inputs, grads, lead)
 
+    def _kind(self) -> str:
+        ids = isinstance(self.description.layer, Embedding)
+        return "integer" if ids else "floating"
 
-def _block(
-    name: str, description: BlockDescription, *, bag: bool, positions: int
-) -> Block:
-    try:
-        return block_of(description, bag=bag, positions=positions)
-    except RecordError as error:
-        raise RecordError(f"blocks.{name}: {error}") from None
+    def _update(self, prefix: str, shapes: UpdateShapes) -> Seen:
+        layer = self.description.layer
+        name = f"{prefix}inputs"
+        x = self.container.load(name, self._kind(), shapes.inputs)
+        if isinstance(layer, Embedding):
+            count = layer.num_embeddings
+            if not (np.all(x >= 0) and np.all(x < count)):
+                raise RecordError(f"{name}: expected ids from 0 to {count - 1}")
+            # The narrowest dtype that every library can index with.
+            x = x.astype(np.int32 if count <= 2**31 else np.int64)
+        g = self.container.load(f"{prefix}output_grads", "floating", shapes.grads)
+        return Seen(shapes.lead[0], x, g, self._mask(f"{prefix}mask", shapes))
 
-
-def _update_shapes(
-    prefix: str, description: BlockDescription, container: Container
-) -> tuple[Any, Any, Any]:
-    """Return the shapes of inputs and output gradients, and ``(N, *shared)``."""
-    ids = description.layer == "embedding"
-    inputs = container.shape(f"{prefix}inputs", "integer" if ids else "floating")
-    grads = container.shape(f"{prefix}output_grads", "floating")
-    try:
-        lead = leading_axes(description, inputs, grads)
-    except RecordError as error:
-        raise RecordError(f"{prefix}{error}") from None
-    if description.approximation == "series" and len(lead) != 2:
-        raise RecordError(
-            f"{prefix}inputs: a series needs exactly one shared axis, got {len(lead) - 1}"
-        )
-    return inputs, grads, lead
-
-
-def _read_update(
-    prefix: str,
-    description: BlockDescription,
-    container: Container,
-    inputs: tuple[int, ...],
-    grads: tuple[int, ...],
-    lead: tuple[int, ...],
-) -> Seen:
-    ids = description.layer == "embedding"
-    x = container.load(f"{prefix}inputs", "integer" if ids else "floating", inputs)
-    if ids:
-        x = _ids(x, f"{prefix}inputs", description.layer_fields["num_embeddings"])
-    g = container.load(f"{prefix}output_grads", "floating", grads)
-    masked = f"{prefix}mask"
-    mask = None
-    if description.layer != "scale_shift" and masked in container.tensors:
-        if description.approximation == "series":
-            raise RecordError(f"{masked}: a series takes no mask")
-        kept = container.load(masked, "mask", lead)
+    def _mask(self, name: str, shapes: UpdateShapes) -> HostArray | None:
+        if name not in self.container.tensors:
+            return None
+        if isinstance(self.description.layer, ScaleShift):
+            return None
+        if isinstance(self.description.approximation, Series):
+            raise RecordError(f"{name}: a series takes no mask")
+        kept = self.container.load(name, "mask", shapes.lead)
         if not np.all((kept == 0) | (kept == 1)):
-            raise RecordError(f"{masked}: expected 0 or 1 everywhere")
-        mask = kept != 0
-    return Seen(x, g, mask, MappingProxyType({}), lead[0])
+            raise RecordError(f"{name}: expected 0 or 1 everywhere")
+        mask: HostArray = kept != 0
+        return mask
 
-
-def _ids(values: HostArray, name: str, count: int) -> HostArray:
-    """Return ids in the narrowest dtype that every library can index with."""
-    if not (np.all(values >= 0) and np.all(values < count)):
-        raise RecordError(f"{name}: expected ids from 0 to {count - 1}")
-    return values.astype(np.int32 if count <= 2**31 else np.int64)
-
-
-def _read_gradients(prefix: str, block: Block, container: Container) -> Seen:
-    size = int(container.load(f"{prefix}batch_size", "integer", ()))
-    if size < 1:
-        raise RecordError(f"{prefix}batch_size: expected an integer >= 1, got {size}")
-    gradients = {
-        parameter: container.load(f"{prefix}grads.{parameter}", "floating", shape)
-        for parameter, shape in block.layer.parameter_shapes.items()
-    }
-    return Seen(None, None, None, MappingProxyType(gradients), size)
+    def _gradients(self, prefix: str, block: Block) -> Seen:
+        name = f"{prefix}batch_size"
+        size = int(self.container.load(name, "integer", ()))
+        if size < 1:
+            raise RecordError(f"{name}: expected an integer >= 1, got {size}")
+        gradients = {
+            parameter: self.container.load(
+                f"{prefix}grads.{parameter}", "floating", shape
+            )
+            for parameter, shape in block.layer.parameter_shapes.items()
+        }
+        return Seen(size, gradients=gradients)
 
 
 def _vector(
-    check: CheckDescription, recorded: RecordedBlock, container: Container
-) -> Mapping[str, HostArray]:
-    if "vector" not in check.fields:
-        return MappingProxyType({})
-    return _parameters(
-        f"vector.{check.fields['vector']}", "floating", recorded, container
-    )
+    check: Check, recorded: RecordedBlock, container: Container
+) -> dict[str, HostArray]:
+    if not isinstance(check, VectorCheck):
+        return {}
+    return _parameters(f"vector.{check.vector}", "floating", recorded, container)
 
 
 def _answer(
-    check: CheckDescription, recorded: RecordedBlock, container: Container
-) -> Mapping[str, HostArray]:
+    check: Check, recorded: RecordedBlock, container: Container
+) -> dict[str, HostArray]:
     name = f"expected.{check.expected}"
-    if "vector" in check.fields:
+    if isinstance(check, VectorCheck):
         return _parameters(name, "answer", recorded, container)
     layer = recorded.block.layer
     shape = answer_shape(check, recorded.description, layer.matrix_shape, layer.groups)
-    return MappingProxyType({"": container.load(name, "answer", shape)})
+    return {"": container.load(name, "answer", shape)}
 
 
 def _parameters(
     name: str, kind: str, recorded: RecordedBlock, container: Container
-) -> Mapping[str, HostArray]:
+) -> dict[str, HostArray]:
     shapes = recorded.block.layer.parameter_shapes
-    return MappingProxyType(
-        {p: container.load(f"{name}.{p}", kind, shape) for p, shape in shapes.items()}
-    )
+    return {p: container.load(f"{name}.{p}", kind, s) for p, s in shapes.items()}

@@ -1,4 +1,4 @@
-"""What a framework gives, as the tensors of one update in the format's conventions."""
+"""The tensors of one update, converted to the conventions of the format."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ __all__ = ["host_array", "tensors_of"]
 def tensors_of(
     batch: Batch | GradientBatch, layer: Layer, conventions: Conventions, /
 ) -> dict[str, HostArray]:
-    """Return what a layer saw, with the gradients of the summed loss.
+    """Return the tensors of one batch, with gradients scaled to those of the summed loss.
 
     Parameters
     ----------
     batch : Batch or GradientBatch
-        As `kfac_core.Block.update` takes it.
+        An argument of `kfac_core.Block.update`.
     layer : Layer
-        Which checks it.
+        The layer, which validates the batch.
     conventions : Conventions
-        How its gradients are scaled; the square root of what their outer products would
-        be multiplied with is put into them.
+        How the gradients are scaled.  They are multiplied by the square root of the
+        factor that applies to their outer products.
 
     Returns
     -------
     dict of str to numpy.ndarray
-        By the last parts of the tensors' names.
+        The tensors, by the last parts of their names.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
         For arrays that do not fit the layer.
     RecordError
-        For gradients of several sources.
+        If a gradient batch has several backpropagated vectors.
     """
     rows: Any = layer.rows(batch)
     scale = conventions.outer_product_scale(
@@ -66,7 +66,7 @@ def tensors_of(
 
 
 def host_array(x: Array, /) -> HostArray:
-    """Copy an array to the host; floats of 16 bits in 32, since NumPy lacks some."""
+    """Copy an array to the host; 16-bit floats as float32, since NumPy has no bfloat16."""
     if isinstance(x, int | float):
         return np.asarray(x, np.float64)
     xp = array_api_compat.array_namespace(x)
@@ -78,7 +78,7 @@ def host_array(x: Array, /) -> HostArray:
 def _gradients(batch: GradientBatch, factor: float) -> dict[str, HostArray]:
     if (batch.sources or 1) > 1:
         raise RecordError(
-            f"The format has the gradients of one source only, got {batch.sources}. Write "
+            f"The format has one gradient for each parameter, got {batch.sources}. Write "
             "one record for each."
         )
     found = {}
@@ -89,7 +89,7 @@ def _gradients(batch: GradientBatch, factor: float) -> dict[str, HostArray]:
 
 
 def _kept(batch: Batch | GradientBatch, rows: Any) -> float:
-    """Return the number of rows that count."""
+    """Return the number of rows that are not masked."""
     if isinstance(batch, GradientBatch):
         return float(batch.batch_size)
     if batch.mask is None:

@@ -1,16 +1,15 @@
 """Writing a record from any training step.
 
-Three lines in the step dump one, whatever the library of the arrays::
+Three lines write one, with arrays of any supported library::
 
     writer.update({"fc1": Batch(inputs, output_grads)})
     writer.check("fc1", "multiply_inverse", vector=gradients, expected=preconditioned)
     writer.save("step.safetensors")
 
-Conventions.  The format's output gradients belong to the loss summed over the batch, and
-its sources are summed: what a framework gives is scaled to that, as its `Conventions`
-say.  Arrays are copied to the host when they are given.  `RecordWriter.save` reads what it
-is about to write with the reader that everybody uses, so that no file is written that
-this library would refuse.
+In the format, output gradients belong to the loss summed over the batch, and the outer
+products of several backpropagated vectors are summed; the writer rescales gradients from
+the conventions it is given.  Arrays are copied to the host immediately.
+`RecordWriter.save` validates the file with `read_record` before it is put in place.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 import kfac_core
 from kfac_core.array.backend import Array
@@ -34,40 +34,39 @@ from kfac_core.errors import RecordError, UnknownBlockError
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.rows import Batch
 from kfac_core_conformance.records.answers import Place, Recomputation
+from kfac_core_conformance.records.block import describe
+from kfac_core_conformance.records.checks import CHECKS
 from kfac_core_conformance.records.container import (
     METADATA_KEY,
     HostArray,
-    load_library,
     open_container,
 )
-from kfac_core_conformance.records.description import describe
 from kfac_core_conformance.records.document import FORMAT, VERSION
-from kfac_core_conformance.records.fields import shown
-from kfac_core_conformance.records.kinds import OPERATIONS
 from kfac_core_conformance.records.record import assemble, read_record
 from kfac_core_conformance.records.seen import host_array, tensors_of
+from kfac_core_conformance.records.text import shown
 
 __all__ = ["RecordWriter"]
 
-# Whoever writes a record has computed with it already.
+# Whoever writes a record could already compute with it.
 _UNLIMITED = 2**63
 
 
 class RecordWriter:
-    """Collects what layers saw and what an implementation answered.
+    """Collects the inputs and output gradients of layers, and an implementation's answers.
 
     Parameters
     ----------
     blocks : mapping of str to Block
         The blocks by name, of letters, digits, ``_`` and ``-``.
     decay, weight, debias : float, float, bool
-        The moving average, as `Estimator` has it.
+        The moving average; see `kfac_core.Estimator`.
     loss, sources : str
         How the output gradients are scaled; see `Conventions`.
     damping, damping_rule : float and str, optional
-        Those of every check that does not say its own.
+        The default of all checks.
     producer, note : str
-        Free text: library, version and commit; and anything else.
+        Free text: library, version and commit; and remarks.
 
     Raises
     ------
@@ -108,7 +107,7 @@ class RecordWriter:
         }
 
     def update(self, batches: Mapping[str, Batch | GradientBatch], /) -> None:
-        """Record what every block saw in one update.
+        """Record one update of every block.
 
         Parameters
         ----------
@@ -118,14 +117,14 @@ class RecordWriter:
         Raises
         ------
         RecordError
-            Where a block is missing or unknown, or gradients have several sources,
-            which the format cannot state.
+            If a block is missing or unknown, or a gradient batch has several
+            backpropagated vectors, which the format cannot express.
         ShapeError, DtypeError, MixedArraysError
-            For arrays that do not fit their layer.
+            If arrays do not fit their layer.
         """
         if set(batches) != set(self._blocks):
             raise RecordError(
-                f"Expected what each of the blocks {sorted(self._blocks)} saw, got "
+                f"Expected a batch for each of the blocks {sorted(self._blocks)}, got "
                 f"{sorted(batches)}."
             )
         found: dict[str, HostArray] = {}
@@ -153,42 +152,44 @@ class RecordWriter:
         rtol: float | None = None,
         atol: float | None = None,
     ) -> None:
-        """Record a question about the state after the last update, and its answer.
+        """Record a check of the state after the last update, with its answer.
 
         Parameters
         ----------
         block : str
-            The block asked.
+            The name of the block.
         operation : str
             A check of the format, such as ``"multiply_inverse"``.
         vector : mapping of str to array, optional
             The vector, by parameter; for the operations that take one.
         expected : mapping of str to array, or array, optional
-            The answer: by parameter, or one array.  Where it is left out, this library
-            computes it in float64 when the record is saved.
+            The answer: by parameter, or one array.  By default `kfac_core` computes it
+            in float64 when the record is saved.
         factor, exp, transpose, damped : optional
-            The operation's own fields, as the format has them.
+            The operation's own fields: the statistic asked for, the exponent, whether the
+            Cholesky factor is transposed, whether the block is damped.
         damping, damping_rule : float and str, optional
-            Those of this check, where they are not those of the whole record.
+            The damping of this check, if it differs from the record's.
         rtol, atol : float, optional
-            The tolerance; the format's default where left out.
+            The tolerances.  By default `rtol` is 1e-10 for an answer in float64 and 1e-4
+            in float32, and `atol` is 0.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            If there is no block of that name.
         RecordError
-            For an unknown operation.  Whether its fields are right is found out when
-            the record is saved.
+            If the operation is unknown.  Its fields are validated when the record is
+            saved.
         """
         if block not in self._blocks:
             raise UnknownBlockError(
                 f"Unknown block {block!r}; the blocks are {sorted(self._blocks)}."
             )
-        if operation not in OPERATIONS:
+        if operation not in CHECKS:
             raise RecordError(
                 f"Unknown check {shown(operation)}; expected one of "
-                f"{', '.join(OPERATIONS)}."
+                f"{', '.join(CHECKS)}."
             )
         index = len(self._checks)
         check = {"block": block, "op": operation, "expected": f"r{index}"}
@@ -210,12 +211,12 @@ class RecordWriter:
         Parameters
         ----------
         path : path-like
-            Where to; a file that is there is replaced, and only by a whole one.
+            The file, which is replaced atomically if it exists.
 
         Raises
         ------
         RecordError
-            Where the record would not be read back; nothing is written then.
+            If the record is invalid; nothing is written then.
         """
         target = Path(path)
         with tempfile.TemporaryDirectory(
@@ -241,13 +242,13 @@ class RecordWriter:
         document = {**self._document, "updates": self._updates, "checks": self._checks}
         # The package writes the buffer of an array, whatever its strides are.
         tensors = {k: np.ascontiguousarray(v) for k, v in self._tensors.items()}
-        # That function makes a vector of length 1 from a scalar.
+        # `ascontiguousarray` makes a vector of length 1 from a scalar.
         shaped = {k: v.reshape(self._tensors[k].shape) for k, v in tensors.items()}
         metadata = {METADATA_KEY: json.dumps(document)}
-        load_library().numpy.save_file(shaped, path, metadata=metadata)
+        save_file(shaped, path, metadata=metadata)
 
     def _computed(self, draft: Path) -> dict[str, HostArray]:
-        """Return the answers that nobody gave, as this library has them."""
+        """Compute the answers that were left out."""
         place = Place(selected_backend("numpy"), "float64")
         tensors: dict[str, HostArray] = {}
         with open_container(draft) as container:

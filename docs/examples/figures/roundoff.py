@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.linalg.factorizations import fallback_of
+from kfac_core.linalg.fallback import fallback_of
 
 from .network import Array
 

@@ -21,7 +21,15 @@ from kfac_core.cli.options import add_json, not_negative, positive
 from kfac_core.cli.screen import Progress, complain, print_json
 from kfac_core.steps import linear_combination
 
-__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run", "train"]
+__all__ = [
+    "EXAMPLES",
+    "EXIT_CODES",
+    "SUMMARY",
+    "add_arguments",
+    "load_digits",
+    "run",
+    "train",
+]
 
 SUMMARY = "train a deep autoencoder with K-FAC, SGD and Adam"
 EXAMPLES = (

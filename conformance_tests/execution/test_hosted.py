@@ -8,9 +8,9 @@ from kfac_core.array import backend as backend_module
 from kfac_core.array.structure import leaves
 
 from ..builders import reference
-from ..builders.tolerances import assert_close
-from .test_torch_lapack import on_one_thread  # noqa: F401  (a fixture)
 from ..builders.estimators import make_estimator
+from ..builders.tolerances import assert_close
+from ..linalg.test_torch_lapack import on_one_thread  # noqa: F401  (a fixture)
 
 N, n, m = 12, 4, 3
 DAMPING = 0.3
@@ -18,13 +18,13 @@ DAMPING = 0.3
 
 @pytest.fixture
 def asked(on_one_thread, monkeypatch):  # noqa: F811
-    """How often PyTorch's adapter was asked for a view."""
-    operations = backend_module._operations_by_namespace["array_api_compat.torch"]
+    """What PyTorch's adapter made of the arrays that it was asked for a view of."""
+    operations = backend_module.operations_by_namespace["array_api_compat.torch"]
     found, own = [], operations["host_view"]
 
     def told(x, /, *, xp):
-        found.append(x)
-        return own(x, xp=xp)
+        found.append(own(x, xp=xp))
+        return found[-1]
 
     monkeypatch.setitem(operations, "host_view", told)
     return found
@@ -80,7 +80,7 @@ def test_blocks_that_share_a_factor_share_its_basis(on_one_thread, asked, rng): 
     """What is remembered of a shared average is remembered of its view."""
     blocks = {"q": dense_block(), "k": dense_block()}
     estimator = estimator_of(
-        blocks, damping_rule="exact", shared_factors={"k/input": "q/input"}
+        blocks, damping_rule="exact", factors={"k/input": "q/input"}
     )
     x = on_one_thread.asarray(rng.normal(size=(N, n)), "float64")
     fed = {
@@ -92,30 +92,32 @@ def test_blocks_that_share_a_factor_share_its_basis(on_one_thread, asked, rng): 
     estimator.refresh()
 
     assert asked
-    bases = [estimator.operator(name).input.basis for name in blocks]
+    bases = [estimator.operator(name).input for name in blocks]
     assert bases[0] is bases[1]
-    others = [estimator.operator(name).output.basis for name in blocks]
+    others = [estimator.operator(name).output for name in blocks]
     assert others[0] is not others[1]
 
 
 def test_what_numpy_cannot_see_pytorch_computes(on_one_thread, asked, rng):  # noqa: F811
-    """A damping that is an array, and statistics that something looks on at."""
+    """A damping that something looks on at; one that is only an array is seen."""
     torch = pytest.importorskip("torch")
     x, g = (on_one_thread.asarray(rng.normal(size=(N, k)), "float64") for k in (n, m))
-    plain = estimator_of({"fc": dense_block()})
-    plain.update({"fc": kc.Batch(x, g)})
-    plain.refresh()
-    traced = estimator_of(
-        {"fc": dense_block()}, damping=torch.tensor(DAMPING, dtype=torch.float64)
-    )
-    traced.update({"fc": kc.Batch(x, g)})
-    asked.clear()
+    usual = estimator_of({"fc": dense_block()})
+    usual.update({"fc": kc.Batch(x, g)})
+    usual.refresh()
+    for looked_on in (False, True):
+        damping = torch.tensor(DAMPING, dtype=torch.float64, requires_grad=looked_on)
+        traced = estimator_of({"fc": dense_block()}, damping=damping)
+        traced.update({"fc": kc.Batch(x, g)})
+        asked.clear()
 
-    traced.refresh()
+        traced.refresh()
 
-    assert not asked
-    pairs = (e.operator("fc").to_dense().numpy() for e in (plain, traced))
-    assert_close(*pairs, "product", "float64")
+        assert any(view is None for view in asked) == looked_on
+        assert traced.state["fc"].damping is damping
+        dense = (e.operator("fc").to_dense() for e in (usual, traced))
+        pair = (on_one_thread.to_numpy(matrix.detach()) for matrix in dense)
+        assert_close(*pair, "product", "float64")
 
 
 def test_a_failure_raises_and_keeps_what_was(on_one_thread, asked, rng):  # noqa: F811

@@ -1,22 +1,26 @@
 """``kfac-core verify``: recompute the answers of verification records.
 
-Each file is read and checked on its own, so that a bad
-one costs one line on standard error and nothing else.
+Each file is read and checked on its own: a bad one costs one line on standard error.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kfac_core.array.selection import enable_float64, selected_backend
 from kfac_core.cli.options import add_json, positive
-from kfac_core.cli.screen import Progress, complain, print_json, print_table
+from kfac_core.cli.screen import (
+    Progress,
+    complain,
+    print_json,
+    print_table,
+    printable,
+)
 from kfac_core.errors import RecordError
-from kfac_core_conformance.records.check import CheckDtype, Verdict, check_record
-from kfac_core_conformance.records.container import load_library
-from kfac_core_conformance.records.fields import one_line
-from kfac_core_conformance.records.record import read_record
+
+if TYPE_CHECKING:
+    from kfac_core_conformance.records import CheckDtype, Verdict
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
 
@@ -28,7 +32,7 @@ EXAMPLES = (
 EXIT_CODES = {
     0: "every answer agrees",
     1: "an answer differs",
-    2: "a file cannot be read, whatever the others say, or the backend not be used",
+    2: "a file cannot be read, even if all others agree, or the backend is unusable",
 }
 
 _COLUMNS = ("block", "operation", "damping", "error", "tolerance", "verdict")
@@ -61,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
 
 
 def run(arguments: argparse.Namespace, /) -> int:
-    """Verify the records and print what came of it.
+    """Verify the records and print the verdicts.
 
     Parameters
     ----------
@@ -76,9 +80,13 @@ def run(arguments: argparse.Namespace, /) -> int:
     Raises
     ------
     KFACError
-        Where the backend cannot be used, or no record at all can be read here.
+        If the backend cannot be used.
     """
-    load_library()
+    try:
+        # Only now: `kfac-core --help` needs none of the packages of records.
+        import kfac_core_conformance.records  # noqa: F401
+    except ImportError as error:
+        return complain("verify", error)
     selection = selected_backend(arguments.backend)
     if arguments.dtype == "float64":
         enable_float64(backend=arguments.backend)
@@ -113,17 +121,19 @@ def run(arguments: argparse.Namespace, /) -> int:
 def _verified(
     path: str, *, backend: str | None, dtype: CheckDtype, memory_limit: int | None
 ) -> dict[str, Any]:
-    """Return what came of one file; nothing that is in it raises."""
+    """Return the verdicts of one file, or its problem; no content raises."""
+    from kfac_core_conformance import records
+
     try:
-        record = read_record(path, memory_limit=memory_limit)
-        verdicts = check_record(record, backend=backend, dtype=dtype)
+        record = records.read_record(path, memory_limit=memory_limit)
+        verdicts = records.check_record(record, backend=backend, dtype=dtype)
     except RecordError as error:
         return {"record": path, "problem": str(error), "verdicts": ()}
     except Exception as error:
-        # A file may find a defect of this library or of an array library; the others
-        # are checked all the same.
-        reason = one_line(f"{type(error).__name__}: {error}")[:300]
-        problem = f"{one_line(path)}: could not be checked: {reason}"
+        # A file may reveal a defect of this library or of an array library; the other
+        # files are still checked.
+        reason = printable(f"{type(error).__name__}: {error}")[:300]
+        problem = f"{printable(path)}: could not be checked: {reason}"
         return {"record": path, "problem": problem, "verdicts": ()}
     return {"record": path, "problem": None, "verdicts": verdicts}
 
@@ -137,7 +147,7 @@ def _exit_code(results: list[dict[str, Any]]) -> int:
 def _plain_result(result: dict[str, Any]) -> dict[str, Any]:
     """Return a result as plain data."""
     return {
-        "record": one_line(result["record"]),
+        "record": printable(result["record"]),
         "error": result["problem"],
         "agrees": result["problem"] is None
         and all(v.agrees for v in result["verdicts"]),
@@ -161,14 +171,14 @@ def _plain_verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _print_result(result: dict[str, Any]) -> None:
-    """Print one line for a file that is bad, a table for one that is good."""
+    """Print a table of verdicts, or one line for a file that cannot be read."""
     if result["problem"] is not None:
         complain("verify", result["problem"])
         return
     rows = [_cells(verdict) for verdict in result["verdicts"]]
     agreeing = sum(verdict.agrees for verdict in result["verdicts"])
     summary = f"{agreeing} of {len(rows)} agree" if rows else "nothing to check"
-    print_table(f"{one_line(result['record'])}: {summary}", _COLUMNS, rows)
+    print_table(f"{printable(result['record'])}: {summary}", _COLUMNS, rows)
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:

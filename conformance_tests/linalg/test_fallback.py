@@ -1,4 +1,4 @@
-"""The ladder: which rung holds, what it reports, and what is refused."""
+"""The fallback chain: which step holds, what it reports, and what is refused."""
 
 from types import SimpleNamespace
 
@@ -7,9 +7,9 @@ import pytest
 
 from kfac_core.array.status import Status
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
-from kfac_core.linalg import ladder
-from kfac_core.linalg.factorizations import Fallback, fallback_of
-from kfac_core.linalg.ladder import cholesky_factor, damped_inverse
+from kfac_core.linalg import damped
+from kfac_core.linalg.damped import DampedMatrix, cholesky_factor, damped_inverse
+from kfac_core.linalg.fallback import Fallback, fallback_of
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 from ..builders import reference
@@ -19,15 +19,15 @@ from ..builders.tolerances import CERTIFICATE_FACTOR, assert_close, tolerance
 def climb(backend, dtype, A, shift, *, check="raise", inverse=True):
     """Factorize ``A + shift I``; what is certified is the inverse where there is one."""
     A = np.asarray(A)
-    problem = (
-        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
-        backend.asarray(np.broadcast_to(shift, A.shape[:-2]), dtype),
-    )
-    options = {"check": check, "name": "fc1/input", "xp": backend.xp}
-    factor = cholesky_factor(*problem, **options)
-    last = damped_inverse(*problem, factor, **options) if inverse else factor
+    shift = backend.asarray(np.broadcast_to(shift, A.shape[:-2]), dtype)
+    # Halved and doubled, so that the factor of the sum takes part exactly.
+    matrix = SymmetricMatrix(backend.asarray(0.5 * A, dtype), whole=True)
+    problem = DampedMatrix(matrix, backend.xp.full_like(shift, 2.0), shift)
+    options = {"check": check, "name": "fc1/input"}
+    factor = cholesky_factor(problem, **options)
+    last = damped_inverse(problem, factor, **options) if inverse else factor
     if inverse:
-        alone = damped_inverse(*problem, None, **options)
+        alone = damped_inverse(problem, **options)
         assert fallback_of(alone) == fallback_of(last)
         for one, other in ((alone.status, last.status), (alone.matrix, last.matrix)):
             full = [
@@ -120,13 +120,13 @@ def test_what_a_certificate_refuses_is_not_taken(
 ):
     """A factor or an inverse that is 5% off is found on each rung, and none is used."""
     A = reference.spd(rng, 4)
-    right = getattr(ladder, wrong)
+    right = getattr(damped, wrong)
 
     def off(*args, **options):
         made = right(*args, **options)
         return made.scaled(1.05) if isinstance(made, SymmetricMatrix) else made * 1.05
 
-    monkeypatch.setattr(ladder, wrong, off)
+    monkeypatch.setattr(damped, wrong, off)
 
     inverse = wrong == "inverse_from_cholesky"
     made = climb(backend, dtype, A, 0.01, inverse=inverse)

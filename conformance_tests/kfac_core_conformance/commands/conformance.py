@@ -1,8 +1,4 @@
-"""``kfac-core conformance``: what holds, and what does not, in somebody else's library.
-
-The checks are those of `kfac_core_conformance`; an adapter stands between them and the
-library.
-"""
+"""``kfac-core conformance``: check another K-FAC library through an adapter."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ EXAMPLES = (
     "kfac-core conformance --adapter my_adapter.py:MyLibrary --records *.safetensors",
 )
 EXIT_CODES = {
-    0: "everything that the library offers holds",
+    0: "every check that the library supports holds",
     1: "an answer differs, or the library raised",
     2: "the adapter or a record cannot be loaded, or nothing was checked",
 }
@@ -45,29 +41,29 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     asked.add_argument(
         "--adapter",
         metavar="MODULE:OBJECT",
-        help="where the adapter is; a path to a file is a module, too",
+        help="import path of the adapter; MODULE may be a path to a file",
     )
     asked.add_argument(
-        "--list", action="store_true", help="say what is checked, and check nothing"
+        "--list", action="store_true", help="list the checks without running any"
     )
     parser.add_argument(
         "--only",
         nargs="+",
         metavar="NAME",
-        help="only the checks whose name begins so (B, B1, 'A4 shared')",
+        help="only checks whose name begins with one of these (B, B1, 'A4 shared')",
     )
     parser.add_argument(
         "--records",
         nargs="+",
         metavar="RECORD",
         default=(),
-        help="the answers in these verification records, too",
+        help="also check against the answers in these verification records",
     )
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace, /) -> int:
-    """Run the checks and print what came of them.
+    """Run the checks and print their outcomes.
 
     Parameters
     ----------
@@ -82,9 +78,12 @@ def run(arguments: argparse.Namespace, /) -> int:
     Raises
     ------
     AdapterError, RecordError
-        Where one cannot be loaded.
+        If one cannot be loaded.
     """
-    checks = _chosen(arguments)
+    try:
+        checks = _selected(arguments)
+    except ImportError as error:  # the packages of records
+        return complain("conformance", error)
     if arguments.list:
         _list(checks, as_json=arguments.json)
         return 0
@@ -115,7 +114,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     return code
 
 
-def _chosen(arguments: argparse.Namespace) -> list[Check]:
+def _selected(arguments: argparse.Namespace) -> list[Check]:
     checks = list(identity_checks())
     for path in dict.fromkeys(arguments.records):
         checks += record_checks(path)

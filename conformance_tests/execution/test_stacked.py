@@ -1,0 +1,662 @@
+"""Equal small blocks as one: stacks compute what each block alone would."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from kfac_core.array.structure import array_fields, is_structure, leaves, map_structure
+from kfac_core.execution import stacked as stacks
+from kfac_core.execution.hosted import Hosted
+from kfac_core.execution.stacked import Stacked
+from kfac_core.execution.threaded import Threaded
+from kfac_core.network import plain
+from kfac_core.operators.kronecker import FactoredKronecker
+
+from ..builders.reference import kronecker_factors
+from ..builders.tolerances import assert_close
+
+DECAY = 0.75
+NAMES = ("a", "b", "c")
+PRODUCTS = {
+    "multiply": "product",
+    "multiply_inverse": "inverse",
+    "multiply_cholesky": "cholesky",
+    "multiply_cholesky_inverse": "inverse",
+}
+
+
+class Seen:
+    """The plain executor, and how many blocks each call of a function had."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, function, tasks, /):
+        several = hasattr(function, "_function")
+        self.sizes += [task[-1] if several else 1 for task in tasks.values()]
+        return plain(function, tasks)
+
+    def taken(self):
+        sizes, self.sizes = sorted(self.sizes), []
+        return sizes
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The classes of what was copied into a stack."""
+    made, own = [], stacks.stacked
+
+    def told(values, /):
+        made.append(type(values[0]).__name__)
+        return own(values)
+
+    monkeypatch.setattr(stacks, "stacked", told)
+    return made
+
+
+def layer_of(bias=True, n=3, m=2):
+    return kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout="io")
+
+
+def block_of(bias=True, n=3, m=2, **approximation):
+    return kc.Block(layer_of(bias, n, m), kc.Kronecker(**approximation))
+
+
+def network_of(blocks, **options):
+    """Return a network of a summed loss."""
+    conventions = kc.Conventions(reduction="sum", sources="sum")
+    return kc.Network(blocks, conventions=conventions, **options)
+
+
+def data(rng, names=NAMES, shape=(5, 2), n=3, m=2):
+    """Return inputs and output gradients of two updates for each name."""
+    return {
+        name: [
+            (rng.normal(size=(*shape, n)), rng.normal(size=(*shape, m)))
+            for _ in range(2)
+        ]
+        for name in names
+    }
+
+
+def batch_of(backend, dtype, x, g, **options):
+    return kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype), **options)
+
+
+def fed(backend, dtype, network, seen, executor=plain, **options):
+    """Return the state after two updates."""
+    state = network.empty()
+    for i in range(2):
+        batches = {n: batch_of(backend, dtype, *seen[n][i]) for n in seen}
+        state = network.update(
+            state, batches, decay=DECAY, executor=executor, **options
+        )
+    return state
+
+
+def gradients_of(backend, dtype, rng, network):
+    made = {}
+    for name, block in network.blocks.items():
+        shapes = block.layer.parameter_shapes
+        made[name] = {
+            key: backend.asarray(rng.normal(size=shape), dtype)
+            for key, shape in shapes.items()
+        }
+    return made
+
+
+def dense(average):
+    return average.sum.full() if hasattr(average.sum, "full") else average.sum
+
+
+def forms(value):
+    """Return the paths and shapes of a structure's arrays."""
+    return [(path, tuple(x.shape)) for path, x in leaves(value)]
+
+
+def parts_of(value):
+    """Yield a structure and those in it, and its arrays."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif is_structure(value):
+        yield value
+        value = [part for _, part in array_fields(value)]
+    elif not isinstance(value, list):
+        yield value
+        return
+    for part in value:
+        if part is not None:
+            yield from parts_of(part)
+
+
+def assert_same_statistics(backend, dtype, got, expected):
+    """Sums, weights and statuses of every block, and their forms."""
+    for name, held in expected.blocks.items():
+        ours, theirs = got[name].statistics, held.statistics
+        assert forms(ours) == forms(theirs)
+        assert int(ours.status) == int(theirs.status)
+        for side, average in theirs.averages.items():
+            mine = ours.averages[side]
+            pairs = (dense(mine), dense(average)), (mine.weight, average.weight)
+            for a, b in pairs:
+                assert_close(backend.to_numpy(a), backend.to_numpy(b), "gram", dtype)
+
+
+def assert_same_products(backend, dtype, got, expected):
+    for name, parameters in expected.items():
+        for key, value in parameters.items():
+            ours = backend.to_numpy(got[name][key])
+            assert_close(ours, backend.to_numpy(value), "inverse", dtype)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("check", ["raise", "status"])
+def test_a_stack_gives_each_block_its_own_average(
+    backend, dtype, rng, bias, sharing, check
+):
+    """Sums and weights after two updates are those of dense sums over the rows."""
+    network = network_of({name: block_of(bias, sharing=sharing) for name in NAMES})
+    seen, inner = data(rng), Seen()
+    executor = Stacked(inner)
+
+    state = fed(backend, dtype, network, seen, executor, check=check)
+
+    assert inner.taken() == [3, 3]
+    weight = DECAY + 1.0
+    for name in NAMES:
+        A, G, S = 0.0, 0.0, 0.0
+        for decay, (x, g) in zip((DECAY, 1.0), seen[name], strict=True):
+            parts = kronecker_factors(x, g[None], bias=bias, sharing=sharing)
+            A, G, S = (
+                total + decay * part
+                for total, part in zip((A, G, S), parts, strict=True)
+            )
+        held = state[name].statistics
+        assert int(held.status) == 0
+        for side, value in (("input", A), ("output", G), ("repeats", S)):
+            average = held.averages[side]
+            assert_close(backend.to_numpy(dense(average)), value, "gram", dtype)
+            assert_close(backend.to_numpy(average.weight), weight, "roundoff", dtype)
+
+
+def test_several_sources_and_an_array_as_decay_are_stacked(backend, dtype, rng):
+    """One array that all blocks have is not given an axis."""
+    network = network_of({name: block_of() for name in NAMES})
+    batches = {
+        name: batch_of(
+            *(backend, dtype, rng.normal(size=(4, 3)), rng.normal(size=(2, 4, 2))),
+            sources=2,
+        )
+        for name in NAMES
+    }
+    decay, inner = backend.asarray(DECAY, dtype), Seen()
+    states = []
+    for executor in (plain, Stacked(inner)):
+        state = network.empty()
+        for _ in range(2):
+            state = network.update(state, batches, decay=decay, executor=executor)
+        states.append(state)
+
+    assert inner.taken() == [3, 3]
+    assert_same_statistics(backend, dtype, states[1], states[0])
+
+
+def test_what_a_stack_leaves_has_the_form_of_one(backend, rng):
+    """Weights and statuses are 0-d arrays of the library, and files take them."""
+    network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
+    gradients = gradients_of(backend, "float64", rng, network)
+    states = []
+    for executor in (plain, Stacked()):
+        state = fed(backend, "float64", network, seen, executor)
+        state = network.refresh(state, damping=0.1, executor=executor)
+        network.precondition(state, gradients, executor=executor)
+        states.append(state)
+
+    kind = type(gradients["a"]["weight"])
+    for name in NAMES:
+        for part in ("statistics", "operator"):
+            ours, theirs = (getattr(state[name], part) for state in states)
+            assert forms(ours) == forms(theirs)
+            assert {type(x) for _, x in leaves(ours)} == {kind}
+
+
+def test_the_bad_block_of_a_stack_is_named(backend, rng):
+    """A batch that is not finite is refused by name, and changes no block."""
+    estimator = kc.Estimator({name: block_of() for name in NAMES}, reduction="sum")
+    seen = data(rng)
+    estimator.update({n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES})
+    before = estimator.state
+    sums = {
+        n: backend.to_numpy(dense(before[n].statistics.averages["input"]))
+        for n in NAMES
+    }
+    g = seen["b"][1][1].copy()
+    g[0, 1, 0] = np.inf
+    spoilt = seen | {"b": [None, (seen["b"][1][0], g)]}
+    batches = {n: batch_of(backend, "float64", *spoilt[n][1]) for n in NAMES}
+
+    with pytest.raises(kc.NotFiniteError, match="Block 'b': `output_grads`"):
+        estimator.update(batches)
+
+    assert estimator.state is before
+    for name in NAMES:
+        average = before[name].statistics.averages["input"]
+        assert_close(backend.to_numpy(dense(average)), sums[name], "exact", "float64")
+
+
+def test_a_status_is_of_the_bad_block_alone(backend, rng):
+    """With ``check="status"`` it is flagged, and no block of the batch moves."""
+    network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
+    executor = Stacked()
+    state = fed(backend, "float64", network, seen, executor)
+    x = seen["c"][1][0].copy()
+    x[4, 0, 2] = np.nan
+    spoilt = seen | {"c": [None, (x, seen["c"][1][1])]}
+    batches = {n: batch_of(backend, "float64", *spoilt[n][1]) for n in NAMES}
+
+    kept = network.update(
+        state, batches, decay=DECAY, check="status", executor=executor
+    )
+
+    flags = [int(kept[n].status) for n in NAMES]
+    assert flags == [kc.Status.OK, kc.Status.OK, kc.Status.INPUTS_NOT_FINITE]
+    for name in NAMES:
+        for side in ("input", "output"):
+            pair = (s[name].statistics.averages[side] for s in (kept, state))
+            got, before = (backend.to_numpy(dense(average)) for average in pair)
+            assert_close(got, before, "exact", "float64")
+
+
+def test_a_wrong_shape_in_every_block_of_a_stack_is_named(backend, rng):
+    """Blocks that are wrong in the same way are refused as one would be."""
+    estimator = kc.Estimator({name: block_of() for name in NAMES}, reduction="sum")
+    seen = data(rng, n=4)
+
+    with pytest.raises(kc.ShapeError, match=r"Block 'a'.*`inputs`"):
+        estimator.update({n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES})
+
+
+def test_only_equals_are_stacked(backend, rng):
+    """Another shape, kind, dtype, mask, number of sources or approximation is alone."""
+    x, g = rng.normal(size=(4, 3)), rng.normal(size=(4, 2))
+    usual = batch_of(backend, "float64", x, g)
+    base = block_of()
+    mask = backend.asarray([True, True, False, True], "bool")
+    odd = {
+        "batch": (base, batch_of(backend, "float64", x[:3], g[:3])),
+        "dtype": (base, batch_of(backend, "float32", x, g)),
+        "mask": (base, batch_of(backend, "float64", x, g, mask=mask)),
+        "masked": (base, batch_of(backend, "float64", x, g, mask=mask)),
+        "sources": (base, batch_of(backend, "float64", x, g[None], sources=1)),
+        "uses": (base, [usual, usual]),
+        "layer": (block_of(bias=False), usual),
+        "sharing": (block_of(sharing="reduce"), usual),
+        "approximation": (kc.Block(layer_of(), kc.Diagonal()), usual),
+        "factor": (block_of(output="diagonal"), usual),
+        "large": (
+            block_of(n=128),
+            batch_of(backend, "float64", np.ones((1, 128)), g[:1]),
+        ),
+        "huge": (
+            block_of(n=128),
+            batch_of(backend, "float64", np.ones((1, 128)), g[:1]),
+        ),
+        "fits": (
+            block_of(n=127),
+            batch_of(backend, "float64", np.ones((1, 127)), g[:1]),
+        ),
+        "also": (
+            block_of(n=127),
+            batch_of(backend, "float64", np.ones((1, 127)), g[:1]),
+        ),
+    }
+    # Equal, and not one object.
+    blocks = {"p": base, "q": block_of()} | {name: b for name, (b, _) in odd.items()}
+    batches = {"p": usual, "q": usual} | {name: f for name, (_, f) in odd.items()}
+    network, inner = network_of(blocks), Seen()
+    expected, got = (
+        network.update(network.empty(), batches, decay=DECAY, executor=executor)
+        for executor in (plain, Stacked(inner))
+    )
+
+    assert inner.taken() == [1] * 12 + [2, 2]
+    assert_same_statistics(backend, "float32", got, expected)
+
+
+def test_a_shared_factor_keeps_its_block_alone(backend, rng):
+    """A block that takes a factor of another's is fed by itself, with the same sums."""
+    sharing = kc.Sharing(factors={"b/input": "a/input"})
+    network = network_of({name: block_of() for name in NAMES}, sharing=sharing)
+    seen, inner = data(rng), Seen()
+    x = seen["a"][0][0]
+    batches = {n: batch_of(backend, "float64", x, seen[n][0][1]) for n in NAMES}
+    gradients = gradients_of(backend, "float64", rng, network)
+    products = []
+    for executor in (plain, Stacked(inner)):
+        state = network.update(network.empty(), batches, decay=DECAY, executor=executor)
+        assert inner.taken() in ([], [1, 2])
+        state = network.refresh(state, damping=0.1, executor=executor)
+        products.append(network.precondition(state, gradients, executor=executor))
+
+    factors = kronecker_factors(x, seen["b"][0][1][None], bias=True)
+    held = state["b"].statistics.averages
+    assert_close(backend.to_numpy(dense(held["output"])), factors[1], "gram", "float64")
+    assert float(backend.to_numpy(held["input"].weight)) == 0.0
+    assert_same_products(backend, "float64", products[1], products[0])
+
+
+@pytest.mark.parametrize("rule", ["factored", "factored_unit_pi"])
+@pytest.mark.parametrize("debias", [True, False])
+def test_each_operator_is_that_of_its_block(backend, dtype, rng, rule, debias):
+    """Three dampings: a stack of two blocks, and two blocks that are alone."""
+    # Eager JAX compiles each operation anew, which is nearly all of the time here.
+    wanted = (
+        ("inverse",) if backend.name == "jax" else ("inverse", "cholesky", "eigenbasis")
+    )
+    names = (*NAMES, "d", "e")
+    network = network_of(
+        {name: block_of() for name in names[:4]} | {"e": block_of(m=1)},
+        damping_rule=rule,
+        averaging=kc.Averaging(debias=debias),
+        refreshing=kc.Refreshing(factorizations=wanted),
+    )
+    seen = data(rng, names[:4]) | data(rng, ("e",), m=1)
+    state = fed(backend, dtype, network, seen)
+    damping = {"a": 0.1, "b": 0.1, "c": 0.7, "d": backend.asarray(0.1, dtype), "e": 0.1}
+    inner = Seen()
+
+    expected, got = (
+        network.refresh(state, damping=damping, executor=executor)
+        for executor in (plain, Stacked(inner))
+    )
+
+    assert inner.taken() == [1, 1, 1, 2]
+    for name in names:
+        ours, theirs = got.blocks[name].operator, expected.blocks[name].operator
+        assert forms(ours) == forms(theirs)
+        assert got[name].damping is damping[name]
+        V = backend.asarray(rng.normal(size=theirs.shape), dtype)
+        for product, kind in PRODUCTS.items():
+            if len(wanted) > 1 or product == "multiply_inverse":
+                pair = (getattr(made, product)(V) for made in (ours, theirs))
+                assert_close(*map(backend.to_numpy, pair), kind, dtype)
+        if len(wanted) > 1:
+            pair = (made.multiply_matpower(V, -0.5) for made in (ours, theirs))
+            assert_close(*map(backend.to_numpy, pair), "power", dtype)
+
+
+def test_an_array_as_damping_is_every_blocks(backend, dtype, rng):
+    """It is not stacked, and never read."""
+    network, inner = network_of({name: block_of() for name in NAMES}), Seen()
+    state = fed(backend, dtype, network, data(rng))
+    gradients = gradients_of(backend, dtype, rng, network)
+    products = []
+    for executor in (plain, Stacked(inner)):
+        made = network.refresh(
+            state, damping=backend.asarray(0.3, dtype), executor=executor
+        )
+        products.append(network.precondition(made, gradients, executor=executor))
+
+    assert inner.taken() == [3, 3]
+    assert_same_products(backend, dtype, products[1], products[0])
+
+
+def replaced_entry(backend, statistics, value):
+    """Return statistics with another first entry of the input factor."""
+
+    def spoil(x):
+        host = np.array(backend.adapter.to_numpy(x))
+        if host.ndim == 2:
+            host[0, 0] = value
+        return backend.asarray(host, str(host.dtype))
+
+    averages = dict(statistics.averages)
+    averages["input"] = map_structure(spoil, averages["input"])
+    return type(statistics)(averages, statistics.status)
+
+
+def spoiled(backend, network, rng, value, rule="factored"):
+    """Return a state of which one block's input factor has a bad entry."""
+    state = fed(backend, "float64", network, data(rng))
+    held = state["b"]
+    bad = replaced_entry(backend, held.statistics, value)
+    return state, state.updated({"b": kc.BlockState(statistics=bad, updates=2)})
+
+
+def test_a_bad_matrix_is_an_error_of_its_own_block(backend, rng):
+    """Within a budget its neighbors in the stack are what they would have been."""
+    refreshing = kc.Refreshing(failure_budget=1)
+    network = network_of({n: block_of() for n in NAMES}, refreshing=refreshing)
+    good, bad = spoiled(backend, network, rng, np.nan)
+    good = network.refresh(good, damping=0.1)
+    bad = bad.updated({"b": kc.BlockState(bad["b"].statistics, good["b"].operator)})
+
+    got = network.refresh(bad, damping=0.1, executor=Stacked())
+
+    assert [got[name].failures for name in NAMES] == [0, 1, 0]
+    assert got["b"].operator is good["b"].operator
+    for name in ("a", "c"):
+        V = backend.asarray(rng.normal(size=(4, 2)), "float64")
+        pair = (made[name].operator.multiply_inverse(V) for made in (got, good))
+        assert_close(*map(backend.to_numpy, pair), "inverse", "float64")
+    with pytest.raises(kc.NotFiniteError, match="b/input"):
+        network.refresh(got, damping=0.1, executor=Stacked())
+
+
+def test_a_block_that_has_to_climb_does_so_alone(backend, rng):
+    """A negative eigenvalue is clipped for its block; the others stay on rung one."""
+    network = network_of(
+        {n: block_of() for n in NAMES}, damping_rule="factored_unit_pi"
+    )
+    _, indefinite = spoiled(backend, network, rng, -5.0)
+
+    expected, got = (
+        network.refresh(indefinite, damping=0.1, executor=executor)
+        for executor in (plain, Stacked())
+    )
+
+    reports = [
+        {
+            n: kc.report.report_of(network.blocks[n], made[n]).factors["input"].rung
+            for n in NAMES
+        }
+        for made in (expected, got)
+    ]
+    assert reports[0] == reports[1]
+    assert len({reports[1]["a"], reports[1]["b"]}) == 2
+    assert reports[1]["a"] == reports[1]["c"]
+    for name in NAMES:
+        V = backend.asarray(rng.normal(size=(4, 2)), "float64")
+        pair = (made[name].operator.multiply_inverse(V) for made in (got, expected))
+        assert_close(*map(backend.to_numpy, pair), "inverse", "float64")
+
+
+def test_a_singular_block_is_reported(backend, rng):
+    """Where no rung holds, the error is of the block and not of the stack."""
+    network = network_of({name: block_of() for name in NAMES})
+    state = fed(backend, "float64", network, data(rng))
+    empty = network.blocks["b"].initial(state["b"].statistics.any_weight)
+    state = state.updated({"b": kc.BlockState(statistics=empty)})
+
+    with pytest.raises(kc.FactorizationError, match="b/") as raised:
+        network.refresh(state, damping=0.0, executor=Stacked())
+
+    assert "equal" not in str(raised.value)
+    with pytest.raises(kc.DampingError):
+        network.refresh(state, damping=-1.0, executor=Stacked())
+
+
+def test_products_of_a_stack_are_those_of_each(backend, dtype, rng):
+    """Of all, of some in another order, of one, and with a dtype of its own."""
+    network = network_of({n: block_of() for n in NAMES} | {"w": block_of(m=1)})
+    seen = data(rng) | data(rng, ("w",), m=1)
+    executor, inner = None, Seen()
+    executor = Stacked(inner)
+    state = fed(backend, dtype, network, seen, executor)
+    state = network.refresh(state, damping=0.1, executor=executor)
+    given = gradients_of(backend, dtype, rng, network)
+    inner.taken()
+
+    for names, sizes in (
+        ((*NAMES, "w"), [1, 3]),
+        (("c", "a"), [2]),
+        (("b",), [1]),
+        (NAMES, [3]),
+    ):
+        asked = {name: given[name] for name in names}
+        got = network.precondition(state, asked, executor=executor)
+        assert tuple(got) == names
+        assert inner.taken() == sizes
+        expected = network.precondition(state, asked)
+        assert_same_products(backend, dtype, got, expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 3)])
+def test_a_gradient_that_does_not_fit_is_refused(backend, rng, shape):
+    """Whether its block is in a stack or all of the stack are wrong."""
+    network = network_of({name: block_of() for name in NAMES})
+    executor = Stacked()
+    state = fed(backend, "float64", network, data(rng), executor)
+    state = network.refresh(state, damping=0.1, executor=executor)
+    given = gradients_of(backend, "float64", rng, network)
+    bad = backend.asarray(rng.normal(size=shape), "float64")
+
+    one = given | {"b": given["b"] | {"weight": bad}}
+    every = {name: given[name] | {"weight": bad} for name in NAMES}
+    for name, wrong in (("b", one), ("a", every)):
+        with pytest.raises(kc.ShapeError, match=rf"Block '{name}'.*weight"):
+            network.precondition(state, wrong, executor=executor)
+
+
+def test_pieces_of_a_stack_are_recognized(backend, rng, copies):
+    """Only what comes from outside is copied: batches, gradients, first statistics."""
+    network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
+    given = gradients_of(backend, "float64", rng, network)
+    batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}
+    state, executor, found = network.empty(), Stacked(), []
+    for _ in range(3):
+        state = network.update(state, batches, decay=DECAY, executor=executor)
+        state = network.refresh(state, damping=0.1, executor=executor)
+        network.precondition(state, given, executor=executor)
+        network.precondition(state, given, executor=executor)
+        found.append(sorted(copies))
+        copies.clear()
+
+    assert found == [
+        ["Batch", "Statistics", "dict", "dict"],
+        ["Batch", "dict", "dict"],
+        ["Batch", "dict", "dict"],
+    ]
+
+
+def test_what_came_from_elsewhere_is_copied_once(backend, rng, copies):
+    """Statistics of a file, or operators of a refresh in the background."""
+    network = network_of({name: block_of() for name in NAMES})
+    state = network.refresh(fed(backend, "float64", network, data(rng)), damping=0.1)
+    given = gradients_of(backend, "float64", rng, network)
+    executor = Stacked()
+    for _ in range(3):
+        network.precondition(state, given, executor=executor)
+    for _ in range(3):
+        network.refresh(state, damping=0.1, executor=executor)
+
+    assert sorted(copies) == sorted(["dict"] * 3 + ["FactoredKronecker", "Statistics"])
+
+
+def test_a_block_that_went_alone_joins_its_stack_again(backend, rng, copies):
+    """After an update of one block all three are copied once, and one again then."""
+    network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
+    inner = Seen()
+    executor = Stacked(inner)
+    state = fed(backend, "float64", network, seen, executor)
+    batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}
+    alone = {"b": batches["b"]}
+    expected = network.update(state, alone, decay=DECAY)
+    state = network.update(state, alone, decay=DECAY, executor=executor)
+    inner.taken(), copies.clear()
+
+    for _ in range(2):
+        state = network.update(state, batches, decay=DECAY, executor=executor)
+        expected = network.update(expected, batches, decay=DECAY)
+
+    assert inner.taken() == [3, 3]
+    assert sorted(copies) == ["Batch", "Batch", "Statistics"]
+    assert_same_statistics(backend, "float64", state, expected)
+
+
+def test_only_the_last_generation_is_kept(backend, rng):
+    """An executor holds nothing of states that nobody has any more."""
+    network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
+    batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}
+    given = gradients_of(backend, "float64", rng, network)
+    executor, state, before = Stacked(), network.empty(), []
+    for names in (NAMES, ("a", "b"), ("b", "c"), NAMES, ("c", "a"), NAMES):
+        some = {name: batches[name] for name in names}
+        state = network.update(state, some, decay=DECAY, executor=executor)
+        state = network.refresh(
+            state,
+            damping=0.1,
+            names=[n for n in NAMES if state[n].statistics],
+            executor=executor,
+        )
+        network.precondition(
+            state, {name: given[name] for name in names}, executor=executor
+        )
+        before += [
+            (weakref.ref(held.statistics), weakref.ref(held.operator))
+            for held in state.blocks.values()
+        ]
+        current = {id(part) for part in parts_of(state)}
+
+    gc.collect()
+    kept = [part for pair in before for of in pair if (part := of()) is not None]
+    assert {id(part) for part in kept} <= current
+    assert len(executor._pieces) <= 2 * len(NAMES)
+    assert len(executor._last) <= 2 * len(NAMES)
+
+
+def test_executors_compose(requires_backend, rng):
+    """Stacks, threads and the host's memory, in any order, give the same."""
+    backend = requires_backend("torch")
+    blocks = {name: block_of() for name in NAMES} | {"w": block_of(n=140, m=4)}
+    network = network_of(blocks)
+    seen = data(rng) | data(rng, ("w",), n=140, m=4)
+    given = gradients_of(backend, "float64", rng, network)
+    expected = fed(backend, "float64", network, seen)
+    directions = network.precondition(network.refresh(expected, damping=0.1), given)
+
+    for executor in (
+        Stacked(),
+        Stacked(Threaded(2)),
+        Threaded(2, Stacked()),
+        Stacked(Hosted()),
+        Hosted(Stacked()),
+        Stacked(Threaded(2, Hosted())),
+        Threaded(2, Hosted(Stacked())),
+    ):
+        state = fed(backend, "float64", network, seen, executor)
+        assert_same_statistics(backend, "float64", state, expected)
+        for _ in range(2):
+            state = network.refresh(state, damping=0.1, executor=executor)
+        got = network.precondition(state, given, executor=executor)
+        assert list(got) == list(blocks)
+        assert_same_products(backend, "float64", got, directions)
+
+
+def test_factors_that_are_no_matrices_are_no_stack(backend, rng):
+    """Blocks with a diagonal factor are fed, refreshed and multiplied one by one."""
+    network = network_of({n: block_of(output="diagonal") for n in NAMES})
+    inner = Seen()
+    executor = Stacked(inner)
+    state = fed(backend, "float64", network, data(rng), executor)
+    state = network.refresh(state, damping=0.1, executor=executor)
+    given = gradients_of(backend, "float64", rng, network)
+    got = network.precondition(state, given, executor=executor)
+
+    assert inner.taken() == [1] * 12
+    assert isinstance(state["a"].operator, FactoredKronecker)
+    assert_same_products(backend, "float64", got, network.precondition(state, given))

@@ -1,0 +1,144 @@
+"""What all operators do alike: stacks of vectors, what they lack, what they say."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+from ..builders.tolerances import assert_close
+
+N, IN, OUT, GROUPS = 8, 4, 6, 2
+SUM = kc.Conventions(loss="sum", sources="sum")
+RULES = ["factored", "exact"]
+PRODUCTS = {
+    "multiply": {},
+    "multiply_inverse": {},
+    "multiply_cholesky": {},
+    "multiply_cholesky_inverse": {"transpose": True},
+    "sample": {},
+}
+
+
+def operator_of(backend, dtype, rng, approximation, *, groups=1, rule="exact"):
+    """Return an operator with everything prepared, of a convolution of one pixel."""
+    layer = kc.Conv(
+        in_channels=IN * groups,
+        out_channels=OUT,
+        kernel_size=(1,),
+        padding="valid",
+        groups=groups,
+        bias=False,
+        weight_layout="spatial_io",
+        data_layout="channels_last",
+    )
+    x, g = rng.normal(size=(N, 1, IN * groups)), rng.normal(size=(N, 1, OUT))
+    batch = kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))
+    block = kc.Block(layer, approximation)
+    statistics = block.update(
+        block.initial(batch.inputs), batch, conventions=SUM, decay=0.0
+    )
+    return block.operator(
+        statistics,
+        damping=0.5,
+        rule=rule,
+        factorizations=("inverse", "cholesky", "eigenbasis"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("approximation", "rule"),
+    [*itertools.product([kc.Kronecker()], RULES), (kc.Eigen(), "exact")],
+    ids=str,
+)
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_vector_may_be_a_stack_of_the_operators_own(
+    backend, dtype, rng, approximation, rule, product
+):
+    """A stack (Q, n, m) gives the stack of the parts of what (n, Q m) gives."""
+    operator = operator_of(backend, dtype, rng, approximation, groups=GROUPS, rule=rule)
+    V = rng.normal(size=(IN, OUT))
+    columns = OUT // GROUPS
+    parts = np.moveaxis(V.reshape(IN, GROUPS, columns), 1, 0)
+
+    options = PRODUCTS[product]
+    joined = getattr(operator, product)(backend.asarray(V, dtype), **options)
+    stacked = getattr(operator, product)(backend.asarray(parts, dtype), **options)
+
+    assert tuple(joined.shape) == (IN, OUT)
+    assert tuple(stacked.shape) == (GROUPS, IN, columns)
+    for q in range(GROUPS):
+        own = backend.to_numpy(joined)[:, q * columns : (q + 1) * columns]
+        assert_close(backend.to_numpy(stacked)[q], own, "identity", dtype)
+    with pytest.raises(kc.ShapeError, match=r"shape \(4, 6\)"):
+        operator.multiply(backend.asarray(np.ones((3, IN, 1, 1)), dtype))
+
+
+@pytest.mark.parametrize("approximation", [kc.Eigen(), kc.Kronecker()], ids=str)
+def test_the_cholesky_factor_of_a_spectrum_is_the_dense_one(
+    backend, dtype, rng, approximation
+):
+    """L is lower triangular and ``L L^T`` the damped block; L^-1 and L^T go with it."""
+    operator = operator_of(backend, dtype, rng, approximation)
+    F = backend.to_numpy(operator.to_dense())
+    expected = np.linalg.cholesky(F)
+
+    def matrix_of(product, **options):
+        columns = []
+        for unit in np.eye(IN * OUT):
+            V = backend.asarray(unit.reshape(IN, OUT), dtype)
+            columns.append(backend.to_numpy(product(V, **options)).ravel())
+        return np.stack(columns, axis=1)
+
+    L = matrix_of(operator.multiply_cholesky)
+    L_t = matrix_of(operator.multiply_cholesky, transpose=True)
+    inverse = matrix_of(operator.multiply_cholesky_inverse)
+
+    assert_close(L, expected, "cholesky", dtype)
+    assert_close(L_t, expected.T, "cholesky", dtype)
+    assert_close(inverse @ expected, np.eye(IN * OUT), "cholesky", dtype)
+
+
+@pytest.mark.parametrize(
+    "approximation",
+    [
+        kc.Eva(),
+        kc.LowRankKronecker(input_rank=2, output_rank=2),
+        kc.ExampleGram(gradients=4),
+    ],
+    ids=lambda made: made.name,
+)
+def test_what_an_operator_lacks_it_refuses_with_the_reason(backend, rng, approximation):
+    """One reason for the approximation, the operator, and the product that is refused."""
+    operator = operator_of(backend, "float64", rng, approximation)
+    V = backend.asarray(np.ones((IN, OUT)))
+
+    assert operator.unsupported_products == approximation.unsupported_products
+    for product, reason in operator.unsupported_products.items():
+        with pytest.raises(kc.UnsupportedError, match=product) as caught:
+            getattr(operator, product)(V)
+        assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "approximation",
+    [
+        *(kc.Kronecker(), kc.Eigen(), kc.Diagonal(), kc.Full(), kc.Eva()),
+        *(
+            kc.LowRankKronecker(input_rank=2, output_rank=2),
+            kc.ExampleGram(gradients=4),
+        ),
+    ],
+    ids=lambda made: made.name,
+)
+def test_an_operator_says_what_it_is_in_a_few_lines(backend, rng, approximation):
+    """Its kind, shape, dtype, damping and what is prepared; no array is printed."""
+    operator = operator_of(backend, "float64", rng, approximation, rule="factored")
+
+    said = repr(operator)
+
+    assert said.startswith(f"{type(operator).__name__}(shape=(4, 6), dtype=")
+    assert "damping=" in said
+    assert "inverse" in said
+    assert len(said) < 300

@@ -1,0 +1,362 @@
+"""Factorizing ``M = c B + shift I``, with B symmetric positive semidefinite up to rounding.
+
+Conventions.  B is a running sum and c what makes an average of it, so that no copy of the
+average is ever made: factorizations multiply by c in the pass that adds the shift, products
+afterwards.  Each factorization is one formula that looks at no value, and is tried by
+`kfac_core.linalg.fallback.climb`; one residual, of what is applied afterwards, decides
+whether it is accepted.  ``M z`` for the residual's vector z is finite only where all of M
+is, and is the one guard before LAPACK.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import known_true
+from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import structure
+from kfac_core.errors import FactorizationError
+from kfac_core.linalg.certificate import (
+    RESIDUAL_LIMIT,
+    cholesky_residual,
+    eigen_residual,
+    inverse_residual,
+    probe_of,
+)
+from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
+from kfac_core.linalg.eigen import eigh
+from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
+from kfac_core.linalg.fallback import (
+    Fallback,
+    climb,
+    fallback_of,
+    first_flag,
+    guarded,
+    untouched,
+)
+from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+
+__all__ = [
+    "DampedMatrix",
+    "cholesky_factor",
+    "damped_inverse",
+    "eigendecomposition",
+    "from_eigenbasis",
+    "problem_flags",
+]
+
+
+@structure()
+class DampedMatrix:
+    """The matrix ``M = c B + shift I``, or a stack of them.
+
+    Attributes
+    ----------
+    matrix : SymmetricMatrix
+        B; never modified.
+    factor : array, shape () or (...)
+        c, positive.
+    shift : array, shape () or (...)
+        Finite and >= 0.
+    """
+
+    matrix: SymmetricMatrix
+    factor: Array
+    shift: Array
+
+    @property
+    def size(self) -> int:
+        """The number n of rows."""
+        return self.matrix.size
+
+    def multiply(self, v: Array, /, *, shifted: bool = True, xp: Namespace) -> Array:
+        """Return ``M v``, or ``c B v``."""
+        product = multiply_symmetric(self.matrix, v, xp=xp)
+        product = self.factor[..., None, None] * product
+        return product + self.shift[..., None, None] * v if shifted else product
+
+
+Conditions = tuple[tuple[Array, Status], ...]
+"""What has to hold, each with the flag where it does not."""
+
+
+class _Probed(NamedTuple):
+    """The residual's vector, its image under a matrix, and what makes that valid."""
+
+    z: Array
+    image: Array
+    conditions: Conditions
+    valid: Array
+
+
+def cholesky_factor(
+    problem: DampedMatrix, /, *, check: Check, name: str
+) -> CholeskyFactor:
+    """Factorize M by Cholesky.
+
+    Parameters
+    ----------
+    problem : DampedMatrix
+        M.
+    check : {"raise", "status"}
+        Whether to climb the fallback chain and raise, or to report.
+    name : str
+        What a message should call the matrix.
+
+    Returns
+    -------
+    CholeskyFactor
+        In the dtype of M; NaN throughout where it failed.
+
+    Raises
+    ------
+    NotFiniteError, DampingError
+        Where M holds NaN or infinity, or the shift is invalid (``check="raise"``).
+    FactorizationError
+        Where nothing in the chain holds (``check="raise"``).
+
+    Notes
+    -----
+    ``n^3 / 3`` flops.  ``check="raise"`` synchronizes with the device once.
+    """
+    xp = own_namespace(problem.matrix.array)
+    return climb(
+        _attempt_cholesky, problem, _clipped_cholesky, check=check, name=name, xp=xp
+    )
+
+
+def damped_inverse(
+    problem: DampedMatrix,
+    factor: CholeskyFactor | None = None,
+    /,
+    *,
+    check: Check,
+    name: str,
+) -> Inverse:
+    """Invert M by its Cholesky factor.
+
+    Parameters
+    ----------
+    problem, check, name
+        As for `cholesky_factor`, as the errors are.
+    factor : CholeskyFactor, optional
+        What `cholesky_factor` just made of M with the same `check`, where it is kept.
+        Without one, a factor is made whose memory becomes the inverse's.
+
+    Returns
+    -------
+    Inverse
+        In the dtype of M; NaN throughout where M is not positive definite.
+
+    Notes
+    -----
+    ``n^3`` flops.
+    """
+    xp, made = own_namespace(problem.matrix.array), None
+    if factor is not None and (check == "status" or not fallback_of(factor)):
+        made = _attempt_inverse(problem, xp, factor.lower)
+    options: Any = {"check": check, "name": name, "made": made, "xp": xp}
+    inverse: Inverse = climb(_attempt_inverse, problem, _clipped_inverse, **options)
+    return inverse
+
+
+def eigendecomposition(
+    problem: DampedMatrix, /, *, check: Check, name: str
+) -> Eigendecomposition:
+    """Return the eigendecomposition of ``c B``; the shift is not read.
+
+    Parameters, errors and conventions are those of `cholesky_factor`, with a fallback to
+    float64 alone.
+
+    Returns
+    -------
+    Eigendecomposition
+        In the dtype of B; NaN throughout where B is not finite.
+
+    Notes
+    -----
+    About ``9 n^3`` flops.  In float32 the small eigenvalues carry an absolute error of
+    about ``1e-7 |A|``, so that a damped inverse from them is 10 to 60 times less
+    accurate than one by Cholesky.
+    """
+    xp = own_namespace(problem.matrix.array)
+    return climb(
+        _attempt_eigen, problem, _no_eigendecomposition, check=check, name=name, xp=xp
+    )
+
+
+def problem_flags(problem: DampedMatrix, finite: Array, xp: Namespace, /) -> Conditions:
+    """Return what makes a problem valid, for `kfac_core.linalg.fallback.first_flag`.
+
+    Parameters
+    ----------
+    problem : DampedMatrix
+        M.
+    finite : array of bool, shape (...)
+        Whether ``M z`` is finite.
+    xp : namespace
+        Of the arrays.
+
+    Returns
+    -------
+    tuple
+        Conditions, each with the flag where it does not hold.
+    """
+    shift = problem.shift
+    return (
+        ((shift >= 0) & xp.isfinite(shift), Status.BAD_DAMPING),
+        (finite, Status.MATRIX_NOT_FINITE),
+    )
+
+
+def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> SymmetricMatrix:
+    """Return ``Q diag(w) Q^T``."""
+    product = xp.matmul(Q * eigenvalues[..., None, :], xp.matrix_transpose(Q))
+    return SymmetricMatrix(0.5 * (product + xp.matrix_transpose(product)), whole=True)
+
+
+def _probed(problem: DampedMatrix, xp: Namespace) -> _Probed:
+    z = probe_of(problem.matrix.array, xp)
+    image = problem.multiply(z, xp=xp)
+    finite = xp.all(xp.isfinite(image), axis=(-2, -1))
+    conditions = problem_flags(problem, finite, xp)
+    valid = conditions[0][0] & finite
+    if not known_true(valid, xp=xp):
+        image = xp.where(valid[..., None, None], image, xp.zeros_like(image))
+    return _Probed(z, image, conditions, valid)
+
+
+def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
+    z, image, conditions, valid = _probed(problem, xp)
+    lower = _lower(problem, valid, xp)
+    residual = cholesky_residual(lower, z, image, xp=xp)
+    judged = _judged(conditions, lower[..., -1, -1] > 0, residual, xp)
+    return CholeskyFactor(lower, *judged)
+
+
+def _attempt_inverse(
+    problem: DampedMatrix, xp: Namespace, lower: Array | None = None
+) -> Inverse:
+    """Return the inverse and its flags; a factor that is given is not written to."""
+    z, image, conditions, valid = _probed(problem, xp)
+    own = lower is None
+    if lower is None:
+        lower = _lower(problem, valid, xp)
+    # A factor that failed is NaN throughout; this one is overwritten below.
+    positive = lower[..., -1, -1] > 0
+    X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
+    residual = inverse_residual(X, z, image, xp=xp)
+    return Inverse(X, *_judged(conditions, positive, residual, xp))
+
+
+def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
+    matrix = problem.matrix
+    z = probe_of(matrix.array, xp)
+    image = problem.multiply(z, shifted=False, xp=xp)
+    finite = xp.all(xp.isfinite(image), axis=(-2, -1))
+    safe = SymmetricMatrix(guarded(finite, matrix.array, 1.0, xp=xp), matrix.whole)
+    w, Q = eigh(safe, xp=xp)
+    w = problem.factor[..., None] * w
+    residual = eigen_residual(w, Q, z, image, xp=xp)
+    zeros = xp.zeros_like(w)
+    clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
+    w = xp.where(w < 0, zeros, w)
+    status = first_flag(
+        (finite, Status.MATRIX_NOT_FINITE),
+        (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
+        xp=xp,
+    )
+    if not known_true(finite, xp=xp):
+        w = xp.where(finite[..., None], w, xp.full_like(w, xp.nan))
+        Q = xp.where(finite[..., None, None], Q, xp.full_like(Q, xp.nan))
+    _, fallback = untouched(residual, xp)
+    return Eigendecomposition(w, Q, status, residual, clipped, fallback)
+
+
+def _lower(problem: DampedMatrix, valid: Array, xp: Namespace) -> Array:
+    """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
+    matrix, shift = problem.matrix, problem.shift
+    if not known_true(valid, xp=xp):
+        # Minus the identity has no factor either, and unlike NaN it does no harm.
+        safe = guarded(valid, matrix.array, -1.0, xp=xp)
+        matrix = SymmetricMatrix(safe, matrix.whole)
+        shift = xp.where(valid, shift, xp.zeros_like(shift))
+    return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
+
+
+def _judged(
+    conditions: Conditions, positive: Array, residual: Array, xp: Namespace
+) -> tuple[Array, Array, Array, Array]:
+    """Return the status, the residual, the clipped mass and the fallback of an attempt."""
+    status = first_flag(
+        *conditions,
+        (positive, Status.NOT_POSITIVE),
+        (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
+        xp=xp,
+    )
+    clipped, fallback = untouched(residual, xp)
+    return status, residual, clipped, fallback
+
+
+def _clipped_cholesky(
+    problem: DampedMatrix, made: CholeskyFactor, name: str, xp: Namespace
+) -> CholeskyFactor:
+    """Return the factor of M with A clipped, or raise."""
+    basis, damped, _, residual, fallback = _clipped(problem, name, xp)
+    # M = B^T B with B = diag(sqrt) Q^T, and B = Q' R gives L = R^T.
+    Q = basis.eigenvectors
+    R = xp.linalg.qr(xp.sqrt(damped)[..., :, None] * xp.matrix_transpose(Q)).R
+    ones = xp.ones_like(damped)
+    signs = xp.where(xp.linalg.diagonal(R) < 0, -ones, ones)
+    lower = xp.matrix_transpose(R * signs[..., :, None])
+    status = xp.zeros_like(fallback)
+    return CholeskyFactor(lower, status, residual, basis.clipped, fallback)
+
+
+def _clipped_inverse(
+    problem: DampedMatrix, made: Inverse, name: str, xp: Namespace
+) -> Inverse:
+    """Return the inverse of M with A clipped, or raise."""
+    basis, _, X, residual, fallback = _clipped(problem, name, xp)
+    return Inverse(X, xp.zeros_like(fallback), residual, basis.clipped, fallback)
+
+
+def _clipped(
+    problem: DampedMatrix, name: str, xp: Namespace
+) -> tuple[Eigendecomposition, Array, SymmetricMatrix, Array, Array]:
+    """Return A's eigendecomposition, M's eigenvalues and inverse, its residual, fallback.
+
+    Or raise, where M is not positive definite even so.
+    """
+    basis = _attempt_eigen(problem, xp)
+    damped = basis.eigenvalues + problem.shift[..., None]
+    Q, unit = basis.eigenvectors, xp.where(damped > 0, damped, xp.ones_like(damped))
+    X = from_eigenbasis(Q, 1.0 / unit, xp)
+    z = probe_of(problem.matrix.array, xp)
+    image = multiply_symmetric(from_eigenbasis(Q, damped, xp), z, xp=xp)
+    residual = inverse_residual(X, z, image, xp=xp)
+    smallest, worst = float(xp.min(damped)), float(xp.max(residual))
+    if not (smallest > 0 and worst <= RESIDUAL_LIMIT):
+        raise FactorizationError(
+            f"a {problem.size} x {problem.size} matrix is not positive definite even after "
+            f"its negative eigenvalues (sum {float(xp.max(basis.clipped)):.1e}) were set "
+            f"to zero: with damping {float(xp.max(problem.shift)):.1e} its eigenvalues run "
+            f"from {smallest:.1e} to {float(xp.max(damped)):.1e} and the inverse has "
+            f"residual {worst:.1e} (limit {RESIDUAL_LIMIT}). Increase `damping`.",
+            factor=name,
+        )
+    fallback = xp.full_like(basis.fallback, int(Fallback.EIGENDECOMPOSITION))
+    return basis, damped, X, residual, fallback
+
+
+def _no_eigendecomposition(
+    problem: DampedMatrix, made: Eigendecomposition, name: str, xp: Namespace
+) -> Eigendecomposition:
+    raise FactorizationError(
+        f"the eigendecomposition of a {problem.size} x {problem.size} matrix has residual "
+        f"{float(xp.max(made.residual)):.1e}, above {RESIDUAL_LIMIT}, in every precision "
+        "there is here. Look at the statistics for entries of wildly different size.",
+        factor=name,
+    )

@@ -1,0 +1,285 @@
+"""The one fallback chain: working precision, float64, and what is left after that.
+
+Conventions.  A *problem* is a structure of arrays, and an *attempt* is one formula that
+makes a factorization of it together with the flags of what went wrong, looking at no
+value.  With ``check="status"`` that is all.  With ``check="raise"`` the flags are read,
+once, and where one is set the chain goes on:
+
+1. the attempt in the dtype that was asked for;
+2. the same attempt in float64, where the device has it, cast back;
+3. what the factorization names as its last resort, such as an eigendecomposition with
+   negative eigenvalues set to zero; or an error that says what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import is_plain, known_true
+from kfac_core.array.namespaces import any_status, cast, device_of, own_namespace
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import leaves, map_structure, replaced
+from kfac_core.errors import DampingError, NotFiniteError
+
+__all__ = [
+    "Fallback",
+    "climb",
+    "fallback_of",
+    "first_flag",
+    "guarded",
+    "raise_invalid",
+    "untouched",
+    "widened",
+]
+
+P = TypeVar("P")
+M = TypeVar("M")
+
+
+class Fallback(IntEnum):
+    """By which step of the fallback chain a factorization was made."""
+
+    WORKING = 0
+    """In the dtype that was asked for: none was needed."""
+    FLOAT64 = 1
+    """In float64, cast back."""
+    EIGENDECOMPOSITION = 2
+    """In the widest dtype, with negative eigenvalues set to zero."""
+
+
+def fallback_of(made: Any, /) -> Fallback:
+    """Return the fallback of a factorization, for reports; synchronizes with the device.
+
+    Parameters
+    ----------
+    made : structure with a ``fallback``
+        Of a stack, the last that any matrix of it needed.
+
+    Returns
+    -------
+    Fallback
+        Whose name in small letters a report shows.
+    """
+    xp = own_namespace(made.fallback)
+    return Fallback(int(xp.max(made.fallback)))
+
+
+def climb(
+    attempt: Callable[[P, Namespace], M],
+    problem: P,
+    last: Callable[[P, M, str, Namespace], M],
+    /,
+    *,
+    check: Check,
+    name: str,
+    made: M | None = None,
+    xp: Namespace,
+) -> M:
+    """Return a factorization by the first step of the chain that gives one.
+
+    Parameters
+    ----------
+    attempt : callable
+        Takes a problem and a namespace; returns a structure with the fields ``status`` and
+        ``fallback``, arrays of int32 of the shape of the stack.
+    problem : structure
+        What is factorized; all floating arrays are of one dtype.
+    last : callable
+        The last resort: takes the problem in the widest dtype, what the attempt made of it,
+        the name and the namespace; raises where it fails too.
+    check : {"raise", "status"}
+        Whether to climb and raise, or to return the first attempt with its flags.
+    name : str
+        What a message should call the matrix.
+    made : structure, optional
+        The first attempt, where it was made already.
+    xp : namespace
+        Of the arrays.
+
+    Returns
+    -------
+    structure
+        In the dtype of the problem.
+
+    Raises
+    ------
+    NotFiniteError, DampingError
+        For a problem that no precision makes valid (``check="raise"``).
+    KFACError
+        As `last` (``check="raise"``).
+    """
+    found: Any = attempt(problem, xp) if made is None else made
+    if check == "status" or not (flags := _flags(found.status, xp)):
+        return found  # type: ignore[no-any-return]
+    widest = widened(problem, xp=xp)
+    if widest is not None:
+        found = attempt(widest, xp)
+        if not (flags := _flags(found.status, xp)):
+            fallback = xp.full_like(found.fallback, int(Fallback.FLOAT64))
+            return _narrowed(replaced(found, fallback=fallback), problem, xp)  # type: ignore[no-any-return]
+    raise_invalid(Status(flags), name)
+    widest = problem if widest is None else widest
+    return _narrowed(last(widest, found, name, xp), problem, xp)
+
+
+def raise_invalid(flags: Status, name: str, /) -> None:
+    """Raise for a problem that holds what cannot be computed with.
+
+    Parameters
+    ----------
+    flags : Status
+        Of the problem.
+    name : str
+        What a message should call it.
+
+    Raises
+    ------
+    NotFiniteError, DampingError
+        As the flags say.
+    """
+    if Status.MATRIX_NOT_FINITE in flags:
+        raise NotFiniteError(
+            f"{name}: the matrix holds NaN or infinity. Its statistics were not finite, "
+            "or their sums overflowed; reset them, or keep them in float64."
+        )
+    if Status.BAD_DAMPING in flags:
+        raise DampingError(
+            f"{name}: the damping is negative or not finite. Expected a finite number >= 0."
+        )
+
+
+def guarded(valid: Array, array: Array, fill: float, /, *, xp: Namespace) -> Array:
+    """Return matrices, with multiples of the identity in the place of invalid ones.
+
+    Some libraries hang on NaN, which so never reaches them.
+
+    Parameters
+    ----------
+    valid : array of bool, shape (...)
+        Of each matrix of the stack.
+    array : array, shape (..., n, n)
+        The matrices.
+    fill : float
+        By what the identity is multiplied.
+    xp : namespace
+        Of both.
+
+    Returns
+    -------
+    array, shape (..., n, n)
+        The array itself where the host knows that all of it is valid.
+    """
+    if known_true(valid, xp=xp):
+        return array
+    eye = xp.eye(array.shape[-1], dtype=array.dtype, device=device_of(array))
+    return xp.where(valid[..., None, None], array, fill * eye)
+
+
+def first_flag(*conditions: tuple[Array, Status], xp: Namespace) -> Array:
+    """Return the flag of the first condition that does not hold, for each of a stack.
+
+    Parameters
+    ----------
+    *conditions : tuple of array of bool and Status
+        Of the shape of the stack.
+    xp : namespace
+        Of the arrays.
+
+    Returns
+    -------
+    array of int32
+        Zero where all of them hold.
+    """
+    first = conditions[0][0]
+    for condition, _ in conditions[1:]:
+        first = first & condition
+    if known_true(first, xp=xp):
+        # Known at once only of what is plain.
+        return _same_zeros(tuple(first.shape), xp.int32, device_of(first), xp)[1]
+    status = xp.zeros(first.shape, dtype=xp.int32, device=device_of(first))
+    for condition, flag in reversed(conditions):
+        status = xp.where(condition, status, xp.full_like(status, int(flag)))
+    return status
+
+
+def untouched(residual: Array, xp: Namespace, /) -> tuple[Array, Array]:
+    """Return the clipped mass and the fallback of what is made at the first attempt.
+
+    Parameters
+    ----------
+    residual : array, shape (...)
+        Of the attempt.
+    xp : namespace
+        Of the array.
+
+    Returns
+    -------
+    clipped : array
+        Zeros of its shape and dtype; not to be written to.
+    fallback : array of int32
+        Likewise.
+    """
+    make = _same_zeros if is_plain(residual, xp=xp) else _zeros
+    return make(tuple(residual.shape), residual.dtype, device_of(residual), xp)
+
+
+def widened(problem: P, /, *, xp: Namespace) -> P | None:
+    """Return a problem in float64; None where it is, or where there is no such dtype.
+
+    Parameters
+    ----------
+    problem : structure
+        Of floating arrays.
+    xp : namespace
+        Of the arrays.
+
+    Returns
+    -------
+    structure or None
+        A copy.
+    """
+    first = _like(problem)
+    if first.dtype == xp.float64:
+        return None
+    info = xp.__array_namespace_info__()
+    if "float64" not in info.dtypes(device=device_of(first), kind="real floating"):
+        return None
+    return _cast(problem, xp.float64, xp)
+
+
+def _narrowed(made: M, problem: Any, xp: Namespace) -> M:
+    """Return a factorization in the dtype of the problem."""
+    return _cast(made, _like(problem).dtype, xp)
+
+
+def _cast(value: P, dtype: Any, xp: Namespace) -> P:
+    return map_structure(
+        lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
+        value,
+    )
+
+
+def _like(problem: Any) -> Array:
+    return next(iter(leaves(problem)))[1]
+
+
+def _flags(status: Array, xp: Namespace) -> int:
+    """Return the flags of a whole stack; synchronizes with the device."""
+    if status.ndim and not bool(xp.any(status != 0)):
+        return 0
+    return int(any_status(status, xp=xp))
+
+
+def _zeros(
+    shape: tuple[int, ...], dtype: Any, device: Any, xp: Namespace
+) -> tuple[Array, Array]:
+    """Return zeros of a dtype and of int32."""
+    floating = xp.zeros(shape, dtype=dtype, device=device)
+    return floating, xp.zeros(shape, dtype=xp.int32, device=device)
+
+
+_same_zeros = functools.lru_cache(maxsize=256)(_zeros)

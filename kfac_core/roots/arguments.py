@@ -1,0 +1,93 @@
+"""The arguments of functions of one symmetric matrix: a matrix and a damping."""
+
+from __future__ import annotations
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
+    Scalar,
+    cast,
+    full_of,
+    namespace_of,
+    require_floating,
+    wide_dtype,
+)
+from kfac_core.errors import ShapeError
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+__all__ = ["damping_array", "symmetric_argument"]
+
+
+def symmetric_argument(
+    matrix: SymmetricMatrix | Array, name: str, /
+) -> tuple[SymmetricMatrix, Namespace]:
+    """Return an argument as a `SymmetricMatrix`, in float32 or wider.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix, or array of shape (..., n, n)
+        Never modified; of an array both triangles are read.
+    name : str
+        What a message should call it.
+
+    Returns
+    -------
+    matrix : SymmetricMatrix
+        The same.
+    xp : namespace
+        Of its array.
+
+    Raises
+    ------
+    ShapeError, DtypeError
+        For anything but square matrices of a real floating dtype.
+    """
+    whole = True
+    array: Array = matrix
+    if isinstance(matrix, SymmetricMatrix):
+        array, whole = matrix.array, matrix.whole
+    xp = namespace_of(**{name: array})
+    require_floating(xp, array, name)
+    if array.ndim < 2 or array.shape[-1] != array.shape[-2] or array.shape[-1] < 1:
+        raise ShapeError(
+            f"Expected `{name}` to have shape (..., n, n), got {tuple(array.shape)}."
+        )
+    wide = cast(xp, array, wide_dtype(xp, array.dtype))
+    return SymmetricMatrix(wide, whole), xp
+
+
+def damping_array(
+    damping: Scalar, matrix: SymmetricMatrix, /, *, xp: Namespace
+) -> Array:
+    """Return a damping as an array of the dtype of a matrix, 0-d or of its stack.
+
+    Parameters
+    ----------
+    damping : float, or array of shape () or (...)
+        One for all matrices of the stack, or one for each.
+    matrix : SymmetricMatrix
+        What it goes together with.
+    xp : namespace
+        Of the matrix.
+
+    Returns
+    -------
+    array, shape () or (...)
+        The damping.
+
+    Raises
+    ------
+    ShapeError
+        For an array of another shape.
+    MixedArraysError
+        For an array of another library or device.
+    """
+    if not hasattr(damping, "shape") or not hasattr(damping, "dtype"):
+        return full_of(xp, damping, matrix.array)
+    namespace_of(matrix=matrix.array, damping=damping)
+    lead = tuple(matrix.array.shape[:-2])
+    if tuple(damping.shape) not in ((), lead):
+        raise ShapeError(
+            f"Expected `damping` to be a number, or an array of shape () or {lead}, got "
+            f"shape {tuple(damping.shape)}."
+        )
+    return cast(xp, damping, matrix.array.dtype)
