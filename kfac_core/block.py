@@ -16,7 +16,8 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, get_args
 
 import array_api_compat
@@ -178,7 +179,7 @@ class Block:
         """
         require_decay(decay)
         require_weight(weight)
-        update = UpdateBlock(conventions, max_patch_elements)
+        update = UpdateBlock(conventions, max_patch_elements, check)
         new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
             return _accepted(new, statistics)
@@ -356,7 +357,8 @@ class Block:
             memo={} if memo is None else memo,
         )
         # What is infinite is found by its status; NumPy would also warn on the way.
-        with np.errstate(over="ignore", invalid="ignore"):
+        like = statistics.any_weight
+        with _quiet(check, like, over="ignore", invalid="ignore"):
             made = self.approximation.operator(statistics, self.layer, options)
         if solving == "inverse":
             return made
@@ -495,10 +497,13 @@ class UpdateBlock:
         How output gradients are scaled.
     max_patch_elements : int or None
         As for `Block.update`.
+    check : {"raise", "status"}
+        Whether whoever asked looks at the flags at once.
     """
 
     conventions: Conventions
     max_patch_elements: int | None
+    check: Check
 
     on_host = False
     worth_threads = 0
@@ -549,7 +554,7 @@ class UpdateBlock:
         )
         if self.max_patch_elements is not None:
             new, status = self._by_parts(block, statistics, batch, options)
-            return replaced(new, status=flags | status)
+            return _with_status(new, flags | status)
         rows = block.rows(batch, stack=stack) if stack else block.rows(batch)
         _require_place(statistics, rows)
         if isinstance(rows, IdRows):
@@ -557,13 +562,11 @@ class UpdateBlock:
             flags = flags | rows.status(xp=xp)
             rows = rows.with_ids_inside(xp=xp)
         # What is infinite is found by its status; NumPy would also warn of inf - inf.
-        with np.errstate(invalid="ignore"):
+        with _quiet(self.check, like, invalid="ignore"):
             new = block.approximation.updated(statistics, rows, block.layer, options)
             if not isinstance(rows, IdRows):
                 flags = flags | _finite_status(block, rows, new, options, stack)
-        new = replaced(new, status=flags)
-        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
-        return _of_arrays(new) if isinstance(flags, (np.generic, np.ndarray)) else new
+        return _with_status(new, flags)
 
     def _by_parts(
         self,
@@ -581,7 +584,7 @@ class UpdateBlock:
         for rows in parts:
             _require_place(statistics, rows)
             status = status | rows.status(xp=options.xp)
-            with np.errstate(invalid="ignore"):
+            with _quiet(self.check, rows.like, invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
                 total = part if total is None else total.merged(part)
             # The loop's variable would hold this chunk while the next one is made.
@@ -656,13 +659,17 @@ class Rebase:
         """Whether equal tasks can be run as one."""
         return False
 
+    def accepts(self, result: Statistics, /) -> bool:
+        """Whether no basis is flagged; synchronizes with the device."""
+        return not bool(result.status)
+
     def work(self, block: Block, /, *_: Any) -> int:
         """Return about how many flops a block takes, in any unit."""
         n, m = block.layer.matrix_shape
         return n**3 + m**3
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RefreshBlock:
     """The function of one block that `Network.refresh` runs for each.
 
@@ -682,7 +689,7 @@ class RefreshBlock:
     damping_scaling: DampingScaling
     precision: Precision
     check: Check
-    memo: dict[Any, Any]
+    memo: dict[Any, Any] = field(compare=False)
 
     on_host = True
     worth_threads = 0
@@ -767,7 +774,7 @@ class Product:
 
     product: str
     arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(hash=False)
 
     on_host = False
     worth_threads = 10**9
@@ -820,16 +827,34 @@ class Product:
         return 2 * n * m * (n + m)
 
 
-def _of_arrays(statistics: Statistics) -> Statistics:
-    """Return statistics with 0-d arrays in place of NumPy's scalars."""
-    averages = {
-        # Of a matrix only the weight can have become one: the common case, done quickly.
-        name: Average(average.sum, np.asarray(average.weight))
-        if type(average) is Average and type(average.sum) is SymmetricMatrix
-        else map_structure(np.asarray, average)
-        for name, average in statistics.averages.items()
-    }
-    return Statistics(averages, np.asarray(statistics.status), statistics.bases)
+def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManager[Any]:
+    """Return a context in which NumPy does not warn of what is found by its status.
+
+    Function compilers know no such thing; what they look into is not NumPy's.
+    """
+    if check == "raise" or isinstance(like, (np.ndarray, np.generic)):
+        return np.errstate(**errors)
+    return nullcontext()
+
+
+def _with_status(statistics: Statistics, status: Any) -> Statistics:
+    """Return statistics with other flags, and no NumPy scalars in the place of arrays."""
+    averages = statistics.averages
+    if isinstance(status, np.generic | np.ndarray):
+        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
+        status = np.asarray(status)
+        averages = {name: _of_arrays(held) for name, held in averages.items()}
+    return Statistics(averages, status, statistics.bases)
+
+
+def _of_arrays(average: Any) -> Any:
+    """Return an average without NumPy's scalars."""
+    if type(average) is not Average:
+        return map_structure(np.asarray, average)
+    total = average.sum
+    if isinstance(total, np.generic):
+        total = np.asarray(total)
+    return Average(total, np.asarray(average.weight))
 
 
 def _require_place(statistics: Statistics, rows: Any) -> None:

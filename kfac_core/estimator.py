@@ -11,7 +11,6 @@ is fed is detached first.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
@@ -331,8 +330,10 @@ class Estimator:
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
-            Where a block has no earlier operator, or its failures in a row exceed the
-            budget; every block then keeps the operator it had.
+            Where a block has no earlier operator, or has failed as often in a row as
+            ``Refreshing.failure_budget`` allows.  Nothing changes then, the count of
+            failures included: it counts the refreshes that returned, with a block's
+            previous operator kept.
         """
         chosen = self.network.ready(self.state, names)
         if check == "raise" and self._movement is not None:
@@ -440,7 +441,11 @@ class Estimator:
         Two matrix products a block, ``2 n m (n + m)`` flops; never synchronizes with a
         device.
         """
-        return self.apply("multiply_inverse", gradients)
+        if "inverse" not in self.network.refreshing.factorizations:
+            return self.apply("multiply_inverse", gradients)
+        return self.network.apply(
+            "multiply_inverse", self.state, gradients, executor=self._executor
+        )
 
     def apply(
         self,
@@ -524,17 +529,17 @@ class Estimator:
         Returns
         -------
         dict
-            Copies: statistics and operators of every block, counts, conventions and
-            settings; arrays stay of their library and device.
+            Descriptions, conventions and settings; and of each block's statistics and
+            operator the arrays by path, as copies of their library and device.  Counts
+            and dampings are Python's numbers, for which this waits for the device.
         """
-        settings = {
-            "damping": self._damping,
-            "damping_rule": self.network.damping_rule,
-            "decay": self._decay,
-            "weight": self.network.averaging.weight,
-            "burn_in": self.network.averaging.burn_in,
-        }
-        return dump_state(self.network, self.state, self._promises(), settings)
+        return dump_state(
+            self.network,
+            self.state,
+            self._promises(),
+            damping=self._damping,
+            decay=self._decay,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Take over a state that `state_dict` made.
@@ -549,17 +554,9 @@ class Estimator:
         StateError
             Where anything does not fit; nothing was changed then.
         """
-        loaded, settings = parse_state(state, self.network, self._promises())
-        averaging = dataclasses.replace(
-            self.network.averaging,
-            weight=settings["weight"],
-            burn_in=settings["burn_in"],
-        )
-        rule = settings["damping_rule"]
-        self.network = self.network.with_options(damping_rule=rule, averaging=averaging)
-        self.state = loaded
-        self._damping = settings["damping"]
-        self._decay = settings["decay"]
+        network, loaded, settings = parse_state(state, self.network, self._promises())
+        self.network, self.state = network, loaded
+        self._damping, self._decay = settings["damping"], settings["decay"]
 
     def _promises(self) -> dict[str, Any]:
         """Return what a state must share with the estimator that it is loaded into."""

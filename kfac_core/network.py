@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, get_args
 
-from kfac_core.array.backend import Array
+from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -286,8 +286,8 @@ class Network:
     def initial(self, like: Array, /, *, damping: Scalar) -> NetworkState:
         """Return a first state of arrays alone, in the form that every stage returns.
 
-        For function compilers: operators are those of no statistics, ``lam I``, and
-        counts are 0-d arrays.
+        For function compilers: counts are 0-d arrays, and operators are there only for
+        their form.  Before the first refresh products are zero.
 
         Parameters
         ----------
@@ -299,10 +299,12 @@ class Network:
         Returns
         -------
         NetworkState
-            Whose ``refreshes`` are zero.
+            Whose ``refreshes`` are zero.  No array is in it twice, so that all of it may
+            be donated.
         """
         xp = namespace_of(like=like)
-        place: dict[str, Any] = {"dtype": xp.int32, "device": device_of(like)}
+        device = device_of(like)
+        place: dict[str, Any] = {"dtype": xp.int32, "device": device}
         blocks: dict[str, BlockState] = {}
         for name, block in self.blocks.items():
             statistics = block.initial(like, precision=self.precision)
@@ -312,21 +314,26 @@ class Network:
                 for count in ("updates", "age", "refreshes", "failures", "status")
             }
             blocks[name] = BlockState(
-                statistics=statistics,
-                damping=xp.asarray(
-                    chosen, dtype=statistics.dtype, device=place["device"]
+                statistics=map_structure(
+                    lambda x: xp.asarray(x, copy=True), statistics
                 ),
+                damping=xp.asarray(chosen, dtype=statistics.dtype, device=device),
                 basis_age=xp.full((), -1, **place),
                 moments_missing=xp.zeros((), **place),
                 **counts,
             )
         start = NetworkState(blocks)
-        function, tasks = self._refresh_tasks(start, self.blocks, damping, "status")
-        made = plain(function, tasks)
+
+        def refreshed() -> NetworkState:
+            return self.refresh(start, damping=damping, check="status")
+
+        made = backend_of(xp).placeholder(refreshed, device=device)
         return start.updated(
             {
-                name: replaced(blocks[name], operator=operator)
-                for name, (operator, _) in made.items()
+                name: replaced(
+                    blocks[name], operator=map_structure(_copied, held.operator)
+                )
+                for name, held in made.blocks.items()
             }
         )
 
@@ -386,7 +393,7 @@ class Network:
         """
         require_decay(decay)
         fed = self._fed(batches)
-        function = UpdateBlock(self.conventions, self.max_patch_elements)
+        function = UpdateBlock(self.conventions, self.max_patch_elements, check)
         weight, burn_in = self.averaging.weight, self.averaging.burn_in
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, batch in fed.items():
@@ -587,8 +594,9 @@ class Network:
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
-            Where a block has no earlier operator, or its failures in a row exceed the
-            budget (``check="raise"``).
+            Where a block has no earlier operator, or has failed as often in a row as
+            the budget allows (``check="raise"``).  Within it the block keeps its operator,
+            and its ``failures`` are one more.
 
         Notes
         -----
@@ -713,8 +721,13 @@ class Network:
             name: (self.blocks[self.known(name)], self.operator(state, name), own)
             for name, own in given.items()
         }
-        found = executor(Product(product, arguments, options), tasks)
-        return self.chains.by_layer(found) if self.chains.of else found
+        function = Product(product, arguments, options)
+        found = executor(function, tasks)
+        made = {
+            name: _unless_new(state.blocks[name], vector)
+            for name, vector in found.items()
+        }
+        return self.chains.by_layer(made) if self.chains.of else made
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh.
@@ -813,7 +826,7 @@ class Network:
             averaging=averaging,
             refreshing=self.refreshing,
             precision=self.precision,
-            solving=self.solving,
+            solving={} if damping_rule == "exact" else self.solving,
             max_patch_elements=self.max_patch_elements,
         )
 
@@ -868,7 +881,7 @@ class Network:
         Returns
         -------
         NetworkState
-            Of the form of `form`.
+            Of the form of `form`; no array is in it twice, nor in either of the two.
 
         Raises
         ------
@@ -894,10 +907,10 @@ class Network:
             if not combinable(blocks[name], wanted):
                 raise StateError(
                     f"Block {name!r}: expected statistics and an operator of the form that "
-                    "this network's stages return under a compiler. Refresh with the same "
-                    "options."
+                    "this network's stages return under a compiler. Where the options are "
+                    'the same, call `refresh` with check="status".'
                 )
-        return NetworkState(blocks)
+        return map_structure(_copied, NetworkState(blocks))
 
     def _fed(self, batches: Mapping[str, Any]) -> dict[str, Any]:
         """Return what each block is fed, without gradient graphs."""
@@ -1006,12 +1019,25 @@ def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockS
     )
 
 
+def _copied(x: Array) -> Array:
+    return own_namespace(x).asarray(x, copy=True)
+
+
 def _in_form(value: Any, like: Any) -> Any:
     """Return a number as an array where another is one; as it is otherwise."""
-    if like is None or isinstance(like, int | float):
+    # NumPy's scalars are arrays here, though some are of Python's types, too.
+    if like is None or type(like) in (int, float):
         return value
     xp = own_namespace(like)
     return xp.zeros_like(like) + (0 if value is None else value)
+
+
+def _unless_new(held: BlockState, vector: dict[str, Any]) -> dict[str, Any]:
+    """Return a product, zero where a count that is traced says: never refreshed."""
+    if isinstance(held.refreshes, int):
+        return vector
+    xp, ready = own_namespace(held.refreshes), held.refreshes > 0
+    return map_structure(lambda x: xp.where(ready, x, xp.zeros_like(x)), vector)
 
 
 def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockState:
@@ -1022,7 +1048,7 @@ def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockSta
     previous = held.operator
     if previous is not None and combinable(operator, previous):
         operator = map_structure(lambda a, b: xp.where(good, a, b), operator, previous)
-        if not isinstance(held.damping, int | float | None):
+        if held.damping is not None and type(held.damping) not in (int, float):
             damping = xp.where(good, damping, held.damping)
     refreshes, age, failures = held.refreshes + 1, held.age * 0, held.failures * 0
     if not isinstance(held.refreshes, int):

@@ -1,118 +1,83 @@
 """A network's state as plain dicts and arrays, written and checked here.
 
-Conventions.  A state is a nested dict of strings, numbers, booleans, None and arrays.
-A structure is the dict ``{"structure": class name, field: ..., ...}``; only the classes
-listed in `_KNOWN` are ever made from one.  Everything is checked before anything is
-returned: format and version, the blocks with their layers and approximations, the
-conventions, shapes, dtypes, and that no number is NaN or infinite.
+Conventions.  A state says which format and version it is of, under which ``conventions``
+and ``settings`` it was made, and of each block its layer, its approximation, and its
+``values``: arrays and numbers by their path, such as ``"statistics.averages.input.sum"``.
+What is None has no path.  A symmetric matrix is one triangle, as
+`kfac_core.linalg.packing` packs it, whatever a library keeps of it.  Counts and dampings
+are Python's numbers, also where the state is one of arrays alone.
+
+No class stands there.  What the values are parts of is said by a template: statistics of
+nothing and the operator made of them, with nothing prepared, by the network that reads.
+What the template does not have, such as an inverse, is read as its annotation says.
+
+Everything is checked before anything is returned: the description, paths, shapes, dtypes,
+that no number is NaN or infinite, and that an operator's products are defined.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, get_args, get_origin, get_type_hints
+import json
+import operator as operators
+import reprlib
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import array_api_compat
 import numpy as np
 
-from kfac_core.array.namespaces import device_of, is_finite_number
-from kfac_core.array.structure import is_structure, leaves, static_fields
+from kfac_core.array.namespaces import (
+    device_of,
+    is_finite_number,
+    namespace_of,
+    own_namespace,
+)
+from kfac_core.array.precision import Precision
+from kfac_core.array.structure import fields_of, leaves, replaced
 from kfac_core.block import Block
 from kfac_core.damping import DampingRule
-from kfac_core.errors import DtypeError, FactorizationError, KFACError, StateError
-from kfac_core.factors.average import Average, require_decay, require_weight
-from kfac_core.factors.low_rank import LowRankAverage
-from kfac_core.factors.product import RunningProduct
+from kfac_core.errors import KFACError, StateError
+from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
-from kfac_core.factors.uncorrelated import ChannelMoments
-from kfac_core.factors.window import WindowAverage, WindowSum
-from kfac_core.linalg.damped import DampedMatrix
-from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
-from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky
-from kfac_core.linalg.low_rank import LowRankSum
-from kfac_core.linalg.low_rank_basis import LowRankBasis
-from kfac_core.linalg.rank_one import ShiftedRankOne
-from kfac_core.linalg.series_chain import SymmetricChain
-from kfac_core.linalg.series_infinite import InfiniteChain
-from kfac_core.linalg.shifted import ShiftedMatrix, Solving
-from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.linalg.packing import (
+    pack_triangle,
+    packed_rows,
+    packed_shape,
+    unpack_triangle,
+)
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import BlockState, Network, NetworkState
-from kfac_core.operators.dense import DenseOperator
-from kfac_core.operators.example_gram import ExampleGramOperator
-from kfac_core.operators.kronecker import FactoredKronecker
-from kfac_core.operators.low_rank import LowRankOperator
-from kfac_core.operators.many_kronecker import ManyKronecker
-from kfac_core.operators.operator import CurvatureOperator
-from kfac_core.operators.series import SeriesOperator
-from kfac_core.operators.spectral import SpectralOperator
+from kfac_core.operators.operator import FACTORIZATION_OF, CurvatureOperator
 
 __all__ = ["FORMAT", "VERSION", "dump_state", "parse_state"]
 
 FORMAT = "kfac_core.estimator"
-VERSION = 1
+VERSION = 2
 
-_KNOWN: dict[str, type[Any]] = {
-    cls.__name__: cls
-    for cls in (
-        Average,
-        Eigendecomposition,
-        DampedMatrix,
-        ChannelMoments,
-        DenseOperator,
-        ExampleGramOperator,
-        FactoredKronecker,
-        Inverse,
-        KroneckerCholesky,
-        LowRankAverage,
-        LowRankBasis,
-        LowRankOperator,
-        LowRankSum,
-        ManyKronecker,
-        RunningProduct,
-        Statistics,
-        CholeskyFactor,
-        SeriesOperator,
-        SpectralOperator,
-        InfiniteChain,
-        SymmetricChain,
-        ShiftedDiagonal,
-        ShiftedMatrix,
-        ShiftedRankOne,
-        SymmetricMatrix,
-        WindowAverage,
-        WindowSum,
-    )
-}
+_COUNTS = [
+    name
+    for name, _ in fields_of(BlockState)
+    if type(getattr(BlockState, name, None)) is int
+]
+"""The counts of a block, which are zero or -1 in a state of nothing."""
 
-_STATIC: dict[str, Callable[[Any], bool]] = {
-    "whole": lambda value: isinstance(value, bool),
-    "definite": lambda value: isinstance(value, bool),
-    "solving": lambda value: value in get_args(Solving),
-    "vector_shape": lambda value: (
-        isinstance(value, tuple)
-        and len(value) == 2
-        and all(isinstance(length, int) and length > 0 for length in value)
-    ),
-    "repeats": lambda value: isinstance(value, int) and value > 0,
-    "exact": lambda value: isinstance(value, bool),
-    "tail": lambda value: value in (0, 1),
-}
-"""What static fields of structures may be, by name."""
-
-_COUNTS = ("updates", "age", "refreshes", "failures", "basis_age", "moments_missing")
-_SMALLEST = {"basis_age": -1}
-"""The counts that may be less than zero, before there is anything to count."""
+_shortened = reprlib.Repr()
+_shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
+_shortened.maxstring = _shortened.maxother = 80
+_short = _shortened.repr
+"""Shows what came, in one line however long or deep it is."""
 
 
 def dump_state(
     network: Network,
     state: NetworkState,
     promises: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    *,
+    damping: Any,
+    decay: float,
 ) -> dict[str, Any]:
     """Return a state as plain dicts and copies of its arrays.
 
@@ -121,30 +86,33 @@ def dump_state(
     network : Network
         The description.
     state : NetworkState
-        Everything that changes.
+        Everything that changes; this waits for its device.
     promises : mapping of str to object
         What must be the same where the state is loaded.
-    settings : mapping of str to object
-        What is taken over where the state is loaded.
+    damping, decay
+        Of the next refresh and update, which are taken over where the state is loaded.
 
     Returns
     -------
     dict
         As the module's conventions say.
     """
+    settings = {
+        "damping": {name: float(value) for name, value in damping.items()}
+        if isinstance(damping, Mapping)
+        else float(damping),
+        "damping_rule": network.damping_rule,
+        "decay": float(decay),
+        "weight": float(network.averaging.weight),
+        "burn_in": int(network.averaging.burn_in),
+    }
     return {
         "format": FORMAT,
         "version": VERSION,
         "conventions": dict(promises),
-        "settings": {name: _dump(value) for name, value in settings.items()},
+        "settings": settings,
         "blocks": {
-            name: {
-                **_description(network.blocks[name]),
-                "statistics": _dump(held.statistics),
-                "operator": _dump(held.operator),
-                "damping": _dump(held.damping),
-                **{field: int(getattr(held, field)) for field in _COUNTS},
-            }
+            name: {**_description(network.blocks[name]), "values": _values(held)}
             for name, held in state.blocks.items()
         },
     }
@@ -152,7 +120,7 @@ def dump_state(
 
 def parse_state(
     state: Any, network: Network, promises: Mapping[str, Any]
-) -> tuple[NetworkState, dict[str, Any]]:
+) -> tuple[Network, NetworkState, dict[str, Any]]:
     """Check a state against a network and turn it back into structures.
 
     Parameters
@@ -166,369 +134,367 @@ def parse_state(
 
     Returns
     -------
+    network : Network
+        With the settings of the state.
     state : NetworkState
-        With counts as integers.
+        With Python's numbers for counts and dampings.
     settings : dict of str to object
-        The settings.
+        The damping and the decay.
 
     Raises
     ------
     StateError
         Saying what came, what was expected and where.
     """
-    blocks = network.blocks
-    if not isinstance(state, Mapping):
+    if not isinstance(state, Mapping) or _text(state.get("format")) != _text(FORMAT):
         raise StateError(f"Expected a state of format {FORMAT!r}.")
-    named = state.get("format"), state.get("version")
-    if _holds_arrays(named) or named[0] != FORMAT:
-        raise StateError(f"Expected a state of format {FORMAT!r}.")
-    if named[1] != VERSION:
+    if _text(state.get("version")) != _text(VERSION):
         raise StateError(
-            f"Expected version {VERSION} of {FORMAT!r}, got {state.get('version')!r}. "
-            "It was written by another release of kfac_core."
+            f"Expected version {VERSION} of {FORMAT!r}, got "
+            f"{_short(state.get('version'))}. It was written by another release of "
+            "kfac_core."
         )
-    _require_equal(state, "conventions", dict(promises))
-    settings = _settings(_part(state, "settings", "the state"), blocks)
-    parts = _part(state, "blocks", "the state")
-    if set(parts) != set(blocks):
+    _require_equal(state.get("conventions"), promises, "conventions")
+    parts = _mapping(state, "blocks")
+    if parts.keys() != network.blocks.keys():
         raise StateError(
-            f"Expected the blocks {sorted(blocks)}, got {sorted(parts)}. Load it into an "
-            "estimator with the same blocks; `load_checkpoint` takes other `names`."
+            f"Expected the blocks {sorted(network.blocks)}, got {_short([*parts])}. Load "
+            "it into an estimator with the same blocks; `load_checkpoint` takes other "
+            "`names`."
         )
-    held = {
-        name: BlockState(**_block(parts[name], blocks[name], name)) for name in blocks
-    }
-    return NetworkState(held), settings
-
-
-def _block(part: Any, block: Block, name: str) -> dict[str, Any]:
-    where = f"block {name!r}"
-    if not isinstance(part, Mapping):
-        raise StateError(f"Expected {where} of the state to be a mapping.")
-    for field, expected in _description(block).items():
-        found = part.get(field)
-        if _holds_arrays(found) or found != expected:
-            raise StateError(
-                f"{where}: expected {field} {expected}, got {found}."
-                f"{_layouts_hint(found, expected)}"
-            )
-    for field in ("statistics", "operator", "damping"):
-        if field not in part:
-            raise StateError(f"{where}: expected a field {field!r}, which is missing.")
-    fields: dict[str, Any] = {}
-    for count in _COUNTS:
-        value = part.get(count)
-        smallest = _SMALLEST.get(count, 0)
-        if type(value) is not int or value < smallest:
-            raise StateError(f"{where}: expected a count {count!r}, got {value!r}.")
-        fields[count] = value
-    statistics = _parse(part.get("statistics"), f"{where}, statistics")
-    operator = _parse(part.get("operator"), f"{where}, operator")
-    if statistics is not None:
-        _check_statistics(statistics, block, where)
-    if operator is not None:
-        _check_operator(operator, block, where)
-    damping = _parse(part.get("damping"), f"{where}, damping")
-    if damping is not None:
-        _check_damping(damping, where)
-    return {
-        "statistics": statistics,
-        "operator": operator,
-        "damping": damping,
-        **fields,
-    }
-
-
-def _layouts_hint(found: Any, expected: dict[str, Any]) -> str:
-    """Say what to do where layers differ in nothing but how parameters are kept."""
-    if not isinstance(found, Mapping) or _holds_arrays(found):
-        return ""
-    own = {key: expected[key] for key in expected if key.endswith("_layout")}
-    fits = own.keys() <= found.keys() and {**found, **own} == expected
-    return " The layouts alone differ: load a file with layouts='any'." if fits else ""
-
-
-def _check_statistics(statistics: Any, block: Block, where: str) -> None:
-    # Of any library: only its classes are looked at.
-    classes, found = _classes(block.initial(np.zeros(()))), _classes(statistics)
-    for path in sorted(classes.keys() | found.keys()):
-        if classes.get(path) != found.get(path):
-            raise StateError(
-                f"{where}: the statistics are of another kind of block: expected "
-                f"statistics{path} to be {classes.get(path)}, got {found.get(path)}."
-            )
     try:
-        like = statistics.any_weight
-        xp = array_api_compat.array_namespace(like)
-        if not xp.isdtype(like.dtype, "real floating"):
-            raise DtypeError(f"expected a real floating dtype, got {like.dtype}.")
-        expected = block.initial(like)
-    except (KFACError, TypeError, AttributeError) as error:
-        raise StateError(
-            f"{where}: a weight of the statistics is damaged: {error}"
-        ) from None
-    _check_leaves(
-        statistics, {path: tuple(x.shape) for path, x in leaves(expected)}, where
-    )
-    dtypes = {path: x.dtype for path, x in leaves(expected)}
-    for path, x in leaves(statistics):
-        if x.dtype != dtypes[path]:
-            raise StateError(
-                f"{where}: expected {path} to have dtype {dtypes[path]}, got {x.dtype}."
-            )
-        if path.endswith(".weight") and not bool(x >= 0):
-            raise StateError(f"{where}: {path} is negative.")
-
-
-def _check_operator(operator: Any, block: Block, where: str) -> None:
-    """Check sizes, finiteness, and that every product prepared gives a vector."""
-    shape = block.layer.matrix_shape
-    try:
-        if tuple(operator.shape) != shape:
-            raise StateError(
-                f"{where}: expected an operator of shape {shape}, got {operator.shape}."
-            )
-        found = dict(leaves(operator))
-        for path, x in found.items():
-            _require_finite(x, f"{where}, operator.{path}")
-        status = operator.status()
-        xp = array_api_compat.array_namespace(status)
-        vector = xp.zeros(shape, dtype=xp.float32, device=device_of(status))
-        chained = isinstance(operator, SeriesOperator | ManyKronecker)
-        prepared = [] if chained else _prepared_products(found)
-        prepared = [
-            p for p in prepared if p not in block.approximation.unsupported_products
-        ]
-        probes = [(operator, product) for product in ("multiply", *prepared)]
-        if _inverts_at_once(operator, found):
-            with contextlib.suppress(
-                FactorizationError
-            ):  # undamped, and so without one
-                probes.append((operator.prepared("inverse"), "multiply_inverse"))
-        for probed, product in probes:
-            result = getattr(probed, product)(vector)
-            if tuple(result.shape) != shape or bool(xp.any(result != 0)):
-                raise StateError(f"{where}: the operator's {product} is damaged.")
-    except (StateError, MemoryError):
-        raise
-    except Exception as error:
-        # Whatever a damaged operator runs into, the state is what is wrong.
-        raise StateError(f"{where}: the operator is damaged: {error}") from error
-    sound = isinstance(operator, CurvatureOperator) and status.shape == ()
-    if not sound or bool(status != 0):
-        raise StateError(f"{where}: the operator is of another kind, or had failed.")
-
-
-def _classes(value: Any, path: str = "") -> dict[str, str]:
-    """Return what each part of statistics is, by its path; arrays are all alike."""
-    parts: dict[str, Any] = {}
-    found = type(value).__name__
-    if isinstance(value, dict):
-        parts = value
-    elif is_structure(value):
-        static = static_fields(value)
-        names = (field.name for field in dataclasses.fields(value))
-        parts = {name: getattr(value, name) for name in names if name not in static}
-    elif array_api_compat.is_array_api_obj(value):
-        found = "array"
-    below = [_classes(part, f"{path}.{name}") for name, part in parts.items()]
-    return {path: found} | {k: v for classes in below for k, v in classes.items()}
-
-
-def _inverts_at_once(operator: Any, found: Mapping[str, Any]) -> bool:
-    """Whether the inverse is there in another form than a factorization named for it."""
-    if isinstance(operator, SpectralOperator):
-        return operator.spectrum is not None
-    return isinstance(operator, SeriesOperator | LowRankOperator)
-
-
-def _prepared_products(found: Mapping[str, Any]) -> list[str]:
-    """Return the products whose factorization is among the arrays of an operator."""
-    signs = {
-        "multiply_inverse": ".inverse.matrix.",
-        "multiply_cholesky": ".positive.lower",
-        "multiply_cholesky_inverse": ".lower.columns",
-    }
-    return [
-        product
-        for product, sign in signs.items()
-        if any(sign in f".{p}" for p in found)
-    ]
-
-
-def _check_leaves(
-    value: Any, shapes: Mapping[str, tuple[int, ...]], where: str
-) -> None:
-    """Compare paths, shapes and finiteness; this waits for the arrays' device."""
-    found = dict(leaves(value))
-    if set(found) != set(shapes):
-        raise StateError(
-            f"{where}: expected arrays {sorted(shapes)}, got {sorted(found)}."
-        )
-    for path, x in found.items():
-        if tuple(x.shape) != shapes[path]:
-            raise StateError(
-                f"{where}: expected {path} to have shape {shapes[path]}, got "
-                f"{tuple(x.shape)}."
-            )
-        _require_finite(x, f"{where}, {path}")
-
-
-def _require_finite(x: Any, where: str) -> None:
-    xp = array_api_compat.array_namespace(x)
-    if xp.isdtype(x.dtype, "real floating") and not bool(xp.all(xp.isfinite(x))):
-        raise StateError(f"{where} holds NaN or infinity.")
-
-
-def _check_damping(damping: Any, where: str) -> None:
-    """Check that a damping is a number, or an array of one; this waits for it."""
-    if array_api_compat.is_array_api_obj(damping):
-        xp = array_api_compat.array_namespace(damping)
-        if damping.shape != () or not xp.isdtype(damping.dtype, "real floating"):
-            raise StateError(
-                f"{where}: expected one number, got shape {tuple(damping.shape)} and "
-                f"dtype {damping.dtype}."
-            )
-        damping = float(damping)
-    if not is_finite_number(damping) or damping < 0:
-        raise StateError(
-            f"{where}: expected `damping` to be a finite number >= 0, got {damping!r}."
-        )
-
-
-def _settings(part: Mapping[str, Any], blocks: Mapping[str, Block]) -> dict[str, Any]:
-    names = ("damping", "damping_rule", "decay", "weight", "burn_in")
-    if set(part) != set(names):
-        raise StateError(f"Expected the settings {sorted(names)}, got {sorted(part)}.")
-    settings = {name: _parse(part[name], f"setting {name!r}") for name in names}
-    rule, burn_in, damping = (
-        settings[n] for n in ("damping_rule", "burn_in", "damping")
-    )
-    if not isinstance(rule, str) or rule not in get_args(DampingRule):
-        raise StateError(f"Unknown damping rule {rule!r}.")
-    for name in ("decay", "weight", "burn_in"):
-        if not is_finite_number(settings[name]):
-            raise StateError(f"Expected setting {name!r} to be a number.")
-    if not isinstance(burn_in, int) or isinstance(burn_in, bool):
-        raise StateError(f"Expected setting 'burn_in' to be a count, got {burn_in!r}.")
-    try:
-        require_decay(settings["decay"])
-        require_weight(settings["weight"])
+        network, settings = _with_settings(network, _mapping(state, "settings"))
     except KFACError as error:
-        raise StateError(str(error)) from None
-    if isinstance(damping, dict) and set(damping) != set(blocks):
-        raise StateError(
-            f"Expected a damping of each of the blocks {sorted(blocks)}, got them of "
-            f"{sorted(damping)}."
-        )
-    for value in damping.values() if isinstance(damping, dict) else (damping,):
-        _check_damping(value, "the settings")
-    return settings
+        raise StateError(f"settings: {error}") from error
+    blocks: dict[str, BlockState] = {}
+    for name in network.blocks:
+        try:
+            blocks[name] = _block(_mapping(parts, name), network, name)
+        except KFACError as error:
+            raise StateError(f"block {name!r}: {error}") from error
+    return network, NetworkState(blocks), settings
 
 
 def _description(block: Block) -> dict[str, Any]:
+    """Return what a block is, as it comes out of JSON."""
     layer: Any = block.layer
     approximation: Any = block.approximation
-    return {
+    found = {
         "layer": {"kind": layer.kind, **dataclasses.asdict(layer)},
         "approximation": {
             "name": approximation.name,
             **dataclasses.asdict(approximation),
         },
     }
+    return json.loads(json.dumps(found, default=operators.index))  # type: ignore[no-any-return]
 
 
-def _dump(value: Any) -> Any:
-    """Turn structures into dicts, and copy arrays."""
-    if is_structure(value):
-        fields = {
-            f.name: _dump(getattr(value, f.name)) for f in dataclasses.fields(value)
-        }
-        return {"structure": type(value).__name__, **fields}
-    if isinstance(value, dict):
-        return {name: _dump(part) for name, part in value.items()}
-    if value is None or isinstance(value, str | int | float | bool | tuple):
-        return value
-    return _copied(value)
-
-
-def _parse(value: Any, where: str) -> Any:
-    """Turn dicts back into structures of known classes, and copy arrays."""
-    # A block of dampings may be called so, too; then no class stands there.
-    if isinstance(value, Mapping) and not isinstance(value.get("structure"), str):
-        parts = value.items()
-        return {str(name): _parse(part, f"{where}.{name}") for name, part in parts}
-    if isinstance(value, Mapping):
-        cls = _KNOWN.get(str(value.get("structure")))
-        if cls is None:
-            raise StateError(f"{where}: unknown structure {value.get('structure')!r}.")
-        names = {f.name for f in dataclasses.fields(cls)}
-        if set(value) - {"structure"} != names:
-            raise StateError(
-                f"{where}: expected the fields {sorted(names)} of {cls.__name__}, got "
-                f"{sorted(set(value) - {'structure'})}."
-            )
-        made = {name: _parse(value[name], f"{where}.{name}") for name in names}
-        for name, classes in _structures_in(cls.__name__).items():
-            if not isinstance(made[name], classes):
-                raise StateError(
-                    f"{where}.{name}: expected {' or '.join(c.__name__ for c in classes)}, "
-                    f"got {type(made[name]).__name__}."
-                )
-        structure = cls(**made)
-        for name, static in static_fields(structure).items():
-            plain = not _holds_arrays(static)  # an array has no truth to ask for
-            if name in _STATIC and not (plain and _STATIC[name](static)):
-                raise StateError(f"{where}: {name} cannot be {static!r}.")
-        return structure
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    if isinstance(value, list | tuple) and all(isinstance(v, int) for v in value):
-        return tuple(value)  # A list where the state went through a file.
-    if not array_api_compat.is_array_api_obj(value):
-        raise StateError(f"{where}: expected an array, got {type(value).__name__}.")
-    return _copied(value)
-
-
-@functools.cache
-def _structures_in(known: str) -> dict[str, tuple[type[Any], ...]]:
-    """Return the fields of a known class that hold structures, and of which classes."""
-    found: dict[str, tuple[type[Any], ...]] = {}
-    for name, hint in get_type_hints(_KNOWN[known]).items():
-        if get_origin(hint) is dict:
-            found[name] = (dict,)
-        classes = get_args(hint) or (hint,)
-        if any(part in _KNOWN.values() for part in classes) and name not in found:
-            found[name] = classes
+def _values(held: BlockState) -> dict[str, Any]:
+    """Return the arrays and numbers of a block by their paths."""
+    damping = None if held.damping is None else float(held.damping)
+    counts = {name: int(getattr(held, name)) for name in _COUNTS}
+    found: dict[str, Any] = {}
+    _collect(replaced(held, damping=damping, **counts), "", found)
     return found
 
 
-def _copied(x: Any) -> Any:
-    return array_api_compat.array_namespace(x).asarray(x, copy=True)
+def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
+    """Put what a structure holds under its paths."""
+    cls = type(value)
+    if cls is SymmetricMatrix:
+        xp = own_namespace(value.array)
+        found[path] = pack_triangle(value.array, xp=xp)
+    elif fields_of(cls):
+        for name, static in fields_of(cls):
+            if not static or _choices(cls, name):
+                _collect(getattr(value, name), _below(path, name), found)
+    elif cls is dict:
+        for name, part in value.items():
+            _collect(part, _below(path, name), found)
+    elif cls in (bool, int, float, str):
+        found[path] = value
+    elif value is not None:
+        found[path] = own_namespace(value).asarray(value, copy=True)
 
 
-def _part(state: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    part = state.get(name)
-    if not isinstance(part, Mapping):
-        raise StateError(f"Expected {where} to hold a mapping {name!r}.")
-    return part
+def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
+    """Return the state of one block; messages are to be headed by its name."""
+    block = network.blocks[name]
+    for key, expected in _description(block).items():
+        _require_equal(part.get(key), expected, key)
+    values = _Values(_mapping(part, "values"))
+    held: BlockState = values.read("", BlockState, _template(values, network, name))
+    values.require_empty()
+    if held.statistics is not None:
+        _check_statistics(held.statistics, network.precision)
+    if held.operator is not None:
+        _check_operator(held.operator, block)
+    return held
 
 
-def _holds_arrays(value: Any) -> bool:
-    """Whether there are arrays in a description, whose ``==`` gives no bool."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_arrays, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_arrays, value))
-    return bool(array_api_compat.is_array_api_obj(value))
+def _template(values: _Values, network: Network, name: str) -> BlockState:
+    """Return a state of nothing, with statistics and an operator where values are."""
+    held = [part for part in ("statistics", "operator") if values.holds(part)]
+    if "operator" not in held and values.holds("damping"):
+        raise StateError("damping belongs to no operator.")
+    if not held:
+        return BlockState()
+    block, like = network.blocks[name], values.like(held[0])
+    empty = block.initial(like, precision=network.precision)
+    statistics = empty if "statistics" in held else None
+    if "operator" not in held:
+        return BlockState(statistics)
+    operator = block.operator(
+        empty,
+        damping=1.0,
+        rule=network.damping_rule,
+        factorizations=(),
+        precision=network.precision,
+        name=name,
+    )
+    return BlockState(statistics, operator, damping=1.0)
 
 
-def _require_equal(
-    state: Mapping[str, Any], name: str, expected: dict[str, Any]
-) -> None:
-    found = state.get(name)
-    if _holds_arrays(found) or found != expected:
-        raise StateError(
-            f"Expected {name} {expected}, got {found}. A state means something only under "
-            "the conventions that it was made with."
+class _Values:
+    """The arrays and numbers of one block, each of which is taken once.
+
+    Parameters
+    ----------
+    values : mapping of str to object
+        By path.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.left = {str(path): value for path, value in values.items()}
+        self._like: Any = None
+
+    def holds(self, path: str) -> bool:
+        """Whether anything stands at a path or below it."""
+        return any(p == path or p.startswith(f"{path}.") for p in self.left)
+
+    def like(self, part: str) -> Any:
+        """Return an array of a part, of whose library and device all must be."""
+        below = [x for path, x in self.left.items() if path.startswith(f"{part}.")]
+        self._like = next(filter(_is_real, below), None)
+        if self._like is None:
+            raise StateError(f"expected {part} to hold arrays of real numbers.")
+        return self._like
+
+    def read(self, path: str, hint: Any, like: Any) -> Any:
+        """Take what stands at a path and below, formed as a template or an annotation."""
+        if isinstance(like, dict):
+            parts = like.items()
+            return {n: self.read(_below(path, n), Any, part) for n, part in parts}
+        if type(like) in (int, float):
+            return self.number(path, like)
+        cls: Any = _structure_in(hint) if like is None else type(like)
+        if like is None and NoneType in get_args(hint) and not self.holds(path):
+            return None
+        if cls is SymmetricMatrix:
+            return self._symmetric(path, like)
+        if not fields_of(cls):
+            return self._array(path, like, None if like is None else tuple(like.shape))
+        found: dict[str, Any] = {}
+        for name, static in fields_of(cls):
+            inner, own = _below(path, name), getattr(like, name, None)
+            choices = _choices(cls, name) if static else ()
+            if choices:
+                found[name] = self.choice(inner, choices)
+            else:
+                found[name] = (
+                    own if static else self.read(inner, _hints(cls)[name], own)
+                )
+        return cls(**found)
+
+    def taken(self, path: str) -> Any:
+        """Take what stands at a path."""
+        if path not in self.left:
+            raise StateError(f"{path} is missing.")
+        return self.left.pop(path)
+
+    def require_empty(self) -> None:
+        """Raise where anything is left."""
+        if self.left:
+            raise StateError(f"{_short([*self.left])} belong to nothing.")
+
+    def number(self, path: str, like: float) -> Any:
+        """Take a count that is not below that of nothing, or a damping."""
+        value, least = self.taken(path), min(like, 0)
+        if (
+            type(value) is not type(like)
+            or not is_finite_number(value)
+            or value < least
+        ):
+            expected = f"a finite {type(like).__name__} of at least {least}"
+            raise _problem(path, expected, _short(value))
+        return value
+
+    def choice(self, path: str, choices: tuple[Any, ...]) -> Any:
+        """Take one of a few values."""
+        value = self.taken(path)
+        if type(value) is not type(choices[0]) or value not in choices:
+            raise _problem(path, f"one of {choices}", _short(value))
+        return value
+
+    def _symmetric(self, path: str, like: SymmetricMatrix | None) -> SymmetricMatrix:
+        """Take the triangle of a symmetric matrix."""
+        whole, shape = True, None
+        if like is not None:
+            whole, shape = (
+                like.whole,
+                (*like.array.shape[:-2], *packed_shape(like.size)),
+            )
+        packed = self._array(path, None if like is None else like.array, shape)
+        n = packed_rows(tuple(packed.shape[-2:]))
+        if n is None:
+            raise _problem(path, "a packed triangle", f"shape {tuple(packed.shape)}")
+        xp = own_namespace(packed)
+        full = unpack_triangle(packed, n, xp=xp)
+        # In the order in which LAPACK reads a lower triangle, as sums start.
+        return SymmetricMatrix(
+            xp.matrix_transpose(full if whole else xp.triu(full)), whole
         )
+
+    def _array(self, path: str, like: Any, shape: tuple[int, ...] | None) -> Any:
+        """Take an array of the shape and the kind of another, as a copy."""
+        x = self.taken(path)
+        xp = namespace_of(**{path: x, "the others": self._like})
+        if shape is not None and tuple(x.shape) != shape:
+            raise _problem(path, f"of shape {shape}", tuple(x.shape))
+        real = _is_real(x)
+        if not real and x.dtype != xp.int32:
+            raise _problem(path, "of float32, float64 or int32", x.dtype)
+        if like is not None and real != _is_real(like):
+            raise _problem(path, f"of a dtype as {like.dtype}", x.dtype)
+        if real and not bool(xp.all(xp.isfinite(x))):
+            raise StateError(f"{path} holds NaN or infinity.")
+        return xp.asarray(x, copy=True)
+
+
+def _below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _structure_in(hint: Any) -> Any:
+    """Return the class of structures that an annotation allows, if any."""
+    return next(filter(fields_of, get_args(hint) or (hint,)), None)
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _choices(cls: Any, name: str) -> tuple[Any, ...]:
+    """Return the values of a static field that may differ between equal networks.
+
+    Such as whether a block was found definite; all others are the template's.
+    """
+    hint = _hints(cls)[name]
+    return (
+        (False, True)
+        if hint is bool
+        else get_args(hint) * (get_origin(hint) is Literal)
+    )
+
+
+def _is_real(x: Any) -> bool:
+    """Whether something is an array of float32 or float64."""
+    if not array_api_compat.is_array_api_obj(x):
+        return False
+    xp = own_namespace(x)
+    return x.dtype in (xp.float32, xp.float64)
+
+
+def _check_statistics(statistics: Statistics, precision: Precision) -> None:
+    xp = statistics.namespace
+    dtype = precision.dtype(precision.storage, statistics.dtype, xp=xp)
+    for path, x in leaves(statistics):
+        if _is_real(x) and x.dtype != dtype:
+            raise _problem(f"statistics.{path}", f"of dtype {dtype}", x.dtype)
+    for name, average in statistics.averages.items():
+        if not bool(average.weight >= 0):
+            raise StateError(f"the weight of {name!r} is negative.")
+
+
+def _check_operator(operator: CurvatureOperator, block: Block) -> None:
+    """Check that no factorization had failed, and that products give vectors."""
+    shape, prepared = block.layer.matrix_shape, operator.factorizations
+    products = ["multiply"]
+    products += [p for p, needed in FACTORIZATION_OF.items() if needed in prepared]
+    try:
+        with np.errstate(all="ignore"):
+            status = operator.status()
+            xp = own_namespace(status)
+            good = status.shape == () and not bool(status != 0)
+            vector = xp.zeros(shape, dtype=xp.float32, device=device_of(status))
+            for product in products:
+                if product in operator.unsupported_products:
+                    continue
+                result = getattr(operator, product)(vector)
+                good = good and result.shape == shape and bool(xp.all(result == 0))
+    except MemoryError:
+        raise
+    except Exception as error:
+        # Whatever a damaged operator runs into, the state is what is wrong.
+        raise StateError(f"the operator is damaged: {error}") from error
+    if not good:
+        raise StateError(
+            "the operator is damaged, or a factorization of it had failed."
+        )
+
+
+def _with_settings(
+    network: Network, part: Mapping[str, Any]
+) -> tuple[Network, dict[str, Any]]:
+    """Return a network with the settings of a state, and those that are not its own."""
+    values = _Values(part)
+    rule = values.choice("damping_rule", get_args(DampingRule))
+    decay, weight = (values.number(name, 1.0) for name in ("decay", "weight"))
+    burn_in = values.number("burn_in", 0)
+    damping: Any
+    if isinstance(part.get("damping"), Mapping):
+        of_each = _Values(values.taken("damping"))
+        damping = {name: of_each.number(name, 1.0) for name in network.blocks}
+        of_each.require_empty()
+    else:
+        damping = values.number("damping", 1.0)
+    values.require_empty()
+    require_decay(decay)
+    averaging = dataclasses.replace(network.averaging, weight=weight, burn_in=burn_in)
+    network = network.with_options(damping_rule=rule, averaging=averaging)
+    return network, {"damping": damping, "decay": decay}
+
+
+def _mapping(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = part.get(name)
+    if not isinstance(found, Mapping):
+        raise StateError(f"Expected a mapping {name!r} in the state.")
+    return found
+
+
+def _text(value: Any) -> str | None:
+    """Return a description as JSON; None for what is none, as where arrays are."""
+    try:
+        return json.dumps(value, sort_keys=True)
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _require_equal(found: Any, expected: Mapping[str, Any], where: str) -> None:
+    """Compare a description entry by entry, and name those that differ."""
+    if not isinstance(found, Mapping):
+        raise StateError(f"Expected a mapping {where!r} in the state.")
+    keys = {**expected, **found}
+    others = [k for k in keys if _text(found.get(k)) != _text(expected.get(k))]
+    if not others:
+        return
+    wanted, came = ({k: part.get(k) for k in others} for part in (expected, found))
+    hint = ""
+    if all(str(key).endswith("_layout") for key in others):
+        hint = " The layouts alone differ: load a file with layouts='any'."
+    raise StateError(f"expected {where} {_short(wanted)}, got {_short(came)}.{hint}")
+
+
+def _problem(path: str, expected: str, found: Any) -> StateError:
+    return StateError(f"expected {path} to be {expected}, got {found}.")

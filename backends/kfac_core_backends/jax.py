@@ -72,38 +72,13 @@ def enable_float64() -> None:
     jax.config.update("jax_enable_x64", True)
 
 
-def compiled(function: Any, /, *, donate: tuple[int, ...]) -> Any:
-    """Return the function as a program for each form of its arguments."""
-    plain = jax.jit(function, donate_argnums=donate)
-    options = _compiler_options(jax.default_backend())
-    if options is None:
-        return plain
-    alone = jax.jit(function, donate_argnums=donate, compiler_options=options)
+def placeholder(function: Any, /, *, device: Any) -> Any:
+    """Return zeros in the place of what a function returns, which is not computed.
 
-    def run(*arguments: Any) -> Any:
-        # A part of another program is compiled as that is; JAX refuses options for it.
-        part = isinstance(jnp.zeros(()), jax.core.Tracer)
-        return (plain if part else alone)(*arguments)
-
-    return run
-
-
-@functools.cache
-def _compiler_options(platform: str) -> dict[str, str] | None:
-    """Return what the compiler is told, None where it does not know it.
-
-    On the CPU to order operations so that little memory is in use at a time.  By default
-    all blocks are begun at once, in fresh memory of a few times the factors' size, and
-    the system's clearing of that takes a third of an update.
+    Outside of a program each of its operations would be compiled alone.
     """
-    if platform != "cpu":
-        return None
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    try:
-        jax.jit(jnp.negative, compiler_options=options)(1.0)
-    except jax.errors.JaxRuntimeError:
-        return None
-    return options
+    form = jax.eval_shape(function)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), form)
 
 
 def register_structure(

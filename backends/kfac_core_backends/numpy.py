@@ -160,8 +160,11 @@ if lapack is not None:
         if rows.ndim not in (2, 3) or 0 in rows.shape or rows.dtype not in _FLOATS:
             return NotImplemented
         held = None if total is None else total.array
-        if any(x is not None and x.dtype != rows.dtype for x in (tail, held)):
-            return NotImplemented  # SYRK has the memory's address, not its dtype
+        # SYRK has the memory's address, not its dtype.
+        if tail is not None and tail.dtype != rows.dtype:
+            return NotImplemented
+        if held is not None and held.dtype != rows.dtype:
+            return NotImplemented
         alpha, beta = float(scale), 0.0 if total is None else float(decay)
         if alpha == 0.0:
             return NotImplemented  # BLAS would not look at the rows, NaN or not

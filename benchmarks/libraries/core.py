@@ -1,6 +1,6 @@
 """`kfac_core` as a framework uses it: an `Estimator`, on NumPy, PyTorch, CuPy or JAX.
 
-On JAX its stages are compiled (``compiled=True``): one program a stage.
+On JAX a stage is one program: ``jax.jit`` of a function of the network, the state donated.
 """
 
 from __future__ import annotations

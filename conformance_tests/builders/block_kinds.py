@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import kfac_core as kc
 
 DENSE = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
@@ -32,6 +34,42 @@ PAIRS = {
         kc.ScaledIdentity(scale=2.0),
     ),
 }
+
+
+RULES = ("factored", "factored_unit_pi", "exact")
+
+KINDS = [
+    (pair, rule)
+    for pair, (_, approximation) in PAIRS.items()
+    for rule in RULES
+    # A series is damped in its moments of lag 0 only.
+    if rule != "exact" or not isinstance(approximation, kc.Series)
+]
+"""The pairs with each rule of damping that they have."""
+
+
+def network_of(pair, rule):
+    """Return a network of one block, called ``"a"``."""
+    block = kc.Block(*PAIRS[pair])
+    summed = kc.Conventions(reduction="sum", sources="sum")
+    return kc.Network({"a": block}, conventions=summed, damping_rule=rule)
+
+
+def stages_of(network, batch):
+    """Return the functions of a state that a network has, which look at no value."""
+    check = {"check": "status"}
+    stages = [
+        functools.partial(_update, network, batch),
+        functools.partial(network.refresh, damping=0.3, **check),
+    ]
+    if network.blocks["a"].approximation.has_bases:
+        for moments in ("kronecker", "carried", "zero"):
+            stages.append(functools.partial(network.rebase, moments=moments, **check))
+    return stages
+
+
+def _update(network, batch, state):
+    return network.update(state, {"a": batch}, decay=0.9, check="status")
 
 
 def fed(backend, rng, layer):

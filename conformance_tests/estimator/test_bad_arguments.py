@@ -142,7 +142,11 @@ def test_a_bad_coefficient_of_a_block_is_refused(backend, batch, number, bad):
     ("option", "value", "match"),
     [
         ("damping_rule", "tikhonov", "`damping_rule`.*'factored'.*'exact'.*'tikhonov'"),
-        ("loss", "average", "`loss`.*'sum', 'mean', 'mean_rows'.*'average'"),
+        (
+            "reduction",
+            "average",
+            "`reduction`.*'sum', 'mean', 'mean_rows'.*'average'",
+        ),
         ("sources", "max", "`sources`.*'sum', 'mean'.*'max'"),
         ("factorizations", ("lu",), "`factorizations`.*'inverse', 'cholesky'.*'lu'"),
     ],

@@ -353,7 +353,7 @@ def test_the_state_goes_on_where_it_was(backend, rng):
         estimator.refresh()
     assert differences(frozen(first.state_dict()), frozen(second.state_dict())) == []
     assert second.state["a"].basis_age == 2
-    state["blocks"]["a"]["basis_age"] = -1
+    state["blocks"]["a"]["values"]["basis_age"] = -2
     with pytest.raises(kc.StateError, match="basis_age"):
         make(dense(moment_decay=0.5)).load_state_dict(state)
 

@@ -153,7 +153,7 @@ def test_a_loaded_state_goes_on_where_it_was(backend, rng):
     with pytest.raises(kc.StateError, match="steps"):
         second.load_state_dict({"estimator": first.estimator.state_dict()})
     assert second.steps == 4
-    with pytest.raises(kc.ConventionError, match="loss"):
+    with pytest.raises(kc.ConventionError, match="reduction"):
         natural(loss="average")
 
 

@@ -327,6 +327,50 @@ def test_only_equals_are_stacked(backend, rng):
     assert_same_statistics(backend, "float32", got, expected)
 
 
+def test_blocks_of_different_ages_have_decays_of_their_own(backend, dtype, rng):
+    """During the burn-in of one of them; afterwards all are one stack."""
+    averaging = kc.Averaging(burn_in=2, weight=0.5)
+    network = network_of({n: block_of() for n in NAMES}, averaging=averaging)
+    seen, inner = data(rng), Seen()
+    states = []
+    for executor in (plain, Stacked(inner)):
+        state = network.empty()
+        for names in (NAMES, ("a", "b"), NAMES, NAMES):
+            batches = {n: batch_of(backend, dtype, *seen[n][0]) for n in names}
+            state = network.update(state, batches, decay=DECAY, executor=executor)
+        states.append(state)
+
+    assert inner.taken() == [1, 2, 2, 3, 3]
+    assert_same_statistics(backend, dtype, states[1], states[0])
+
+
+def test_blocks_on_different_devices_are_no_stack(requires_backend, rng):
+    """Each of two devices has a stack of its own, which stays there."""
+    strict = requires_backend("array_api_strict")
+    devices = strict.xp.__array_namespace_info__().devices()
+    names = ("a", "b", "c", "d")
+    network, inner = network_of({name: block_of() for name in names}), Seen()
+    executor = Stacked(inner)
+    at = dict(zip(names, (devices[0], devices[1], devices[0], devices[1]), strict=True))
+
+    def put(name, values):
+        return strict.xp.asarray(values, device=at[name])
+
+    batches, given = {}, {}
+    for name in names:
+        x, g = rng.normal(size=(5, 3)), rng.normal(size=(5, 2))
+        batches[name] = kc.Batch(put(name, x), put(name, g))
+        given[name] = {"weight": put(name, x[:3, :2]), "bias": put(name, g[0])}
+    state = network.update(network.empty(), batches, decay=DECAY, executor=executor)
+    state = network.refresh(state, damping=0.1, executor=executor)
+    products = network.precondition(state, given, executor=executor)
+
+    assert inner.taken() == [2] * 6
+    for name in names:
+        assert products[name]["weight"].device == at[name]
+        assert {x.device for _, x in leaves(state[name].operator)} == {at[name]}
+
+
 def test_a_shared_factor_keeps_its_block_alone(backend, rng):
     """A block that takes a factor of another's is fed by itself, with the same sums."""
     sharing = kc.Sharing(factors={"b/input": "a/input"})

@@ -329,9 +329,9 @@ def test_batches_that_do_not_fit_are_refused(backend, x, g, options, error):
 
 @pytest.mark.parametrize(
     "options",
-    [{"loss": "average", "combine": "sum"}, {"reduction": "sum", "combine": None}],
+    [{"reduction": "average", "sources": "sum"}, {"reduction": "sum", "sources": None}],
 )
 def test_unknown_conventions_are_refused(options):
     """A convention that nobody knows is an error that lists the known ones."""
     with pytest.raises(ConventionError, match="'sum'"):
-        kc.Conventions(reduction=options["loss"], sources=options["combine"])
+        kc.Conventions(**options)

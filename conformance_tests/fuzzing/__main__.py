@@ -34,7 +34,7 @@ MEASURED_EACH = 16
 UNSOUND = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)
 
 INSTRUMENTED = {
-    "checkpoint": ["kfac_core.checkpoint", "kfac_core.execution.estimator_state"],
+    "checkpoint": ["kfac_core.checkpoint", "kfac_core.serialization"],
     "record": ["kfac_core_conformance.records"],
 }
 

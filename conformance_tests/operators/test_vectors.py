@@ -10,7 +10,7 @@ import kfac_core as kc
 from ..builders.tolerances import assert_close
 
 N, IN, OUT, GROUPS = 8, 4, 6, 2
-SUM = kc.Conventions(loss="sum", sources="sum")
+SUM = kc.Conventions(reduction="sum", sources="sum")
 RULES = ["factored", "exact"]
 PRODUCTS = {
     "multiply": {},

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.array.structure import leaves, replaced
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
@@ -31,9 +32,15 @@ def rng():
     return np.random.default_rng(5)
 
 
-def settings(network, **options):
-    chosen = {"decay": 0.9, "damping": LAMBDA, "damping_rule": "exact", "loss": "sum"}
-    return kc.Estimator(network.blocks, **(chosen | options))
+def made(network, **options):
+    chosen = {
+        "decay": 0.9,
+        "damping": LAMBDA,
+        "damping_rule": "exact",
+        "reduction": "sum",
+        "refresh_every": 1,
+    }
+    return shim.KFAC(network, **(chosen | options))
 
 
 def mlp(params, x):
@@ -56,15 +63,15 @@ def small(rng):
     return params, jnp.asarray(rng.normal(size=(6, 4))), jnp.asarray([0, 1, 2, 2, 1, 1])
 
 
-def empirical(network, kfac, *, loss):
+def empirical(network, kfac, *, reduction):
     """Return one step's direction, gradient of the mean and state, to be compiled."""
 
     def step(params, state, x, y, damping):
         z, pull = network.vjp(params, x)
-        cotangent = jax.grad(nll)(z, y) / (len(y) if loss == "mean" else 1)
-        gradients, captured = pull(cotangent, loss=loss)
+        cotangent = jax.grad(nll)(z, y) / (len(y) if reduction == "mean" else 1)
+        gradients, captured = pull(cotangent, reduction=reduction)
         gradients = jax.tree.map(
-            lambda g: g / (1 if loss == "mean" else len(y)), gradients
+            lambda g: g / (1 if reduction == "mean" else len(y)), gradients
         )
         direction, state = kfac.update(
             gradients, state, captured=captured, damping=damping
@@ -84,13 +91,32 @@ def flat(*parts):
     return np.concatenate([np.ravel(part) for part in parts])
 
 
-@pytest.mark.parametrize("loss", ["sum", "mean"])
-def test_directions_are_those_of_the_dense_matrix(small, loss):
+def unflagged(state):
+    """Return a state without the flags of its blocks and of their statistics."""
+    return state.updated(
+        {
+            name: replaced(
+                held, status=0, statistics=replaced(held.statistics, status=0)
+            )
+            for name, held in state.blocks.items()
+        }
+    )
+
+
+def assert_same(found, expected):
+    """Compare two structures bit by bit."""
+    pairs = zip(leaves(found), leaves(expected), strict=True)
+    for (path, a), (_, b) in pairs:
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=path)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_directions_are_those_of_the_dense_matrix(small, reduction):
     """One compiled step gives ``(A (x) G + lam I)^-1`` times the mean gradient."""
     params, x, y = small
     network = shim.Network(mlp, params, x)
-    kfac = shim.KFAC(network, settings(network, loss=loss), refresh_every=1)
-    step = jax.jit(empirical(network, kfac, loss=loss))
+    kfac = made(network, reduction=reduction)
+    step = jax.jit(empirical(network, kfac, reduction=reduction))
 
     direction, gradients, _ = step(params, kfac.init(params), x, y, LAMBDA)
 
@@ -116,13 +142,12 @@ def test_one_program_serves_all_steps_and_agrees_with_eager(small):
     """New dampings and step counts compile nothing; operators change when it is time."""
     params, x, y = small
     network = shim.Network(mlp, params, x)
-    estimator = settings(network, damping_rule="factored")
-    kfac = shim.KFAC(network, estimator, refresh_every=2)
+    kfac = made(network, damping_rule="factored", refresh_every=2)
     traces = []
 
     def counted(*arguments):
         traces.append(1)
-        return empirical(network, kfac, loss="sum")(*arguments)
+        return empirical(network, kfac, reduction="sum")(*arguments)
 
     step = jax.jit(counted, donate_argnums=1)
     state, found = kfac.init(params), []
@@ -132,47 +157,97 @@ def test_one_program_serves_all_steps_and_agrees_with_eager(small):
 
     def captured(x):
         z, pull = network.vjp(params, x)
-        return pull(z, loss="sum")[1]
+        return pull(z, reduction="sum")[1]
 
     eager, compiled = captured(x), jax.jit(captured)(x)
 
     assert len(traces) == 1
-    assert [int(state.updates), int(state.age)] == [4, 1]
-    assert eager.loss == compiled.loss == "sum"
+    assert [int(state["one"].updates), int(state["one"].age)] == [4, 1]
+    assert eager.reduction == compiled.reduction == "sum"
     for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
     one = [flat(*direction["one"]) for direction in found]
     np.testing.assert_array_equal(one[0], one[1])
     np.testing.assert_array_equal(one[2], one[3])
     assert np.linalg.norm(one[2]) < 0.9 * np.linalg.norm(one[0])
-    np.testing.assert_allclose(float(state.dampings["one"]), 0.3)
+    np.testing.assert_allclose(float(state["one"].damping), 0.3)
+
+
+SCHEDULES = {"kronecker": (kc.Kronecker(), None), "eigen": (kc.Eigen(), 20)}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_sixty_steps_of_one_program_are_those_of_an_estimator(small, kind):
+    """With bases and operators on schedules of their own, and the old state donated."""
+    params, x, y = small
+    approximation, rebase_every = SCHEDULES[kind]
+    network = shim.Network(mlp, params, x, approximation=lambda *_: approximation)
+    kfac = made(network, refresh_every=5, rebase_every=rebase_every)
+    step = jax.jit(empirical(network, kfac, reduction="sum"), donate_argnums=1)
+
+    @jax.jit
+    def capture(x):
+        z, pull = network.vjp(params, x)
+        return pull(jax.grad(nll)(z, y), reduction="sum")[1].batches
+
+    estimator, state = kfac.estimator(), kfac.init(params)
+    for i in range(60):
+        batch = x * (1 + i / 60)
+        old, damping = state, 0.1 + i / 60
+        direction, gradients, state = step(params, old, batch, y, damping)
+        estimator.update(capture(batch))
+        if rebase_every and i % rebase_every == 0:
+            estimator.rebase(moments="kronecker")
+        if i % 5 == 0:
+            estimator.damping = damping
+            estimator.refresh()
+        if i % 20 in (0, 19):
+            vector = {"two": {"weight": gradients["two"]}}
+            expected = estimator.precondition(vector)["two"]["weight"]
+            np.testing.assert_allclose(direction["two"], expected, rtol=1e-8)
+
+    assert step._cache_size() == 1
+    assert old["one"].statistics.averages["input"].sum.array.is_deleted()
+    assert int(state["one"].updates) == 60
+    assert int(state["one"].refreshes) == 12
+    assert int(state["one"].age) == 4
+    assert int(state["one"].basis_age) == (19 if rebase_every else -1)
+    assert bool(state.is_good())
+
+
+def test_bases_have_a_schedule_and_nothing_else_has(small):
+    """A network with Eigen blocks wants one, and others must not have it."""
+    params, x, _ = small
+    eigen = shim.Network(mlp, params, x, approximation=lambda *_: kc.Eigen())
+    with pytest.raises(kc.ConventionError, match="rebase_every"):
+        made(eigen)
+    with pytest.raises(kc.ConventionError, match="rebase_every"):
+        made(shim.Network(mlp, params, x), rebase_every=3)
 
 
 def test_a_bad_batch_changes_nothing_but_the_status(small):
     """NaN in one example leaves all sums, operators and counts, bit by bit."""
     params, x, y = small
     network = shim.Network(mlp, params, x)
-    kfac = shim.KFAC(network, settings(network), refresh_every=1)
-    step = jax.jit(empirical(network, kfac, loss="sum"))
+    kfac = made(network)
+    step = jax.jit(empirical(network, kfac, reduction="sum"))
     _, _, state = step(params, kfac.init(params), x, y, LAMBDA)
 
     _, _, bad = step(params, state, x.at[0, 0].set(np.nan), y, 0.5)
     _, _, good = step(params, bad, 2.0 * x, y, 0.5)
 
-    for part in ("updates", "age", "dampings", "statistics", "operators"):
-        before = jax.tree.leaves(getattr(state, part))
-        for a, b in zip(before, jax.tree.leaves(getattr(bad, part)), strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=part)
-    flags = {name: kc.Status(int(flag)) for name, flag in bad.status.items()}
+    assert_same(unflagged(bad), unflagged(state))
+    flags = {name: kc.Status(int(held.status)) for name, held in bad.blocks.items()}
     assert flags["one"] == (
         kc.Status.INPUTS_NOT_FINITE | kc.Status.OUTPUT_GRADS_NOT_FINITE
     )
-    assert not any(map(int, jax.tree.leaves(good.status)))
-    assert [int(good.updates), int(state.updates)] == [2, 1]
+    assert bool(good.is_good())
+    assert [int(held["two"].updates) for held in (good, state)] == [2, 1]
     # A damping that is no damping keeps the operators, and is flagged.
     _, _, worse = step(params, good, x, y, -1.0)
-    assert kc.Status.BAD_DAMPING in kc.Status(int(worse.status["two"]))
-    np.testing.assert_array_equal(worse.dampings["two"], good.dampings["two"])
+    assert kc.Status.BAD_DAMPING in kc.Status(int(worse["two"].status))
+    np.testing.assert_array_equal(worse["two"].damping, good["two"].damping)
+    assert_same(worse["two"].operator, good["two"].operator)
 
 
 def test_modes_of_the_fisher_matrix(small):
@@ -183,17 +258,17 @@ def test_modes_of_the_fisher_matrix(small):
     expected = np.mean([np.diag(row) - np.outer(row, row) for row in p], axis=0)
 
     for mode, sources, rtol in (("exact", "sum", 1e-9), ("gradients", "mean", 0.05)):
-        estimator = settings(network, sources=sources)
-        kfac = shim.KFAC(network, estimator, refresh_every=1)
+        kfac = made(network, sources=sources)
 
         @jax.jit
         def output_factor(params, state, key, kfac=kfac, mode=mode):
             z, pull = network.vjp(params, x)
             spec = kc.losses.noise_spec(LOSS, z, mode=mode, samples=2000)
             noise = None if spec is None else jax.random.uniform(key, spec.shape)
-            made = kc.losses.vectors(LOSS, z, mode=mode, noise=noise)
-            state = kfac.traced.updated(state, pull(made))
-            return state.statistics["two"].averages["output"].sum.full()
+            vectors = kc.losses.vectors(LOSS, z, mode=mode, noise=noise)
+            batches, curvature = pull(vectors).batches, kfac.curvature
+            state = curvature.update(state, batches, decay=0.9, check="status")
+            return state["two"].statistics.averages["output"].sum.full()
 
         found = output_factor(params, kfac.init(params), jax.random.key(1))
         error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
@@ -214,8 +289,8 @@ def test_a_weight_used_twice_is_one_block_and_ids_are_rows(rng):
         return shim.dense("again", hidden, params["W"])
 
     network = shim.Network(twice, params, ids)
-    kfac = shim.KFAC(network, settings(network), refresh_every=1)
-    step = jax.jit(empirical(network, kfac, loss="sum"))
+    kfac = made(network)
+    step = jax.jit(empirical(network, kfac, reduction="sum"))
     direction, gradients, _ = step(params, kfac.init(params), ids, y, LAMBDA)
 
     assert set(network.blocks) == {"ids", "step"}
@@ -262,8 +337,8 @@ def test_flax_layers_are_found(convolutional):
     """A convolution's, a normalization's and a dense layer's direction are dense ones."""
     model, params, x, y = convolutional
     network = shim.Network(lambda p, x: model.apply({"params": p}, x), params, x)
-    kfac = shim.KFAC(network, settings(network), refresh_every=1)
-    step = jax.jit(empirical(network, kfac, loss="sum"))
+    kfac = made(network)
+    step = jax.jit(empirical(network, kfac, reduction="sum"))
     direction, _, state = step(params, kfac.init(params), x, y, LAMBDA)
 
     def one(p, x, y):
@@ -307,7 +382,7 @@ def test_flax_layers_are_found(convolutional):
     np.testing.assert_allclose(
         flat(found["kernel"], found["bias"]), expected, rtol=1e-6
     )
-    assert not any(map(int, jax.tree.leaves(state.status)))
+    assert bool(state.is_good())
 
 
 def test_a_subclass_of_a_flax_layer_is_not_taken_for_the_layer(rng):
@@ -359,8 +434,8 @@ def test_flax_and_plain_functions_agree(small):
         (lambda p, x: Model().apply({"params": p}, x), other),
     ):
         network = shim.Network(function, given, x)
-        kfac = shim.KFAC(network, settings(network), refresh_every=1)
-        step = jax.jit(empirical(network, kfac, loss="sum"))
+        kfac = made(network)
+        step = jax.jit(empirical(network, kfac, reduction="sum"))
         directions.append(step(given, kfac.init(given), x, y, LAMBDA)[0])
 
     plain, flax = directions
@@ -378,13 +453,13 @@ def test_the_optax_transformation_chains(small):
     optax = pytest.importorskip("optax")
     params, x, y = small
     network = shim.Network(mlp, params, x)
-    kfac = shim.KFAC(network, settings(network), refresh_every=1)
+    kfac = made(network)
     chain = optax.chain(kfac.optax(), optax.scale_by_learning_rate(0.5))
 
     @jax.jit
     def step(params, held):
         z, pull = network.vjp(params, x)
-        gradients, captured = pull(jax.grad(nll)(z, y), loss="sum")
+        gradients, captured = pull(jax.grad(nll)(z, y), reduction="sum")
         updates, held = chain.update(gradients, held, params, captured=captured)
         again, _ = chain.update(gradients, held, params, captured=None)
         return (
@@ -406,21 +481,20 @@ def test_a_state_goes_through_a_file(small, tmp_path):
     pytest.importorskip("safetensors")
     params, x, y = small
     network = shim.Network(mlp, params, x)
-    estimator = settings(network, damping_rule="factored")
-    kfac = shim.KFAC(network, estimator, refresh_every=3)
-    step = jax.jit(empirical(network, kfac, loss="sum"))
+    kfac = made(network, damping_rule="factored", refresh_every=3)
+    step = jax.jit(empirical(network, kfac, reduction="sum"))
     start = kfac.init(params)
     _, _, state = step(params, start, x, y, LAMBDA)
-    kc.save_checkpoint(tmp_path / "a.safetensors", kfac.traced.estimator(state))
+    kc.save_checkpoint(tmp_path / "a.safetensors", kfac.estimator(state))
 
-    loaded = settings(network, damping_rule="factored")
+    loaded = kfac.estimator()
     kc.load_checkpoint(tmp_path / "a.safetensors", loaded, backend="jax")
-    resumed = kfac.traced.state(loaded, start)
+    resumed = kfac.state(loaded, params)
 
     after, expected = (step(params, s, 2.0 * x, y, LAMBDA) for s in (resumed, state))
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    assert int(after[2].updates) == 2
+    assert int(after[2]["one"].updates) == 2
 
 
 def test_what_cannot_be_captured_is_refused(small):
@@ -455,10 +529,94 @@ def test_what_cannot_be_captured_is_refused(small):
     assert set(one.blocks) == {"a"}
 
     network = shim.Network(mlp, params, x)
-    kfac = shim.KFAC(network, settings(network, loss="mean"), refresh_every=1)
-    step = empirical(network, kfac, loss="sum")
-    with pytest.raises(kc.ConventionError, match="loss='sum'"):
+    kfac = made(network, reduction="mean")
+    step = empirical(network, kfac, reduction="sum")
+    with pytest.raises(kc.ConventionError, match="reduction='sum'"):
         jax.eval_shape(step, params, kfac.init(params), x, y, LAMBDA)
     z, pull = network.vjp(params, x)
-    with pytest.raises(kc.ConventionError, match="loss"):
+    with pytest.raises(kc.ConventionError, match="reduction"):
         pull(z)
+
+
+# ------------------------------------------- an estimator whose stages are programs
+
+
+def estimators(kind=None, **options):
+    """Return an estimator, and one of the same settings that is compiled."""
+    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    blocks = {"a": kc.Block(layer, kind or kc.Kronecker())}
+    settings = {"decay": 0.8, "damping": 0.3, "reduction": "sum", **options}
+    compiled = kc.Estimator(blocks, **settings, execution=shim.compiled)
+    return kc.Estimator(blocks, **settings), compiled
+
+
+def batch_of(rng):
+    return kc.Batch(*(jnp.asarray(rng.normal(size=(10, k))) for k in (4, 3)))
+
+
+def vector_of(rng):
+    weight, bias = rng.normal(size=(4, 3)), rng.normal(size=3)
+    return {"a": {"weight": jnp.asarray(weight), "bias": jnp.asarray(bias)}}
+
+
+def assert_close_vectors(found, expected):
+    for role, x in expected["a"].items():
+        np.testing.assert_allclose(found["a"][role], x, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [kc.Kronecker(), kc.Eigen()])
+def test_a_compiled_estimator_is_the_estimator(rng, kind):
+    """With decays and dampings that change, and one program a stage."""
+    rule = "exact" if kind.has_bases else "factored"
+    plain, compiled = estimators(kind, damping_rule=rule)
+    V, sizes = vector_of(rng), []
+    for step in range(4):
+        batch = batch_of(rng)
+        for estimator in (plain, compiled):
+            estimator.decay, estimator.damping = 0.9 - 0.1 * step, 0.3 * (step + 1)
+            estimator.update({"a": batch})
+            if kind.has_bases:
+                estimator.rebase(moments="kronecker")
+            estimator.refresh()
+        assert_close_vectors(compiled.precondition(V), plain.precondition(V))
+        sizes.append(shim._program(shim._compiler_options("cpu"))._cache_size())
+
+    # The first update makes statistics, whose form is then that of a program's results.
+    assert sizes[1] == sizes[3]
+    compiled.update({})
+    assert compiled.precondition({}) == {}
+    assert compiled.state["a"].updates == 4
+    assert_close_vectors(
+        compiled.apply("multiply_matpower", V, -0.5),
+        plain.apply("multiply_matpower", V, -0.5),
+    )
+
+
+def test_what_a_compiled_estimator_flags_is_raised(rng):
+    """By name, with nothing changed; a singular factor is refused by the whole ladder."""
+    _, compiled = estimators(damping=0.0)
+    ones = jnp.ones((2, 4)), jnp.ones((2, 3))
+    compiled.update({"a": kc.Batch(*ones)})
+    with pytest.raises(kc.FactorizationError, match="a/input"):
+        compiled.refresh()
+    compiled.damping = 0.1
+    compiled.refresh()
+    before = compiled.state
+    bad = kc.Batch(jnp.full((2, 4), jnp.nan), ones[1])
+    with pytest.raises(kc.NotFiniteError, match=r"'a'.*inputs"):
+        compiled.update({"a": bad})
+    assert compiled.state is before
+    assert (before["a"].updates, before["a"].age) == (1, 0)
+
+
+def test_a_compiled_stage_may_be_a_part_of_another_program(rng):
+    """Which is compiled as the whole is, and gives what the stage alone gives."""
+    _, compiled = estimators()
+    V = vector_of(rng)
+    compiled.update({"a": batch_of(rng)})
+    compiled.refresh()
+
+    alone = compiled.precondition(V)
+
+    assert_close_vectors(jax.jit(compiled.precondition)(V), alone)
+    assert_close_vectors(jax.jit(lambda: compiled.precondition(V))(), alone)

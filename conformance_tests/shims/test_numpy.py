@@ -9,7 +9,7 @@ import kfac_core as kc
 from kfac_core_shims.numpy import KFAC
 
 DAMPING = 0.1
-SETTINGS = {"learning_rate": 1.0, "damping": DAMPING, "decay": 0.9, "loss": "sum"}
+SETTINGS = {"learning_rate": 1.0, "damping": DAMPING, "decay": 0.9, "reduction": "sum"}
 
 
 def damped_inverse(A, G, V, *, S=1.0):
@@ -139,16 +139,16 @@ def test_an_embedding_and_a_normalization():
         np.testing.assert_allclose(change["norm"][name], expected, rtol=1e-8)
 
 
-@pytest.mark.parametrize("loss", ["sum", "mean"])
-def test_parts_of_a_batch_are_the_whole(loss):
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_parts_of_a_batch_are_the_whole(reduction):
     """Of any sizes, each with a loss of its own."""
     x, g = dense_case(n=10)
     gradient = dense_gradient()
     parameters = dense_parameters()
-    optimizer = KFAC(parameters, **{**SETTINGS, "loss": loss})
+    optimizer = KFAC(parameters, **{**SETTINGS, "reduction": reduction})
     for part in (slice(0, 3), slice(3, 10)):
         n = part.stop - part.start
-        given = g[part] / n if loss == "mean" else g[part]
+        given = g[part] / n if reduction == "mean" else g[part]
         optimizer.observe("fc", kc.Batch(x[part], given))
 
     change = optimizer.step(gradient)

@@ -127,7 +127,7 @@ class Judge:
         self.path.write_bytes(data)
         kind = self._kind(data, with_header=measured)
         estimator = self.fresh[kind]
-        before = estimator.state[kind], estimator.damping, estimator.damping_rule
+        before = estimator.state, estimator.network, estimator.damping
         if measured:
             tracemalloc.start()
         try:
@@ -142,7 +142,7 @@ class Judge:
                 self.peak = max(self.peak, peak)
                 assert peak <= SLACK + TIMES * len(data), (peak, len(data))
         if not accepted:
-            now = estimator.state[kind], estimator.damping, estimator.damping_rule
+            now = estimator.state, estimator.network, estimator.damping
             assert all(a is b for a, b in zip(before, now, strict=True))
             return "refused"
         self.fresh[kind] = made(kind)

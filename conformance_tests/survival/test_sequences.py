@@ -33,7 +33,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"damping_rule": "factored"},
     {"damping_rule": "factored", "burn_in": 2, "solving": "triangular"},
     {"damping_rule": "factored_unit_pi", "failure_budget": 1, "workers": 2},
-    {"damping_rule": "exact", "parameter_statistics": True},
+    {"damping_rule": "exact"},
     {"damping_rule": "exact", "damping_scaling": "mean_eigenvalue"},
     {"damping_rule": "factored", "threshold": 0.1},
 ]
@@ -119,15 +119,15 @@ def _spoiled_state(run: Run, k: int) -> None:
     """Load a state of which the last block is not good."""
     state = run.estimator.state_dict()
     state["settings"]["decay"] = 0.123
-    state["blocks"]["a"]["updates"] += 1
+    state["blocks"]["a"]["values"]["updates"] += 1
     if k == 0:
-        state["blocks"]["c"]["updates"] = -1
+        state["blocks"]["c"]["values"]["updates"] = -1
     elif k == 1:
         del state["blocks"]["c"]
     elif k == 2:
         state["settings"]["damping"] = float("nan")
     else:
-        state["conventions"]["loss"] = "sum"
+        state["conventions"]["reduction"] = "sum"
     run.estimator.load_state_dict(state)
 
 
@@ -192,7 +192,6 @@ BAD: dict[str, Callable[[Run, int], Any]] = _bad_feeds() | {
     "unknown state": lambda r, k: r.estimator.state["z"],
     "unknown product": lambda r, k: r.estimator.apply("divide", {"a": vectors()}),
     "no basis": lambda r, k: r.estimator.rebase(["a"], moments="zero"),
-    "no mean": lambda r, k: made(r.settings).mean_gradient("a"),
     "bad damping": _set("damping", (-1.0, np.nan, np.inf, 10**400)),
     "bad dampings": _set(
         "damping",

@@ -118,10 +118,8 @@ class Backend(Protocol):
     def detach(self, x: Array, /) -> Array:
         """Return the array without the gradient graph that it may hang on."""
 
-    def compiled(
-        self, function: Callable[..., Any], /, *, donate: tuple[int, ...]
-    ) -> Callable[..., Any] | None:
-        """Return a compiled form of a pure function, or None without a compiler."""
+    def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
+        """Return what a function returns, or something else of the same form."""
 
     def enable_float64(self) -> None:
         """Let the library make 64-bit floats, where it does not by itself."""

@@ -137,22 +137,24 @@ class GenericBackend:
         """Return the array without its gradient graph; plain arrays have none."""
         return x
 
-    def compiled(self, function: Any, /, *, donate: tuple[int, ...]) -> Any:
-        """Return a compiled form of a pure function, or None without a compiler.
+    def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
+        """Return what a function returns, or something else of the same form.
+
+        A library that can follow a function without computing may save the computing.
 
         Parameters
         ----------
         function : callable
-            Of structures, dicts, arrays and numbers, by position.
-        donate : tuple of int
-            The arguments whose memory may be written over.
+            Returns a structure of arrays.
+        device : device
+            Of these.
 
         Returns
         -------
-        callable or None
-            Of the same arguments.
+        structure
+            With the same shapes and dtypes.
         """
-        return None
+        return function()
 
     def enable_float64(self) -> None:
         """Let the library make 64-bit floats; the standard's libraries do already."""

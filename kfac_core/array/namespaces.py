@@ -110,8 +110,13 @@ def namespace_of(
         _require_version(xp)
         for x in given.values():
             _namespaces[type(x)] = xp
-    if len(given) > 1:
-        same_place(**given)
+    first: tuple[str, Any] | None = None
+    for name, x in given.items():
+        place = device_of(x)
+        if first is None and place is not None:
+            first = (name, place)
+        elif first is not None and place != first[1] and place is not None:
+            raise _places_differ(*first, name, place)
     return xp
 
 
@@ -148,11 +153,15 @@ def same_place(**arrays: Array | None) -> None:
         if first is None:
             first = (name, place)
         elif place != first[1]:
-            raise MixedArraysError(
-                f"`{first[0]}` is on {first[1]} and `{name}` is on {place}: arrays given "
-                "together must be on one device. Move one of them yourself; nothing is "
-                "moved in silence."
-            )
+            raise _places_differ(*first, name, place)
+
+
+def _places_differ(first: str, place: Any, second: str, other: Any) -> MixedArraysError:
+    """Say which two arguments are on different devices."""
+    return MixedArraysError(
+        f"`{first}` is on {place} and `{second}` is on {other}: arrays given together must "
+        "be on one device. Move one of them yourself; nothing is moved in silence."
+    )
 
 
 def device_of(x: Array, /) -> Any:

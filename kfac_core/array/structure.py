@@ -21,6 +21,7 @@ __all__ = [
     "Registrar",
     "array_fields",
     "combinable",
+    "fields_of",
     "form_of",
     "is_plain",
     "is_structure",
@@ -109,6 +110,22 @@ def is_plain(value: object, /) -> bool:
 def is_structure(value: object, /) -> bool:
     """Whether a value is an instance of a class made by `structure`."""
     return type(value) in _static
+
+
+def fields_of(cls: type[Any], /) -> tuple[tuple[str, bool], ...]:
+    """Return the fields of a structure's class in order, and whether each is static.
+
+    Parameters
+    ----------
+    cls : type
+        Any class.
+
+    Returns
+    -------
+    tuple of tuple of str and bool
+        Empty for a class that is no structure's.
+    """
+    return _fields.get(cls, ())
 
 
 def static_fields(value: object, /) -> dict[str, Any]:

@@ -19,7 +19,6 @@ import numpy as np
 from kfac_core.array.selection import asarray
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
 from kfac_core.checkpoint.translation import Layouts, renamed, with_layouts_of
-from kfac_core.checkpoint.tree import HostArray, unfolded
 from kfac_core.checkpoint.writing import (
     DIGEST_KEY,
     FORMAT,
@@ -28,7 +27,7 @@ from kfac_core.checkpoint.writing import (
     load_library,
 )
 from kfac_core.conventions import require_one_of
-from kfac_core.errors import KFACError, StateError
+from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
 
 __all__ = ["load_checkpoint", "read_header"]
@@ -77,12 +76,12 @@ def load_checkpoint(
         For a backend that there is not.
     """
     require_one_of("layouts", layouts, get_args(Layouts))
-    state = _read(path)
+    state = _read(path, backend)
     try:
         state = renamed(state, names) if names else state
         if layouts == "any":
             state = with_layouts_of(state, estimator.blocks)
-        estimator.load_state_dict(_placed(state, backend))
+        estimator.load_state_dict(state)
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
 
@@ -117,33 +116,22 @@ def read_header(path: str | os.PathLike[str], /) -> dict[str, Any]:
     }
 
 
-def _read(path: str | os.PathLike[str]) -> Any:
-    """Return the state in a file, its arrays on the host."""
+def _read(path: str | os.PathLike[str], backend: str | None) -> Any:
+    """Return the state in a file, its arrays on a backend."""
     with _opened(path) as file:
         document = _document(file, path)
-        names = set(file.keys())
-        used: set[str] = set()
-
-        def load(name: str) -> HostArray:
-            if name not in names:
-                raise StateError(f"{path}: the tensor {name!r} is missing.")
-            if name in used:
-                # A small file could ask for any amount of memory in this way.
-                raise StateError(f"{path}: the tensor {name!r} stands in two places.")
-            used.add(name)
+        state, names = document["state"], set(file.keys())
+        if missing := sorted(document["digests"].keys() - names):
+            raise StateError(f"{path}: the tensors {missing[:3]} are missing.")
+        for name in names:
             values = _tensor(file, name, path)
             if document["digests"].get(name) != tensor_digest(values):
                 raise StateError(f"{path}: the tensor {name!r} is damaged.")
-            return values
-
-        try:
-            state = unfolded(document["state"], load, where="state")
-        except KFACError as error:
-            raise StateError(str(error)) from None
-        if names - used:
-            raise StateError(
-                f"{path}: the tensors {sorted(names - used)[:3]} belong to nothing."
-            )
+            block, _, inner = name.rpartition("/")
+            found = state["blocks"].get(block, {"values": {inner}})["values"]
+            if inner in found:
+                raise StateError(f"{path}: the tensor {name!r} belongs to nothing.")
+            found[inner] = asarray(values, backend=backend)
     return state
 
 
@@ -187,11 +175,21 @@ def _document(file: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     if (file.metadata() or {}).get(DIGEST_KEY) != text_digest(text):
         raise StateError(f"{path}: the document is damaged.")
-    if "state" not in document:
-        raise StateError(f"{path}: the document holds no state.")
+    state = document.get("state")
+    blocks = state.get("blocks") if isinstance(state, dict) else None
+    if not isinstance(blocks, dict) or not all(map(_is_block, blocks.values())):
+        raise StateError(f"{path}: the document holds no state, or no blocks.")
     if not isinstance(document.get("digests"), dict):
         raise StateError(f"{path}: the document holds no digests of tensors.")
     return document
+
+
+def _is_block(part: Any) -> bool:
+    """Whether a part of a document is what a block is."""
+    parts = ("layer", "approximation", "values")
+    return isinstance(part, dict) and all(
+        isinstance(part.get(name), dict) for name in parts
+    )
 
 
 def _described(file: Any, name: str) -> tuple[str, tuple[int, ...]]:
@@ -199,7 +197,7 @@ def _described(file: Any, name: str) -> tuple[str, tuple[int, ...]]:
     return str(part.get_dtype()), tuple(part.get_shape())
 
 
-def _tensor(file: Any, name: str, path: str | os.PathLike[str]) -> HostArray:
+def _tensor(file: Any, name: str, path: str | os.PathLike[str]) -> Any:
     """Read a tensor, after its dtype was found good."""
     dtype, _ = _described(file, name)
     if dtype not in _DTYPES:
@@ -207,12 +205,3 @@ def _tensor(file: Any, name: str, path: str | os.PathLike[str]) -> HostArray:
             f"{path}: {name}: expected a dtype among {', '.join(_DTYPES)}, got {dtype}."
         )
     return np.asarray(file.get_tensor(name))
-
-
-def _placed(state: Any, backend: str | None) -> Any:
-    """Return a state with its arrays on a backend."""
-    if isinstance(state, dict):
-        return {name: _placed(part, backend) for name, part in state.items()}
-    if isinstance(state, np.ndarray):
-        return asarray(state, backend=backend)
-    return state

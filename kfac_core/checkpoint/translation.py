@@ -22,13 +22,13 @@ Layouts: TypeAlias = Literal["same", "any"]
 _LAYOUTS = ("weight_layout", "data_layout")
 
 
-def renamed(state: Any, names: Mapping[str, str], /) -> Any:
+def renamed(state: dict[str, Any], names: Mapping[str, str], /) -> dict[str, Any]:
     """Return a state with other names of blocks.
 
     Parameters
     ----------
     state : dict
-        Of an estimator.
+        Of an estimator, with blocks as `kfac_core.checkpoint.reading` leaves them.
     names : mapping of str to str
         New names by those of the state; a block that is left out keeps its own.
 
@@ -42,30 +42,30 @@ def renamed(state: Any, names: Mapping[str, str], /) -> Any:
     StateError
         For a name of no block, and where two blocks would have one name.
     """
-    blocks = _blocks(state)
+    blocks = state["blocks"]
+    settings: Any = state.get("settings")
     if unknown := sorted(names.keys() - blocks.keys()):
         raise StateError(f"There are no blocks {unknown}; it has {sorted(blocks)}.")
     new = {name: names.get(name, name) for name in blocks}
     if len({*new.values()}) < len(new):
         raise StateError(f"Expected `names` to give each block its own, got {new}.")
-    settings = state.get("settings")
-    damping = settings.get("damping") if isinstance(settings, Mapping) else None
-    if isinstance(settings, Mapping) and isinstance(damping, Mapping):
+    damping = settings.get("damping") if isinstance(settings, dict) else None
+    if isinstance(damping, dict):
         of_each = {new.get(name, name): value for name, value in damping.items()}
         settings = {**settings, "damping": of_each}
-    found = {
-        new[name]: _relabeled(part, name, new[name]) for name, part in blocks.items()
-    }
+    found = {new[name]: part for name, part in blocks.items()}
     return {**state, "settings": settings, "blocks": found}
 
 
-def with_layouts_of(state: Any, blocks: Mapping[str, Block], /) -> Any:
+def with_layouts_of(
+    state: dict[str, Any], blocks: Mapping[str, Block], /
+) -> dict[str, Any]:
     """Return a state whose layers have the layouts of an estimator's.
 
     Parameters
     ----------
     state : dict
-        Of an estimator.
+        Of an estimator, with blocks as `kfac_core.checkpoint.reading` leaves them.
     blocks : mapping of str to Block
         Of the estimator that wants it.
 
@@ -74,37 +74,10 @@ def with_layouts_of(state: Any, blocks: Mapping[str, Block], /) -> Any:
     dict
         With the arrays of `state`; what else differs, differs still.
     """
-    found = dict(_blocks(state))
-    for name, block in blocks.items():
-        part = found.get(name)
-        layer = part.get("layer") if isinstance(part, Mapping) else None
-        if isinstance(part, Mapping) and isinstance(layer, Mapping):
-            own = {
-                key: getattr(block.layer, key, None) for key in _LAYOUTS if key in layer
-            }
-            found[name] = {**part, "layer": {**layer, **own}}
+    found = dict(state["blocks"])
+    for name in found.keys() & blocks.keys():
+        layer = found[name]["layer"]
+        own = {key: getattr(blocks[name].layer, key, None) for key in _LAYOUTS}
+        kept = {key: value for key, value in own.items() if key in layer}
+        found[name] = {**found[name], "layer": {**layer, **kept}}
     return {**state, "blocks": found}
-
-
-def _blocks(state: Any) -> Mapping[str, Any]:
-    blocks = state.get("blocks") if isinstance(state, Mapping) else None
-    if not isinstance(blocks, Mapping):
-        raise StateError("Expected a state with blocks.")
-    return blocks
-
-
-def _relabeled(part: Any, old: str, new: str) -> Any:
-    """Return a block whose operator names itself by its new name in errors."""
-    if not isinstance(part, Mapping):
-        return part
-
-    def walked(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        found = {key: walked(inner) for key, inner in value.items()}
-        name = found.get("name")
-        if isinstance(name, str) and (name == old or name.startswith(f"{old}/")):
-            found["name"] = new + name.removeprefix(old)
-        return found
-
-    return {**part, "operator": walked(part.get("operator"))}

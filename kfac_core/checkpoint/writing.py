@@ -2,9 +2,9 @@
 
 Conventions.  A ``.safetensors`` file whose metadata hold one JSON document under
 `METADATA_KEY`: format, version, the release that wrote it, the digest of each tensor, and
-the tree of `kfac_core.checkpoint.tree`, in which layers (with the order of their kernels'
-axes), approximations, conventions, decays, weights and ages are written out.  The digest
-of the document stands under `DIGEST_KEY`.
+`kfac_core.Estimator.state_dict` without its arrays.  These are the tensors: the block's
+name, a slash and the path, in which there is none.  The digest of the document stands
+under `DIGEST_KEY`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_args
 
+import array_api_compat
+import numpy as np
+
 import kfac_core
+from kfac_core.array.selection import to_numpy
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
-from kfac_core.checkpoint.tree import HostArray, folded
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
@@ -37,7 +40,7 @@ __all__ = [
 METADATA_KEY = "kfac_core_checkpoint"
 DIGEST_KEY = "kfac_core_checkpoint_sha256"
 FORMAT = "kfac_core.checkpoint"
-VERSION = 1
+VERSION = 2
 
 Parts: TypeAlias = Literal["all", "statistics", "operators"]
 
@@ -72,14 +75,20 @@ def save_checkpoint(
     """
     require_one_of("parts", parts, get_args(Parts))
     library = load_library()
-    tensors: dict[str, HostArray] = {}
-    tree = folded(_only(estimator.state_dict(), parts), "", tensors)
+    state = _only(estimator.state_dict(), parts)
+    tensors: dict[str, Any] = {}
+    for name, block in state["blocks"].items():
+        for inner, value in [*block["values"].items()]:
+            if array_api_compat.is_array_api_obj(value):
+                # In the order of the axes: the library writes memory as it lies.
+                tensors[f"{name}/{inner}"] = np.asarray(to_numpy(value), order="C")
+                del block["values"][inner]
     document = {
         "format": FORMAT,
         "version": VERSION,
         "producer": f"kfac_core {kfac_core.__version__}",
         "digests": {name: tensor_digest(values) for name, values in tensors.items()},
-        "state": tree,
+        "state": state,
     }
     text = json.dumps(document, allow_nan=False)
     metadata = {METADATA_KEY: text, DIGEST_KEY: text_digest(text)}
@@ -99,21 +108,24 @@ def save_checkpoint(
 
 
 def _only(state: dict[str, Any], parts: Parts) -> dict[str, Any]:
-    """Return a state with the statistics or the operators of its blocks left out."""
-    left_out: dict[Parts, dict[str, Any]] = {
-        "all": {},
-        "statistics": {"operator": None, "damping": None, "failures": 0},
-        "operators": {
-            "statistics": None,
-            "updates": 0,
-            "basis_age": None,
-            "moments_missing": False,
-        },
+    """Leave the statistics or the operators of the blocks out of a state."""
+    left_out: dict[Parts, tuple[str, dict[str, int]]] = {
+        "all": ("", {}),
+        "statistics": ("operator.", {"failures": 0}),
+        "operators": (
+            "statistics.",
+            {"updates": 0, "basis_age": -1, "moments_missing": 0},
+        ),
     }
-    blocks = {
-        name: {**block, **left_out[parts]} for name, block in state["blocks"].items()
-    }
-    return {**state, "blocks": blocks}
+    start, counts = left_out[parts]
+    for block in state["blocks"].values():
+        values = block["values"]
+        for path in [p for p in values if start and p.startswith(start)]:
+            del values[path]
+        values.update(counts)
+        if parts == "statistics":
+            values.pop("damping", None)
+    return state
 
 
 def load_library() -> ModuleType:

@@ -9,12 +9,12 @@ from typing import Any
 from kfac_core.checkpoint import read_header
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import print_json, printable
-from kfac_core.errors import StateError
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "contents", "run"]
 
 SUMMARY = "say what is in a checkpoint"
 EXAMPLES = ("kfac-core inspect curvature.safetensors",)
+_COUNTS = ("updates", "age", "failures", "basis_age")
 EXIT_CODES = {0: "it was read", 2: "it is no checkpoint, or a damaged one"}
 
 
@@ -72,11 +72,6 @@ def contents(path: str, /) -> dict[str, Any]:
     header = read_header(path)
     document = header["document"]
     state = document["state"]
-    blocks = state.get("blocks") if isinstance(state, Mapping) else None
-    if isinstance(blocks, Mapping) and set(blocks) == {"mapping"}:
-        blocks = blocks["mapping"]  # See `kfac_core.checkpoint.tree`.
-    if not isinstance(blocks, Mapping):
-        raise StateError(f"{path}: the document holds no blocks.")
     return {
         "file": str(path),
         "bytes": header["bytes"],
@@ -86,47 +81,26 @@ def contents(path: str, /) -> dict[str, Any]:
         "settings": state.get("settings"),
         "blocks": {
             name: _block(name, block, header["tensors"])
-            for name, block in blocks.items()
+            for name, block in state["blocks"].items()
         },
     }
 
 
-def _block(name: str, block: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(block, Mapping):
-        raise StateError(f"block {name!r} of the document is no mapping.")
-    prefix = f"/blocks/{name}/"
-    # By what the block refers to: another's name may begin with its name and a slash.
-    referred = _references(block)
-    own = {
-        path.removeprefix(prefix): found
-        for path, found in tensors.items()
-        if path in referred
-    }
-    described = {
-        key: block.get(key)
-        for key in ("layer", "approximation", "updates", "age", "failures", "basis_age")
-    }
+def _block(
+    name: str, block: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> dict[str, Any]:
+    own = {}
+    for full, (dtype, shape) in tensors.items():
+        # Names of blocks may hold slashes, and paths do not.
+        owner, _, path = full.rpartition("/")
+        if owner == name:
+            own[path] = {"dtype": dtype, "shape": list(shape)}
     return {
-        **described,
-        "has_operator": block.get("operator") is not None,
-        "tensors": {
-            path: {"dtype": dtype, "shape": list(shape)}
-            for path, (dtype, shape) in own.items()
-        },
+        **{key: block[key] for key in ("layer", "approximation")},
+        **{key: block["values"].get(key) for key in _COUNTS},
+        "has_operator": any(path.startswith("operator.") for path in own),
+        "tensors": own,
     }
-
-
-def _references(block: Mapping[str, Any]) -> set[str]:
-    """Return the names of the tensors that a block of a document refers to."""
-    names, parts = set(), [block]
-    while parts:  # No recursion: a document may be nested more deeply than that goes.
-        part = parts.pop()
-        for key, inner in part.items():
-            if isinstance(inner, Mapping):
-                parts.append(inner)
-            elif key in ("tensor", "packed") and isinstance(inner, str):
-                names.add(inner)
-    return names
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:

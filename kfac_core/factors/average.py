@@ -57,7 +57,8 @@ class Average:
         xp = own_namespace(self.weight)
         if not debias:
             return xp.ones_like(self.weight)
-        return 1.0 / xp.where(self.weight > 0, self.weight, 1.0)
+        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
+        return xp.asarray(1.0 / xp.where(self.weight > 0, self.weight, 1.0))
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""

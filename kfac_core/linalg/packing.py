@@ -18,12 +18,18 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of
 from kfac_core.errors import ShapeError
 
-__all__ = ["pack_triangle", "packed_shape", "unpack_triangle"]
+__all__ = ["pack_triangle", "packed_rows", "packed_shape", "unpack_triangle"]
 
 
 def packed_shape(n: int, /) -> tuple[int, int]:
     """Return the shape of the rectangle for n rows."""
     return (n + 1, n // 2) if n % 2 == 0 else (n, (n + 1) // 2)
+
+
+def packed_rows(shape: tuple[int, ...], /) -> int | None:
+    """Return the number n of rows that a rectangle is of; None where it is of none."""
+    n = max(shape[0] - 1, 2 * shape[1] - 1) if len(shape) == 2 else 0
+    return n if n > 0 and packed_shape(n) == shape else None
 
 
 def pack_triangle(matrix: Array, /, *, xp: Namespace) -> Array:

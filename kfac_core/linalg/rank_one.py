@@ -72,6 +72,12 @@ class ShiftedRankOne:
         """The shift d, 0-d."""
         return cast(self._xp(), self.block.shift, self.dtype)
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        found = self.block.factorizations & {"inverse"}
+        return found if self.whole is None else found | self.whole.factorizations
+
     def prepared(
         self,
         *factorizations: Factorization,

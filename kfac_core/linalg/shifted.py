@@ -121,6 +121,16 @@ class ShiftedMatrix:
         """The dtype of applying."""
         return self.applied.array.dtype
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        made: dict[Factorization, Any] = {
+            "inverse": self.inverse if self.solving == "inverse" else self.cholesky,
+            "cholesky": self.cholesky,
+            "eigenbasis": self.basis,
+        }
+        return frozenset(name for name, part in made.items() if part is not None)
+
     def prepared(
         self,
         *factorizations: Factorization,

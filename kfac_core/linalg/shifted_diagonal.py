@@ -65,6 +65,12 @@ class ShiftedDiagonal:
         """The dtype of the arrays."""
         return self.entries.dtype
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        made: tuple[Factorization, ...] = ("inverse", "cholesky", "eigenbasis")
+        return frozenset(made if self.definite else ("eigenbasis",))
+
     def prepared(
         self,
         *factorizations: Factorization,

@@ -10,7 +10,6 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
 from kfac_core.operators.operator import CurvatureOperator
-from kfac_core.operators.parts import prepared_of
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["DenseOperator"]
@@ -53,6 +52,11 @@ class DenseOperator(CurvatureOperator):
     def like(self) -> Array:
         """An array of the operator's library, device and dtype."""
         return self.block.applied.array
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return self.block.factorizations
 
     def prepared(
         self,
@@ -124,6 +128,3 @@ class DenseOperator(CurvatureOperator):
 
     def _dampings(self) -> dict[str, Array]:
         return {"damping": self.block.shift}
-
-    def _prepared_names(self) -> list[str]:
-        return prepared_of(self.block)

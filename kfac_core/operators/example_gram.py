@@ -45,7 +45,6 @@ from kfac_core.linalg.example_gram import (
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
 from kfac_core.operators.operator import CurvatureOperator, raise_for
-from kfac_core.operators.parts import prepared_of
 
 __all__ = ["NO_TRIANGLE", "ExampleGramOperator", "example_gram_operator"]
 
@@ -120,6 +119,11 @@ class ExampleGramOperator(CurvatureOperator):
     def gradients(self) -> int:
         """K."""
         return int(self.inputs.shape[0])
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return self.gram.factorizations
 
     def prepared(
         self,
@@ -228,9 +232,6 @@ class ExampleGramOperator(CurvatureOperator):
 
     def _dampings(self) -> dict[str, Array]:
         return {"damping": self.gram.shift}
-
-    def _prepared_names(self) -> list[str]:
-        return prepared_of(self.gram)
 
 
 def example_gram_operator(

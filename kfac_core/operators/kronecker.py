@@ -15,7 +15,7 @@ from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, Solving
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.operators.operator import CurvatureOperator
-from kfac_core.operators.parts import eigenbasis_of, prepared_of
+from kfac_core.operators.parts import eigenbasis_of
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["FactoredKronecker"]
@@ -67,6 +67,11 @@ class FactoredKronecker(CurvatureOperator):
     def like(self) -> Array:
         """An array of the operator's library, device and dtype."""
         return self.scale
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return self.input.factorizations & self.output.factorizations
 
     def prepared(
         self,
@@ -198,7 +203,3 @@ class FactoredKronecker(CurvatureOperator):
             "input_damping": self.input.shift,
             "output_damping": self.output.shift,
         }
-
-    def _prepared_names(self) -> list[str]:
-        made = [set(prepared_of(part)) for part in (self.input, self.output)]
-        return sorted(made[0] & made[1])

@@ -113,6 +113,12 @@ class LowRankOperator(CurvatureOperator):
         """The traces of what the two factors were cut off from, 0-d each."""
         return self.input.lost, self.output.lost
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        made: tuple[Factorization, ...] = ("eigenbasis", "inverse")
+        return frozenset(made if self.definite else made[:1])
+
     def prepared(
         self,
         *factorizations: Factorization,
@@ -202,9 +208,6 @@ class LowRankOperator(CurvatureOperator):
         if self.exact:
             return {"damping": self.damping}
         return {"input_damping": self.input_shift, "output_damping": self.output_shift}
-
-    def _prepared_names(self) -> list[str]:
-        return ["inverse"] if self.definite else []
 
     def _spectrum(self, damped: bool) -> _Spectrum:
         a, g, S = self.input.eigenvalues, self.output.eigenvalues, self.scale

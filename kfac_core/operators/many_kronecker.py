@@ -85,6 +85,19 @@ class ManyKronecker(CurvatureOperator):
         """An array of the operator's library, device and dtype."""
         return self.scale
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        parts = (part.factorizations for part in self.factors.values())
+        common = frozenset.intersection(*parts)
+        if not self.exact:
+            return common
+        found: dict[Factorization, bool] = {
+            "eigenbasis": "eigenbasis" in common,
+            "inverse": self.definite,
+        }
+        return frozenset(name for name, made in found.items() if made)
+
     def prepared(
         self,
         *factorizations: Factorization,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import is_readable, plain_number
@@ -115,6 +115,11 @@ class CurvatureOperator(abc.ABC):
     def inner_shape(self) -> tuple[int, ...] | None:
         """The shape of a vector inside the formulas; None where it is `stack_shape`."""
         return None
+
+    @property
+    @abc.abstractmethod
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared: products that need nothing else make none."""
 
     @abc.abstractmethod
     def prepared(
@@ -326,7 +331,8 @@ class CurvatureOperator(abc.ABC):
             told["stack"] = str(self.stack_shape[:-2])
         for label, value in self._dampings().items():
             told[label] = _told(value)
-        told["prepared"] = ", ".join(self._prepared_names()) or "nothing"
+        made = [f for f in get_args(Factorization) if f in self.factorizations]
+        told["prepared"] = ", ".join(made) or "nothing"
         flags = plain_number(self.status(), xp=own_namespace(self.like))
         if flags is not None:
             told["status"] = Status(int(flags)).name or str(int(flags))
@@ -336,10 +342,6 @@ class CurvatureOperator(abc.ABC):
     def _dampings(self) -> dict[str, Array]:
         """Return the dampings by the names that `repr` should use."""
         return {}
-
-    def _prepared_names(self) -> list[str]:
-        """Return the names of the factorizations that were made."""
-        return []
 
 
 def entering(

@@ -62,7 +62,7 @@ class SeriesOperator(CurvatureOperator):
         The shares of the lengths; None for the infinite variant.
     chain : SymmetricChain or InfiniteChain
         F, damped.
-    dense : DenseOperator or None
+    dense : ShiftedMatrix or None
         F as one matrix, where a factorization of it was asked for.
     fallback : array of int32, 0-d
         Of `kfac_core.linalg.factorizations.Fallback`: in which precision the chain was
@@ -81,7 +81,7 @@ class SeriesOperator(CurvatureOperator):
     scale: Array
     shares: Array | None
     chain: SymmetricChain | InfiniteChain
-    dense: DenseOperator | None
+    dense: ShiftedMatrix | None
     fallback: Array
 
     @property
@@ -93,6 +93,12 @@ class SeriesOperator(CurvatureOperator):
     def like(self) -> Array:
         """An array of the operator's library, device and dtype."""
         return self.scale
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        found: frozenset[Factorization] = frozenset({"inverse"})
+        return found if self.dense is None else found | self.dense.factorizations
 
     def prepared(
         self,
@@ -121,7 +127,7 @@ class SeriesOperator(CurvatureOperator):
         if not wanted or self._rows() > DENSE_LIMIT:
             return made
         dense = made._dense_matrix().prepared(*wanted, check=check, name=name)
-        return replaced(made, dense=dense)
+        return replaced(made, dense=dense.block)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F; from the dense matrix for the infinite variant."""
@@ -198,7 +204,7 @@ class SeriesOperator(CurvatureOperator):
     def _dense_matrix(self, *, damped: bool = True) -> DenseOperator:
         """Return F as an operator without structure, prepared or not yet."""
         if damped and self.dense is not None:
-            return self.dense
+            return DenseOperator(self.dense, self.shape)
         self._require_small()
         matrix = SymmetricMatrix(self.to_dense(damped=damped), whole=True)
         zero = full_of(own_namespace(self.scale), 0.0, matrix.array)

@@ -143,6 +143,16 @@ class SpectralOperator(CurvatureOperator):
         """Whether the basis is ``Q_A (x) Q_G``, so that x and g are rotated apart."""
         return self.stack_shape == self.inner_shape
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        made: dict[Factorization, bool] = {
+            "inverse": self.definite,
+            "cholesky": self.lower is not None,
+            "eigenbasis": self.spectrum is not None,
+        }
+        return frozenset(name for name, there in made.items() if there)
+
     def prepared(
         self,
         *factorizations: Factorization,
@@ -443,14 +453,6 @@ class SpectralOperator(CurvatureOperator):
 
     def _dampings(self) -> dict[str, Array]:
         return {"damping": self.damping}
-
-    def _prepared_names(self) -> list[str]:
-        names = {
-            "eigenbasis": self.spectrum is not None,
-            "inverse": self.definite,
-            "cholesky": self.lower is not None,
-        }
-        return [name for name, made in names.items() if made]
 
 
 def spectral_operator(

@@ -97,6 +97,11 @@ class TridiagonalOperator(CurvatureOperator):
         """An array of the operator's library, device and dtype."""
         return self.scale
 
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return frozenset({"inverse", "cholesky"})
+
     def prepared(
         self,
         *factorizations: Factorization,

@@ -9,6 +9,7 @@ outputs, and derivatives by these are the output gradients.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import sys
@@ -22,7 +23,7 @@ import numpy as np
 
 import kfac_core as kc
 
-__all__ = ["KFAC", "Network", "dense", "tap"]
+__all__ = ["KFAC", "Network", "compiled", "dense", "tap"]
 
 _current: ContextVar[kc.Recorder | None] = ContextVar("_current", default=None)
 
@@ -91,8 +92,8 @@ class Network:
     def vjp(self, params: Any, /, *inputs: Any) -> tuple[Any, Callable[..., Any]]:
         """Return the outputs (with `has_aux`, and aux), and what pulls vectors back.
 
-        ``pull(cotangent, loss="mean") -> (gradients, Captured)``, with the reduction of
-        the loss whose derivative by the outputs the cotangent is; ``pull(made) ->
+        ``pull(cotangent, reduction="mean") -> (gradients, Captured)``, with the reduction
+        of the loss whose derivative by the outputs the cotangent is; ``pull(made) ->
         Captured`` for `kfac_core.losses.SourceVectors`.
         """
         uses, shapes = self._uses(params, inputs)
@@ -105,14 +106,16 @@ class Network:
         zeros = [jnp.zeros(y.shape, y.dtype) for y in shapes]
         outputs, back, (aux, seen) = jax.vjp(run, params, zeros, has_aux=True)
 
-        def pull(cotangent: Any, /, *, loss: Any = None) -> Any:
+        def pull(cotangent: Any, /, *, reduction: Any = None) -> Any:
             made = cotangent if isinstance(cotangent, kc.losses.SourceVectors) else None
             vectors = cotangent if made is None else made.vectors
             vectors = jax.tree.map(
                 lambda v, y: jnp.asarray(v, y.dtype), vectors, outputs
             )
             gradients, grads = (back if made is None else jax.vmap(back))(vectors)
-            captured = self.wiring.captured(uses, seen, grads, loss=loss, made=made)
+            captured = self.wiring.captured(
+                uses, seen, grads, reduction=reduction, made=made
+            )
             return (gradients, captured) if made is None else captured
 
         return ((outputs, aux) if self._has_aux else outputs), pull
@@ -139,61 +142,273 @@ class Network:
 
 
 class KFAC:
-    """A gradient transformation; its state is a `kfac_core.TracedState`.
+    """A gradient transformation; its state is a `kfac_core.NetworkState`.
 
     Parameters
     ----------
-    network, settings : Network, Estimator
-        What is trained; decay, damping, conventions and so on of its blocks.
+    network : Network
+        What is trained.
+    reduction : {"sum", "mean", "mean_rows"}
+        Of the loss that the output gradients are of: ``"sum"`` for vectors of
+        `kfac_core.losses.vectors`, else as it was said to `Network.vjp`.
+    damping : float or mapping of str to float
+        Of the operators, where a step gives no other.
     refresh_every : int
         Operators are made at the first update, and each time after so many more.
+    rebase_every : int, optional
+        The same of bases, for a network with `kfac_core.Eigen` blocks (EKFAC).
+    moments : {"kronecker", "carried"}
+        What second moments are in new bases; see `kfac_core.Eigen.rebased`.
+    **options : object
+        Of `kfac_core.Estimator`, such as `decay`, `damping_rule` or `sources`.
+
+    Attributes
+    ----------
+    curvature : kfac_core.Network
+        The description whose pure functions `update` calls.
+
+    Raises
+    ------
+    ConventionError
+        Where `rebase_every` is missing, or there are no bases.
     """
 
-    def __init__(self, network: Network, settings: Any, *, refresh_every: int) -> None:
-        self._wiring, self.traced = network.wiring, kc.TracedEstimator(settings)
-        self.refresh_every = refresh_every
+    def __init__(
+        self,
+        network: Network,
+        *,
+        reduction: Literal["sum", "mean", "mean_rows"],
+        damping: Any,
+        refresh_every: int,
+        rebase_every: int | None = None,
+        moments: Literal["kronecker", "carried"] = "kronecker",
+        **options: Any,
+    ) -> None:
+        made = {"reduction": reduction, "damping": damping, **options}
+        self._made = functools.partial(kc.Estimator, network.blocks, **made)
+        estimator = self._made()
+        self._wiring, self.curvature = network.wiring, estimator.network
+        self.damping, self.decay = estimator.damping, estimator.decay
+        self.refresh_every, self.rebase_every = refresh_every, rebase_every
+        self.moments = moments
+        kinds = [block.approximation for block in network.blocks.values()]
+        if any(kind.has_bases for kind in kinds) != (rebase_every is not None):
+            raise kc.ConventionError(
+                "Expected `rebase_every` for a network with Eigen blocks, and for no other."
+            )
 
-    def init(self, params: Any, /) -> Any:
-        """Return the state before the first update; its operators are zero."""
-        state = jax.eval_shape(self.traced.initial, jax.tree.leaves(params)[0])
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+    def init(self, params: Any, /) -> kc.NetworkState:
+        """Return the state before the first update.
+
+        A direction is zero until there are operators.
+        """
+        like = jax.tree.leaves(params)[0]
+        return self.curvature.initial(like, damping=self.damping)
 
     def update(
         self,
         updates: Any,
-        state: Any,
+        state: kc.NetworkState,
         params: Any = None,
         *,
-        captured: Any,
+        captured: kc.Captured | None,
+        damping: Any = None,
         **more: Any,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, kc.NetworkState]:
         """Return the inverse curvature times gradients of the mean loss, and the state.
 
         Parameters
         ----------
         updates, state, params : pytree
-            As optax has them.  A batch that a block flags changes ``state.status`` only.
+            As optax has them.  A batch that a block flags changes ``status`` only.
         captured : Captured or None
             From `Network.vjp`; None for a step without statistics.
-        **more : float, array, or mapping of str to these
-            ``damping``, of a refresh in the place of the settings'; else not read.
+        damping : float, array, or mapping of str to these, optional
+            Of a refresh in this step.
+        **more
+            What other transformations of a chain are given; not read.
+
+        Raises
+        ------
+        ConventionError
+            For what was captured under other conventions.
         """
-        traced = self.traced
         if captured is not None:
-            new = traced.updated(state, captured)
-            due = traced.is_good(new) & (state.updates % self.refresh_every == 0)
-            asked = {"damping": more.get("damping")}
-            refreshed = functools.partial(traced.refreshed, **asked)
-            state = jax.lax.cond(due, refreshed, lambda held: held, new)
+            state = self._fed(
+                state, captured, self.damping if damping is None else damping
+            )
         leaves, form = jax.tree.flatten(updates)
-        found = traced.precondition(state, self._wiring.vectors(leaves))
+        found = self.curvature.precondition(state, self._wiring.vectors(leaves))
         return jax.tree.unflatten(form, self._wiring.replaced(leaves, found)), state
+
+    def _fed(
+        self, state: kc.NetworkState, captured: kc.Captured, damping: Any
+    ) -> kc.NetworkState:
+        """Return the state after an update, and what is due after it."""
+        network, traced = self.curvature, {"check": "status"}
+        promised = network.conventions
+        same = captured.reduction == promised.reduction
+        if not same or captured.sources not in (None, promised.sources):
+            raise kc.ConventionError(
+                f"Expected batches captured under {promised}, got "
+                f"reduction={captured.reduction!r}, sources={captured.sources!r}. Say the "
+                "same in both."
+            )
+        updates = next(iter(state.blocks.values())).updates
+        state = network.update(state, captured.batches, decay=self.decay, **traced)
+        good = state.is_good()
+
+        def kept(state: kc.NetworkState) -> kc.NetworkState:
+            return state
+
+        if self.rebase_every is not None:
+            rebase = functools.partial(network.rebase, moments=self.moments, **traced)
+            due = good & (updates % self.rebase_every == 0)
+            state = jax.lax.cond(due, rebase, kept, state)
+        refresh = functools.partial(network.refresh, damping=damping, **traced)
+        due = good & (updates % self.refresh_every == 0)
+        return jax.lax.cond(due, refresh, kept, state)
+
+    def estimator(self, state: kc.NetworkState | None = None, /) -> kc.Estimator:
+        """Return an estimator of the same options, which holds a state if one is given.
+
+        To save a state, to load one into, and for its report.
+
+        Parameters
+        ----------
+        state : NetworkState, optional
+            Of arrays with values.  A block that was never refreshed is left out.
+        """
+        made = self._made()
+        if state is not None:
+            made.state = state.updated(
+                {
+                    name: kc.BlockState()
+                    for name, held in state.blocks.items()
+                    if not int(held.refreshes)
+                }
+            )
+        return made
+
+    def state(self, estimator: kc.Estimator, params: Any, /) -> kc.NetworkState:
+        """Return the state that an estimator holds, such as one that was loaded.
+
+        Parameters
+        ----------
+        estimator : kfac_core.Estimator
+            Made by `estimator`.
+        params : pytree
+            As for `init`.
+
+        Returns
+        -------
+        NetworkState
+            For `update`.
+
+        Raises
+        ------
+        StateError
+            Where statistics or operators are of another form.
+        """
+        return self.curvature.in_form_of(estimator.state, self.init(params))
 
     def optax(self) -> Any:
         """Return the optax transformation, to be chained with a learning rate."""
         import optax
 
         return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+
+def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
+    """Run a function of one block for several blocks as one program: an executor.
+
+    ``kfac_core.Estimator(..., execution=compiled)`` computes each stage so.  Where that
+    flags what is to raise, the blocks are run one by one without a compiler, so that
+    factorizations climb the ladder, and errors have their names.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a name, a block and arguments.
+    tasks : mapping of str to tuple
+        By name: the block and its arguments.
+
+    Returns
+    -------
+    dict of str to object
+        What the function returned.
+    """
+    raises = getattr(function, "check", "status") == "raise"
+    traced = dataclasses.replace(function, check="status") if raises else function
+    fixed = tuple(
+        (name, tuple(part if isinstance(part, _FIXED) else None for part in task))
+        for name, task in tasks.items()
+    )
+    given = {
+        name: [None if isinstance(part, _FIXED) else part for part in task]
+        for name, task in tasks.items()
+    }
+    # A part of another program is compiled as that is; JAX refuses options for it.
+    inside = isinstance(jnp.zeros(()), jax.core.Tracer)
+    options = None if inside else _compiler_options(jax.default_backend())
+    try:
+        hash(traced)
+    except TypeError:  # a product with arguments that no program can be known by
+        return _one_by_one(function, tasks)
+    try:
+        found = _program(options)(traced, fixed, given)
+    except kc.NotReadyError:  # a product prepares what it needs, and may raise
+        return _one_by_one(function, tasks)
+    if raises and not all(map(function.accepts, found.values())):
+        return _one_by_one(function, tasks)
+    return {name: found[name] for name in tasks}
+
+
+def _one_by_one(function: Any, tasks: Any) -> dict[str, Any]:
+    return {name: function(name, *task) for name, task in tasks.items()}
+
+
+_FIXED = (kc.Block, str, frozenset)
+"""What is a part of a program among a block's arguments."""
+
+
+@functools.cache
+def _program(options: tuple[tuple[str, str], ...] | None) -> Any:
+    """Return the loop over blocks as a program for each form of its arguments."""
+
+    def run(function: Any, fixed: Any, given: Any) -> dict[str, Any]:
+        if hasattr(function, "memo"):
+            # What is remembered belongs to one trace.
+            function = dataclasses.replace(function, memo={})
+        tasks = {
+            name: tuple(
+                theirs if own is None else own
+                for own, theirs in zip(parts, given[name], strict=True)
+            )
+            for name, parts in fixed
+        }
+        return _one_by_one(function, tasks)
+
+    known = None if options is None else dict(options)
+    return jax.jit(run, static_argnums=(0, 1), compiler_options=known)
+
+
+@functools.cache
+def _compiler_options(platform: str) -> tuple[tuple[str, str], ...] | None:
+    """Return what the compiler is told, None where it does not know it.
+
+    On the CPU to order operations so that little memory is in use at a time.  By default
+    all blocks are begun at once, in fresh memory of a few times the factors' size, and
+    the system's clearing of that takes a third of an update.
+    """
+    if platform != "cpu":
+        return None
+    options = (("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),)
+    try:
+        jax.jit(jnp.negative, compiler_options=dict(options))(1.0)
+    except jax.errors.JaxRuntimeError:
+        return None
+    return options
 
 
 def _dense(shape: Any, bias: bool, layout: Any = "io") -> kc.Layer:

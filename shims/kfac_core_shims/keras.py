@@ -18,7 +18,7 @@ import kfac_core as kc
 
 __all__ = ["KFAC"]
 
-TAPPED, LOSSES = ("torch", "jax"), ("mean", "sum")
+TAPPED, REDUCTIONS = ("torch", "jax"), ("mean", "sum")
 MODES: Any = {"sampled": "gradients", "exact": "exact", "empirical": "empirical"}
 PRODUCTS = layers.Dense, layers.Conv1D, layers.Conv2D, layers.Conv3D
 NORMALIZATIONS = layers.LayerNormalization, layers.BatchNormalization
@@ -38,7 +38,7 @@ class KFAC:
         With layers of `WEIGHTS`; the gradients of others (``skipped``) stay as they are.
     likelihood : kfac_core.losses.Loss
         Of one row of outputs: ``Categorical()`` for cross-entropy.
-    loss : {"mean", "sum"}
+    reduction : {"mean", "sum"}
         Over the rows, in the loss whose gradients are given.  Keras's default is "mean".
     fisher : {"sampled", "exact", "empirical"}
         Of labels of the model, drawn or all, or of the targets of the data.
@@ -53,17 +53,21 @@ class KFAC:
         model: Any,
         *,
         likelihood: Any,
-        loss: Literal["mean", "sum"],
+        reduction: Literal["mean", "sum"],
         fisher: Literal["sampled", "exact", "empirical"],
         update_every: int = 1,
         refresh_every: int = 1,
         **options: Any,
     ) -> None:
         library = keras.backend.backend()
-        for value, among in (library, TAPPED), (loss, LOSSES), (fisher, MODES):
+        for value, among in (
+            (library, TAPPED),
+            (reduction, REDUCTIONS),
+            (fisher, MODES),
+        ):
             if value not in among:
                 raise kc.ConventionError(f"Expected one of {[*among]}, got {value!r}.")
-        self.model, self.likelihood, self.loss = model, likelihood, loss
+        self.model, self.likelihood, self.reduction = model, likelihood, reduction
         self.mode, self.steps, self.rows = MODES[fisher], 0, 0
         self.update_every, self.refresh_every = update_every, refresh_every
         self.sites: dict[str, tuple[Any, dict[str, Any]]] = {}
@@ -78,8 +82,15 @@ class KFAC:
                 self.skipped[layer.name] = type(layer).__name__
         if not blocks:
             raise kc.UnsupportedError("The model is not built, or has no such layer.")
-        options = {"damping_rule": "factored", "compiled": library == "jax", **options}
-        options |= {"sources": kc.losses.source_reduction_of(self.mode), "loss": "sum"}
+        if library == "jax":
+            from kfac_core_shims.jax import compiled
+
+            # Each operation would else be a program of its own.
+            options = {"execution": compiled, **options}
+        options |= {
+            "sources": kc.losses.source_reduction_of(self.mode),
+            "reduction": "sum",
+        }
         self.estimator = kc.Estimator(blocks, mode=self.mode, **options)
 
     @property
@@ -140,7 +151,7 @@ class KFAC:
             block = self.estimator.network.block_of(name)
             if not unused and self.estimator.state[block].operator is not None:
                 vector[name] = found
-        result, scale = list(gradients), self.rows if self.loss == "sum" else 1
+        result, scale = list(gradients), self.rows if self.reduction == "sum" else 1
         for name, arrays in self.estimator.precondition(vector).items():
             for parameter, array in arrays.items():
                 result[place[id(self.sites[name][1][parameter])]] = array / scale

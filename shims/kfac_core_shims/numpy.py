@@ -3,7 +3,7 @@
 The loop does its own forward and backward pass, and hands over each layer's inputs x and
 output gradients g (`KFAC.observe`) and the parameters' gradients (`KFAC.step`), in its own
 names, shapes and layouts.  Parameters are written to in place, so that views of memory
-that Fortran or C owns will do.  ``loss`` says of what the given g are derivatives
+that Fortran or C owns will do.  ``reduction`` says of what the given g are derivatives
 (`kfac_core.conventions`); the gradients of `step` are of the mean over examples.
 """
 
@@ -48,8 +48,7 @@ class KFAC:
     learning_rate, damping : float, or callable of the number of steps made
         Read at every step; a damping takes effect at the next refresh.
     **options : object
-        Of `kfac_core.Estimator`: `decay` and `loss`, and any other; ``damping_rule`` is
-        "factored" where left out.
+        Of `kfac_core.Estimator`: `reduction`, `decay` and any other.
     layers : mapping of str to Layer or Block, optional
         Other layers; a block where the approximation is to be another than Kronecker
         factors, or the diagonal for a scale and shift.
@@ -99,7 +98,7 @@ class KFAC:
         self.momentum, self.weight_decay, self.decayed = momentum, weight_decay, decayed
         self.update_every, self.refresh_every = update_every, refresh_every
         self.steps = 0
-        options = {"damping_rule": "factored", "damping": _at(damping, 0), **options}
+        options = {"damping": _at(damping, 0), **options}
         self.estimator = kc.Estimator(blocks, **options)
         self._velocity: dict[str, dict[str, Array]] | None = None
         self._seen: dict[str, kc.Statistics] = {}

@@ -52,22 +52,20 @@ def network(params, x):
 def kfac_method(params, x):
     """Return the first state and the step of K-FAC."""
     layers = Network(network, params, x)
-    settings = kc.Estimator(
-        layers.blocks,
-        decay=0.95,
-        damping=DAMPING,
-        damping_rule="factored",
+    kfac = KFAC(
+        layers,
         reduction="sum",
         sources="mean",
-        mode="gradients",
+        damping=DAMPING,
+        decay=0.95,
+        refresh_every=5,
     )
-    kfac = KFAC(layers, settings, refresh_every=5)
     method = kfac.optax()
 
     @jax.jit
     def step(params, state, x, y, key, rate):
         logits, pull = layers.vjp(params, x)
-        gradients, _ = pull(LOSS.gradient(logits, y) / len(y), loss="mean")
+        gradients, _ = pull(LOSS.gradient(logits, y) / len(y), reduction="mean")
         spec = kc.losses.noise_spec(LOSS, logits, mode="gradients")
         noise = jax.random.uniform(key, spec.shape)
         captured = pull(kc.losses.vectors(LOSS, logits, mode="gradients", noise=noise))

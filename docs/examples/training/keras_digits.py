@@ -58,7 +58,7 @@ def compiled(model, method, rate):
     return KFAC(
         model,
         likelihood=kc.losses.Categorical(),
-        loss="mean",
+        reduction="mean",
         fisher="sampled",
         damping=0.01,
         decay=0.95,

@@ -155,7 +155,7 @@ def optimizer(method, parameters, rate):
         kl_clip=0.01,
         damping=0.01,
         decay=0.95,
-        loss="sum",
+        reduction="sum",
         update_every=2,
         refresh_every=10,
     )

@@ -31,7 +31,7 @@ def train(method, rate, seed, *, build, data, steps, size, options):
         kfac = None
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-        kfac = KFAC(model, likelihood=Categorical(), loss="mean", **options)
+        kfac = KFAC(model, likelihood=Categorical(), reduction="mean", **options)
     curve, seconds = Curve(f"{method}, learning rate {rate:g}"), 0.0
     chosen = np.random.default_rng(0).permutation(len(data.train_inputs))[:512]
     measured = data.train_inputs[chosen], data.train_targets[chosen]
