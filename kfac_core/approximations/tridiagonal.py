@@ -5,10 +5,10 @@ appended where there is a bias) and g_i of layer i, of one and the same examples
 
     A_ij = 1/N sum_n x_i x_j^T,        G_ij = 1/N sum_mn g_i g_j^T,
 
-for i = j as `kfac_core.approximations.kronecker` has them, and for j = i + 1.  The averages
-are named by layer: ``"fc1/input"`` is ``A_ii``, ``"fc1/input/next"`` is ``A_i,i+1``.  All
-are updated in one operation, with one decay and one weight: moments of neighbors that are
-of other data than the layers' own make no covariance.
+for i = j as `kfac_core.approximations.kronecker` has them, and for j = i + 1.  They
+are named by the places of the layers, from 0: the average ``"0-input"`` is A_11, and
+``"0-1-input"`` is A_12.  All are updated in one operation, with one decay and one weight:
+moments of neighbors that are of other data than the layers' own make no covariance.
 
 Only the layers' own moments are damped, by a factored rule, and the damped ones are used
 everywhere.  The chain of `kfac_core.linalg.fallback` makes their Cholesky factors.  What is
@@ -84,18 +84,15 @@ class BlockTridiagonal(Approximation):
         """Return the statistics of nothing; see `Kronecker.initial`."""
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         averages: dict[str, Average] = {}
-        for name, own in zip(layer.names, layer.layers, strict=True):
+        for i, own in enumerate(layer.layers):
             found = _OF_A_LAYER.initial(own, **place, xp=xp).averages
-            averages |= {f"{name}/{key}": average for key, average in found.items()}
+            averages |= {f"{i}-{key}": average for key, average in found.items()}
         zero = xp.zeros((), **place)
-        shapes = layer.matrix_shapes
-        for name, following in itertools.pairwise(layer.names):
-            for key, n, m in zip(
-                ("input", "output"), shapes[name], shapes[following], strict=True
-            ):
-                averages[f"{name}/{key}/next"] = Average(
-                    xp.zeros((n, m), **place), zero
-                )
+        for i, (own, following) in enumerate(itertools.pairwise(layer.layers)):
+            shapes = zip(own.matrix_shape, following.matrix_shape, strict=True)
+            for key, shape in zip(("input", "output"), shapes, strict=True):
+                nothing = Average(xp.zeros(shape, **place), zero)
+                averages[f"{i}-{i + 1}-{key}"] = nothing
         return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
 
     def updated(
@@ -114,22 +111,20 @@ class BlockTridiagonal(Approximation):
         ``2 N (n n' + M m m')`` for each pair.
         """
         averages: dict[str, Average] = {}
-        for name, own, seen in zip(layer.names, layer.layers, rows.layers, strict=True):
-            old = _of_layer(statistics, name)
+        for i, (own, seen) in enumerate(zip(layer.layers, rows.layers, strict=True)):
+            old = _of_layer(statistics, i)
             found = _OF_A_LAYER.updated(old, seen, own, options).averages
-            averages |= {f"{name}/{key}": average for key, average in found.items()}
+            averages |= {f"{i}-{key}": average for key, average in found.items()}
         shares = options.shares(statistics, rows.layers[0])
         scales = {"input": shares.rows, "output": shares.rows * shares.outer_products}
-        for name, (seen, following) in zip(
-            layer.names, itertools.pairwise(rows.layers), strict=False
-        ):
+        for i, (seen, following) in enumerate(itertools.pairwise(rows.layers)):
             moments = _moments_between(seen, following, statistics.dtype, options.xp)
             for key, moment in moments.items():
-                total = statistics.averages[f"{name}/{key}/next"].sum
+                total = statistics.averages[f"{i}-{i + 1}-{key}"].sum
                 # The weight of the layer's own moments: the two are of the same data.
-                averages[f"{name}/{key}/next"] = Average(
+                averages[f"{i}-{i + 1}-{key}"] = Average(
                     total * options.decay + moment * scales[key],
-                    averages[f"{name}/{key}"].weight,
+                    averages[f"{i}-{key}"].weight,
                 )
         return Statistics(averages, statistics.status)
 
@@ -166,10 +161,10 @@ class BlockTridiagonal(Approximation):
         )
 
 
-def _of_layer(statistics: Statistics, name: str) -> Statistics:
+def _of_layer(statistics: Statistics, i: int) -> Statistics:
     """Return the statistics that `Kronecker` keeps of a layer."""
     keys = ("input", "output", "repeats")
-    averages = {key: statistics.averages[f"{name}/{key}"] for key in keys}
+    averages = {key: statistics.averages[f"{i}-{key}"] for key in keys}
     return Statistics(averages, statistics.status)
 
 
@@ -233,31 +228,28 @@ def _made(
         memo={},
     )
     layers: dict[str, Any] = {}
-    for name, layer in zip(chain.names, chain.layers, strict=True):
-        named = dataclasses.replace(of_a_layer, name=name)
-        layers[name] = _OF_A_LAYER.operator(_of_layer(statistics, name), layer, named)
-    roots = {
-        name: (_root(part.input, xp), _root(part.output, xp))
-        for name, part in layers.items()
-    }
+    for i, layer in enumerate(chain.layers):
+        named = dataclasses.replace(of_a_layer, name=chain.names[i])
+        layers[f"{i}"] = _OF_A_LAYER.operator(_of_layer(statistics, i), layer, named)
+    roots = [
+        (_root(part.input, xp), _root(part.output, xp)) for part in layers.values()
+    ]
 
     def between(root: Root, key: str) -> Root:
         moment = statistics.averages[key].value(debias=options.debias)
         return replaced(root, lagged=cast(xp, moment, dtype))
 
     links, conditionals = {}, {}
-    for name, following in itertools.pairwise(chain.names):
-        inputs, output_grads = roots[name]
-        next_inputs, next_output_grads = roots[following]
-        links[name], conditionals[name] = conditional(
-            between(inputs, f"{name}/input/next"),
-            next_inputs,
-            between(output_grads, f"{name}/output/next"),
-            next_output_grads,
+    for i, (own, following) in enumerate(itertools.pairwise(roots)):
+        links[f"{i}"], conditionals[f"{i}"] = conditional(
+            between(own[0], f"{i}-{i + 1}-input"),
+            following[0],
+            between(own[1], f"{i}-{i + 1}-output"),
+            following[1],
             xp=xp,
         )
-    last = chain.names[-1]
-    conditionals[last] = marginal(*roots[last], xp=xp)
+    last = f"{len(roots) - 1}"
+    conditionals[last] = marginal(*roots[-1], xp=xp)
     scale = layers[last].scale
     fallback = xp.full(
         (), int(Fallback.WORKING), dtype=xp.int32, device=device_of(scale)
@@ -279,16 +271,21 @@ def _root(factor: ShiftedMatrix, xp: Namespace) -> Root:
 
 
 def _raise_for(flags: Status, made: TridiagonalOperator) -> NoReturn:
-    bad = next(n for n in made.names if int(made.conditionals[n].flags))
+    found = [made.conditionals[f"{i}"] for i in range(len(made.names))]
+    name, bad = next(
+        (name, part)
+        for name, part in zip(made.names, found, strict=True)
+        if int(part.flags)
+    )
     if Status.MATRIX_NOT_FINITE in flags:
         raise NotFiniteError(
-            f"{bad}: the moments between this layer and the next hold NaN or infinity. "
+            f"{name}: the moments between this layer and the next hold NaN or infinity. "
             "Reset the statistics, or keep them in float64."
         )
     raise FactorizationError(
         "the moments of this layer and the next make no covariance (flags "
         f"{flags!s}; the largest correlation is "
-        f"{float(made.conditionals[bad].clipped):.1e} above 1). Increase `damping`; if "
+        f"{float(bad.clipped):.1e} above 1). Increase `damping`; if "
         "that is no remedy, the moments are not of the same rows.",
-        factor=bad,
+        factor=name,
     )

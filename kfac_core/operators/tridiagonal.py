@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.status import Check
 from kfac_core.array.structure import structure
 from kfac_core.errors import UnsupportedError
@@ -54,7 +54,7 @@ TRIDIAGONAL_LACKS: Mapping[str, str] = MappingProxyType(
 
 @structure(static=("names",))
 class TridiagonalOperator(CurvatureOperator):
-    """A snapshot of the curvature of the module's text; see `CurvatureOperator`.
+    """The snapshot of the curvature of a chain of layers; see `CurvatureOperator`.
 
     Products with F and with its inverse take ``4 n m (n + m)`` flops for each layer, and
     as many for each pair of neighbors.
@@ -62,7 +62,7 @@ class TridiagonalOperator(CurvatureOperator):
     Attributes
     ----------
     layers : dict of str to FactoredKronecker
-        The damped blocks ``S A_i (x) G_i``.
+        The damped blocks ``S A_i (x) G_i``, by the layer's place, from ``"0"``.
     links : dict of str to Link
         Psi_i, of all layers but the last.
     conditionals : dict of str to Conditional
@@ -72,7 +72,7 @@ class TridiagonalOperator(CurvatureOperator):
     fallback : array of int32, 0-d
         Of `kfac_core.linalg.fallback.Fallback`: in which precision it was made.
     names : tuple of str
-        The layers from the first to the last.
+        Of the layers, from the first to the last.
     """
 
     layers: dict[str, FactoredKronecker]
@@ -123,9 +123,9 @@ class TridiagonalOperator(CurvatureOperator):
         """Return ``log det F``, 0-d: that of the layers' blocks, less what links take."""
         xp = own_namespace(self.scale)
         total = xp.zeros_like(self.scale)
-        for name in self.names:
-            reduction = self.conditionals[name].reduction(xp=xp)
-            total = total + self.layers[name].logdet() + reduction
+        for place in self._places:
+            reduction = self.conditionals[place].reduction(xp=xp)
+            total = total + self.layers[place].logdet() + reduction
         return total
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
@@ -136,53 +136,24 @@ class TridiagonalOperator(CurvatureOperator):
         """Return F as one matrix, for tests."""
         _require_damped(damped)
         xp = own_namespace(self.scale)
-        column = self.conditionals[self.names[-1]].dense(xp=xp, inverse=False)
+        column = self.conditionals[self._places[-1]].dense(xp=xp)
         rows = [[column]]
-        for name, _ in reversed(self._pairs()):
-            psi = self.links[name].dense()
+        for place, _ in reversed(self._pairs()):
+            psi = self.links[place].dense()
             above = [xp.matmul(psi, block) for block in rows[0]]
-            own = self.conditionals[name].dense(xp=xp, inverse=False)
+            own = self.conditionals[place].dense(xp=xp)
             own = own + xp.matmul(above[0], xp.matrix_transpose(psi))
             rows = [[xp.matrix_transpose(above[j]), *row] for j, row in enumerate(rows)]
             rows = [[own, *above], *rows]
         dense = xp.concat([xp.concat(row, axis=1) for row in rows], axis=0)
         return 0.5 * self.scale * (dense + xp.matrix_transpose(dense))
 
-    def inverse_to_dense(self) -> Array:
-        """Return ``F^-1`` as one matrix, for tests: zero beyond neighboring layers."""
-        xp = own_namespace(self.scale)
-        sizes = {name: n * m for name, (n, m) in self._shapes().items()}
-        inverses = {
-            name: part.dense(xp=xp, inverse=True)
-            for name, part in self.conditionals.items()
-        }
-        rows = []
-        for i, name in enumerate(self.names):
-            row = [
-                xp.zeros(
-                    (sizes[name], sizes[other]),
-                    dtype=self.scale.dtype,
-                    device=device_of(self.scale),
-                )
-                for other in self.names
-            ]
-            row[i] = inverses[name]
-            if i > 0:
-                psi, previous = self._link(i - 1), inverses[self.names[i - 1]]
-                left = -xp.matmul(xp.matrix_transpose(psi), previous)
-                row[i - 1], row[i] = left, row[i] - xp.matmul(left, psi)
-            if i < len(self.names) - 1:
-                row[i + 1] = -xp.matmul(inverses[name], self._link(i))
-            rows.append(xp.concat(row, axis=1))
-        dense = xp.concat(rows, axis=0)
-        return 0.5 * (dense + xp.matrix_transpose(dense)) / self.scale
-
     def status(self) -> Array:
         """Return the flags of all parts, 0-d int32."""
         xp = own_namespace(self.scale)
         status = xp.astype(xp.zeros_like(self.scale), xp.int32)
-        for name in self.names:
-            flags = self.conditionals[name].flags | self.layers[name].status()
+        for place in self._places:
+            flags = self.conditionals[place].flags | self.layers[place].status()
             status = status | flags
         return status
 
@@ -190,29 +161,29 @@ class TridiagonalOperator(CurvatureOperator):
         """Return the damped factors of the layers, by names such as ``"fc1/input"``."""
         return {
             f"{name}/{side}": part
-            for name in self.names
-            for side, part in self.layers[name].parts().items()
+            for name, place in zip(self.names, self._places, strict=True)
+            for side, part in self.layers[place].parts().items()
         }
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         _require_damped(damped)
         v = unflatten_parameters(V, self._shapes())
         # F = Xi^-1 Lambda^-1 Xi^-T: forwards, on the spot, and backwards.
-        for name, following in self._pairs():
-            guess = self.links[name].multiply(v[name], transpose=True, xp=xp)
+        for place, following in self._pairs():
+            guess = self.links[place].multiply(v[place], transpose=True, xp=xp)
             v[following] = v[following] + guess
-        v = {name: self.conditionals[name].multiply(v[name], xp=xp) for name in v}
-        for name, following in reversed(self._pairs()):
-            guess = self.links[name].multiply(v[following], transpose=False, xp=xp)
-            v[name] = v[name] + guess
+        v = {p: self.conditionals[p].multiply(V, xp=xp) for p, V in v.items()}
+        for place, following in reversed(self._pairs()):
+            guess = self.links[place].multiply(v[following], transpose=False, xp=xp)
+            v[place] = v[place] + guess
         return self._joined(v, self.scale)
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         v = unflatten_parameters(V, self._shapes())
-        for name, following in self._pairs():
-            guess = self.links[name].multiply(v[following], transpose=False, xp=xp)
-            v[name] = v[name] - guess
-        v = {name: self.conditionals[name].solve(v[name], xp=xp) for name in v}
+        for place, following in self._pairs():
+            guess = self.links[place].multiply(v[following], transpose=False, xp=xp)
+            v[place] = v[place] - guess
+        v = {p: self.conditionals[p].solve(V, xp=xp) for p, V in v.items()}
         return self._joined(self._spread(v, xp), 1.0 / self.scale)
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
@@ -220,34 +191,33 @@ class TridiagonalOperator(CurvatureOperator):
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         z = unflatten_parameters(Z, self._shapes())
-        z = {name: self.conditionals[name].solve_root(z[name], xp=xp) for name in z}
+        z = {p: self.conditionals[p].solve_root(V, xp=xp) for p, V in z.items()}
         return self._joined(self._spread(z, xp), 1.0 / xp.sqrt(self.scale))
-
-    def _prepared_names(self) -> list[str]:
-        return ["inverse"]
 
     def _spread(self, v: dict[str, Array], xp: Namespace) -> dict[str, Array]:
         """Return ``Xi^T v``."""
         spread = dict(v)
-        for name, following in self._pairs():
-            guess = self.links[name].multiply(v[name], transpose=True, xp=xp)
+        for place, following in self._pairs():
+            guess = self.links[place].multiply(v[place], transpose=True, xp=xp)
             spread[following] = v[following] - guess
         return spread
 
+    @property
+    def _places(self) -> list[str]:
+        """The layers' places, in order."""
+        return [f"{i}" for i in range(len(self.names))]
+
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes of the layers' matrices."""
-        return {name: self.layers[name].shape for name in self.names}
+        return {place: self.layers[place].shape for place in self._places}
 
     def _joined(self, v: dict[str, Array], factor: Array) -> Array:
         """Return matrices of the layers as one vector, multiplied by a number."""
         return factor * flatten_parameters(v, self._shapes())
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return the names of neighbors, from the first layer on."""
-        return list(itertools.pairwise(self.names))
-
-    def _link(self, i: int) -> Array:
-        return self.links[self.names[i]].dense()
+        """Return the places of neighbors, from the first layer on."""
+        return list(itertools.pairwise(self._places))
 
 
 def _require_damped(damped: bool) -> None:
