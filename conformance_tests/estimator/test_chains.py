@@ -250,7 +250,7 @@ def test_failures_are_counted_and_the_operator_is_kept(backend, rng):
 
     assert estimator.state["chain"].operator is held
     assert estimator.state["chain"].failures == 1
-    with pytest.raises(kc.FactorizationError, match="first"):
+    with pytest.raises(kc.FactorizationError, match=r"(first|second|third)/"):
         estimator.refresh()
     fresh = make(damping=0.0)
     fresh.update(fed(backend, xs, gs))
