@@ -45,7 +45,9 @@ class ScaledIdentity(Approximation):
             )
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Return None: every layer has an identity."""
+        """Say why it does not go together with a layer; None where it does."""
+        if layer.kind == "chain":
+            return "is of one layer; take BlockTridiagonal"
         return None
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:

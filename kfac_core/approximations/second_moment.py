@@ -39,7 +39,9 @@ class Diagonal(Approximation):
     name = "diagonal"
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Return None: every layer has a diagonal."""
+        """Say why it does not go together with a layer; None where it does."""
+        if layer.kind == "chain":
+            return "is of one layer; take BlockTridiagonal"
         return None
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
@@ -104,7 +106,9 @@ class Full(Approximation):
     name = "full"
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Return None: every layer has a block."""
+        """Say why it does not go together with a layer; None where it does."""
+        if layer.kind == "chain":
+            return "is of one layer; take BlockTridiagonal"
         return None
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
