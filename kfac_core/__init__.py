@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         use_backend,
     )
     from kfac_core.array.status import Status
+    from kfac_core.array.structure import map_structure, replaced, structure
     from kfac_core.block import Block
     from kfac_core.checkpoint.reading import load_checkpoint, read_header
     from kfac_core.checkpoint.writing import save_checkpoint
@@ -235,17 +236,20 @@ __all__ = [
     "kronecker_multiply",
     "levenberg_marquardt",
     "load_checkpoint",
+    "map_structure",
     "mean_eigenvalue_damping",
     "ordered_basis",
     "precondition_by_roots",
     "read_header",
     "refreshed_basis",
     "register_backend",
+    "replaced",
     "save_checkpoint",
     "selected_backend",
     "set_default_backend",
     "spectral_blocks",
     "steps_of",
+    "structure",
     "to_numpy",
     "unfold_time",
     "use_backend",
@@ -355,17 +359,20 @@ _HOMES = {
     "kronecker_multiply": "kfac_core.linalg.kronecker",
     "levenberg_marquardt": "kfac_core.damping",
     "load_checkpoint": "kfac_core.checkpoint.reading",
+    "map_structure": "kfac_core.array.structure",
     "mean_eigenvalue_damping": "kfac_core.influence.damping",
     "ordered_basis": "kfac_core.roots.orthogonal_iteration",
     "precondition_by_roots": "kfac_core.roots.inverse_free",
     "read_header": "kfac_core.checkpoint.reading",
     "refreshed_basis": "kfac_core.roots.orthogonal_iteration",
     "register_backend": "kfac_core.array.backend",
+    "replaced": "kfac_core.array.structure",
     "save_checkpoint": "kfac_core.checkpoint.writing",
     "selected_backend": "kfac_core.array.selection",
     "set_default_backend": "kfac_core.array.selection",
     "spectral_blocks": "kfac_core.posterior.spectra",
     "steps_of": "kfac_core.layers.time",
+    "structure": "kfac_core.array.structure",
     "to_numpy": "kfac_core.array.selection",
     "unfold_time": "kfac_core.layers.time",
     "use_backend": "kfac_core.array.selection",
@@ -373,7 +380,10 @@ _HOMES = {
 }
 """Where each public name is defined; a test holds it equal to the imports above."""
 
-_PACKAGES = ("losses", "steps")
+_PACKAGES = (
+    *("approximations", "array", "factors", "layers", "linalg", "losses", "operators"),
+    "steps",
+)
 """The public packages with names of their own."""
 
 

@@ -362,9 +362,7 @@ class Block:
             made = self.approximation.operator(statistics, self.layer, options)
         if solving == "inverse":
             return made
-        factored: Any = made
-        solved: CurvatureOperator = factored.solved_by(solving)
-        return solved
+        return made.solved_by(solving)
 
     def rebased(
         self, statistics: Statistics, /, *, moments: Any, check: Check = "raise"
@@ -475,8 +473,8 @@ class Block:
             For several uses of a convolution together with a budget.
         """
         layer: Any = self.layer
-        patches = getattr(self.approximation, "input", "full") != "uncorrelated"
-        if max_patch_elements is None or layer.kind != "conv" or not patches:
+        patches = layer.kind == "conv" and self.approximation.reads_patches
+        if max_patch_elements is None or not patches:
             yield self.rows(batch)
             return
         if isinstance(batch, list | tuple):

@@ -17,6 +17,12 @@ PACKAGES = (
     "kfac_core.execution",
     "kfac_core.losses",
     "kfac_core.steps",
+    "kfac_core.approximations",
+    "kfac_core.array",
+    "kfac_core.factors",
+    "kfac_core.layers",
+    "kfac_core.linalg",
+    "kfac_core.operators",
     "kfac_core_conformance.records",
     "kfac_core_conformance",
 )

@@ -34,6 +34,8 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     program = tmp_path / "example.py"
     program.write_text(source, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    # A page may import the example program that it explains.
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "examples"))
     frameworks = imported(source) & FRAMEWORKS
     missing = sorted(name for name in frameworks if not importlib.util.find_spec(name))
     if missing:

@@ -143,13 +143,15 @@ def test_a_shared_input_factor_is_the_givers(backend, rng, rule):
         ({"k/middle": "q/input"}, "'block/input' or 'block/output'"),
         ({"k/output": "q/output"}, "different kinds or sizes"),
         ({"k/input": "q/input", "q/input": "p/input"}, "both take and give"),
-        ({"d/input": "q/input"}, "not Kronecker-factored"),
+        ({"d/input": "q/input"}, "has no input factor"),
+        ({"r/input": "q/input"}, "'full, reduced'"),
     ],
 )
 def test_factors_that_cannot_be_shared_are_refused(shared, message):
     """What is wrong with a sharing is said when the estimator is made."""
     full = kc.Block(dense().layer, kc.Full())
-    blocks = {"q": dense(), "p": dense(), "k": dense(m=2), "d": full}
+    reduced = kc.Block(dense().layer, kc.Kronecker(sharing="reduce"))
+    blocks = {"q": dense(), "p": dense(), "k": dense(m=2), "d": full, "r": reduced}
 
     with pytest.raises((kc.ConventionError, kc.UnknownBlockError), match=message):
         make(blocks, factors=shared)

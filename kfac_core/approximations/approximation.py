@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
@@ -17,12 +18,14 @@ __all__ = ["Approximation"]
 class Approximation(Protocol):
     """Which statistics of the rows are kept, and which operator they make.
 
-    A frozen dataclass without arrays, whose fields are its options, and whose bases are
-    this class: what it does not say of itself has the values here.
+    The base class of all approximations.  A subclass is a frozen dataclass without
+    arrays, whose fields are its options.  It has a `name` and the methods `initial`,
+    `updated` and `operator`; everything else has a default here, which a subclass
+    overrides where it is not so.
     """
 
     name: ClassVar[str]
-    """The name of the approximation."""
+    """The name of the approximation, for reports and files."""
 
     unsupported_products: ClassVar[Mapping[str, str]] = EVERY_PRODUCT
     """The products that its operators do not have, each with the reason."""
@@ -46,26 +49,54 @@ class Approximation(Protocol):
         return False
 
     @property
-    def factor_kinds(self) -> Mapping[str, str]:
-        """The kind of each factor that another block may take, by side; see `Sharing`."""
-        return {}
+    def reads_patches(self) -> bool:
+        """Whether the rows of a convolution are patches, which may be read in chunks."""
+        return True
 
     @property
-    def has_full_factors(self) -> bool:
-        """Whether the block is one Kronecker product of two full matrices.
+    def factor_kinds(self) -> Mapping[str, str]:
+        """The kind of each factor that another block may take, by side; see `Sharing`.
 
-        Then `kfac_core.execution.costs` knows what its stages cost.
+        Blocks may share a factor where its kind and its size are the same, so that two
+        statistics that differ, by a constant too, need different kinds.
         """
-        return False
+        return {}
 
     @property
     def decays(self) -> Mapping[str, float]:
         """The averages that decay in a way of their own."""
         return {}
 
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+    def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
+        """Return the sizes of the full factors that a block is divided by.
 
+        The cost model of `kfac_core.CostTable` is computed from them.  A block that has
+        any offers both ways of solving: its operators have a method ``solved_by``.
+
+        Parameters
+        ----------
+        layer : Layer
+            Layer of the block.
+
+        Returns
+        -------
+        mapping of str to tuple of int
+            For each factor its number of rows, and the number of columns that its inverse
+            is multiplied with at each step, of one group of the layer.  Empty, as here,
+            where the costs are not known.
+        """
+        return {}
+
+    def problem_with(self, layer: Layer, /) -> str | None:
+        """Return why it does not go together with a layer; None where it does.
+
+        As here: with every layer but a chain of several.
+        """
+        if layer.kind == "chain":
+            return "is of one layer; take BlockTridiagonal"
+        return None
+
+    @abstractmethod
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
@@ -73,13 +104,54 @@ class Approximation(Protocol):
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
         """Return what the layer saw in the form that the statistics are made of."""
+        return layer.rows(batch)
 
+    @abstractmethod
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
     ) -> Statistics:
-        """Return the statistics after one update; see `Kronecker.updated`."""
+        """Return the statistics after one update.
 
+        Parameters
+        ----------
+        statistics : Statistics
+            As they were; never modified.
+        rows : Rows, or what else `rows` returns
+            Of one batch.  They may hold NaN or infinity: whoever called looks at that,
+            and keeps the old statistics.
+        layer : Layer
+            Layer that they are of.
+        options : UpdateOptions
+            Conventions, decay, weight, and which averages another block computes.
+
+        Returns
+        -------
+        Statistics
+            New, of the same form.
+        """
+
+    @abstractmethod
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> CurvatureOperator:
-        """Make the curvature operator from the statistics, at this moment."""
+        """Return the curvature operator of the statistics as they are now.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            Never modified.
+        layer : Layer
+            Layer of the block.
+        options : OperatorOptions
+            The damping and its rule, what is prepared, and in which dtypes.
+
+        Returns
+        -------
+        CurvatureOperator
+            An immutable snapshot.
+
+        Raises
+        ------
+        NotFiniteError, DampingError, FactorizationError
+            Where a factorization cannot be made (``check="raise"``).
+        """

@@ -106,10 +106,6 @@ class Eigen(Approximation):
             return problem.replace("Kronecker", "Eigen")
         return problem
 
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
-
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:

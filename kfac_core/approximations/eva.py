@@ -59,10 +59,6 @@ class Eva(Approximation):
             return "a layer of groups is no single product; take Kronecker"
         return None
 
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
-
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:

@@ -77,10 +77,6 @@ class ExampleGram(Approximation):
             )
         return None
 
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
-
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:

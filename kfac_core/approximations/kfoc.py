@@ -96,10 +96,6 @@ class KFOC(Approximation):
             return None
         return "needs pairs of inputs and output gradients, so a dense or conv layer"
 
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
-
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:

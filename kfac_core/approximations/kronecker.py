@@ -54,6 +54,7 @@ from kfac_core.operators.spectral import SpectralOperator
 __all__ = [
     "Kronecker",
     "kronecker_operator",
+    "kronecker_shapes",
 ]
 
 
@@ -90,18 +91,23 @@ class Kronecker(Approximation):
 
     @property
     def factor_kinds(self) -> Mapping[str, str]:
-        """The kinds of both factors."""
-        return {"input": self.input, "output": self.output}
-
-    @property
-    def has_full_factors(self) -> bool:
-        """Whether both factors are full matrices."""
-        return self.input == "full" and self.output == "full"
+        """The kinds of both factors; reduced rows have other moments than expanded ones."""
+        reduced = ", reduced" if self.sharing == "reduce" else ""
+        return {"input": self.input + reduced, "output": self.output + reduced}
 
     @property
     def stacks(self) -> bool:
         """Whether both factors are full matrices, whose formulas keep leading axes."""
-        return self.has_full_factors
+        return self.input == "full" and self.output == "full"
+
+    @property
+    def reads_patches(self) -> bool:
+        """Whether the input factor is of patches; ``"uncorrelated"`` reads pixels."""
+        return self.input != "uncorrelated"
+
+    def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
+        """Return the sizes of both factors, where these are full matrices."""
+        return kronecker_shapes(layer) if self.stacks else {}
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why it does not go together with a layer; None where it does."""
@@ -237,6 +243,24 @@ class Kronecker(Approximation):
         S = statistics.averages["repeats"].value(debias=True)
         kinds = factor_of(self.input, layer), factor_of(self.output, layer)
         return kronecker_operator(statistics, kinds, S, options)
+
+
+def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
+    """Return the sizes of the factors of a Kronecker product.
+
+    Parameters
+    ----------
+    layer : Layer
+        Layer of the block.
+
+    Returns
+    -------
+    dict of str to tuple of int
+        As `Approximation.factor_shapes`.
+    """
+    n, columns = layer.matrix_shape
+    m = columns // layer.groups
+    return {"input": (n, m), "output": (m, n)}
 
 
 def kronecker_operator(

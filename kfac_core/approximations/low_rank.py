@@ -86,10 +86,6 @@ class LowRankKronecker(Approximation):
             return "the factors of a layer's groups are small; take Kronecker"
         return None
 
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
-
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:

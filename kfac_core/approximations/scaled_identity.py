@@ -44,16 +44,6 @@ class ScaledIdentity(Approximation):
                 f"Expected `scale` to be a finite number >= 0, got {self.scale}."
             )
 
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
-        if layer.kind == "chain":
-            return "is of one layer; take BlockTridiagonal"
-        return None
-
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
-
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:

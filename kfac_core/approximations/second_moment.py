@@ -38,16 +38,6 @@ class Diagonal(Approximation):
 
     name = "diagonal"
 
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
-        if layer.kind == "chain":
-            return "is of one layer; take BlockTridiagonal"
-        return None
-
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
-
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
@@ -104,16 +94,6 @@ class Full(Approximation):
     """The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests."""
 
     name = "full"
-
-    def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
-        if layer.kind == "chain":
-            return "is of one layer; take BlockTridiagonal"
-        return None
-
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
 
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace

@@ -22,12 +22,13 @@ arXiv:2106.02925, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
-from kfac_core.approximations.kronecker import kronecker_operator
+from kfac_core.approximations.kronecker import kronecker_operator, kronecker_shapes
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
@@ -67,10 +68,9 @@ class TNT(Approximation):
     def __post_init__(self) -> None:
         require_one_of("positions", self.positions, get_args(Positions))
 
-    @property
-    def has_full_factors(self) -> bool:
-        """Return True; a block of one array is many factors, and has no costs."""
-        return True
+    def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
+        """Return the sizes of both factors; of a block of one array, none."""
+        return {} if layer.kind == "parameters" else kronecker_shapes(layer)
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Say why the layer has no TNT block; None where it has."""
@@ -82,10 +82,6 @@ class TNT(Approximation):
             "needs a gradient with axes, so a dense or conv layer, or `Parameters` of one "
             "array"
         )
-
-    def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows."""
-        return layer.rows(batch)
 
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace

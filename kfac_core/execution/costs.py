@@ -71,7 +71,7 @@ class BlockCosts:
     Attributes
     ----------
     sizes : tuple of int
-        The rows of its two factors, of each group.
+        The rows of its full factors, of each group.
     groups : int
         How many there are.
     statistics_per_row : float
@@ -82,7 +82,7 @@ class BlockCosts:
         Likewise.
     """
 
-    sizes: tuple[int, int]
+    sizes: tuple[int, ...]
     groups: int
     statistics_per_row: float
     refresh: Mapping[str, float]
@@ -107,7 +107,7 @@ class CostTable:
     Attributes
     ----------
     blocks : dict of str to BlockCosts
-        By name; blocks without two factors are left out.
+        By name; blocks whose approximation declares no full factors are left out.
     solving : dict of str to str
         What was chosen for each.
     interval : float or None
@@ -127,7 +127,7 @@ class CostTable:
             rows.append(
                 (
                     name,
-                    f"{groups}{costs.sizes[0]}, {costs.sizes[1]}",
+                    groups + ", ".join(map(str, costs.sizes)),
                     f"{costs.statistics_per_row:.1e} a row",
                     f"{costs.refresh[way]:.1e}",
                     f"{costs.precondition[way]:.1e}",
@@ -150,7 +150,7 @@ class CostTable:
 
 
 def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
-    """Return what the stages of a block cost; None where it has no two full factors.
+    """Return what the stages of a block cost; None where it declares no full factors.
 
     Parameters
     ----------
@@ -164,12 +164,12 @@ def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
     BlockCosts or None
         As the module's conventions say.
     """
-    if not block.approximation.has_full_factors or block.layer.kind == "parameters":
+    shapes = block.approximation.factor_shapes(block.layer).values()
+    if not shapes:
         return None
     groups = block.layer.groups
-    n, columns = block.layer.matrix_shape
-    m = columns // groups
-    cubes, uses = float(n**3 + m**3), float(2 * n * m * (n + m))
+    cubes = float(sum(n**3 for n, _ in shapes))
+    uses = float(sum(2 * n**2 * k for n, k in shapes))
     factor = cubes / 3 / rates.potrf
     refresh = {
         "inverse": factor + 2 * cubes / 3 / rates.potri,
@@ -182,9 +182,9 @@ def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
         "eigenbasis": 2 * uses,
     }
     return BlockCosts(
-        (n, m),
+        tuple(n for n, _ in shapes),
         groups,
-        groups * (n**2 + m**2) / rates.syrk,
+        groups * sum(n**2 for n, _ in shapes) / rates.syrk,
         {way: groups * cost for way, cost in refresh.items()},
         {way: groups * cost for way, cost in precondition.items()},
     )

@@ -1,5 +1,29 @@
 """Linear algebra on arrays, which knows nothing of curvature.
 
 Each operation is written once in the pure Array API standard; `dispatch` lets a
-backend put a native one in its place.
+backend put a native one in its place.  Here are the symmetric matrices that averages and
+operators are made of.
 """
+
+from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.groups import dense_of_groups
+from kfac_core.linalg.shifted import (
+    Factorization,
+    ShiftedMatrix,
+    Solving,
+    shifted_matrix,
+)
+from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
+
+__all__ = [
+    "Eigendecomposition",
+    "Factorization",
+    "ScaledMatrix",
+    "ShiftedDiagonal",
+    "ShiftedMatrix",
+    "Solving",
+    "SymmetricMatrix",
+    "dense_of_groups",
+    "shifted_matrix",
+]

@@ -35,7 +35,7 @@ from kfac_core.errors import (
     UnsupportedError,
 )
 from kfac_core.linalg.groups import join_groups, split_groups
-from kfac_core.linalg.shifted import Factorization
+from kfac_core.linalg.shifted import Factorization, Solving
 
 __all__ = [
     "EVERY_PRODUCT",
@@ -207,6 +207,28 @@ class CurvatureOperator(abc.ABC):
     @abc.abstractmethod
     def status(self) -> Array:
         """Return the `Status` flags, 0-d int32; zero where all is well."""
+
+    def solved_by(self, solving: Solving, /) -> CurvatureOperator:
+        """Return the same operator, whose full factors are divided by in a given way.
+
+        Parameters
+        ----------
+        solving : {"inverse", "triangular"}
+            Whether by products with their inverses, or by triangular solves.
+
+        Returns
+        -------
+        CurvatureOperator
+            Nothing more is prepared.
+
+        Raises
+        ------
+        UnsupportedError
+            For an operator with one way of solving.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} has one way of solving. Leave out `solving`."
+        )
 
     def spectral(self, *, check: Check = "raise", name: str = "block") -> Any:
         """Return the block in its eigenbasis, as a `SpectralOperator`.

@@ -33,7 +33,7 @@ class SharedFactors:
         For a name that is no block.
     ConventionError
         For a side that is none, factors of different kinds or sizes, a giver that is
-        itself a taker, or a block that is not Kronecker-factored.
+        itself a taker, or a block without such a factor.
     """
 
     def __init__(self, shared: Mapping[str, str], blocks: Mapping[str, Block]) -> None:
@@ -101,9 +101,10 @@ def _parse(text: str, blocks: Mapping[str, Block]) -> tuple[str, str]:
             f"`shared_factors`: unknown block {name!r}; the blocks are "
             f"{', '.join(map(repr, blocks))}."
         )
-    if not blocks[name].approximation.factor_kinds:
+    if side not in blocks[name].approximation.factor_kinds:
         raise ConventionError(
-            f"`shared_factors`: block {name!r} is not Kronecker-factored."
+            f"`shared_factors`: block {name!r} ({blocks[name].approximation.name}) has no "
+            f"{side} factor that could be shared."
         )
     return name, side
 
