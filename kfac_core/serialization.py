@@ -341,7 +341,7 @@ class _Values:
         whole, shape = True, None
         if like is not None:
             whole, shape = (
-                like.whole,
+                like.full_storage,
                 (*like.array.shape[:-2], *packed_shape(like.size)),
             )
         packed = self._array(path, None if like is None else like.array, shape)

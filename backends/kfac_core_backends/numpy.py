@@ -1,7 +1,7 @@
 """NumPy, with SciPy's BLAS and LAPACK where SciPy is installed.
 
-Conventions.  A symmetric matrix keeps its lower triangle, ``whole=False``, and is made
-in Fortran order, in which LAPACK factorizes a lower triangle faster than an upper one.
+Conventions.  A symmetric matrix keeps its lower triangle alone and is made in Fortran
+order, in which LAPACK factorizes a lower triangle faster than an upper one.
 An array in C order is read all the same, as its transpose and without a copy.  NumPy's
 own float32 ``cholesky``, ``inv`` and ``eigh`` compute in float64 and take its time;
 these do not.
@@ -179,7 +179,7 @@ if lapack is not None:
             c[...] = 0.0
         else:
             old = total.array
-            if total.whole and old.flags.c_contiguous:
+            if total.full_storage and old.flags.c_contiguous:
                 old = old.T
             # SYRK adds to a copy, since the caller's running sum is not ours to overwrite.
             # The decay is multiplied on the way: BLAS would read the copy once more.
@@ -215,7 +215,7 @@ if lapack is not None:
             return NotImplemented
         if array.ndim != 2:
             return _cholesky_of_stack(array, shift, factor)
-        if matrix.whole and array.flags.c_contiguous:
+        if matrix.full_storage and array.flags.c_contiguous:
             array = array.T
         a = _lower_copy(array, factor)
         a.T.reshape(-1)[:: a.shape[0] + 1] += shift
@@ -365,7 +365,7 @@ if lapack is not None:
         """Return the lower triangle times a number."""
         array = matrix.array
         n = array.shape[-1]
-        if matrix.whole or array.ndim != 2 or n <= _LEAF:
+        if matrix.full_storage or array.ndim != 2 or n <= _LEAF:
             return NotImplemented
         # One pass over all of it takes a third of the time of one over the triangle.
         scaled = empty((n, n), array.dtype)
@@ -382,7 +382,7 @@ if lapack is not None:
         a, is_lower = _stored(array)
         if v.shape[1] == 1:
             return _SYMV[a.dtype](1.0, a, v[:, 0], lower=is_lower)[:, None]
-        if matrix.whole or v.size == 0:
+        if matrix.full_storage or v.size == 0:
             return NotImplemented
         transposed = v.flags.c_contiguous or not v.flags.f_contiguous
         if transposed:

@@ -226,9 +226,9 @@ def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
 def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
     """Return ``S v`` from the lower triangle of S."""
     array = matrix.array
-    if matrix.whole and array.ndim > 2 and v.shape[-1] == 1:
+    if matrix.full_storage and array.ndim > 2 and v.shape[-1] == 1:
         return _rows_times(v, array)
-    if matrix.whole or array.ndim != 2 or v.ndim != 2 or not _plain(array, v):
+    if matrix.full_storage or array.ndim != 2 or v.ndim != 2 or not _plain(array, v):
         return NotImplemented
     found = lapack.multiply_symmetric(matrix, v)
     return panels.multiply_symmetric(array, v) if found is None else found
@@ -249,7 +249,7 @@ def _rows_times(v: Any, matrices: Any) -> Any:
 def scale_symmetric(matrix: Any, factor: Any, /, *, xp: Any) -> Any:
     """Return the lower triangle times a number, mirrored or not."""
     array = matrix.array
-    if matrix.whole or array.ndim != 2 or not _plain(array):
+    if matrix.full_storage or array.ndim != 2 or not _plain(array):
         return NotImplemented
     plain = not torch.is_tensor(factor) or _plain(factor)
     if plain and (found := lapack.scale_symmetric(matrix, factor)) is not None:

@@ -40,7 +40,7 @@ class _Matrix(NamedTuple):
     """What the functions for NumPy read of a symmetric matrix."""
 
     array: Any
-    whole: bool
+    full_storage: bool
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def on_one_thread() -> bool:
 
 
 def _seen(matrix: Any, /) -> _Matrix:
-    return _Matrix(matrix.array.numpy(), matrix.whole)
+    return _Matrix(matrix.array.numpy(), matrix.full_storage)
 
 
 def _taken(made: Any, /) -> Any:

@@ -5,6 +5,7 @@ On JAX a stage is one program: ``jax.jit`` of a function of the network, the sta
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -134,20 +135,22 @@ class _Core:
         )
         return lambda: self._xp.matmul(a, b)
 
-    def _made(self, **settings: Any) -> kc.Estimator:
+    def _made(self, **settings: Any) -> Any:
         """Return an estimator without statistics; guards and certificates are on."""
         chosen: dict[str, Any] = {"damping_rule": "factored", **settings}
-        return kc.Estimator(
+        made = kc.Estimator(
             self._blocks,
             decay=DECAY,
             damping=DAMPING,
             reduction="sum",
-            compiled=self._backend == "jax",
             execution=kc.Execution(workers=self._workers),
             **chosen,
         )
+        if self._backend != "jax":
+            return made
+        return _Programs(made.network, self._array(np.zeros(1, np.float32)))
 
-    def _set_to(self, settings: dict[str, Any]) -> kc.Estimator:
+    def _set_to(self, settings: dict[str, Any]) -> Any:
         """Return the estimator that holds the statistics, made with some settings."""
         if settings != self._settings:
             estimator = self._made(**settings)
@@ -158,7 +161,7 @@ class _Core:
             self._estimator, self._settings = estimator, settings
         return self._estimator
 
-    def _cycle(self, estimator: kc.Estimator, check: Any) -> Any:
+    def _cycle(self, estimator: Any, check: Any) -> Any:
         estimator.update(self._batch, check=check)
         estimator.refresh(check=check)
         return estimator.precondition(self._gradients)
@@ -180,3 +183,38 @@ class _Core:
 
     def _array(self, values: Any) -> Any:
         return kc.asarray(values, backend=self._spec)
+
+
+class _Programs:
+    """A network's functions as programs of JAX, with the state that they write over."""
+
+    def __init__(self, network: kc.Network, like: Any) -> None:
+        jax = importlib.import_module("jax")
+        options = None
+        if jax.default_backend() == "cpu":
+            # Else all blocks are begun at once, in fresh memory for each.
+            options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+        program = functools.partial(jax.jit, compiler_options=options)
+        self._network = network
+        self.state = network.initial(like, damping=DAMPING)
+        self._update, self._refresh = (
+            program(functools.partial(stage, check="status"), donate_argnums=0)
+            for stage in (network.update, network.refresh)
+        )
+        self.precondition = program(network.precondition)
+
+    def absorb(self, moments: dict[str, kc.Statistics], /) -> None:
+        self.state = self._network.absorb(self.state, moments, decay=DECAY)
+
+    def update(self, batch: Any, /, *, check: str = "raise") -> None:
+        self.state = self._update(self.state, batch, decay=DECAY)
+        self._look(check)
+
+    def refresh(self, *, check: str = "raise") -> None:
+        self.state = self._refresh(self.state, damping=DAMPING)
+        self._look(check)
+
+    def _look(self, check: str) -> None:
+        """Raise for flags, as an estimator does; this waits for the stage."""
+        if check == "raise" and not bool(self.state.is_good()):
+            raise kc.KFACError("a stage was flagged")

@@ -62,7 +62,7 @@ def root_of(backend, average):
     """Return the dense matrix that a low-rank average stands for, and what it lost."""
     value = average.value(debias=True)
     B = backend.to_numpy(value.root)
-    return B @ B.T, float(value.lost)
+    return B @ B.T, float(value.truncated_trace)
 
 
 @pytest.mark.parametrize("rule", RULES)

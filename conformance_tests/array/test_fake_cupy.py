@@ -187,7 +187,7 @@ def test_factorizations_are_native(to_cupy, rng, factorization):
 
 def test_a_silent_failure_is_found(to_cupy):
     """A factorization that failed without a word is found by the sign of its pivots."""
-    indefinite = SymmetricMatrix(to_cupy([[1.0, 2.0], [2.0, 1.0]]), whole=True)
+    indefinite = SymmetricMatrix(to_cupy([[1.0, 2.0], [2.0, 1.0]]), full_storage=True)
     options = {"factorizations": ("inverse", "cholesky"), "name": "fc/input"}
     V = to_cupy(np.ones((2, 1)))
 

@@ -90,7 +90,7 @@ def test_a_gram_matrix_shows_rows_that_are_not_finite(
     x = rng.normal(size=(*lead, 40, d))
     x[..., 7, d - 1] = bad
     eye = np.broadcast_to(np.eye(d + tail), (*lead, d + tail, d + tail))
-    total = SymmetricMatrix(backend.asarray(np.array(eye), dtype), whole=True)
+    total = SymmetricMatrix(backend.asarray(np.array(eye), dtype), full_storage=True)
     ones = backend.asarray(np.ones((*lead, 40)), dtype) if tail else None
 
     with np.errstate(invalid="ignore"):

@@ -33,7 +33,7 @@ def strict_matrix(values):
     """Return a symmetric matrix of array-api-strict, and its namespace."""
     import array_api_strict as xp
 
-    return SymmetricMatrix(xp.asarray(values), whole=True), xp
+    return SymmetricMatrix(xp.asarray(values), full_storage=True), xp
 
 
 def test_an_adapter_may_bring_one_operation(forgotten):

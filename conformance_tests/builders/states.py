@@ -47,7 +47,7 @@ def wholes(structure: Any) -> dict[str, Any]:
         owner = structure
         for part in path.split(".")[:-1]:
             owner = owner[part] if isinstance(owner, dict) else getattr(owner, part)
-        if getattr(owner, "whole", True) is False:
+        if getattr(owner, "full_storage", True) is False:
             value = np.tril(value) + np.swapaxes(np.tril(value, -1), -1, -2)
         found[path] = value
     return found

@@ -343,3 +343,78 @@ def test_the_callers_tensors_are_left_alone(torch, tensors):
     assert all(t.grad_fn is None for t in given)
     for t, copy in zip((*given, V), copies, strict=True):
         np.testing.assert_array_equal(t.detach(), copy)
+
+
+# ---------------------------------------------------------------- a network's functions
+
+
+NETWORKS = {
+    "kronecker": ({"a": kc.Kronecker(), "b": kc.Kronecker()}, "factored"),
+    "eigen": ({"a": kc.Eigen()}, "exact"),
+    "mixed": ({"a": kc.TNT(), "b": kc.Diagonal()}, "factored"),
+}
+
+
+def network_step(case):
+    """Return a network and a whole step of it, which looks at no value."""
+    kinds, rule = NETWORKS[case]
+    blocks = {name: kc.Block(BLOCK.layer, kind) for name, kind in kinds.items()}
+    network = kc.Network(blocks, conventions=SUMMED, damping_rule=rule)
+
+    def step(state, x, g, V, damping, decay):
+        batches = {name: kc.Batch(x, g) for name in blocks}
+        state = network.update(state, batches, decay=decay, check="status")
+        if case == "eigen":
+            state = network.rebase(state, moments="kronecker", check="status")
+        state = network.refresh(state, damping=damping, check="status")
+        gradient = {"weight": V[:-1].T, "bias": V[-1]}
+        found = network.precondition(state, dict.fromkeys(blocks, gradient))
+        return state, found
+
+    return network, step
+
+
+@pytest.mark.parametrize("case", NETWORKS)
+def test_a_compiled_step_of_a_network_is_the_step(torch, tensors, case):
+    """One graph; another damping or decay makes no other, and a bad batch is flagged."""
+    x, g, V = tensors
+    network, step = network_step(case)
+    graphs = []
+
+    def counted(graph, _):
+        graphs.append(1)
+        return graph
+
+    one = torch.compile(step, fullgraph=True, backend=counted)
+    coefficients = [torch.tensor(v, dtype=torch.float64) for v in (0.2, 0.9, 0.4, 0.5)]
+    state = other = network.initial(x, damping=0.2)
+    for i in range(4):
+        j = 2 * (i % 2)
+        state, found = one(state, (i + 1) * x, g, V, *coefficients[j : j + 2])
+        other, expected = step(other, (i + 1) * x, g, V, *coefficients[j : j + 2])
+        for name, vector in expected.items():
+            assert_close(found[name]["weight"], vector["weight"], "inverse", "float64")
+
+    # The first state may lie in memory in another order than those that follow.
+    assert len(graphs) <= 2
+    bad, _ = one(state, x * torch.nan, g, V, *coefficients[:2])
+    assert not bool(bad.is_good())
+    assert [int(held["a"].updates) for held in (state, bad)] == [4, 4]
+
+
+@pytest.mark.parametrize("case", NETWORKS)
+def test_vmap_of_a_network_is_a_loop(torch, tensors, case):
+    """Update, refresh and product under ``torch.func.vmap``, over batches and dampings."""
+    x, g, V = tensors
+    network, step = network_step(case)
+    start = network.initial(x, damping=0.2)
+    xs, dampings = torch.stack([x, 2.0 * x]), torch.tensor([0.2, 0.5], dtype=x.dtype)
+
+    def one(x, damping):
+        return step(start, x, g, V, damping, 0.9)[1]
+
+    got = torch.func.vmap(one)(xs, dampings)
+
+    for i in range(2):
+        for name, vector in one(xs[i], dampings[i]).items():
+            assert_close(got[name]["weight"][i], vector["weight"], "inverse", "float64")

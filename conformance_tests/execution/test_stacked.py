@@ -219,7 +219,7 @@ def test_what_a_stack_leaves_has_the_form_of_one(backend, rng):
     kind = type(gradients["a"]["weight"])
     for name in NAMES:
         for part in ("statistics", "operator"):
-            ours, theirs = (getattr(state[name], part) for state in states)
+            theirs, ours = (getattr(state[name], part) for state in states)
             assert forms(ours) == forms(theirs)
             assert {type(x) for _, x in leaves(ours)} == {kind}
 

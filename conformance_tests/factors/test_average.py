@@ -50,7 +50,7 @@ def assert_same(got, expected, dtype):
 def test_an_average_is_its_sum_over_its_weight(backend, dtype, rng, debias):
     """The value is ``sum / weight``, or the bare sum; an average of nothing is zero."""
     C = reference.spd(rng, 3)
-    total = SymmetricMatrix(backend.asarray(C, dtype), whole=True)
+    total = SymmetricMatrix(backend.asarray(C, dtype), full_storage=True)
     average = kc.Average(total, backend.asarray(4.0, dtype))
     empty = kc.Average(total.scaled(0.0), backend.asarray(0.0, dtype))
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.array.structure import leaves, static_fields
 from kfac_core.errors import ConventionError, DtypeError, NotFiniteError, ShapeError
 
 from ..builders import reference
@@ -205,6 +206,23 @@ def test_the_three_losses_differ_by_squares(backend, dtype, rng):
 
     assert_close(G["mean"], N**2 * G["sum"], "gram", dtype)
     assert_close(G["mean_rows"], (2 * N) ** 2 * G["sum"], "gram", dtype)
+
+
+def test_an_update_keeps_the_form_and_the_dtypes(backend, dtype, rng):
+    """Statistics of any number of updates can be combined, and cross a boundary alike."""
+    layer = kc.Dense(in_features=5, out_features=3, bias=True, weight_layout="io")
+    made = kc.Block(layer, kc.Kronecker())
+    x = backend.asarray(rng.normal(size=(8, 5)), dtype)
+    g = backend.asarray(rng.normal(size=(8, 3)), dtype)
+    start = made.initial(x)
+
+    once = statistics_of(backend, made, x, g)
+
+    for side in ("input", "output"):
+        sums = [held.averages[side].sum for held in (start, once)]
+        assert static_fields(sums[0]) == static_fields(sums[1])
+    for (path, one), (_, two) in zip(leaves(start), leaves(once), strict=True):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype), path
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

@@ -59,7 +59,7 @@ def test_the_residual_of_an_inverse_is_truthful(backend, dtype, rng, kind):
     X = spoiled(rng, np.linalg.inv(M), kind)
 
     residual = inverse_residual(
-        SymmetricMatrix(backend.asarray(X, dtype), whole=True),
+        SymmetricMatrix(backend.asarray(X, dtype), full_storage=True),
         *image(backend, dtype, M),
         xp=backend.xp,
     )
@@ -122,7 +122,7 @@ def test_what_is_not_finite_is_infinitely_bad(backend, dtype, bad):
 
     with np.errstate(invalid="ignore"):
         residual = inverse_residual(
-            SymmetricMatrix(backend.asarray(X, dtype), whole=True),
+            SymmetricMatrix(backend.asarray(X, dtype), full_storage=True),
             *image(backend, dtype, np.eye(N)),
             xp=backend.xp,
         )
@@ -139,7 +139,7 @@ def test_residuals_do_not_depend_on_the_scale(backend, dtype, rng, scale):
 
     def residuals(s):
         given = image(backend, dtype, s * A)
-        inverse = SymmetricMatrix(backend.asarray(X / s, dtype), whole=True)
+        inverse = SymmetricMatrix(backend.asarray(X / s, dtype), full_storage=True)
         xp = backend.xp
         factor = backend.asarray(1.05 * np.sqrt(s) * L, dtype)
         values, vectors = (
@@ -164,7 +164,7 @@ def test_a_stack_has_a_residual_for_each_matrix(backend, dtype, rng):
     X[1] *= 1.05
 
     residual = inverse_residual(
-        SymmetricMatrix(backend.asarray(X, dtype), whole=True),
+        SymmetricMatrix(backend.asarray(X, dtype), full_storage=True),
         *image(backend, dtype, A),
         xp=backend.xp,
     )

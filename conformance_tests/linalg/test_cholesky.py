@@ -59,7 +59,9 @@ def test_the_inverse_comes_from_the_factor(backend, dtype, rng, n):
 @pytest.mark.parametrize("n", [4, 128])
 def test_native_factors_agree_with_the_definitions(backend, dtype, rng, n):
     """A backend's own factorization and inverse give what the definitions give."""
-    M = SymmetricMatrix(backend.asarray(reference.spd(rng, n), dtype), whole=True)
+    M = SymmetricMatrix(
+        backend.asarray(reference.spd(rng, n), dtype), full_storage=True
+    )
 
     L = damped_cholesky(M, 0.1, xp=backend.xp)
     L_defined = damped_cholesky.__wrapped__(M, 0.1, xp=backend.xp)
@@ -78,7 +80,7 @@ def test_the_shift_may_be_an_array(backend, dtype, rng):
     array = backend.asarray(A, dtype)
     shift = backend.asarray(0.3, dtype)
 
-    L = damped_cholesky(SymmetricMatrix(array, whole=True), shift, xp=backend.xp)
+    L = damped_cholesky(SymmetricMatrix(array, full_storage=True), shift, xp=backend.xp)
     damped = add_to_diagonal(array, shift, xp=backend.xp)
 
     M = A + 0.3 * np.eye(4)
@@ -93,7 +95,7 @@ def test_a_stack_is_factorized_matrix_by_matrix(backend, dtype, rng):
     shifts = np.array([0.0, 0.5, 2.0])
 
     L = damped_cholesky(
-        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        SymmetricMatrix(backend.asarray(A, dtype), full_storage=True),
         backend.asarray(shifts, dtype),
         xp=backend.xp,
     )
@@ -117,7 +119,7 @@ def test_a_stack_is_factorized_matrix_by_matrix(backend, dtype, rng):
 )
 def test_a_matrix_that_is_not_positive_is_found(backend, dtype, A):
     """No exception, and no factor that passes for one, whatever the library leaves."""
-    matrix = SymmetricMatrix(backend.asarray(A, dtype), whole=True)
+    matrix = SymmetricMatrix(backend.asarray(A, dtype), full_storage=True)
 
     L = damped_cholesky(matrix, 0.0, xp=backend.xp)
     L_defined = damped_cholesky.__wrapped__(matrix, 0.0, xp=backend.xp)
@@ -156,7 +158,9 @@ def test_a_bad_matrix_in_a_stack_is_found(backend, dtype, rng):
     A = np.stack([reference.spd(rng, 4), -np.eye(4), reference.spd(rng, 4)])
 
     L = damped_cholesky(
-        SymmetricMatrix(backend.asarray(A, dtype), whole=True), 0.0, xp=backend.xp
+        SymmetricMatrix(backend.asarray(A, dtype), full_storage=True),
+        0.0,
+        xp=backend.xp,
     )
 
     assert not backend.to_numpy(is_positive_factor(L, xp=backend.xp))[1]

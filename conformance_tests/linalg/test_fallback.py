@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kfac_core.array.status import Status
+from kfac_core.array.structure import combinable, leaves
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
 from kfac_core.linalg import damped
 from kfac_core.linalg.damped import DampedMatrix, cholesky_factor, damped_inverse
@@ -21,7 +22,7 @@ def climb(backend, dtype, A, shift, *, check="raise", inverse=True):
     A = np.asarray(A)
     shift = backend.asarray(np.broadcast_to(shift, A.shape[:-2]), dtype)
     # Halved and doubled, so that the factor of the sum takes part exactly.
-    matrix = SymmetricMatrix(backend.asarray(0.5 * A, dtype), whole=True)
+    matrix = SymmetricMatrix(backend.asarray(0.5 * A, dtype), full_storage=True)
     problem = DampedMatrix(matrix, backend.xp.full_like(shift, 2.0), shift)
     options = {"check": check, "name": "fc1/input"}
     factor = cholesky_factor(problem, **options)
@@ -154,6 +155,27 @@ def test_an_indefinite_matrix_is_clipped(backend, dtype, rng):
     assert_close(inverse_of(backend, made), np.linalg.inv(clipped), "inverse", dtype)
     lower = backend.to_numpy(made.lower)
     assert_close(lower, np.linalg.cholesky(clipped), "cholesky", dtype)
+
+
+@pytest.mark.parametrize("check", ["raise", "status"])
+def test_the_form_does_not_depend_on_the_data(backend, rng, check):
+    """What fell back, and what did not, can be combined array by array."""
+    A = reference.spd(rng, 4)
+    made = {}
+    for name, matrix in (("definite", A), ("indefinite", A - 2.0 * np.eye(4))):
+        problem = DampedMatrix(
+            SymmetricMatrix(backend.asarray(matrix, "float64"), full_storage=True),
+            backend.asarray(1.0),
+            backend.asarray(0.1),
+        )
+        with np.errstate(invalid="ignore"):
+            made[name] = cholesky_factor(problem, check=check, name="")
+
+    assert combinable(made["definite"], made["indefinite"])
+    for (path, one), (_, two) in zip(
+        *(leaves(made[name]) for name in ("definite", "indefinite")), strict=True
+    ):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype), path
 
 
 def test_a_shift_that_makes_it_definite_clips_nothing(backend, dtype, rng):

@@ -143,7 +143,7 @@ def test_coefficients_may_be_arrays(backend, dtype, rng):
     rows, old = rng.normal(size=(6, 4)), reference.spd(rng, 4)
 
     got = updated_gram(
-        SymmetricMatrix(backend.asarray(old, dtype), whole=True),
+        SymmetricMatrix(backend.asarray(old, dtype), full_storage=True),
         backend.asarray(rows, dtype),
         tail=None,
         decay=backend.asarray(0.7, dtype),
@@ -162,7 +162,7 @@ def test_stacks_are_updated_one_by_one(backend, dtype, rng):
     old = np.stack([reference.spd(rng, 5) for _ in range(3)])
 
     got = updated_gram(
-        SymmetricMatrix(backend.asarray(old, dtype), whole=True),
+        SymmetricMatrix(backend.asarray(old, dtype), full_storage=True),
         backend.asarray(rows, dtype),
         tail=backend.asarray(tail, dtype),
         decay=0.9,
@@ -179,7 +179,9 @@ def test_stacks_are_updated_one_by_one(backend, dtype, rng):
 def test_the_native_update_agrees_with_the_definition(backend, dtype, rng, with_total):
     """A backend's own operation gives what the definition gives."""
     rows, tail = rng.normal(size=(40, 11)), rng.uniform(size=40)
-    total = SymmetricMatrix(backend.asarray(reference.spd(rng, 12), dtype), whole=True)
+    total = SymmetricMatrix(
+        backend.asarray(reference.spd(rng, 12), dtype), full_storage=True
+    )
     arguments = (total if with_total else None, backend.asarray(rows, dtype))
     options = {
         "tail": backend.asarray(tail, dtype),

@@ -21,4 +21,9 @@ def test_stacks_are_compressed_each_for_itself(backend, rng):
         w, Q = np.linalg.eigh(X[i] @ X[i].T)
         best = (Q[:, -2:] * w[-2:]) @ Q[:, -2:].T
         assert_close(B[i] @ B[i].T, best, "inverse", "float64")
-        assert_close(backend.to_numpy(made.lost)[i], w[:-2].sum(), "inverse", "float64")
+        assert_close(
+            backend.to_numpy(made.truncated_trace)[i],
+            w[:-2].sum(),
+            "inverse",
+            "float64",
+        )

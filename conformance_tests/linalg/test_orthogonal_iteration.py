@@ -307,7 +307,7 @@ def test_the_lower_triangle_is_enough(backend, rng):
     """A matrix may be kept in one triangle."""
     A = reference.spd(rng, 8)
     noise = np.triu(rng.normal(size=(8, 8)), k=1)
-    half = SymmetricMatrix(backend.asarray(np.tril(A) + noise), whole=False)
+    half = SymmetricMatrix(backend.asarray(np.tril(A) + noise), full_storage=False)
 
     made = refreshed_basis(ordered_basis(half), half)
 

@@ -35,7 +35,7 @@ def test_sums_may_be_wider_than_rows(rng):
     guard = old.copy()
 
     got = updated_gram(
-        SymmetricMatrix(old, whole=False),
+        SymmetricMatrix(old, full_storage=False),
         narrow,
         tail=tail,
         decay=0.75,
@@ -64,7 +64,7 @@ def test_rows_are_read_in_any_order(dtype, rng, order, total):
     before = rows.copy(), tail.copy()
 
     got = updated_gram(
-        SymmetricMatrix(old, whole=True) if total else None,
+        SymmetricMatrix(old, full_storage=True) if total else None,
         rows,
         tail=tail,
         decay=0.75,
@@ -84,7 +84,7 @@ def test_an_update_makes_nothing_larger_than_the_factor(requires_adapters, rng):
     """With a border too: on NumPy with SciPy the rows are not copied."""
     pytest.importorskip("scipy")
     rows, tail = rng.normal(size=(4000, 60)), np.ones(4000)
-    old = SymmetricMatrix(np.eye(61), whole=True)
+    old = SymmetricMatrix(np.eye(61), full_storage=True)
 
     def update():
         return updated_gram(
@@ -110,7 +110,7 @@ def test_an_update_by_panels_is_the_dense_update(backend, dtype, rng, with_tail)
     stored = backend.asarray(lower_only(old), dtype)
 
     got = updated_gram(
-        SymmetricMatrix(stored, whole=False),
+        SymmetricMatrix(stored, full_storage=False),
         backend.asarray(rows, dtype),
         tail=backend.asarray(tail, dtype) if with_tail else None,
         decay=0.75,
@@ -130,7 +130,7 @@ def test_an_update_by_panels_is_the_dense_update(backend, dtype, rng, with_tail)
 def test_the_factor_and_the_inverse_are_the_dense_ones(backend, dtype, rng, overwrite):
     """L is lower triangular, and the inverse from it does not depend on its memory."""
     A = reference.spd(rng, N)
-    matrix = SymmetricMatrix(backend.asarray(lower_only(A), dtype), whole=False)
+    matrix = SymmetricMatrix(backend.asarray(lower_only(A), dtype), full_storage=False)
 
     L = damped_cholesky(matrix, 0.05, xp=backend.xp)
     got = backend.to_numpy(L)
@@ -153,7 +153,9 @@ def test_a_pivot_that_is_not_positive_is_found_in_any_panel(backend, place):
     A[place, place] = -1.0
 
     L = damped_cholesky(
-        SymmetricMatrix(backend.asarray(A, "float64"), whole=True), 0.5, xp=backend.xp
+        SymmetricMatrix(backend.asarray(A, "float64"), full_storage=True),
+        0.5,
+        xp=backend.xp,
     )
 
     assert not bool(is_positive_factor(L, xp=backend.xp))
@@ -162,7 +164,7 @@ def test_a_pivot_that_is_not_positive_is_found_in_any_panel(backend, place):
 def test_the_upper_triangle_is_not_read(backend, dtype, rng):
     """Products and multiples of a lower triangle are those of the matrix."""
     A, v = reference.spd(rng, N), rng.normal(size=(N, 3))
-    matrix = SymmetricMatrix(backend.asarray(lower_only(A), dtype), whole=False)
+    matrix = SymmetricMatrix(backend.asarray(lower_only(A), dtype), full_storage=False)
     V = backend.asarray(v, dtype)
 
     twice = matrix.scaled(2.0)

@@ -26,7 +26,9 @@ def full(backend, dtype, A, shift, factorizations=ALL, check="raise", **options)
     """Make ``A + shift I``, of which the upper triangle holds garbage."""
     garbage = np.triu(np.full_like(A, 3.0), 1)
     return shifted_matrix(
-        SymmetricMatrix(backend.asarray(np.tril(A) + garbage, dtype), whole=False),
+        SymmetricMatrix(
+            backend.asarray(np.tril(A) + garbage, dtype), full_storage=False
+        ),
         shift,
         factorizations=factorizations,
         check=check,
@@ -289,7 +291,7 @@ def test_stacks_are_damped_one_by_one(backend, dtype, rng, make):
     shift = backend.asarray(shifts, dtype)
     options = {"factorizations": ALL, "check": "raise", "name": "fc1/input"}
     if make is full:
-        whole = SymmetricMatrix(backend.asarray(A, dtype), whole=True)
+        whole = SymmetricMatrix(backend.asarray(A, dtype), full_storage=True)
         M = shifted_matrix(whole, shift, **options)
         dense = A + shifts[:, None, None] * np.eye(4)
     else:

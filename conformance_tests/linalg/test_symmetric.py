@@ -22,7 +22,7 @@ def dense(rng):
 
 def lower_of(backend, dense, dtype):
     """A matrix of which the lower triangle alone holds anything."""
-    return SymmetricMatrix(backend.asarray(np.tril(dense), dtype), whole=False)
+    return SymmetricMatrix(backend.asarray(np.tril(dense), dtype), full_storage=False)
 
 
 def test_a_scaled_matrix_is_the_product(backend, dtype, dense):
@@ -51,7 +51,7 @@ def test_a_scaled_matrix_is_factorized_as_it_is(backend, dtype, rng, size):
 
     for stacked in (False, True):
         given = np.stack([A, A]) if stacked else A
-        base = SymmetricMatrix(backend.asarray(given, dtype), whole=True)
+        base = SymmetricMatrix(backend.asarray(given, dtype), full_storage=True)
         factor = backend.asarray(np.full(given.shape[:-2], 0.3), dtype)
         L = damped_cholesky(base, 0.5, factor=factor, xp=backend.xp)
         for one in backend.to_numpy(L).reshape(-1, size, size):

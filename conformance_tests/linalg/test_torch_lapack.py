@@ -77,7 +77,7 @@ def test_a_matrix_from_statistics_to_solution(on_one_thread, calls, dtype, rng, 
         given(v),
     )
     before = [t.clone() for t in (rows, tail, total, V)]
-    held = SymmetricMatrix(total, whole=False)
+    held = SymmetricMatrix(total, full_storage=False)
 
     A = updated_gram(held, rows, tail=tail, decay=0.5, scale=0.1, xp=xp)
     S = A.scaled(2.0)
@@ -105,7 +105,7 @@ def test_what_is_not_positive_is_not_finite(on_one_thread, calls, dtype, rng):
     """As everywhere: NaN, and no exception."""
     A = spd(rng, N)
     A[3, 3] = -1.0
-    matrix = SymmetricMatrix(on_one_thread.asarray(A, dtype), whole=True)
+    matrix = SymmetricMatrix(on_one_thread.asarray(A, dtype), full_storage=True)
 
     L = damped_cholesky(matrix, 0.1, xp=on_one_thread.xp)
 
@@ -147,10 +147,14 @@ def test_several_threads_or_a_gradient_keep_it_in_pytorch(on_one_thread, calls, 
     xp = on_one_thread.xp
     A = on_one_thread.asarray(spd(rng, N), "float64")
     watched = A.clone().requires_grad_()
-    damped_cholesky(SymmetricMatrix(watched, whole=True), 0.1, xp=xp).sum().backward()
+    damped_cholesky(
+        SymmetricMatrix(watched, full_storage=True), 0.1, xp=xp
+    ).sum().backward()
     assert watched.grad is not None
     torch.set_num_threads(2)
-    damped_cholesky(SymmetricMatrix(A, whole=True), 0.1, xp=xp)
-    damped_cholesky(SymmetricMatrix(A[:100, :100].clone(), whole=True), 0.1, xp=xp)
+    damped_cholesky(SymmetricMatrix(A, full_storage=True), 0.1, xp=xp)
+    damped_cholesky(
+        SymmetricMatrix(A[:100, :100].clone(), full_storage=True), 0.1, xp=xp
+    )
 
     assert calls == []

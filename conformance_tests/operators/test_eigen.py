@@ -15,7 +15,7 @@ from ..builders.tolerances import assert_close
 
 def problem(backend, array):
     """Return a matrix of which half is held, times 2, without a shift."""
-    half = SymmetricMatrix(0.5 * array, whole=True)
+    half = SymmetricMatrix(0.5 * array, full_storage=True)
     one = backend.xp.ones_like(array[..., 0, 0])
     return DampedMatrix(half, 2.0 * one, backend.xp.zeros_like(one))
 
@@ -49,7 +49,9 @@ def test_repeated_eigenvalues_need_no_special_care(backend, dtype, rng):
 
     w, V = map(
         backend.to_numpy,
-        eigh(SymmetricMatrix(backend.asarray(A, dtype), whole=True), xp=backend.xp),
+        eigh(
+            SymmetricMatrix(backend.asarray(A, dtype), full_storage=True), xp=backend.xp
+        ),
     )
 
     assert_close(rebuilt(w, V), A, "eigenvalues", dtype)
@@ -58,7 +60,7 @@ def test_repeated_eigenvalues_need_no_special_care(backend, dtype, rng):
 def test_native_and_definition_have_the_same_products(backend, dtype, rng):
     """A backend's own decomposition rebuilds what the definition's rebuilds."""
     matrix = SymmetricMatrix(
-        backend.asarray(reference.spd(rng, 128), dtype), whole=True
+        backend.asarray(reference.spd(rng, 128), dtype), full_storage=True
     )
 
     w, Q = map(backend.to_numpy, eigh(matrix, xp=backend.xp))
@@ -73,7 +75,9 @@ def test_stacks_are_decomposed_one_by_one(backend, dtype, rng):
 
     w, Q = map(
         backend.to_numpy,
-        eigh(SymmetricMatrix(backend.asarray(A, dtype), whole=True), xp=backend.xp),
+        eigh(
+            SymmetricMatrix(backend.asarray(A, dtype), full_storage=True), xp=backend.xp
+        ),
     )
 
     assert_close(rebuilt(w, Q), A, "eigenvalues", dtype)

@@ -316,7 +316,7 @@ def test_arguments_that_do_not_fit_are_named(backend):
 def test_roots_may_be_symmetric_matrices_in_one_triangle(backend, rng):
     """What an `InverseRoot` holds is taken as it is."""
     V, R = rng.normal(size=(3, 4)), reference.spd(rng, 4)
-    half = SymmetricMatrix(backend.asarray(np.tril(R)), whole=False)
+    half = SymmetricMatrix(backend.asarray(np.tril(R)), full_storage=False)
     eye = backend.asarray(np.eye(3))
 
     factors, statistics = fed(backend, [V], decay=0.0, roots=[eye, half])

@@ -111,7 +111,9 @@ def test_the_lower_triangle_is_enough(backend, rng):
     half = np.tril(A) + np.triu(rng.normal(size=(6, 6)), k=1)
 
     made = inverse_root(
-        SymmetricMatrix(backend.asarray(half), whole=False), damping=0.1, degree=2
+        SymmetricMatrix(backend.asarray(half), full_storage=False),
+        damping=0.1,
+        degree=2,
     )
 
     assert fallback_of(made) == Fallback.WORKING
@@ -141,13 +143,13 @@ def test_the_residual_is_truthful(backend, dtype, rng, spoiled):
     M = A + 0.01 * np.eye(6)
     z = probe_of(backend.asarray(A, dtype), backend.xp)
     problem = DampedMatrix(
-        SymmetricMatrix(backend.asarray(A, dtype), whole=True),
+        SymmetricMatrix(backend.asarray(A, dtype), full_storage=True),
         backend.asarray(1.0, dtype),
         backend.asarray(0.01, dtype),
     )
     residual = root_residual(
         problem,
-        SymmetricMatrix(backend.asarray(X, dtype), whole=True),
+        SymmetricMatrix(backend.asarray(X, dtype), full_storage=True),
         z,
         degree=4,
         xp=backend.xp,

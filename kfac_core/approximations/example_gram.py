@@ -150,7 +150,7 @@ class ExampleGram(Approximation):
             window.output_grads,
             weights=window.weights,
             damping=as_scalar(xp, options.damping, compute, "damping"),
-            truncated_trace=window.lost,
+            truncated_trace=window.truncated_trace,
             factorizations=options.factorizations,
             check=options.check,
             name=options.name,

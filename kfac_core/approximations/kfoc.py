@@ -159,7 +159,7 @@ class KFOC(Approximation):
         product: Any = statistics.averages["block"]
         one = xp.ones_like(product.weight)
         factors = {
-            side: Average(SymmetricMatrix(value, whole=True), one)
+            side: Average(SymmetricMatrix(value, full_storage=True), one)
             for side, value in product.value(debias=options.debias).items()
         }
         # What is remembered is so by the identity of an average; these do not last.

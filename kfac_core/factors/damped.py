@@ -196,9 +196,9 @@ def damped_factor(
     shift = as_scalar(xp, damping, value.dtype, "damping")
     made: Shifted
     if square:
-        whole = not isinstance(moment, SymmetricMatrix) or moment.whole
+        full = not isinstance(moment, SymmetricMatrix) or moment.full_storage
         made = shifted_matrix(
-            SymmetricMatrix(value, whole),
+            SymmetricMatrix(value, full),
             shift,
             factorizations=factorizations,
             check=check,

@@ -31,8 +31,8 @@ class FullFactor:
         weight = zero_weight(xp, dtype=dtype, device=device)
         # Sums that start so stay in the order in which LAPACK reads a lower triangle, and
         # in one form: what is added to them may be a lower triangle alone.
-        turned = xp.matrix_transpose(zeros)
-        return Average(SymmetricMatrix(turned, whole=False), weight)
+        columns = xp.matrix_transpose(zeros)
+        return Average(SymmetricMatrix(columns, full_storage=False), weight)
 
     def updated(
         self,
@@ -47,10 +47,11 @@ class FullFactor:
         xp: Namespace,
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale rows^T rows``."""
-        total = updated_gram(
-            average.sum, rows, tail=tail, decay=decay, scale=scale, xp=xp
-        )
-        return Average(total, average.decayed(decay, weight))
+        held: SymmetricMatrix = average.sum
+        total = updated_gram(held, rows, tail=tail, decay=decay, scale=scale, xp=xp)
+        # Whatever the library keeps of it, the sum has the form that it began with.
+        same = SymmetricMatrix(total.array, held.full_storage and total.full_storage)
+        return Average(same, average.decayed(decay, weight))
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace

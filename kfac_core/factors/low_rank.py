@@ -44,7 +44,9 @@ class LowRankAverage(Average):
     def merged(self, other: Average, /) -> LowRankAverage:
         """Return the average of both data sets together, compressed."""
         joined = self.sum.joined(other.sum.root)
-        total = LowRankSum(joined.root, joined.lost + other.sum.lost)
+        total = LowRankSum(
+            joined.root, joined.truncated_trace + other.sum.truncated_trace
+        )
         return LowRankAverage(total, self.weight + other.weight)
 
     def absorbed(
@@ -55,7 +57,7 @@ class LowRankAverage(Average):
         counts = xp.astype(other.weight > 0, self.weight.dtype) * weight
         scaled: LowRankSum = other.value(debias=True).scaled(counts)
         joined = self.sum.scaled(decay).joined(scaled.root)
-        total = LowRankSum(joined.root, joined.lost + scaled.lost)
+        total = LowRankSum(joined.root, joined.truncated_trace + scaled.truncated_trace)
         return LowRankAverage(total, self.decayed(decay, counts))
 
     def updated(

@@ -73,7 +73,7 @@ class UncorrelatedFactor:
         """Return the average of nothing, for a factor of n rows; shape is (n,)."""
         c = (shape[-1] - self.tail) // self.repeats
         zeros = xp.zeros((c, c), dtype=dtype, device=device)
-        moments = ChannelMoments(zeros[0, :], SymmetricMatrix(zeros, whole=True))
+        moments = ChannelMoments(zeros[0, :], SymmetricMatrix(zeros, full_storage=True))
         return Average(moments, zero_weight(xp, dtype=dtype, device=device))
 
     def updated(
@@ -94,7 +94,7 @@ class UncorrelatedFactor:
         """
         mean = xp.mean(rows, axis=0)
         covariance = gram(rows - mean) / rows.shape[0]
-        new = ChannelMoments(mean, SymmetricMatrix(covariance, whole=True))
+        new = ChannelMoments(mean, SymmetricMatrix(covariance, full_storage=True))
         total = map_structure(lambda s, c: s * decay + c * weight, average.sum, new)
         return Average(total, average.decayed(decay, weight))
 

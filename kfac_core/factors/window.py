@@ -3,8 +3,8 @@
 Conventions.  As `kfac_core.factors.average`, for the sum ``sum_k w_k D_k D_k^T`` of the
 gradients ``D_k = sum_s x_ks g_ks^T``.  Of all gradients that were ever added, the K of the
 largest ``w_k |D_k|^2`` are kept, which is their part of the trace; the rest's is added to
-`WindowSum.lost`.  What was left out is positive semidefinite, so that this is the error
-in the trace norm.  Empty places hold zeros.
+`WindowSum.truncated_trace`.  What was left out is positive semidefinite, so that this is
+the error in the trace norm.  Empty places hold zeros.
 """
 
 from __future__ import annotations
@@ -34,18 +34,22 @@ class WindowSum:
         The g.
     weights : array, shape (K,)
         The w.
-    lost : array, 0-d
+    truncated_trace : array, 0-d
         The trace of what was left out.
     """
 
     inputs: Array
     output_grads: Array
     weights: Array
-    lost: Array
+    truncated_trace: Array
 
     def scaled(self, factor: Scalar, /) -> WindowSum:
         """Return the sum times a number that is not negative."""
-        return replaced(self, weights=self.weights * factor, lost=self.lost * factor)
+        return replaced(
+            self,
+            weights=self.weights * factor,
+            truncated_trace=self.truncated_trace * factor,
+        )
 
     def joined(self, other: WindowSum, /) -> WindowSum:
         """Return both sums together, cut down to this one's number of places."""
@@ -61,7 +65,9 @@ class WindowSum:
             xp.take(x, kept, axis=0),
             xp.take(g, kept, axis=0),
             xp.take(w, kept, axis=0),
-            self.lost + other.lost + xp.sum(xp.take(traces, cut, axis=0)),
+            self.truncated_trace
+            + other.truncated_trace
+            + xp.sum(xp.take(traces, cut, axis=0)),
         )
 
 
@@ -130,7 +136,7 @@ class WindowAverage(Average):
             New.
         """
         weights = xp.ones_like(x[:, 0, 0]) * scale
-        new = WindowSum(x, g, weights, xp.zeros_like(self.sum.lost))
+        new = WindowSum(x, g, weights, xp.zeros_like(self.sum.truncated_trace))
         total = self.sum.scaled(decay).joined(new)
         return WindowAverage(total, self.decayed(decay, weight))
 

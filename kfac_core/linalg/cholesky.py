@@ -1,7 +1,7 @@
 """Cholesky factors of damped positive-definite matrices, and inverses from them.
 
 Conventions.  ``L`` is lower triangular with positive diagonal, ``L L^T = M``.  A
-failure is never an exception here: the factor is then NaN throughout.
+failure is never an exception here: the factor is then NaN on and below the diagonal.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def damped_cholesky(
     # Some library gave up on the whole stack; its good matrices are factorized alone.
     definition = damped_cholesky.__wrapped__  # type: ignore[attr-defined]
     parts = [
-        definition(SymmetricMatrix(damped[i, ...], whole=True), 0.0, xp=xp)
+        definition(SymmetricMatrix(damped[i, ...], full_storage=True), 0.0, xp=xp)
         for i in range(damped.shape[0])
     ]
     return xp.stack(parts)
@@ -78,8 +78,7 @@ def inverse_from_cholesky(
     lower: Array, /, *, overwrite: bool = False, xp: Namespace
 ) -> SymmetricMatrix:
     """Return `cholesky_inverse` as a `SymmetricMatrix`."""
-    array, whole = cholesky_inverse(lower, overwrite=overwrite, xp=xp)
-    return SymmetricMatrix(array, whole)
+    return SymmetricMatrix(*cholesky_inverse(lower, overwrite=overwrite, xp=xp))
 
 
 @dispatched
@@ -101,7 +100,7 @@ def cholesky_inverse(
     -------
     array : array, shape (..., n, n)
         The inverse.
-    whole : bool
+    full_storage : bool
         Whether both triangles of it hold the matrix.
 
     Notes

@@ -50,7 +50,7 @@ def estimated_norm(
 
     Notes
     -----
-    At most eleven products.  It waits for the device after each.
+    At most eleven products, each of which synchronizes with the device.
     """
     size = math.prod(shape)
     place: dict[str, Any] = {"dtype": like.dtype, "device": device_of(like)}
@@ -78,7 +78,7 @@ def estimated_norm(
 def measured_residual(
     product: Product, inverse: Product, probe: Array, /, *, xp: Namespace
 ) -> float:
-    """Return ``|M M^-1 z - z| / |z|`` for a probe z; this waits for the device."""
+    """Return ``|M M^-1 z - z| / |z|`` for a probe z, read from the device."""
     error = product(inverse(probe)) - probe
     norms = [xp.sqrt(xp.sum(v * v)) for v in (error, probe)]
     return float(norms[0] / norms[1])

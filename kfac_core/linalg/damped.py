@@ -83,12 +83,15 @@ Conditions = tuple[tuple[Array, Status], ...]
 
 
 class _Probed(NamedTuple):
-    """The residual's vector, its image under a matrix, and what makes that valid."""
+    """The residual's vector, its image under a matrix, and what makes that valid.
+
+    `valid` is None where the host knows that all of a stack is.
+    """
 
     z: Array
     image: Array
     conditions: Conditions
-    valid: Array
+    valid: Array | None
 
 
 def cholesky_factor(
@@ -214,7 +217,9 @@ def problem_flags(problem: DampedMatrix, finite: Array, xp: Namespace, /) -> Con
 def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> SymmetricMatrix:
     """Return ``Q diag(w) Q^T``."""
     product = xp.matmul(Q * eigenvalues[..., None, :], xp.matrix_transpose(Q))
-    return SymmetricMatrix(0.5 * (product + xp.matrix_transpose(product)), whole=True)
+    return SymmetricMatrix(
+        0.5 * (product + xp.matrix_transpose(product)), full_storage=True
+    )
 
 
 def _probed(problem: DampedMatrix, xp: Namespace) -> _Probed:
@@ -223,8 +228,9 @@ def _probed(problem: DampedMatrix, xp: Namespace) -> _Probed:
     finite = xp.all(xp.isfinite(image), axis=(-2, -1))
     conditions = problem_flags(problem, finite, xp)
     valid = conditions[0][0] & finite
-    if not known_true(valid, xp=xp):
-        image = xp.where(valid[..., None, None], image, xp.zeros_like(image))
+    if known_true(valid, xp=xp):
+        return _Probed(z, image, conditions, None)
+    image = xp.where(valid[..., None, None], image, xp.zeros_like(image))
     return _Probed(z, image, conditions, valid)
 
 
@@ -232,8 +238,12 @@ def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
     z, image, conditions, valid = _probed(problem, xp)
     lower = _lower(problem, valid, xp)
     residual = cholesky_residual(lower, z, image, xp=xp)
-    judged = _judged(conditions, lower[..., -1, -1] > 0, residual, xp)
-    return CholeskyFactor(lower, *judged)
+    positive = lower[..., -1, -1] > 0
+    if not known_true(positive, xp=xp):
+        # Above the diagonal, too, there is then nothing that passes for a factor.
+        failed = xp.full_like(lower, xp.nan)
+        lower = xp.where(positive[..., None, None], lower, failed)
+    return CholeskyFactor(lower, *_judged(conditions, positive, residual, xp))
 
 
 def _attempt_inverse(
@@ -244,7 +254,7 @@ def _attempt_inverse(
     own = lower is None
     if lower is None:
         lower = _lower(problem, valid, xp)
-    # A factor that failed is NaN throughout; this one is overwritten below.
+    # A factor that failed is NaN there; this one is overwritten below.
     positive = lower[..., -1, -1] > 0
     X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
     residual = inverse_residual(X, z, image, xp=xp)
@@ -256,7 +266,9 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
     z = probe_of(matrix.array, xp)
     image = problem.multiply(z, shifted=False, xp=xp)
     finite = xp.all(xp.isfinite(image), axis=(-2, -1))
-    safe = SymmetricMatrix(guarded(finite, matrix.array, 1.0, xp=xp), matrix.whole)
+    safe = SymmetricMatrix(
+        guarded(finite, matrix.array, 1.0, xp=xp), matrix.full_storage
+    )
     w, Q = eigh(safe, xp=xp)
     w = problem.factor[..., None] * w
     residual = eigen_residual(w, Q, z, image, xp=xp)
@@ -275,13 +287,13 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
     return Eigendecomposition(w, Q, status, residual, clipped, fallback)
 
 
-def _lower(problem: DampedMatrix, valid: Array, xp: Namespace) -> Array:
+def _lower(problem: DampedMatrix, valid: Array | None, xp: Namespace) -> Array:
     """Return the Cholesky factor; NaN where M is invalid or not positive definite."""
     matrix, shift = problem.matrix, problem.shift
-    if not known_true(valid, xp=xp):
+    if valid is not None:
         # Minus the identity has no factor either, and unlike NaN it does no harm.
         safe = guarded(valid, matrix.array, -1.0, xp=xp)
-        matrix = SymmetricMatrix(safe, matrix.whole)
+        matrix = SymmetricMatrix(safe, matrix.full_storage)
         shift = xp.where(valid, shift, xp.zeros_like(shift))
     return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
 

@@ -53,7 +53,7 @@ def gradient_gram(x: Array, g: Array, /, *, xp: Namespace) -> SymmetricMatrix:
     if S > 1:
         H = xp.sum(xp.reshape(H, (K, S, K, S)), axis=(1, 3))
         H = 0.5 * (H + xp.matrix_transpose(H))
-    return SymmetricMatrix(H, whole=True)
+    return SymmetricMatrix(H, full_storage=True)
 
 
 def gradient_products(x: Array, g: Array, v: Array, /, *, xp: Namespace) -> Array:
@@ -73,8 +73,8 @@ def gradient_products(x: Array, g: Array, v: Array, /, *, xp: Namespace) -> Arra
     array, shape (K,)
         The products.
     """
-    turned = xp.matmul(xp.reshape(x, (-1, x.shape[-1])), v)
-    return xp.sum(xp.reshape(turned, g.shape) * g, axis=(1, 2))
+    products = xp.matmul(xp.reshape(x, (-1, x.shape[-1])), v)
+    return xp.sum(xp.reshape(products, g.shape) * g, axis=(1, 2))
 
 
 def combined_gradients(x: Array, g: Array, c: Array, /, *, xp: Namespace) -> Array:

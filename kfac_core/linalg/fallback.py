@@ -198,8 +198,8 @@ def first_flag(*conditions: tuple[Array, Status], xp: Namespace) -> Array:
     for condition, _ in conditions[1:]:
         first = first & condition
     if known_true(first, xp=xp):
-        # Known at once only of what is plain.
-        return _same_zeros(tuple(first.shape), xp.int32, device_of(first), xp)[1]
+        make = _same_zeros if is_plain(first, xp=xp) else _zeros
+        return make(tuple(first.shape), xp.int32, device_of(first), xp)[1]
     status = xp.zeros(first.shape, dtype=xp.int32, device=device_of(first))
     for condition, flag in reversed(conditions):
         status = xp.where(condition, status, xp.full_like(status, int(flag)))
@@ -269,9 +269,9 @@ def _like(problem: Any) -> Array:
 
 def _flags(status: Array, xp: Namespace) -> int:
     """Return the flags of a whole stack; synchronizes with the device."""
-    if status.ndim and not bool(xp.any(status != 0)):
-        return 0
-    return int(any_status(status, xp=xp))
+    if status.ndim == 0:
+        return int(status)
+    return int(any_status(status, xp=xp)) if bool(xp.any(status != 0)) else 0
 
 
 def _zeros(

@@ -101,8 +101,8 @@ def updated_gram(
     xp: Namespace,
 ) -> SymmetricMatrix:
     """Return `gram_update` as a `SymmetricMatrix`."""
-    array, whole = gram_update(total, rows, tail=tail, decay=decay, scale=scale, xp=xp)
-    return SymmetricMatrix(array, whole)
+    made = gram_update(total, rows, tail=tail, decay=decay, scale=scale, xp=xp)
+    return SymmetricMatrix(*made)
 
 
 @dispatched
@@ -135,7 +135,7 @@ def gram_update(
     -------
     array : array, shape (..., d(+1), d(+1))
         A new array.
-    whole : bool
+    full_storage : bool
         Whether both triangles of it hold the matrix.
     """
     product = xp.matmul(xp.matrix_transpose(rows), rows)

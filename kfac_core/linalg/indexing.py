@@ -1,8 +1,8 @@
 """Counting indices, and summing rows by index, which the standard does not have.
 
 Conventions.  Indices are integers in ``[0, size)``; whether they are is the caller's
-business, since looking would wait for the device.  No one-hot matrix of full size is
-ever made: memory is that of the result, or of a block of it.
+business, since looking would synchronize with the device.  No one-hot matrix of full
+size is ever made: memory is that of the result, or of a block of it.
 """
 
 from __future__ import annotations

@@ -154,14 +154,14 @@ def _attempt(problem: _Columns, xp: Namespace) -> KroneckerCholesky:
     M = guarded(finite, problem.columns, 1.0, xp=xp)
     Q = guarded(finite, basis, 1.0, xp=xp)
     M = 0.5 * (M + xp.matrix_transpose(M))
-    columns = damped_cholesky(SymmetricMatrix(M, whole=True), 0.0, xp=xp)
+    columns = damped_cholesky(SymmetricMatrix(M, full_storage=True), 0.0, xp=xp)
     good = is_positive_factor(columns, xp=xp)
     safe = guarded(good, columns, 1.0, xp=xp)
     squares = xp.matrix_transpose(xp.linalg.diagonal(safe)) ** 2
     Q = Q[..., None, :, :]
     blocks = (Q * squares[..., :, None, :]) @ xp.matrix_transpose(Q)
     blocks = 0.5 * (blocks + xp.matrix_transpose(blocks))
-    corners = damped_cholesky(SymmetricMatrix(blocks, whole=True), 0.0, xp=xp)
+    corners = damped_cholesky(SymmetricMatrix(blocks, full_storage=True), 0.0, xp=xp)
     positive = xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
     all_good = finite & positive
     status = first_flag((all_good, Status.NOT_POSITIVE), xp=xp)

@@ -4,10 +4,10 @@ Conventions.  The root B has shape ``(..., d, r)``, leading axes a stack; the co
 its right in `LowRankSum.joined` are what is added.  What a compression to r columns cuts
 off is positive semidefinite, so that with C the sum that nothing was cut off from
 
-    C = B B^T + E,    E >= 0,    tr E = lost:
+    C = B B^T + E,    E >= 0,    tr E = truncated_trace:
 
-`LowRankSum.lost` is the error in the trace norm, and a bound of it in every other one.
-While C has a rank of at most r, E is zero up to rounding.
+`LowRankSum.truncated_trace` is the error in the trace norm, and a bound of it in every
+other one.  While C has a rank of at most r, E is zero up to rounding.
 
 References
 ----------
@@ -39,12 +39,12 @@ class LowRankSum:
     ----------
     root : array, shape (..., d, r)
         B.
-    lost : array, shape (...)
+    truncated_trace : array, shape (...)
         The trace of E; see the module's conventions.
     """
 
     root: Array
-    lost: Array
+    truncated_trace: Array
 
     @property
     def size(self) -> int:
@@ -59,11 +59,11 @@ class LowRankSum:
     def trace(self) -> Array:
         """Return the trace of C, with what was cut off, shape (...)."""
         xp = array_api_compat.array_namespace(self.root)
-        return xp.sum(self.root * self.root, axis=(-2, -1)) + self.lost
+        return xp.sum(self.root * self.root, axis=(-2, -1)) + self.truncated_trace
 
     def scaled(self, factor: Scalar, /) -> LowRankSum:
         """Return the matrix times a number that is not negative."""
-        return LowRankSum(self.root * factor**0.5, self.lost * factor)
+        return LowRankSum(self.root * factor**0.5, self.truncated_trace * factor)
 
     def joined(self, columns: Array, /) -> LowRankSum:
         """Return ``B B^T + X X^T``, compressed to r columns again.
@@ -99,7 +99,7 @@ class LowRankSum:
         finite = xp.all(xp.isfinite(inner), axis=(-2, -1))[..., None, None]
         k = inner.shape[-1]
         eye = xp.eye(k, dtype=inner.dtype, device=device_of(inner))
-        safe = SymmetricMatrix(xp.where(finite, inner, eye), whole=True)
+        safe = SymmetricMatrix(xp.where(finite, inner, eye), full_storage=True)
         w, Q = eigh(safe, xp=xp)
         w = xp.where(w < 0, xp.zeros_like(w), w)
         largest = Q[..., :, k - r :]
@@ -107,12 +107,14 @@ class LowRankSum:
         root = xp.matmul(C, largest) if tall else largest * roots
         root = xp.where(finite, root, xp.full_like(root, xp.nan))
         cut = xp.sum(w[..., : k - r], axis=-1)
-        return LowRankSum(xp.flip(root, axis=-1), self.lost + cut)
+        return LowRankSum(xp.flip(root, axis=-1), self.truncated_trace + cut)
 
     def cast(self, dtype: Any, /) -> LowRankSum:
         """Return the same in another dtype."""
         xp = array_api_compat.array_namespace(self.root)
-        return LowRankSum(cast(xp, self.root, dtype), cast(xp, self.lost, dtype))
+        return LowRankSum(
+            cast(xp, self.root, dtype), cast(xp, self.truncated_trace, dtype)
+        )
 
 
 def low_rank_zero(

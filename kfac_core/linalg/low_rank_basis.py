@@ -34,7 +34,7 @@ class LowRankBasis:
         w, descending.
     eigenvectors : array, shape (d, r)
         U.
-    lost : array, 0-d
+    truncated_trace : array, 0-d
         The trace of what the matrix was cut off from; see `LowRankSum`.
     residual : array, 0-d
         The larger of ``|U w U^T z - A z| / (w_1 |z|)`` and ``|U^T U y - y| / |y|``, of
@@ -47,7 +47,7 @@ class LowRankBasis:
 
     eigenvalues: Array
     eigenvectors: Array
-    lost: Array
+    truncated_trace: Array
     residual: Array
     status: Array
     fallback: Array
@@ -83,7 +83,7 @@ class LowRankBasis:
         return LowRankBasis(
             cast(xp, self.eigenvalues, dtype),
             cast(xp, self.eigenvectors, dtype),
-            cast(xp, self.lost, dtype),
+            cast(xp, self.truncated_trace, dtype),
             cast(xp, self.residual, dtype),
             self.status,
             self.fallback,
@@ -171,7 +171,7 @@ def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:
 def _attempt(matrix: LowRankSum, xp: Namespace) -> LowRankBasis:
     """Decompose in the dtype of the root; NaN where it cannot be."""
     B = matrix.root
-    finite = xp.all(xp.isfinite(B)) & xp.isfinite(matrix.lost)
+    finite = xp.all(xp.isfinite(B)) & xp.isfinite(matrix.truncated_trace)
     safe = xp.where(finite, B, xp.zeros_like(B))
     try:
         U, s, _ = xp.linalg.svd(safe, full_matrices=False)
@@ -188,7 +188,7 @@ def _attempt(matrix: LowRankSum, xp: Namespace) -> LowRankBasis:
     )
     w = xp.where(finite, w, xp.full_like(w, xp.nan))
     fallback = xp.zeros_like(status)
-    return LowRankBasis(w, U, matrix.lost, residual, status, fallback)
+    return LowRankBasis(w, U, matrix.truncated_trace, residual, status, fallback)
 
 
 def _inaccurate(
@@ -209,8 +209,8 @@ def _residual(B: Array, w: Array, U: Array, xp: Namespace) -> Array:
     got = xp.matmul(U, w[:, None] * xp.matmul(xp.matrix_transpose(U), z))
     expected = xp.matmul(B, xp.matmul(xp.matrix_transpose(B), z))
     backward = _ratio(got - expected, xp.max(w) * z, xp)
-    turned = xp.matmul(xp.matrix_transpose(U), xp.matmul(U, y))
-    orthogonality = _ratio(turned - y, y, xp)
+    in_basis = xp.matmul(xp.matrix_transpose(U), xp.matmul(U, y))
+    orthogonality = _ratio(in_basis - y, y, xp)
     return xp.where(orthogonality > backward, orthogonality, backward)
 
 

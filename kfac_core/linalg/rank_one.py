@@ -205,7 +205,7 @@ class ShiftedRankOne:
     def _dense_matrix(self) -> ShiftedMatrix:
         if self.whole is not None:
             return self.whole
-        undamped = SymmetricMatrix(self.dense(shifted=False), whole=True)
+        undamped = SymmetricMatrix(self.dense(shifted=False), full_storage=True)
         return shifted_matrix(undamped, self.shift)
 
     def _xp(self) -> Namespace:

@@ -204,10 +204,10 @@ class ShiftedMatrix:
         if self.solving == "inverse":
             made = self._having("inverse").inverse
             assert made is not None
-            if made.matrix.whole:
+            if made.matrix.full_storage:
                 return xp.matmul(v, made.matrix.array)
-        turned = self.solve(xp.matrix_transpose(v), overwrite=overwrite)
-        return xp.matrix_transpose(turned)
+        solved = self.solve(xp.matrix_transpose(v), overwrite=overwrite)
+        return xp.matrix_transpose(solved)
 
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
@@ -324,9 +324,10 @@ class ShiftedMatrix:
 
     def _in_applied_dtype(self, made: T) -> T:
         """Return a factorization in the dtype of applying."""
-        xp, dtype = self._xp(), self.dtype
+        dtype = self.dtype
         if dtype == self.damped.shift.dtype:
             return made
+        xp = self._xp()
         return map_structure(
             lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
             made,
@@ -397,7 +398,7 @@ def shifted_matrix(
     B = applied = matrix.matrix
     xp = own_namespace(B.array)
     if apply_dtype is not None and apply_dtype != B.array.dtype:
-        applied = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.whole)
+        applied = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
     damped = DampedMatrix(B, matrix.factor, full_of(xp, shift, B.array))
     made = ShiftedMatrix(damped, applied)
     return made.prepared(*factorizations, check=check, name=name)

@@ -22,12 +22,12 @@ __all__ = [
 ]
 
 
-def _whole_if_all_are(*fields: dict[str, Any]) -> dict[str, Any]:
+def _full_if_all_are(*fields: dict[str, Any]) -> dict[str, Any]:
     """Return the static fields of a sum: only the lower triangle of all is sure."""
-    return {"whole": all(field["whole"] for field in fields)}
+    return {"full_storage": all(field["full_storage"] for field in fields)}
 
 
-@structure(static=("whole",), meet=_whole_if_all_are)
+@structure(static=("full_storage",), meet=_full_if_all_are)
 class SymmetricMatrix:
     """A symmetric matrix, or a stack of them.
 
@@ -35,13 +35,13 @@ class SymmetricMatrix:
     ----------
     array : array, shape (..., n, n)
         The matrix in its lower triangle.
-    whole : bool
+    full_storage : bool
         Whether the upper triangle holds it too; else what stands there is finite but
         means nothing.
     """
 
     array: Array
-    whole: bool
+    full_storage: bool
 
     @property
     def size(self) -> int:
@@ -50,7 +50,7 @@ class SymmetricMatrix:
 
     def full(self) -> Array:
         """Return both triangles, shape (..., n, n); a copy only where one was missing."""
-        if self.whole:
+        if self.full_storage:
             return self.array
         xp = own_namespace(self.array)
         i = xp.arange(self.size, device=device_of(self.array))
@@ -69,8 +69,8 @@ class SymmetricMatrix:
 
     def scaled(self, factor: Scalar, /) -> SymmetricMatrix:
         """Return the matrix times a number."""
-        array, whole = scale_symmetric(self, factor, xp=own_namespace(self.array))
-        return SymmetricMatrix(array, whole)
+        xp = own_namespace(self.array)
+        return SymmetricMatrix(*scale_symmetric(self, factor, xp=xp))
 
 
 @structure()
@@ -126,10 +126,10 @@ def scale_symmetric(
     -------
     array : array, shape (..., n, n)
         A new array.
-    whole : bool
+    full_storage : bool
         Whether both triangles of it hold the matrix.
     """
-    return matrix.array * factor, matrix.whole
+    return matrix.array * factor, matrix.full_storage
 
 
 @dispatched

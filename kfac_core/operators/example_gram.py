@@ -234,7 +234,6 @@ class ExampleGramOperator(CurvatureOperator):
         return {"damping": self.gram.shift}
 
 
-
 def example_gram_operator(
     inputs: Array,
     output_grads: Array,

@@ -111,7 +111,7 @@ class LowRankOperator(CurvatureOperator):
     @property
     def truncated_traces(self) -> tuple[Array, Array]:
         """The traces of what the two factors were cut off from, 0-d each."""
-        return self.input.lost, self.output.lost
+        return self.input.truncated_trace, self.output.truncated_trace
 
     @property
     def factorizations(self) -> frozenset[Factorization]:

@@ -206,7 +206,7 @@ class SeriesOperator(CurvatureOperator):
         if damped and self.dense is not None:
             return DenseOperator(self.dense, self.shape)
         self._require_small()
-        matrix = SymmetricMatrix(self.to_dense(damped=damped), whole=True)
+        matrix = SymmetricMatrix(self.to_dense(damped=damped), full_storage=True)
         zero = full_of(own_namespace(self.scale), 0.0, matrix.array)
         return DenseOperator(shifted_matrix(matrix, zero), self.shape)
 

@@ -455,7 +455,6 @@ class SpectralOperator(CurvatureOperator):
         return {"damping": self.damping}
 
 
-
 def spectral_operator(
     spectrum: Array,
     /,

@@ -41,10 +41,10 @@ def symmetric_argument(
     ShapeError, DtypeError
         For anything but square matrices of a real floating dtype.
     """
-    whole = True
+    full = True
     array: Array = matrix
     if isinstance(matrix, SymmetricMatrix):
-        array, whole = matrix.array, matrix.whole
+        array, full = matrix.array, matrix.full_storage
     xp = namespace_of(**{name: array})
     require_floating(xp, array, name)
     if array.ndim < 2 or array.shape[-1] != array.shape[-2] or array.shape[-1] < 1:
@@ -52,7 +52,7 @@ def symmetric_argument(
             f"Expected `{name}` to have shape (..., n, n), got {tuple(array.shape)}."
         )
     wide = cast(xp, array, wide_dtype(xp, array.dtype))
-    return SymmetricMatrix(wide, whole), xp
+    return SymmetricMatrix(wide, full), xp
 
 
 def damping_array(

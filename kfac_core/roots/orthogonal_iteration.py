@@ -202,12 +202,12 @@ def refreshed_basis(
         )
     if steps < 1:
         raise ConventionError(f"Expected `steps` to be at least 1, got {steps}.")
-    A = SymmetricMatrix(cast(xp, A.array, basis.eigenvectors.dtype), A.whole)
+    A = SymmetricMatrix(cast(xp, A.array, basis.eigenvectors.dtype), A.full_storage)
     finite = xp.all(xp.isfinite(A.array), axis=(-2, -1))
     invalid = first_flag((finite, Status.MATRIX_NOT_FINITE), xp=xp)
     if check == "raise" and not bool(xp.all(finite)):
         raise_invalid(Status.MATRIX_NOT_FINITE, name)
-    A = SymmetricMatrix(guarded(finite, A.array, 1.0, xp=xp), A.whole)
+    A = SymmetricMatrix(guarded(finite, A.array, 1.0, xp=xp), A.full_storage)
     Q = old = basis.eigenvectors
     AQ = multiply_symmetric(A, Q, xp=xp)
     w, ratio = old_w, old_ratio = _quotients(Q, AQ, xp)

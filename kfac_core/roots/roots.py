@@ -9,7 +9,7 @@ against the matrix itself.
 A root is made from an eigendecomposition, by the chain of `kfac_core.linalg.fallback`: the
 working dtype, float64, and then an eigendecomposition in the widest dtype whose negative
 eigenvalues are set to zero and reported as the clipped mass.  With ``check="status"``
-only the first rung is tried and no value is looked at.
+only the first attempt is made and no value is looked at.
 
 A dense root is worth making where it is applied several times; one product with a
 power costs less by ``DampedFactor.multiply_left``, which needs no dense root.
@@ -53,7 +53,7 @@ class InverseRoot:
         ``|M X^p z - z| / |z|``.
     clipped : array, shape (...)
         The sum of the negative eigenvalues that were set to zero, in magnitude; zero on
-        every rung but the last.
+        every other step of the chain.
     fallback : array of int32, shape (...)
         Of `kfac_core.linalg.factorizations.Fallback`.
     degree : int
@@ -90,7 +90,7 @@ def inverse_root(
     degree : int
         p >= 1.
     check : {"raise", "status"}
-        Whether to climb the ladder and raise, or to report.
+        Whether to climb the fallback chain and raise, or to report.
     name : str
         What a message should call the matrix.
 
@@ -106,12 +106,12 @@ def inverse_root(
     NotFiniteError, DampingError
         For values that do not fit (``check="raise"``).
     FactorizationError
-        Where no rung holds (``check="raise"``).
+        Where nothing in the chain holds (``check="raise"``).
 
     Notes
     -----
     About ``11 n^3`` flops.  A float32 eigendecomposition has an absolute error of about
-    ``1e-7 |A|`` in every eigenvalue, so that the certificate fails, and the ladder goes
+    ``1e-7 |A|`` in every eigenvalue, so that the certificate fails, and the chain goes
     on to float64, where lam is below about ``1e-5 |A|``.
     """
     given: Any = degree
@@ -196,7 +196,7 @@ def _root(
     status = first_flag(*valid, (residual <= RESIDUAL_LIMIT, Status.INACCURATE), xp=xp)
     marked = xp.where(usable[..., None, None], X.array, xp.full_like(X.array, xp.nan))
     return InverseRoot(
-        SymmetricMatrix(marked, whole=True),
+        SymmetricMatrix(marked, full_storage=True),
         status,
         residual,
         xp.zeros_like(residual),
