@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import kfac_core as kc
@@ -46,7 +45,7 @@ class IdentityGradients(kc.Approximation):
     """The block ``A (x) I`` of dense and conv layers, with ``A = 1/N sum_ns x x^T``."""
 
     name = "identity_gradients"
-    sums_of_squares = MappingProxyType({"input": "inputs"})
+    sums_of_squares = (("input", "inputs"),)
 
     @property
     def stacks(self) -> bool:
