@@ -56,7 +56,7 @@ class Average:
         xp = own_namespace(self.weight)
         if not debias:
             return xp.ones_like(self.weight)
-        return 1.0 / xp.where(self.weight > 0, self.weight, 1.0)
+        return xp.asarray(1.0 / xp.where(self.weight > 0, self.weight, 1.0))
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""
