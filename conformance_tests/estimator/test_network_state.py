@@ -92,22 +92,11 @@ def assert_directions(backend, dtype, got, history, vectors, damping):
 
 
 def same(backend, first, second):
-<<<<<<< HEAD
     """Whether two structures hold the same numbers."""
     one, other = wholes(first), wholes(second)
     return one.keys() == other.keys() and all(
         np.array_equal(one[path], other[path]) for path in one
     )
-=======
-    """Whether two structures hold the same numbers; of a matrix, in one triangle."""
-
-    def held(x):
-        x = backend.to_numpy(x)
-        return np.tril(x) if x.ndim == 2 else x
-
-    pairs = zip(leaves(first), leaves(second), strict=True)
-    return all(np.array_equal(held(a), held(b)) for (_, a), (_, b) in pairs)
->>>>>>> jaxnet
 
 
 def test_updates_and_refreshes_are_those_of_dense_averages(backend, dtype, rng):
