@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kfac_core.approximations.second_moment import Diagonal, Full
     from kfac_core.approximations.series import Series
     from kfac_core.approximations.tnt import TNT
+    from kfac_core.approximations.tridiagonal import BlockTridiagonal
     from kfac_core.array.backend import (
         Backend,
         backend_names,
@@ -46,9 +47,6 @@ if TYPE_CHECKING:
     from kfac_core.array.status import Status
     from kfac_core.array.structure import map_structure, replaced, structure
     from kfac_core.block import Block
-    from kfac_core.chain.operator import TridiagonalOperator
-    from kfac_core.chain.statistics import ChainStatistics
-    from kfac_core.chain.tridiagonal import BlockTridiagonal
     from kfac_core.checkpoint.reading import load_checkpoint, read_header
     from kfac_core.checkpoint.writing import save_checkpoint
     from kfac_core.conventions import Conventions
@@ -90,6 +88,7 @@ if TYPE_CHECKING:
         Wiring,
         usual_approximation,
     )
+    from kfac_core.layers.chain import Chain
     from kfac_core.layers.conv import Conv
     from kfac_core.layers.dense import Dense
     from kfac_core.layers.embedding import Embedding
@@ -112,6 +111,7 @@ if TYPE_CHECKING:
     from kfac_core.operators.operator import CurvatureOperator
     from kfac_core.operators.sparse_rows import SparseRows
     from kfac_core.operators.spectral import SpectralOperator
+    from kfac_core.operators.tridiagonal import TridiagonalOperator
     from kfac_core.options import Averaging, Execution, Refreshing, Sharing
     from kfac_core.posterior.block import BlockPosterior, block_posterior
     from kfac_core.posterior.evidence import Evidence
@@ -147,7 +147,7 @@ __all__ = [
     "BlockState",
     "BlockTridiagonal",
     "Captured",
-    "ChainStatistics",
+    "Chain",
     "Conv",
     "ConventionError",
     "Conventions",
@@ -268,9 +268,9 @@ _HOMES = {
     "BlockPosterior": "kfac_core.posterior.block",
     "BlockReport": "kfac_core.report",
     "BlockState": "kfac_core.network",
-    "BlockTridiagonal": "kfac_core.chain.tridiagonal",
+    "BlockTridiagonal": "kfac_core.approximations.tridiagonal",
     "Captured": "kfac_core.integration.wiring",
-    "ChainStatistics": "kfac_core.chain.statistics",
+    "Chain": "kfac_core.layers.chain",
     "Conv": "kfac_core.layers.conv",
     "ConventionError": "kfac_core.errors",
     "Conventions": "kfac_core.conventions",
@@ -336,7 +336,7 @@ _HOMES = {
     "Statistics": "kfac_core.factors.statistics",
     "Status": "kfac_core.array.status",
     "TNT": "kfac_core.approximations.tnt",
-    "TridiagonalOperator": "kfac_core.chain.operator",
+    "TridiagonalOperator": "kfac_core.operators.tridiagonal",
     "UnknownBackendError": "kfac_core.errors",
     "UnknownBlockError": "kfac_core.errors",
     "UnsupportedError": "kfac_core.errors",

@@ -72,7 +72,7 @@ class Estimator:
     refreshing : Refreshing, optional
         What a refresh prepares, and what it does about failures.
     sharing : Sharing, optional
-        Factors and weights that blocks have in common.
+        Factors and weights that blocks have in common, and chains of layers.
     precision : Precision, optional
         The dtypes of storage, computing and applying.
     execution : Execution or Executor, optional
@@ -135,7 +135,11 @@ class Estimator:
             },
             max_patch_elements=chosen.max_patch_elements,
         )
-        self._costs = {name: cost for name, cost in costs.items() if cost is not None}
+        self._costs = {
+            name: cost
+            for name, cost in costs.items()
+            if cost is not None and name in self.network.blocks
+        }
         self.mode = mode
         self.network.require_damping(damping)
         self._damping = damping
@@ -226,7 +230,7 @@ class Estimator:
         UnknownBlockError
             For a name that is no block.
         ConventionError
-            Where some uses of a tied weight are fed, and others not.
+            Where some uses of a tied weight, or layers of a chain, are fed and others not.
         ShapeError, DtypeError, MixedArraysError
             For arrays that do not fit, in either mode.
         NotFiniteError
@@ -427,6 +431,8 @@ class Estimator:
         ------
         UnknownBlockError, NotReadyError
             As `operator`.
+        ConventionError
+            Where some layers of a chain are given, and others not.
         ShapeError, DtypeError, MixedArraysError
             For gradients that do not fit.
 
@@ -473,7 +479,8 @@ class Estimator:
         Raises
         ------
         ConventionError
-            For an unknown product.
+            For an unknown product, and where some layers of a chain are given and others
+            not.
         KFACError
             As `precondition` and the product itself.
         """
@@ -502,7 +509,8 @@ class Estimator:
 
     def _prepared(self, factorization: Any, names: Iterable[str]) -> NetworkState:
         """Return the state with operators in which a factorization has been made."""
-        held = {name: self.operator(name) for name in names}
+        blocks = dict.fromkeys(map(self.network.block_of, names))
+        held = {name: self.operator(name) for name in blocks}
         made = {
             name: operator.prepared(factorization, name=name)
             for name, operator in held.items()

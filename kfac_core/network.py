@@ -54,6 +54,7 @@ from kfac_core.layers.feeding import detached, require_finite_rows
 from kfac_core.linalg.shifted import Solving
 from kfac_core.operators.operator import VECTOR_PRODUCTS, CurvatureOperator
 from kfac_core.options import Averaging, Refreshing, Sharing
+from kfac_core.sharing.chains import Chains
 from kfac_core.sharing.shared_factors import SharedFactors
 from kfac_core.sharing.tied_weights import TiedWeights
 
@@ -198,7 +199,7 @@ class Network:
     damping_rule : {"factored", "factored_unit_pi", "exact"}
         How the damping is applied; see `kfac_core.damping`.
     sharing : Sharing
-        Factors and weights that blocks have in common.
+        Factors and weights that blocks have in common, and chains of layers.
     averaging : Averaging
         How running averages are formed.
     refreshing : Refreshing
@@ -231,7 +232,8 @@ class Network:
     ) -> None:
         require_one_of("damping_rule", damping_rule, get_args(DampingRule))
         sharing = sharing or Sharing()
-        self.blocks = dict(blocks)
+        self.chains = Chains(sharing.chains, blocks)
+        self.blocks = self.chains.blocks
         self.conventions = conventions
         self.damping_rule: DampingRule = damping_rule
         self.sharing = sharing
@@ -243,6 +245,11 @@ class Network:
         self.shared_factors = SharedFactors(sharing.factors, self.blocks)
         self.tied_weights = TiedWeights(sharing.weights, self.blocks)
         self._taken = {n: self.shared_factors.taken_by(n) for n in self.blocks}
+        if self.chains.of and self.refreshing.damping_scaling != "none":
+            raise UnsupportedError(
+                "A chain has no curvature without damping that a damping could be relative "
+                f"to. Take damping_scaling='none', got {self.refreshing.damping_scaling!r}."
+            )
         self._parts = (
             tuple(self.blocks.items()),
             conventions,
@@ -368,7 +375,8 @@ class Network:
         UnknownBlockError
             For a name that is no block.
         ConventionError
-            Where some uses of a tied weight are given, and others not.
+            Where some uses of a tied weight, or some layers of a chain, are given, and
+            others not.
         ShapeError, DtypeError, MixedArraysError, DecayError
             For arguments that do not fit, in either mode.
         NotFiniteError
@@ -653,6 +661,8 @@ class Network:
         ------
         UnknownBlockError, NotReadyError
             For a name that is no block, or a block that was never refreshed.
+        ConventionError
+            Where some layers of a chain are given, and others not.
         ShapeError, DtypeError, MixedArraysError
             For gradients that do not fit.
 
@@ -700,21 +710,24 @@ class Network:
         Raises
         ------
         ConventionError
-            For an unknown product.
+            For an unknown product, and where some layers of a chain are given and others
+            not.
         KFACError
             As `precondition` and the product itself.
         """
         require_one_of("product", product, VECTOR_PRODUCTS)
+        given = self.chains.vectors(vectors) if self.chains.of else vectors
         tasks = {
-            name: (self.blocks[self.known(name)], self.operator(state, name), given)
-            for name, given in vectors.items()
+            name: (self.blocks[self.known(name)], self.operator(state, name), own)
+            for name, own in given.items()
         }
         function = Product(product, arguments, options)
         found = executor(function, tasks)
-        return {
+        made = {
             name: _unless_new(state.blocks[name], vector)
             for name, vector in found.items()
         }
+        return self.chains.by_layer(made) if self.chains.of else made
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh.
@@ -806,7 +819,7 @@ class Network:
     ) -> Network:
         """Return the same network with another rule of damping and other averages."""
         return Network(
-            self.blocks,
+            self.chains.given,
             conventions=self.conventions,
             damping_rule=damping_rule,
             sharing=self.sharing,
@@ -827,10 +840,19 @@ class Network:
                 f"{name!r} is a further use of the weight of block {block!r}, whose "
                 "gradient, summed over the uses, is to be given."
             )
+        if name in self.chains.of:
+            raise UnknownBlockError(
+                f"{name!r} is a layer of the chain {self.chains.of[name]!r}, which has one "
+                "damping and one operator: name the chain."
+            )
         raise UnknownBlockError(
             f"Unknown block {name!r}; the blocks are "
             f"{', '.join(map(repr, self.blocks))}."
         )
+
+    def block_of(self, name: str, /) -> str:
+        """Return the block that a layer is part of: its chain, or its own."""
+        return self.chains.of.get(name, name)
 
     def require_damping(self, damping: Scalar | Mapping[str, Scalar], /) -> None:
         """Raise `DampingError` for a damping that is no number >= 0 of each block."""
@@ -894,6 +916,7 @@ class Network:
         """Return what each block is fed, without gradient graphs."""
         uses = self.tied_weights.uses
         grouped = self.tied_weights.grouped(batches) if uses else batches
+        grouped = self.chains.batches(grouped) if self.chains.of else grouped
         return {
             name if name in self.blocks else self.known(name): detached(batch)
             for name, batch in grouped.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -112,10 +112,16 @@ class Sharing:
         input factor of block ``k`` is that of block ``q``, which is computed once.
     weights : mapping of str to str
         Names of further uses of a block's weight: ``{"decoder.1": "decoder.0"}``.
+    chains : mapping of str to sequence of str
+        Consecutive dense layers, from the first to the last, whose curvature with each
+        other is kept too: ``{"encoder": ("fc1", "fc2", "fc3")}``.  Their blocks, each of
+        ``Kronecker()``, become one block ``encoder`` of `BlockTridiagonal`, and batches and
+        gradients are given by layer.
     """
 
     factors: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
+    chains: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ import numpy as np
 from jax.scipy.linalg import solve_triangular as jax_solve_triangular
 
 from kfac_core.errors import DtypeError
-from kfac_core.linalg import certificate
 
 name = "jax"
 
@@ -193,15 +192,14 @@ def sum_rows_at(rows: Any, indices: Any, /, *, size: int, xp: Any) -> Any:
     return jnp.zeros((size, rows.shape[1]), rows.dtype).at[indices].add(rows)
 
 
-def probe(n: int, /, *, dtype: Any, device: Any, xp: Any) -> Any:
-    """Return the probe vector, a constant of a program that is compiled."""
-    return jnp.asarray(_probe(n, np.dtype(dtype).name), device=device)
+def constant(make: Any, n: int, /, *, dtype: Any, device: Any, xp: Any) -> Any:
+    """Return a constant of a program that is compiled, made by NumPy."""
+    return jnp.asarray(_made(make, n, np.dtype(dtype).name), device=device)
 
 
 @functools.cache
-def _probe(n: int, dtype: str) -> np.ndarray[Any, Any]:
-    definition = certificate.probe.__wrapped__  # type: ignore[attr-defined]
-    made: np.ndarray[Any, Any] = definition(n, dtype=dtype, device="cpu", xp=np)
+def _made(make: Any, n: int, dtype: str) -> np.ndarray[Any, Any]:
+    made: np.ndarray[Any, Any] = make(n, dtype=dtype, device="cpu", xp=np)
     return made
 
 

@@ -11,98 +11,32 @@ import pytest
 
 import kfac_core as kc
 from kfac_core.array.structure import map_structure, replaced
-from kfac_core.chain.statistics import ChainStatistics
-from kfac_core.chain.tridiagonal import BlockTridiagonal
 from kfac_core.linalg import series_chain
 from kfac_core.linalg.fallback import fallback_of
 
 from ..builders import network, reference
+from ..builders.chain_reference import (
+    EDGES,
+    LAYERS,
+    NAMES,
+    SHAPES,
+    M,
+    N,
+    chain_of,
+    damped_moments,
+    draw,
+    fed,
+    full_matrix,
+    moments_of,
+    parameters_of,
+    placed,
+    tridiagonal_matrix,
+)
 from ..builders.tolerances import assert_close, assert_differs
 
 SUM = kc.Conventions(reduction="sum", sources="sum")
-N, M = 30, 2
-NAMES = ["first", "second", "third"]
-# One shape for all keeps what JAX compiles short; other widths have a test of their own.
-WIDTHS = [(3, 3, True), (3, 3, True), (4, 3, False)]
-LAYERS = {
-    name: kc.Dense(in_features=n, out_features=m, bias=bias, weight_layout="io")
-    for name, (n, m, bias) in zip(NAMES, WIDTHS, strict=True)
-}
-CHAIN = BlockTridiagonal(layers=LAYERS)
-SHAPES = [layer.matrix_shape for layer in LAYERS.values()]
-EDGES = np.cumsum([0, *(n * m for n, m in SHAPES)])
 RULES = ["factored", "factored_unit_pi"]
-
-
-def draw(rng, examples=N, sources=M):
-    """Return x and g of all layers, correlated between neighbors."""
-    xs = [rng.normal(size=(examples, 3))]
-    gs = [rng.normal(size=(sources, examples, 3))]
-    for n, m, _ in WIDTHS[1:]:
-        step = rng.normal(size=(xs[-1].shape[1], n))
-        xs.append(np.tanh(xs[-1] @ step) + 0.4 * rng.normal(size=(examples, n)))
-        step = rng.normal(size=(gs[-1].shape[2], m))
-        gs.append(gs[-1] @ step + 0.4 * rng.normal(size=(sources, examples, m)))
-    return xs, gs
-
-
-def fed(backend, xs, gs, dtype="float64", masks=None):
-    """Return what the layers saw on the backend."""
-    masks = [None] * 3 if masks is None else masks
-    return {
-        name: kc.Batch(
-            backend.asarray(x, dtype),
-            backend.asarray(g, dtype),
-            mask=None if mask is None else backend.asarray(mask),
-            sources=len(g),
-        )
-        for name, x, g, mask in zip(NAMES, xs, gs, masks, strict=True)
-    }
-
-
-def moments_of(xs, gs, kept=None):
-    """Return all A_ij, all G_ij and S by loops over examples."""
-    kept = range(len(xs[0])) if kept is None else kept
-    rows = [
-        [np.append(x[i], 1.0) if bias else x[i] for i in kept]
-        for x, (_, _, bias) in zip(xs, WIDTHS, strict=True)
-    ]
-    R = len(rows[0])
-    A, G = {}, {}
-    for i, j in itertools.product(range(3), range(3)):
-        A[i, j] = sum(np.outer(a, b) for a, b in zip(rows[i], rows[j], strict=True)) / R
-        G[i, j] = sum(
-            np.outer(gs[i][s][e], gs[j][s][e]) for s in range(len(gs[i])) for e in kept
-        )
-        G[i, j] = G[i, j] / R
-    return A, G, R / len(xs[0])
-
-
-def damped_moments(A, G, S, damping, rule):
-    """Return the same with the damped blocks on the diagonal."""
-    A, G = dict(A), dict(G)
-    for i in range(3):
-        n, m = len(A[i, i]), len(G[i, i])
-        means = np.trace(A[i, i]) / n, np.trace(G[i, i]) / m
-        pi = np.sqrt(means[0] / means[1]) if rule == "factored" else 1.0
-        root = np.sqrt(damping / S)
-        A[i, i] = A[i, i] + pi * root * np.eye(n)
-        G[i, i] = G[i, i] + root / pi * np.eye(m)
-    return A, G
-
-
-def full_matrix(A, G, S, names=range(3)):
-    """Return F~ of some layers: all of its blocks are Kronecker products."""
-    return S * np.block([[np.kron(A[i, j], G[i, j]) for j in names] for i in names])
-
-
-def tridiagonal_matrix(A, G, S):
-    """Return F of three layers: the corner of a chain is ``F_12 F_22^-1 F_23``."""
-    F = full_matrix(A, G, S)
-    first, second, third = (slice(a, b) for a, b in itertools.pairwise(EDGES))
-    corner = F[first, second] @ np.linalg.solve(F[second, second], F[second, third])
-    F[first, third], F[third, first] = corner, corner.T
-    return F
+CHAIN = chain_of(LAYERS)
 
 
 def statistics_of(chain, batches, **options):
@@ -112,19 +46,26 @@ def statistics_of(chain, batches, **options):
     return chain.update(start, batches, **settings)
 
 
-def vectors(backend, flat, dtype="float64"):
-    """Split one long vector into the layers' matrices."""
-    return {
-        name: backend.asarray(flat[a:b].reshape(shape), dtype)
-        for name, shape, (a, b) in zip(
-            NAMES, SHAPES, itertools.pairwise(EDGES), strict=True
-        )
-    }
+def column(backend, flat, dtype="float64"):
+    """Return one long vector as the chain has it."""
+    return backend.asarray(np.reshape(flat, (-1, 1)), dtype)
 
 
 def flattened(backend, found):
-    """Return the layers' matrices as one long vector on the host."""
-    return np.concatenate([backend.to_numpy(found[name]).ravel() for name in NAMES])
+    """Return a vector of the chain on the host."""
+    return backend.to_numpy(found).ravel()
+
+
+def columns_of(backend, product, size, dtype="float64"):
+    """Return the matrix of a product with vectors, on the host."""
+    units = (column(backend, unit, dtype) for unit in np.eye(size))
+    return np.stack([flattened(backend, product(unit)) for unit in units], axis=1)
+
+
+def inverse_of(backend, operator, dtype="float64"):
+    """Return ``F^-1`` as one matrix on the host."""
+    inverse = operator.multiply_inverse
+    return columns_of(backend, inverse, operator.shape[0], dtype)
 
 
 def block(F, i, j):
@@ -149,7 +90,7 @@ def test_it_has_the_given_blocks_and_no_others_in_its_inverse(
 
     operator = CHAIN.operator(statistics_of(CHAIN, batches), damping=0.2, rule=rule)
     F = backend.to_numpy(operator.to_dense())
-    inverse = backend.to_numpy(operator.inverse_to_dense())
+    inverse = inverse_of(backend, operator, dtype)
 
     A, G, S = moments_of(xs, gs, np.flatnonzero(kept))
     A, G = damped_moments(A, G, S, 0.2, rule)
@@ -173,22 +114,18 @@ def test_every_product_is_that_of_the_dense_matrix(backend, dtype, rng, rule):
     A, G = damped_moments(A, G, S, 0.2, rule)
     F = tridiagonal_matrix(A, G, S)
     v = rng.normal(size=len(F))
-    V = vectors(backend, v, dtype)
+    V = column(backend, v, dtype)
     batches = fed(backend, xs, gs, dtype, [mask, None, None])
     statistics = statistics_of(CHAIN, batches)
 
     operator = CHAIN.operator(statistics, damping=0.2, rule=rule)
     product = flattened(backend, operator.multiply(V))
     solved = flattened(backend, operator.multiply_inverse(V))
-    root = np.stack(
-        [
-            flattened(backend, operator.sample(vectors(backend, unit, dtype)))
-            for unit in np.eye(len(F))
-        ],
-        axis=1,
-    )
+    root = columns_of(backend, operator.sample, len(F), dtype)
 
-    assert operator.shapes == dict(zip(NAMES, SHAPES, strict=True))
+    trace, shape = float(operator.trace()), operator.shape
+    assert_close(trace, np.trace(F), "product", dtype, condition=10)
+    assert shape == (EDGES[-1], 1)
     assert_close(product, F @ v, "product", dtype, condition=10)
     assert_close(solved, np.linalg.solve(F, v), "inverse", dtype)
     assert_close(root @ root.T, np.linalg.inv(F), "inverse", dtype)
@@ -203,7 +140,7 @@ def test_two_layers_are_the_full_matrix(backend, rng):
     """A27: for two layers the inverse is that of the whole F~."""
     xs, gs = draw(rng)
     names = NAMES[:2]
-    pair = BlockTridiagonal(layers={name: LAYERS[name] for name in names})
+    pair = chain_of({name: LAYERS[name] for name in names})
     batches = fed(backend, xs, gs)
     batches.pop("third")
 
@@ -212,7 +149,7 @@ def test_two_layers_are_the_full_matrix(backend, rng):
     A, G = damped_moments(*moments_of(xs, gs), 0.2, "factored")
     F = full_matrix(A, G, 1.0, names=range(2))
     assert_close(backend.to_numpy(operator.to_dense()), F, "product", "float64")
-    got = backend.to_numpy(operator.inverse_to_dense())
+    got = inverse_of(backend, operator)
     assert_close(got, np.linalg.inv(F), "inverse", "float64")
 
 
@@ -254,30 +191,14 @@ def test_without_crossed_moments_it_is_block_diagonal(backend, rng):
     assert_differs(dense[1], F)
 
 
-def test_one_layer_is_kfac(backend, rng):
-    """A chain of one layer has no neighbors."""
-    xs, gs = draw(rng)
-    alone = BlockTridiagonal(layers={"first": LAYERS["first"]})
-    batches = fed(backend, xs, gs)
-    statistics = statistics_of(alone, {"first": batches["first"]})
-
-    operator = alone.operator(statistics, damping=0.2, rule="factored")
-
-    expected = kronecker_blocks(backend, batches, 0.2)[0]
-    assert_close(backend.to_numpy(operator.to_dense()), expected, "product", "float64")
-
-
 def test_crossed_moments_are_the_ggn_of_a_linear_network(backend, rng):
     """B4 between layers: in a deep linear network the neighbors' blocks are exact."""
     net = network.random_network(rng, (3, 3, 3, 3), "identity")
     x = rng.normal(size=(N, 3))
     outputs = net.outputs(x)
     given = network.batches(backend, net, x, network.type2_vectors("mse", outputs))
-    chain = BlockTridiagonal(
-        layers=dict(
-            zip(NAMES, (part.layer for part in network.blocks_of(net)), strict=True)
-        )
-    )
+    layers = (part.layer for part in network.blocks_of(net))
+    chain = chain_of(dict(zip(NAMES, layers, strict=True)))
     statistics = statistics_of(chain, dict(zip(NAMES, given, strict=True)))
 
     F = backend.to_numpy(
@@ -296,8 +217,8 @@ def test_crossed_moments_are_the_ggn_of_a_linear_network(backend, rng):
 def test_undamped_it_is_invariant(backend, rng):
     """A26: with ``x -> T x`` and ``g -> R g`` in every layer, steps transform likewise."""
     xs, gs = draw(rng)
-    bare = BlockTridiagonal(
-        layers={
+    bare = chain_of(
+        {
             name: kc.Dense(
                 in_features=n, out_features=m, bias=False, weight_layout="io"
             )
@@ -322,11 +243,10 @@ def test_undamped_it_is_invariant(backend, rng):
             statistics = statistics_of(bare, fed(backend, *rows))
             operator = bare.operator(statistics, damping=damping, rule="factored")
             v = [t @ v @ r.T for t, v, r in zip(T, V, R, strict=True)]
-            given = V if which == "plain" else v
-            made = operator.multiply_inverse(
-                dict(zip(NAMES, map(backend.asarray, given), strict=True))
-            )
-            host = [backend.to_numpy(made[name]) for name in NAMES]
+            given = np.concatenate([u.ravel() for u in (V if which == "plain" else v)])
+            made = operator.multiply_inverse(column(backend, given))
+            parts = np.split(flattened(backend, made), EDGES[1:-1])
+            host = [u.reshape(shape) for u, shape in zip(parts, SHAPES, strict=True)]
             if which == "turned":
                 host = [t.T @ u @ r for t, u, r in zip(T, host, R, strict=True)]
             steps[damping, which] = np.concatenate([u.ravel() for u in host])
@@ -346,7 +266,7 @@ def test_what_is_left_of_a_layer_is_a_difference_of_products(backend, rng):
 
     dense = np.kron(A[0, 0], G[0, 0]) - np.kron(C, D)
     expected = np.linalg.solve(dense, V.ravel()).reshape(V.shape)
-    part = operator.conditionals["first"]
+    part = operator.conditionals["0"]
     mine = part.solve(backend.asarray(V), xp=backend.xp)
     back = part.multiply(mine, xp=backend.xp)
 
@@ -380,16 +300,12 @@ def test_all_moments_have_one_weight(backend, dtype, rng):
         }
         for side in (0, 1)
     )
-    for i, name in enumerate(NAMES[:2]):
-        for averages, moments in (
-            (statistics.crossed_inputs, A),
-            (statistics.crossed_output_grads, G),
-        ):
-            got = backend.to_numpy(averages[name].value(debias=True))
+    for i in range(2):
+        for side, moments in (("input", A), ("output", G)):
+            average = statistics.averages[f"{i}-{i + 1}-{side}"]
+            got = backend.to_numpy(average.value(debias=True))
             assert_close(got, moments[i, i + 1], "gram", dtype)
-        assert_close(
-            float(statistics.crossed_inputs[name].weight), shares.sum(), "gram", dtype
-        )
+            assert_close(float(average.weight), shares.sum(), "gram", dtype)
     operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
     F = tridiagonal_matrix(*damped_moments(A, G, 1.0, 0.2, "factored"), 1.0)
     assert_close(backend.to_numpy(operator.to_dense()), F, "inverse", dtype)
@@ -418,7 +334,6 @@ def test_halves_of_a_batch_merge_into_the_whole(backend, rng):
         merged,
         whole,
     )
-    assert isinstance(merged, ChainStatistics)
     assert len(errors) > 20
     assert max(errors) < 1e-11
 
@@ -449,7 +364,7 @@ def test_rank_deficient_moments_and_any_damping(backend, rng, examples, damping)
 
     operator = CHAIN.operator(statistics, damping=damping, rule="factored")
     v = rng.normal(size=EDGES[-1])
-    got = flattened(backend, operator.multiply_inverse(vectors(backend, v)))
+    got = flattened(backend, operator.multiply_inverse(column(backend, v)))
 
     A, G = damped_moments(*moments_of(xs, gs), damping, "factored")
     F = tridiagonal_matrix(A, G, 1.0)
@@ -466,16 +381,18 @@ def test_stale_moments_of_the_layers_are_refused(backend, rng):
     xs, gs = draw(rng)
     small = [0.05 * x for x in xs]
     new = statistics_of(CHAIN, fed(backend, xs, gs))
-    stale = replaced(new, layers=statistics_of(CHAIN, fed(backend, small, gs)).layers)
+    old = statistics_of(CHAIN, fed(backend, small, gs)).averages
+    crossed = {k: new.averages[k] for k in new.averages if k[:3] in ("0-1", "1-2")}
+    stale = replaced(new, averages=old | crossed)
 
     with pytest.raises(kc.FactorizationError, match=r"first: .*above 1.*same rows"):
         CHAIN.operator(stale, damping=1e-6, rule="factored")
     operator = CHAIN.operator(stale, damping=1e-6, rule="factored", check="status")
 
     assert kc.Status.INACCURATE in kc.Status(int(operator.status()))
-    assert float(operator.conditionals["first"].clipped) > 1.0
-    assert np.all(backend.to_numpy(operator.conditionals["first"].spectrum) >= 0)
-    V = vectors(backend, rng.normal(size=EDGES[-1]))
+    assert float(operator.conditionals["0"].clipped) > 1.0
+    assert np.all(backend.to_numpy(operator.conditionals["0"].spectrum) >= 0)
+    V = column(backend, rng.normal(size=EDGES[-1]))
     assert np.all(np.isfinite(flattened(backend, operator.multiply(V))))
 
 
@@ -483,7 +400,7 @@ def test_a_correlation_of_one_is_one_whatever_rounding_made_of_it(backend, rng):
     """Undamped, with equal inputs in two layers: clipped at 1, and the dense answer."""
     xs, gs = draw(rng)
     layer = LAYERS["first"]
-    pair = BlockTridiagonal(layers={"first": layer, "second": layer})
+    pair = chain_of({"first": layer, "second": layer})
     g = gs[0] @ rng.normal(size=(3, 3)) + 0.5 * rng.normal(size=gs[0].shape)
     given = fed(backend, [xs[0], xs[0], xs[0]], [gs[0], g, g])
     given.pop("third")
@@ -495,9 +412,9 @@ def test_a_correlation_of_one_is_one_whatever_rounding_made_of_it(backend, rng):
     G = (both.T @ both / N).reshape(2, 3, 2, 3)
     A = x.T @ x / N
     F = np.block([[np.kron(A, G[i, :, j]) for j in range(2)] for i in range(2)])
-    got = backend.to_numpy(operator.inverse_to_dense())
+    got = inverse_of(backend, operator)
     assert_close(got, np.linalg.inv(F), "inverse", "float64")
-    assert float(operator.conditionals["first"].clipped) < 1e-12
+    assert float(operator.conditionals["0"].clipped) < 1e-12
 
 
 def test_status_gives_what_raise_gives(backend, rng):
@@ -510,7 +427,7 @@ def test_status_gives_what_raise_gives(backend, rng):
         for check in ("raise", "status")
     )
 
-    V = vectors(backend, rng.normal(size=EDGES[-1]))
+    V = column(backend, rng.normal(size=EDGES[-1]))
     first, second = (flattened(backend, o.multiply_inverse(V)) for o in (one, two))
     assert np.array_equal(first, second)
     assert int(two.status()) == kc.Status.OK
@@ -536,7 +453,7 @@ def test_what_float32_cannot_certify_is_made_in_float64(
     assert found == ["working", rung, "working"]
     assert int(flagged.status()) == flags
     assert operator.scale.dtype == backend.dtype(dtype)
-    V = vectors(backend, rng.normal(size=EDGES[-1]), dtype)
+    V = column(backend, rng.normal(size=EDGES[-1]), dtype)
     got, value = (flattened(backend, o.multiply_inverse(V)) for o in (operator, easy))
     assert_close(got, value, "inverse", dtype)
 
@@ -548,7 +465,7 @@ def test_layers_of_any_width_are_ordinary(backend, rng):
         "wide": kc.Dense(in_features=3, out_features=1, bias=False, weight_layout="io"),
         "thin": kc.Dense(in_features=1, out_features=2, bias=True, weight_layout="oi"),
     }
-    pair = BlockTridiagonal(layers=layers)
+    pair = chain_of(layers)
     x = [rng.normal(size=(N, n)) for n in (3, 1)]
     g = [rng.normal(size=(N, m)) for m in (1, 2)]
     x[1][:, 0] += x[0][:, 0]
@@ -560,7 +477,7 @@ def test_layers_of_any_width_are_ordinary(backend, rng):
 
     operator = pair.operator(statistics_of(pair, batches), damping=0.2, rule="factored")
     dense = backend.to_numpy(operator.to_dense())
-    inverse = backend.to_numpy(operator.inverse_to_dense())
+    inverse = inverse_of(backend, operator)
 
     x[1] = np.concatenate([x[1], np.ones((N, 1))], axis=1)
     A, G = ([[a.T @ b / N for b in rows] for a in rows] for rows in (x, g))
@@ -575,7 +492,7 @@ def test_layers_of_any_width_are_ordinary(backend, rng):
 
 
 def test_one_bad_layer_leaves_all_as_they_were(backend, rng):
-    """With ``check="status"`` a flag and nothing else; with "raise" the layer's name."""
+    """With ``check="status"`` a flag and nothing else; with "raise" an error."""
     xs, gs = draw(rng)
     statistics = statistics_of(CHAIN, fed(backend, xs, gs))
     gs[1][0, 3] = np.inf
@@ -595,17 +512,16 @@ def test_one_bad_layer_leaves_all_as_they_were(backend, rng):
     )
     assert len(same) > 20
     assert all(same)
-    with pytest.raises(kc.NotFiniteError, match=r"'second'.*`output_grads`"):
-        CHAIN.update(statistics, bad, conventions=SUM, decay=0.5)
+    with pytest.raises(kc.NotFiniteError, match=r"'chain'.*`output_grads`"):
+        CHAIN.update(statistics, bad, conventions=SUM, decay=0.5, name="chain")
 
 
 def test_crossed_moments_that_are_not_finite_are_refused(backend, rng):
     """What a state may have been damaged to never reaches a decomposition."""
     statistics = statistics_of(CHAIN, fed(backend, *draw(rng)))
-    first = statistics.crossed_inputs["first"]
-    crossed = dict(statistics.crossed_inputs)
-    crossed["first"] = replaced(first, sum=first.sum * np.nan)
-    bad = replaced(statistics, crossed_inputs=crossed)
+    first = statistics.averages["0-1-input"]
+    nan = {"0-1-input": replaced(first, sum=first.sum * np.nan)}
+    bad = replaced(statistics, averages=statistics.averages | nan)
 
     with pytest.raises(kc.NotFiniteError, match="first"):
         CHAIN.operator(bad, damping=0.2, rule="factored")
@@ -614,16 +530,25 @@ def test_crossed_moments_that_are_not_finite_are_refused(backend, rng):
     assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(made.status()))
 
 
-def test_parameters_become_vectors_and_come_back(backend, rng):
-    """A layer's weight and bias are its matrix, bias last."""
+def test_parameters_become_one_column_and_come_back(backend, rng):
+    """The layers' matrices one after the other, bias last in each."""
     flat = rng.normal(size=EDGES[-1])
-    V = vectors(backend, flat)
+    parameters = {
+        f"{name}/{key}": x
+        for name, own in placed(backend, parameters_of(flat)).items()
+        for key, x in own.items()
+    }
 
-    parameters = CHAIN.vectors_to_parameters(V)
-    back = CHAIN.parameters_to_vectors(parameters)
+    made = CHAIN.parameters_to_matrix(parameters)
+    back = CHAIN.matrix_to_parameters(made)
 
-    assert set(parameters["first"]) == {"weight", "bias"}
-    assert np.array_equal(flattened(backend, back), flat)
+    assert np.array_equal(flattened(backend, made), flat)
+    assert {k: tuple(x.shape) for k, x in back.items()} == CHAIN.layer.parameter_shapes
+    for key, x in parameters.items():
+        assert np.array_equal(backend.to_numpy(back[key]), backend.to_numpy(x))
+    mixed = parameters | {"first/bias": backend.asarray(np.ones(3), "float32")}
+    with pytest.raises(kc.DtypeError, match="one dtype"):
+        CHAIN.parameters_to_matrix(mixed)
 
 
 def test_arguments_that_do_not_fit_are_named(backend, rng):
@@ -645,7 +570,7 @@ def test_arguments_that_do_not_fit_are_named(backend, rng):
         for name, b in batches.items()
     }
     operator = CHAIN.operator(statistics, damping=0.2, rule="factored")
-    V = vectors(backend, rng.normal(size=EDGES[-1]))
+    V = column(backend, rng.normal(size=EDGES[-1]))
     conv = kc.Conv(
         in_channels=1,
         out_channels=1,
@@ -668,14 +593,36 @@ def test_arguments_that_do_not_fit_are_named(backend, rng):
         CHAIN.operator(statistics, damping=0.2, rule="none")
     with pytest.raises(kc.DampingError, match="damping"):
         CHAIN.operator(statistics, damping=-1.0, rule="factored")
-    with pytest.raises(kc.UnknownBlockError, match="`vectors`"):
-        operator.multiply({"first": V["first"]})
-    with pytest.raises(kc.ShapeError, match=r"vectors\['first'\]"):
-        operator.multiply_inverse(V | {"first": V["third"][:2, :]})
+    several = batches | {"second": [batches["second"]] * 2}
+    with pytest.raises(kc.UnsupportedError, match=r"'second'.*one `Batch`"):
+        CHAIN.update(statistics, several, **options)
+    with pytest.raises(kc.ShapeError, match=r"\(36, 1\)"):
+        operator.multiply_inverse(V[:9, :])
+    with pytest.raises(kc.UnsupportedError, match="share no eigenvectors"):
+        operator.multiply_matpower(V, 0.5)
+    with pytest.raises(kc.UnsupportedError, match="take `sample`"):
+        operator.multiply_cholesky(V)
+    with pytest.raises(kc.UnsupportedError, match="no eigenvalues"):
+        operator.eigenvalues()
+    for undamped in (operator.trace, operator.to_dense):
+        with pytest.raises(kc.UnsupportedError, match="without damping"):
+            undamped(damped=False)
     with pytest.raises(kc.UnsupportedError, match="'c' is conv"):
-        BlockTridiagonal(layers={"c": conv})
-    with pytest.raises(kc.ConventionError, match="at least one"):
-        BlockTridiagonal(layers={})
+        chain_of({"d": LAYERS["first"], "c": conv})
+    with pytest.raises(kc.ConventionError, match="at least two"):
+        chain_of({"d": LAYERS["first"]})
+    with pytest.raises(kc.ConventionError, match="one name for each of 2"):
+        kc.Chain(names=("d", "d"), layers=(LAYERS["first"],) * 2)
+    for other in (
+        kc.Kronecker(),
+        kc.Diagonal(),
+        kc.Full(),
+        kc.ScaledIdentity(scale=1.0),
+    ):
+        with pytest.raises(kc.UnsupportedError, match="chain"):
+            kc.Block(CHAIN.layer, other)
+    with pytest.raises(kc.UnsupportedError, match="no neighbors"):
+        kc.Block(LAYERS["first"], kc.BlockTridiagonal())
 
 
 def test_it_runs_inside_a_compiled_program(requires_backend, rng):
@@ -684,16 +631,13 @@ def test_it_runs_inside_a_compiled_program(requires_backend, rng):
     import jax
 
     renamed = dict(zip(["c", "a", "b"], LAYERS.values(), strict=True))
-    chain = BlockTridiagonal(layers=renamed)
+    chain = chain_of(renamed)
     xs, gs = draw(rng)
     batches = {
         name: kc.Batch(jax.numpy.asarray(x), jax.numpy.asarray(g), sources=M)
         for name, x, g in zip(renamed, xs, gs, strict=True)
     }
-    V = {
-        name: jax.numpy.asarray(rng.normal(size=layer.matrix_shape))
-        for name, layer in renamed.items()
-    }
+    v = rng.normal(size=EDGES[-1])
 
     def step(statistics, batches, V, decay):
         statistics = chain.update(
@@ -705,14 +649,13 @@ def test_it_runs_inside_a_compiled_program(requires_backend, rng):
         return operator.multiply_inverse(V), operator.status() | statistics.status
 
     start = chain.initial(batches["c"].inputs)
+    V = jax.numpy.asarray(v[:, None])
     got, flags = jax.jit(step)(start, batches, V, 0.9)
 
     A, G = damped_moments(*moments_of(xs, gs), 0.1, "factored")
-    v = np.concatenate([np.asarray(V[name]).ravel() for name in renamed])
     expected = np.linalg.solve(tridiagonal_matrix(A, G, 1.0), v)
-    found = np.concatenate([np.asarray(got[name]).ravel() for name in renamed])
     assert int(flags) == kc.Status.OK
-    assert_close(found, expected, "inverse", "float64")
+    assert_close(np.asarray(got).ravel(), expected, "inverse", "float64")
 
 
 def test_the_reference_is_what_it_says(rng):

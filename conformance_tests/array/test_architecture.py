@@ -27,7 +27,7 @@ LAYERS = (
     {"network"},
     {"serialization", "report", "execution", "distributed"},
     {"estimator"},
-    {"checkpoint", "roots", "steps", "integration", "chain", "posterior", "influence"},
+    {"checkpoint", "roots", "steps", "integration", "posterior", "influence"},
     {"cli", "__init__", "__main__"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

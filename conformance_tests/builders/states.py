@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 import kfac_core as kc
+from kfac_core.array.structure import leaves
 
 
 def frozen(state: Any) -> Any:
@@ -35,3 +37,17 @@ def arrays_of(state: Any) -> list[Any]:
     if isinstance(state, Mapping):
         return [x for part in state.values() for x in arrays_of(part)]
     return [state] if array_api_compat.is_array_api_obj(state) else []
+
+
+def wholes(structure: Any) -> dict[str, Any]:
+    """Return the arrays of a structure, symmetric ones with both triangles."""
+    found = {}
+    for path, x in leaves(structure):
+        value = kc.to_numpy(x)
+        owner = structure
+        for part in path.split(".")[:-1]:
+            owner = owner[part] if isinstance(owner, dict) else getattr(owner, part)
+        if getattr(owner, "full_storage", True) is False:
+            value = np.tril(value) + np.swapaxes(np.tril(value, -1), -1, -2)
+        found[path] = value
+    return found

@@ -10,12 +10,11 @@ import safetensors
 import safetensors.numpy
 
 import kfac_core as kc
-from kfac_core.array.structure import leaves
 from kfac_core.cli import main
 
 from ..builders.block_kinds import PAIRS, fed
 from ..builders.estimators import make_estimator
-from ..builders.states import differences, frozen
+from ..builders.states import differences, frozen, wholes
 from ..builders.tolerances import assert_close
 
 SETTINGS = {"decay": 0.8, "damping": 0.3, "reduction": "sum"}
@@ -36,20 +35,6 @@ def trained(backend, rng, pair="kronecker", **options):
     estimator.refresh()
     estimator.update({"a": fed(backend, rng, PAIRS[pair][0])})
     return estimator
-
-
-def wholes(structure):
-    """Return the arrays of a structure, symmetric ones with both triangles."""
-    found = {}
-    for path, x in leaves(structure):
-        value = kc.to_numpy(x)
-        owner = structure
-        for part in path.split(".")[:-1]:
-            owner = owner[part] if isinstance(owner, dict) else getattr(owner, part)
-        if getattr(owner, "full_storage", True) is False:
-            value = np.tril(value) + np.swapaxes(np.tril(value, -1), -1, -2)
-        found[path] = value
-    return found
 
 
 def spec_of(backend):

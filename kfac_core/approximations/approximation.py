@@ -88,7 +88,12 @@ class Approximation(Protocol):
         return {}
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Return why it does not go together with a layer; None, as here, where it does."""
+        """Return why it does not go together with a layer; None where it does.
+
+        As here: with every layer but a chain of several.
+        """
+        if layer.kind == "chain":
+            return "is of one layer; take BlockTridiagonal"
         return None
 
     @abstractmethod

@@ -74,7 +74,7 @@ OPERATIONS = (
     "known_true",
     "is_plain",
     "truth_of",
-    "probe",
+    "constant",
     "relative_norm",
     "count_indices",
     "sum_rows_at",

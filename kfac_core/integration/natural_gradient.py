@@ -113,9 +113,11 @@ class NaturalGradient:
         self.estimator.update(batches)
         if self.wants_refresh:
             self.estimator.refresh()
-        state = self.estimator.state
+        state, block_of = self.estimator.state, self.estimator.network.block_of
         ready = {
-            n: g for n, g in gradients.items() if state.blocks[n].operator is not None
+            n: g
+            for n, g in gradients.items()
+            if state[block_of(n)].operator is not None
         }
         found = self.estimator.precondition(ready)
         if self.reduction == "sum":

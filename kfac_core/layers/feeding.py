@@ -19,11 +19,11 @@ _WITHOUT_GRAPHS: set[type[Any]] = {type(None), int, str, bool}
 
 
 def detached(batch: Any, /) -> Any:
-    """Return a batch, or several uses of one, without gradient graphs.
+    """Return a batch, or several, without gradient graphs.
 
     Parameters
     ----------
-    batch : Batch, GradientBatch or sequence of Batch
+    batch : Batch, GradientBatch, sequence of Batch or dict of str to Batch
         What was fed.
 
     Returns
@@ -33,6 +33,8 @@ def detached(batch: Any, /) -> Any:
     """
     if isinstance(batch, list | tuple):
         return tuple([detached(use) for use in batch])
+    if isinstance(batch, dict):
+        return {name: detached(own) for name, own in batch.items()}
     for value in vars(batch).values():
         if type(value) not in _WITHOUT_GRAPHS:
             return map_structure(detached_array, batch)

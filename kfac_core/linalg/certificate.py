@@ -9,6 +9,7 @@ fixed one.  A residual that is not finite counts as infinitely bad.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
@@ -21,6 +22,7 @@ from kfac_core.linalg.triangular import multiply_triangular
 __all__ = [
     "RESIDUAL_LIMIT",
     "cholesky_residual",
+    "constant",
     "eigen_residual",
     "inverse_residual",
     "probe",
@@ -32,7 +34,6 @@ RESIDUAL_LIMIT = 1e-2
 """A factorization whose residual is above this is not accepted."""
 
 
-@dispatched
 def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
     """Return the probe vector: fixed, and without visible pattern.
 
@@ -118,8 +119,33 @@ def eigen_residual(
     return xp.where(orthogonality > backward, orthogonality, backward)
 
 
+@dispatched
+def constant(
+    make: Callable[..., Array], n: int, /, *, dtype: Any, device: Any, xp: Namespace
+) -> Array:
+    """Return an array that depends on a size and a dtype alone.
+
+    Parameters
+    ----------
+    make : callable
+        Takes the same arguments, of any namespace.
+    n : int
+        The size.
+    dtype, device : dtype, device
+        Where and in which precision it is made.
+    xp : namespace
+        Of the library.
+
+    Returns
+    -------
+    array
+        What `make` returns; in a compiled program it need not be computed.
+    """
+    return make(n, dtype=dtype, device=device, xp=xp)
+
+
 def _new_probe(n: int, dtype: Any, device: Any, xp: Namespace) -> Array:
-    return probe(n, dtype=dtype, device=device, xp=xp)
+    return constant(probe, n, dtype=dtype, device=device, xp=xp)
 
 
 _kept_probe = functools.lru_cache(maxsize=64)(_new_probe)

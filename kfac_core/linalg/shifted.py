@@ -399,6 +399,8 @@ def shifted_matrix(
     xp = own_namespace(B.array)
     if apply_dtype is not None and apply_dtype != B.array.dtype:
         applied = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
-    damped = DampedMatrix(B, matrix.factor, full_of(xp, shift, B.array))
+    # NumPy makes scalars of its own of 0-d arrays.
+    shift = xp.asarray(full_of(xp, shift, B.array))
+    damped = DampedMatrix(B, matrix.factor, shift)
     made = ShiftedMatrix(damped, applied)
     return made.prepared(*factorizations, check=check, name=name)

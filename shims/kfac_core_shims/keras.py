@@ -148,7 +148,8 @@ class KFAC:
         for name, (_, own) in self.sites.items():
             found = {p: gradients[place[id(v)]] for p, v in own.items()}
             unused = any(g is None for g in found.values())
-            if not unused and self.estimator.state[name].operator is not None:
+            block = self.estimator.network.block_of(name)
+            if not unused and self.estimator.state[block].operator is not None:
                 vector[name] = found
         result, scale = list(gradients), self.rows if self.reduction == "sum" else 1
         for name, arrays in self.estimator.precondition(vector).items():

@@ -20,7 +20,7 @@ from methods.sgd import SGD
 from methods.shampoo import Shampoo
 from methods.soap import SOAP, CarriedSOAP
 from methods.step import Momentum, Plain, QuadraticModel
-from methods.tridiagonal import Tridiagonal
+from methods.tridiagonal import tridiagonal
 
 CLIP = 1e-1
 
@@ -91,7 +91,7 @@ METHODS = (
     with_model("EKFAC", EKFAC),
     with_model("KFOC", kfoc),
     with_model("TNT", tnt),
-    with_model("block-tridiagonal", Tridiagonal, only_dense=True),
+    with_model("block-tridiagonal", tridiagonal, only_dense=True),
     with_model("IKFAC", IKFAC),
     # With the quadratic model it is slower than with this.
     Method("Eva", Eva, "clip", "damping", (0.03, 0.1, 0.3, 1.0), (0.03, 0.3, 3.0)),

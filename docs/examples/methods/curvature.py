@@ -27,9 +27,13 @@ class Estimated:
         Of every block.
     damping : float
         Of the block, split between factors as `rule` says.
+    sharing : kfac_core.Sharing, optional
+        What blocks have in common.
     """
 
-    def __init__(self, problem, approximation, *, damping, rule="factored"):
+    def __init__(
+        self, problem, approximation, *, damping, rule="factored", sharing=None
+    ):
         self.steps = 0
         self.estimator = kc.Estimator(
             {n: kc.Block(x, approximation) for n, x in problem.layers.items()},
@@ -37,6 +41,7 @@ class Estimated:
             damping=damping,
             damping_rule=rule,
             reduction="sum",
+            sharing=sharing,
         )
 
     @property

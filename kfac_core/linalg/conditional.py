@@ -107,14 +107,11 @@ class Conditional:
         """Return ``log det Sigma - log det (A_i (x) G_i)``, at most 0."""
         return xp.sum(xp.log(self.spectrum))
 
-    def dense(self, *, xp: Namespace, inverse: bool) -> Array:
-        """Return Sigma, or its inverse, as one matrix."""
-        sides = (self.input_root, self.output_root)
-        if inverse:
-            sides = (self.input_dual, self.output_dual)
-        K, W = kronecker_dense(sides), xp.reshape(self.spectrum, (1, -1))
-        scaled = K / W if inverse else K * W
-        return xp.matmul(scaled, xp.matrix_transpose(K))
+    def dense(self, *, xp: Namespace) -> Array:
+        """Return Sigma as one matrix, row-major."""
+        K = kronecker_dense((self.input_root, self.output_root))
+        W = xp.reshape(self.spectrum, (1, -1))
+        return xp.matmul(K * W, xp.matrix_transpose(K))
 
 
 def conditional(

@@ -1,1 +1,0 @@
-"""Curvature between layers: a chain of layers, whose inverse is block-tridiagonal."""

@@ -1,0 +1,228 @@
+"""The curvature of a chain of layers whose inverse is block-tridiagonal.
+
+Conventions.  A vector of the chain is one column: a matrix V_i of shape ``(in(+1), out)``
+for each layer, flattened row-major, one after the other.  ``S A_i (x) G_i`` are the damped
+blocks of the layers, S their number of rows in an example; see
+`kfac_core.linalg.conditional` for Psi and Sigma.  F is S times the covariance of a Gaussian
+chain that runs from the last layer to the first,
+
+    V_l ~ N(0, A_l (x) G_l),        V_i | V_(i+1) ~ N(Psi_i V_(i+1), Sigma_i),
+
+which agrees with ``A_ij (x) G_ij`` for i = j and for neighbors, and has
+
+    F^-1 = (1/S) Xi^T Lambda Xi,    (Xi V)_i = V_i - Psi_i V_(i+1),    Lambda = Sigma^-1.
+
+References
+----------
+Martens and Grosse (2015), arXiv:1503.05671, section 4.3.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.status import Check
+from kfac_core.array.structure import structure
+from kfac_core.errors import UnsupportedError
+from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
+from kfac_core.linalg.conditional import Conditional, Link
+from kfac_core.linalg.shifted import Factorization
+from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.operator import CurvatureOperator
+
+__all__ = ["TRIDIAGONAL_LACKS", "TridiagonalOperator"]
+
+_NO_BASIS = "the layers' blocks and those between them share no eigenvectors"
+_NO_FACTOR = (
+    "a root of the inverse is known and the Cholesky factor is not; take `sample`"
+)
+
+TRIDIAGONAL_LACKS: Mapping[str, str] = MappingProxyType(
+    {
+        "multiply_matpower": _NO_BASIS,
+        "multiply_cholesky": _NO_FACTOR,
+        "multiply_cholesky_inverse": _NO_FACTOR,
+    }
+)
+"""The products that the operator does not have, each with the reason."""
+
+
+@structure(static=("names",))
+class TridiagonalOperator(CurvatureOperator):
+    """The snapshot of the curvature of a chain of layers; see `CurvatureOperator`.
+
+    Products with F and with its inverse take ``4 n m (n + m)`` flops for each layer, and
+    as many for each pair of neighbors.
+
+    Attributes
+    ----------
+    layers : dict of str to FactoredKronecker
+        The damped blocks ``S A_i (x) G_i``, by the layer's place, from ``"0"``.
+    links : dict of str to Link
+        Psi_i, of all layers but the last.
+    conditionals : dict of str to Conditional
+        Sigma_i; of the last layer its own block.
+    scale : array, 0-d
+        S.
+    fallback : array of int32, 0-d
+        Of `kfac_core.linalg.fallback.Fallback`: in which precision it was made.
+    names : tuple of str
+        Of the layers, from the first to the last.
+    """
+
+    layers: dict[str, FactoredKronecker]
+    links: dict[str, Link]
+    conditionals: dict[str, Conditional]
+    scale: Array
+    fallback: Array
+    names: tuple[str, ...]
+
+    @property
+    def unsupported_products(self) -> Mapping[str, str]:
+        """The products that the operator does not have, each with the reason."""
+        return TRIDIAGONAL_LACKS
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape ``(p, 1)`` of the vectors."""
+        return sum(n * m for n, m in self._shapes().values()), 1
+
+    @property
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+        return self.scale
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """What has been prepared."""
+        return frozenset({"inverse", "cholesky"})
+
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> TridiagonalOperator:
+        """Return itself: what its products need is there."""
+        return self
+
+    def trace(self, *, damped: bool = True) -> Array:
+        """Return the trace of F, 0-d: that of the layers' blocks."""
+        _require_damped(damped)
+        total = own_namespace(self.scale).zeros_like(self.scale)
+        for block in self.layers.values():
+            total = total + block.trace()
+        return total
+
+    def logdet(self) -> Array:
+        """Return ``log det F``, 0-d: that of the layers' blocks, less what links take."""
+        xp = own_namespace(self.scale)
+        total = xp.zeros_like(self.scale)
+        for place in self._places:
+            reduction = self.conditionals[place].reduction(xp=xp)
+            total = total + self.layers[place].logdet() + reduction
+        return total
+
+    def eigenvalues(self, *, damped: bool = True) -> Array:
+        """Raise `UnsupportedError`: they are no products of eigenvalues of factors."""
+        raise UnsupportedError(f"TridiagonalOperator has no eigenvalues: {_NO_BASIS}.")
+
+    def to_dense(self, *, damped: bool = True) -> Array:
+        """Return F as one matrix, for tests."""
+        _require_damped(damped)
+        xp = own_namespace(self.scale)
+        column = self.conditionals[self._places[-1]].dense(xp=xp)
+        rows = [[column]]
+        for place, _ in reversed(self._pairs()):
+            psi = self.links[place].dense()
+            above = [xp.matmul(psi, block) for block in rows[0]]
+            own = self.conditionals[place].dense(xp=xp)
+            own = own + xp.matmul(above[0], xp.matrix_transpose(psi))
+            rows = [[xp.matrix_transpose(above[j]), *row] for j, row in enumerate(rows)]
+            rows = [[own, *above], *rows]
+        dense = xp.concat([xp.concat(row, axis=1) for row in rows], axis=0)
+        return 0.5 * self.scale * (dense + xp.matrix_transpose(dense))
+
+    def status(self) -> Array:
+        """Return the flags of all parts, 0-d int32."""
+        xp = own_namespace(self.scale)
+        status = xp.astype(xp.zeros_like(self.scale), xp.int32)
+        for place in self._places:
+            flags = self.conditionals[place].flags | self.layers[place].status()
+            status = status | flags
+        return status
+
+    def parts(self) -> dict[str, Any]:
+        """Return the damped factors of the layers, by names such as ``"fc1/input"``."""
+        return {
+            f"{name}/{side}": part
+            for name, place in zip(self.names, self._places, strict=True)
+            for side, part in self.layers[place].parts().items()
+        }
+
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
+        _require_damped(damped)
+        v = unflatten_parameters(V, self._shapes())
+        # F = Xi^-1 Lambda^-1 Xi^-T: forwards, on the spot, and backwards.
+        for place, following in self._pairs():
+            guess = self.links[place].multiply(v[place], transpose=True, xp=xp)
+            v[following] = v[following] + guess
+        v = {p: self.conditionals[p].multiply(V, xp=xp) for p, V in v.items()}
+        for place, following in reversed(self._pairs()):
+            guess = self.links[place].multiply(v[following], transpose=False, xp=xp)
+            v[place] = v[place] + guess
+        return self._joined(v, self.scale)
+
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        v = unflatten_parameters(V, self._shapes())
+        for place, following in self._pairs():
+            guess = self.links[place].multiply(v[following], transpose=False, xp=xp)
+            v[place] = v[place] - guess
+        v = {p: self.conditionals[p].solve(V, xp=xp) for p, V in v.items()}
+        return self._joined(self._spread(v, xp), 1.0 / self.scale)
+
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
+        raise NotImplementedError
+
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        z = unflatten_parameters(Z, self._shapes())
+        z = {p: self.conditionals[p].solve_root(V, xp=xp) for p, V in z.items()}
+        return self._joined(self._spread(z, xp), 1.0 / xp.sqrt(self.scale))
+
+    def _spread(self, v: dict[str, Array], xp: Namespace) -> dict[str, Array]:
+        """Return ``Xi^T v``."""
+        spread = dict(v)
+        for place, following in self._pairs():
+            guess = self.links[place].multiply(v[place], transpose=True, xp=xp)
+            spread[following] = v[following] - guess
+        return spread
+
+    @property
+    def _places(self) -> list[str]:
+        """The layers' places, in order."""
+        return [f"{i}" for i in range(len(self.names))]
+
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the shapes of the layers' matrices."""
+        return {place: self.layers[place].shape for place in self._places}
+
+    def _joined(self, v: dict[str, Array], factor: Array) -> Array:
+        """Return matrices of the layers as one vector, multiplied by a number."""
+        return factor * flatten_parameters(v, self._shapes())
+
+    def _pairs(self) -> list[tuple[str, str]]:
+        """Return the places of neighbors, from the first layer on."""
+        return list(itertools.pairwise(self._places))
+
+
+def _require_damped(damped: bool) -> None:
+    if not damped:
+        raise UnsupportedError(
+            "A chain is damped in the moments of its layers, and its operator does not "
+            "hold the curvature without damping."
+        )

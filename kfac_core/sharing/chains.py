@@ -1,0 +1,132 @@
+"""Consecutive layers whose curvature is kept together.
+
+Conventions.  ``{"encoder": ("fc1", "fc2", "fc3")}`` says that the blocks of three layers,
+from the first to the last, are one block ``encoder``: a `Chain` with `BlockTridiagonal`.
+Batches and gradients are given by layer, and those of all layers of a chain together;
+statistics, dampings and operators are those of the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kfac_core.approximations.kronecker import Kronecker
+from kfac_core.approximations.tridiagonal import BlockTridiagonal
+from kfac_core.block import Block
+from kfac_core.errors import ConventionError, UnknownBlockError, UnsupportedError
+from kfac_core.layers.chain import Chain
+
+__all__ = ["Chains"]
+
+
+class Chains:
+    """Which layers are together in which chain.
+
+    Parameters
+    ----------
+    chains : mapping of str to sequence of str
+        The names of the layers of each chain, from the first to the last.
+    blocks : mapping of str to Block
+        The blocks as they were given, one for each layer.
+
+    Attributes
+    ----------
+    given : dict of str to Block
+        The blocks as they were given.
+    blocks : dict of str to Block
+        The chains, and the blocks that are in none.
+    of : dict of str to str
+        The chain of each layer that is in one.
+
+    Raises
+    ------
+    UnknownBlockError
+        For a name that is no block.
+    ConventionError
+        For a chain of fewer than two layers, a layer that is named twice, and a chain with
+        the name of a block.
+    UnsupportedError
+        For a layer that is not dense, or whose block is not ``Kronecker()``.
+    """
+
+    def __init__(
+        self, chains: Mapping[str, Sequence[str]], blocks: Mapping[str, Block]
+    ) -> None:
+        self.given = dict(blocks)
+        self._layers = {chain: tuple(names) for chain, names in chains.items()}
+        self.of: dict[str, str] = {}
+        made: dict[str, Block] = {}
+        for chain, names in self._layers.items():
+            if chain in blocks:
+                raise ConventionError(
+                    f"`chains`: {chain!r} is the name of a block, too."
+                )
+            for name in names:
+                self._add(name, chain)
+            layers: Any = tuple(blocks[name].layer for name in names)
+            made[chain] = Block(Chain(names=names, layers=layers), BlockTridiagonal())
+        self.blocks = {
+            n: block for n, block in blocks.items() if n not in self.of
+        } | made
+
+    def batches(self, given: Mapping[str, Any], /) -> dict[str, Any]:
+        """Return batches by block, from those by layer.
+
+        Raises
+        ------
+        ConventionError
+            Where some layers of a chain are given, and others not.
+        """
+        grouped = {name: part for name, part in given.items() if name not in self.of}
+        for chain, names in self._layers.items():
+            missing = [name for name in names if name not in given]
+            if not missing:
+                grouped[chain] = {name: given[name] for name in names}
+            elif len(missing) < len(names):
+                raise ConventionError(
+                    f"The layers of the chain {chain!r} are {list(names)}, and {missing} "
+                    "were not given. Give all of them together."
+                )
+        return grouped
+
+    def vectors(
+        self, given: Mapping[str, Mapping[str, Any]], /
+    ) -> dict[str, Mapping[str, Any]]:
+        """Return parameter-shaped arrays by block, from those by layer; as `batches`."""
+        grouped = self.batches(given)
+        for chain in self._layers.keys() & grouped.keys():
+            grouped[chain] = {
+                f"{name}/{parameter}": x
+                for name, own in grouped[chain].items()
+                for parameter, x in own.items()
+            }
+        return grouped
+
+    def by_layer(
+        self, found: Mapping[str, dict[str, Any]], /
+    ) -> dict[str, dict[str, Any]]:
+        """Return parameter-shaped arrays by layer, from those by block."""
+        parts = {name: own for name, own in found.items() if name not in self._layers}
+        for chain in self._layers.keys() & found.keys():
+            for path, x in found[chain].items():
+                name, _, parameter = path.rpartition("/")
+                parts.setdefault(name, {})[parameter] = x
+        return parts
+
+    def _add(self, name: str, chain: str) -> None:
+        """Note a layer of a chain, or raise."""
+        if name not in self.given:
+            raise UnknownBlockError(
+                f"`chains`: unknown block {name!r}; the blocks are "
+                f"{', '.join(map(repr, self.given))}."
+            )
+        if name in self.of:
+            raise ConventionError(f"`chains`: {name!r} is named twice.")
+        if self.given[name].approximation != Kronecker():
+            raise UnsupportedError(
+                f"`chains`: expected block {name!r} to be of Kronecker(), got "
+                f"{self.given[name].approximation}. A chain keeps the moments of full "
+                "factors."
+            )
+        self.of[name] = chain
