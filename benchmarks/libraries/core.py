@@ -21,15 +21,15 @@ __all__ = ["make"]
 SETTINGS: dict[str, dict[str, Any]] = {
     "inverse": {},
     "looped": {},
-    "cholesky": {"solving": "triangular"},
-    "solve": {"solving": "triangular"},
+    "cholesky": {"refreshing": kc.Refreshing(solving="triangular")},
+    "solve": {"refreshing": kc.Refreshing(solving="triangular")},
     "eigen": {"damping_rule": "exact"},
 }
 """How the estimator of a stage is made, by the second word of its name."""
 
 CYCLES: dict[str, dict[str, Any]] = {
     "cycle": {},
-    "cycle-cheaper": {"solving": "cheaper", "refresh_interval": 1},
+    "cycle-cheaper": {"refreshing": kc.Refreshing(solving="cheaper", interval=1)},
     "cycle-status": {},
 }
 
@@ -201,7 +201,7 @@ class _Programs:
             program(functools.partial(stage, check="status"), donate_argnums=0)
             for stage in (network.update, network.refresh)
         )
-        self.precondition = program(network.precondition)
+        self._precondition = program(network.precondition)
 
     def absorb(self, moments: dict[str, kc.Statistics], /) -> None:
         self.state = self._network.absorb(self.state, moments, decay=DECAY)
@@ -213,6 +213,9 @@ class _Programs:
     def refresh(self, *, check: str = "raise") -> None:
         self.state = self._refresh(self.state, damping=DAMPING)
         self._look(check)
+
+    def precondition(self, gradients: Any, /) -> Any:
+        return self._precondition(self.state, gradients)
 
     def _look(self, check: str) -> None:
         """Raise for flags, as an estimator does; this waits for the stage."""
