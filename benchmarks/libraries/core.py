@@ -52,12 +52,12 @@ class _Core:
         if backend == "jax" and device == "cuda":
             places = {"jax": "jax:gpu"}
         self._spec = places.get(backend, backend)
-        self._xp = kc.selected_backend(self._spec).backend.namespace()
+        self._xp = kc.array.selected_backend(self._spec).backend.namespace()
         self.events = device_events(backend, device)
         self._library = importlib.import_module(backend)
 
     def versions(self) -> dict[str, str]:
-        versions = kc.get_backend(self._backend).versions()
+        versions = kc.array.get_backend(self._backend).versions()
         return {"kfac_core": kc.__version__, **versions}
 
     def prepare(self, workload: Workload, /) -> None:

@@ -87,7 +87,7 @@ def test_a_kronecker_product_is_rearranged_to_rank_one(backend, dtype, rng):
     """A11: ``R(A (x) G) = vec(A) vec(G)^T``."""
     A, G = rng.normal(size=(IN, IN)), rng.normal(size=(OUT, OUT))
 
-    product = kc.kronecker_dense([backend.asarray(x, dtype) for x in (A, G)])
+    product = kc.linalg.kronecker_dense([backend.asarray(x, dtype) for x in (A, G)])
 
     got = rearranged(backend.to_numpy(product), IN)
     assert_close(got, np.outer(A.ravel(), G.ravel()), "product", dtype)

@@ -351,7 +351,9 @@ def test_an_estimator_serves_it(backend, dtype, rng):
         assert estimator.costs.blocks["a"].sizes == (n + 1,)
         assert "a " in str(estimator.costs)
     statistics = {name: estimator.state[name].statistics for name in "ab"}
-    spectral = kc.spectral_blocks({name: blocks[name] for name in "ab"}, statistics)
+    spectral = kc.posterior.spectral_blocks(
+        {name: blocks[name] for name in "ab"}, statistics
+    )
     for name in "ab":
         expected = np.kron(second_moment(x[name]), np.eye(m))
         got = backend.to_numpy(spectral[name].to_dense(damped=False))

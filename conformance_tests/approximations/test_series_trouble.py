@@ -44,7 +44,9 @@ def statistics_of(backend, variant, data, dtype="float64"):
 def changed(statistics, name, function):
     """Return the statistics with the sum of one average changed."""
     old = statistics.averages[name]
-    averages = statistics.averages | {name: kc.Average(function(old.sum), old.weight)}
+    averages = statistics.averages | {
+        name: kc.factors.Average(function(old.sum), old.weight)
+    }
     return kc.Statistics(averages, statistics.status)
 
 
@@ -57,7 +59,7 @@ def test_exact_damping_is_refused(backend, data, variant):
         BLOCKS[variant].operator(statistics, damping=DAMPING, rule="exact")
     independent = statistics_of(backend, "independent", data)
     made = BLOCKS["independent"].operator(independent, damping=DAMPING, rule="exact")
-    assert isinstance(made, kc.SpectralOperator)
+    assert isinstance(made, kc.operators.SpectralOperator)
 
 
 @chains

@@ -50,7 +50,7 @@ def test_the_order_of_choices(monkeypatch, case):
     kc.set_default_backend(process)
 
     with kc.use_backend(context) if context else contextlib.nullcontext():
-        chosen = kc.selected_backend(argument)
+        chosen = kc.array.selected_backend(argument)
 
     assert chosen.spec == (taken if isinstance(taken, str) else SPECS[taken])
     assert chosen.reason == reason
@@ -58,9 +58,9 @@ def test_the_order_of_choices(monkeypatch, case):
 
 def test_the_variable_is_read_at_first_use(monkeypatch):
     """Setting the variable after the import works, and so does changing it."""
-    first = kc.selected_backend().name
+    first = kc.array.selected_backend().name
     monkeypatch.setenv(VARIABLE, "array_api_strict")
-    second = kc.selected_backend().name
+    second = kc.array.selected_backend().name
 
     assert (first, second) == ("numpy", "array_api_strict")
 
@@ -69,7 +69,7 @@ def test_an_empty_variable_is_no_choice(monkeypatch):
     """An empty variable is as good as none."""
     monkeypatch.setenv(VARIABLE, "")
 
-    assert kc.selected_backend().name == "numpy"
+    assert kc.array.selected_backend().name == "numpy"
 
 
 def test_the_import_does_not_read_the_variable():
@@ -97,7 +97,7 @@ def test_the_import_does_not_read_the_variable():
 @pytest.mark.parametrize(
     "choose",
     [
-        lambda: kc.selected_backend("nonsense"),
+        lambda: kc.array.selected_backend("nonsense"),
         lambda: kc.set_default_backend("nonsense"),
         lambda: kc.use_backend("nonsense").__enter__(),
         lambda: kc.asarray(np.ones(2), backend="nonsense"),
@@ -113,7 +113,7 @@ def test_an_unknown_name_is_refused(choose, requires_adapters):
     ):
         choose()
 
-    assert kc.selected_backend().name == "numpy"
+    assert kc.array.selected_backend().name == "numpy"
 
 
 def test_an_unknown_name_in_the_variable_is_refused(monkeypatch):
@@ -127,7 +127,7 @@ def test_an_unknown_name_in_the_variable_is_refused(monkeypatch):
 def test_a_module_that_is_no_array_library_is_refused():
     """A package that can be imported but has no arrays is no backend."""
     with pytest.raises(kc.UnknownBackendError, match="'json'"):
-        kc.selected_backend("json")
+        kc.array.selected_backend("json")
 
 
 @pytest.mark.parametrize("name", ["torch", "jax", "cupy"])
@@ -137,7 +137,7 @@ def test_a_backend_that_is_not_installed_is_refused(name, requires_adapters):
         "import sys\n"
         f"sys.modules[{name!r}] = None\n"
         "import kfac_core as kc\n"
-        f"try: kc.selected_backend({name!r})\n"
+        f"try: kc.array.selected_backend({name!r})\n"
         "except kc.KFACError as error: print(type(error).__name__, error)\n"
     )
 
@@ -156,7 +156,7 @@ def test_an_unknown_device_is_refused():
     with pytest.raises(
         kc.BackendUnavailableError, match=r"'device9'.*CPU_DEVICE.*device1"
     ):
-        kc.selected_backend("array_api_strict:device9")
+        kc.array.selected_backend("array_api_strict:device9")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_an_unknown_device_of_a_library_is_refused(requires_backend, name, devic
     requires_backend(name)
 
     with pytest.raises(kc.BackendUnavailableError, match=rf"{name}:{device}.*cpu"):
-        kc.selected_backend(f"{name}:{device}")
+        kc.array.selected_backend(f"{name}:{device}")
 
 
 def test_a_failed_choice_keeps_the_earlier_one():
@@ -178,7 +178,7 @@ def test_a_failed_choice_keeps_the_earlier_one():
     with pytest.raises(kc.UnknownBackendError):
         kc.set_default_backend("nonsense")
 
-    assert kc.selected_backend().name == "array_api_strict"
+    assert kc.array.selected_backend().name == "array_api_strict"
 
 
 def test_the_context_restores():
@@ -191,25 +191,27 @@ def test_the_context_restores():
             contextlib.suppress(RuntimeError),
             kc.use_backend("array_api_strict:device2"),
         ):
-            seen.append(kc.selected_backend().spec)
+            seen.append(kc.array.selected_backend().spec)
             raise RuntimeError
-        seen.append(kc.selected_backend().spec)
+        seen.append(kc.array.selected_backend().spec)
 
     assert outer.name == "numpy"
     assert seen == ["array_api_strict:device2", "numpy"]
-    assert kc.selected_backend().spec == "array_api_strict:device1"
+    assert kc.array.selected_backend().spec == "array_api_strict:device1"
 
 
 def test_the_context_is_of_one_thread():
     """A thread started inside a context sees the process-wide choice."""
     kc.set_default_backend("array_api_strict:device1")
     seen = []
-    thread = threading.Thread(target=lambda: seen.append(kc.selected_backend().spec))
+    thread = threading.Thread(
+        target=lambda: seen.append(kc.array.selected_backend().spec)
+    )
 
     with kc.use_backend("array_api_strict:device2"):
         thread.start()
         thread.join()
-        inside = kc.selected_backend().spec
+        inside = kc.array.selected_backend().spec
 
     assert inside == "array_api_strict:device2"
     assert seen == ["array_api_strict:device1"]

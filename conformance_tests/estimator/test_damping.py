@@ -18,7 +18,7 @@ SIZES = (4, 3, 2)
 def shifts_of(backend, dtype, factors, damping, *, scale=1.0, unit_pi=False):
     """Split a damping over dense factors, on the backend."""
     means = [backend.asarray(np.trace(F) / len(F), dtype) for F in factors]
-    shifts = kc.factored_shifts(
+    shifts = kc.damping.factored_shifts(
         means,
         damping,
         scale=backend.asarray(scale, dtype),

@@ -226,7 +226,7 @@ def test_a_failed_basis_leaves_everything_as_it_was(backend, rng, check):
     broken = kc.Statistics(
         averages
         | {
-            "input": kc.Average(
+            "input": kc.factors.Average(
                 type(averages["input"].sum)(bad, True), averages["input"].weight
             )
         },

@@ -30,11 +30,11 @@ def natural(mode="exact", loss="mean", **every):
         reduction="sum",
         mode=mode,
     )
-    return kc.NaturalGradient(estimator, reduction=loss, **every)
+    return kc.integration.NaturalGradient(estimator, reduction=loss, **every)
 
 
 def call_of(x, *sources, **options):
-    call = kc.LayerCall("one", x, **options)
+    call = kc.integration.LayerCall("one", x, **options)
     for g in sources:
         call.add_source(g)
     return call
@@ -79,13 +79,13 @@ def test_parts_of_one_source_add_up(backend, rng):
     for part in (g[0], None, g[1]):
         call.add_to_source(None if part is None else backend.asarray(part))
 
-    batch = kc.batches_of_calls([call], rows=5)["one"]
+    batch = kc.integration.batches_of_calls([call], rows=5)["one"]
 
     assert batch.sources == 1
     assert_close(
         backend.to_numpy(batch.output_grads), g.sum(0)[None], "gram", "float64"
     )
-    assert kc.batches_of_calls([call_of(backend.asarray(x))], rows=5) == {}
+    assert kc.integration.batches_of_calls([call_of(backend.asarray(x))], rows=5) == {}
 
 
 def test_masks_and_shapes_of_calls_are_kept(backend, rng):
@@ -102,7 +102,7 @@ def test_masks_and_shapes_of_calls_are_kept(backend, rng):
         for s in (slice(0, 2), slice(2, 4))
     ]
 
-    batch = kc.batches_of_calls(calls, rows=4)["one"]
+    batch = kc.integration.batches_of_calls(calls, rows=4)["one"]
 
     assert np.array_equal(backend.to_numpy(batch.mask), mask)
     assert np.array_equal(backend.to_numpy(batch.inputs), x)

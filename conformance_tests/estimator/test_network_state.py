@@ -348,7 +348,7 @@ USES = [
 
 def test_uses_with_the_same_parameters_are_one_block(rng):
     """The third use is a further one of the first, and both are captured together."""
-    wiring = kc.Wiring(USES, LEAVES, rest="refuse")
+    wiring = kc.integration.Wiring(USES, LEAVES, rest="refuse")
     seen = [(rng.normal(size=(4, n)), None) for _ in USES]
     grads = [rng.normal(size=(4, m)) for _ in USES]
 
@@ -366,7 +366,7 @@ def test_uses_with_the_same_parameters_are_one_block(rng):
 def test_parameters_go_to_their_blocks_and_back(rng):
     """What is put back has the leaves' own shapes; a leaf of no block is kept."""
     shapes = LEAVES | {"rest": (2, 2)}
-    wiring = kc.Wiring(USES, shapes, rest="keep")
+    wiring = kc.integration.Wiring(USES, shapes, rest="keep")
     flat = [rng.normal(size=shape).ravel() for shape in shapes.values()]
 
     vectors = wiring.vectors(flat)
@@ -386,18 +386,20 @@ def test_what_cannot_be_wired_is_refused():
     """Parameters in no block or in two, names twice, sizes, and a block not used."""
     other = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="oi")
     with pytest.raises(kc.UnsupportedError, match="parameter extra"):
-        kc.Wiring(USES, LEAVES | {"extra": (1,)}, rest="refuse")
+        kc.integration.Wiring(USES, LEAVES | {"extra": (1,)}, rest="refuse")
     with pytest.raises(
         kc.UnsupportedError, match="parameter w to be in one block, not in 2"
     ):
-        kc.Wiring([*USES, ("three", other, {"weight": 0})], LEAVES, rest="keep")
+        kc.integration.Wiring(
+            [*USES, ("three", other, {"weight": 0})], LEAVES, rest="keep"
+        )
     with pytest.raises(kc.ConventionError, match="'one'"):
-        kc.Wiring(
+        kc.integration.Wiring(
             [USES[0], ("one", DENSE, {"weight": 2, "bias": 3})], LEAVES, rest="keep"
         )
     with pytest.raises(kc.ShapeError, match="sizes"):
-        kc.Wiring(USES[:1], LEAVES | {"w": (n, m + 1)}, rest="keep")
-    wiring = kc.Wiring(USES, LEAVES, rest="refuse")
+        kc.integration.Wiring(USES[:1], LEAVES | {"w": (n, m + 1)}, rest="keep")
+    wiring = kc.integration.Wiring(USES, LEAVES, rest="refuse")
     with pytest.raises(kc.ConventionError, match=r"\['two'\] were not used"):
         wiring.names([USES[0], USES[2]])
 
@@ -407,7 +409,7 @@ def test_a_recorder_adds_its_zeros_and_knows_its_leaves(rng):
     w, b = rng.normal(size=(n, m)), rng.normal(size=(m,))
     x = rng.normal(size=(4, n))
     zeros = [rng.normal(size=(4, m))]
-    recorder = kc.Recorder([w, b], zeros)
+    recorder = kc.integration.Recorder([w, b], zeros)
 
     y = recorder.met("one", DENSE, {"weight": w, "bias": b}, x=x, y=x @ w + b)
 
@@ -430,7 +432,7 @@ def test_a_recorder_adds_its_zeros_and_knows_its_leaves(rng):
 )
 def test_the_usual_approximation_goes_with_the_layer(layer, kind, input):
     """What nobody chose is what the layer can have."""
-    chosen = kc.usual_approximation("name", layer)
+    chosen = kc.integration.usual_approximation("name", layer)
 
     assert type(chosen) is kind
     assert chosen.input == input

@@ -132,7 +132,7 @@ def test_threads_are_given_back_after_an_error_and_by_the_last_holder():
 def test_blas_is_held_to_its_share(requires_backend, requires_adapters):
     """OpenBLAS and MKL are asked themselves; PyTorch in each worker."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
-    numpy = kc.get_backend("numpy")
+    numpy = kc.array.get_backend("numpy")
 
     def pools(_=None):
         found = threadpoolctl.threadpool_info()
@@ -150,7 +150,7 @@ def test_blas_is_held_to_its_share(requires_backend, requires_adapters):
 def test_any_thread_holds_blas_and_gives_it_back(requires_backend, requires_adapters):
     """A background refresh too, though another thread said a number before it."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
-    numpy = kc.get_backend("numpy")
+    numpy = kc.array.get_backend("numpy")
     seen = []
 
     def hold_and_give_back():
@@ -181,7 +181,7 @@ def test_pytorch_is_held_in_each_worker(requires_backend, requires_adapters):
             lambda _: torch.get_num_threads(),
             range(4),
             workers=2,
-            library=kc.get_backend("torch"),
+            library=kc.array.get_backend("torch"),
         )
         after = torch.get_num_threads()
     finally:
@@ -207,7 +207,7 @@ def test_a_refresh_with_workers_holds_its_library(requires_adapters, rng, monkey
         for name in blocks
     }
     held = []
-    numpy = kc.get_backend("numpy")
+    numpy = kc.array.get_backend("numpy")
     monkeypatch.setattr(numpy, "threads", lambda: 6)
     monkeypatch.setattr(numpy, "hold_threads", lambda n: held.append(n) or list)
     made = []

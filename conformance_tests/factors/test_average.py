@@ -51,8 +51,8 @@ def test_an_average_is_its_sum_over_its_weight(backend, dtype, rng, debias):
     """The value is ``sum / weight``, or the bare sum; an average of nothing is zero."""
     C = reference.spd(rng, 3)
     total = SymmetricMatrix(backend.asarray(C, dtype), full_storage=True)
-    average = kc.Average(total, backend.asarray(4.0, dtype))
-    empty = kc.Average(total.scaled(0.0), backend.asarray(0.0, dtype))
+    average = kc.factors.Average(total, backend.asarray(4.0, dtype))
+    empty = kc.factors.Average(total.scaled(0.0), backend.asarray(0.0, dtype))
 
     got = backend.to_numpy(average.value(debias=debias).full())
     nothing = backend.to_numpy(empty.value(debias=debias).full())

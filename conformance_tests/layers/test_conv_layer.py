@@ -466,7 +466,7 @@ def test_frameworks_with_channels_first_and_last_describe_one_layer():
     """The same geometry from either order of the weight, in that order's layouts."""
     options = {"strides": 2, "padding": [1, 0], "dilation": (1, 2), "groups": 2}
     last, first = (
-        kc.framework_conv(shape, **options, bias=True, channels=channels)
+        kc.integration.framework_conv(shape, **options, bias=True, channels=channels)
         for shape, channels in (((3, 2, 4, 6), "last"), ((6, 4, 3, 2), "first"))
     )
 
@@ -487,4 +487,6 @@ def test_frameworks_with_channels_first_and_last_describe_one_layer():
         expected, weight_layout="spatial_io", data_layout="channels_last"
     )
     with pytest.raises(ConventionError, match="channels"):
-        kc.framework_conv((1, 1, 1), padding=0, bias=True, channels="middle")
+        kc.integration.framework_conv(
+            (1, 1, 1), padding=0, bias=True, channels="middle"
+        )

@@ -114,7 +114,7 @@ def test_chosen_rows_keep_the_batchs_scale(backend, rng, loss):
     """Factors of chosen rows estimate the batch's: no factor of N or of S is lost."""
     x, g = np.ones((8, 3, 3, 2)), np.ones((8, 3, 3, 4))
     block = kc.Block(make_conv(padding="valid", kernel_size=(1, 1)), kc.Kronecker())
-    chosen = kc.choose_patches((8, 9), keep=(4, 3), seed=0)
+    chosen = kc.layers.choose_patches((8, 9), keep=(4, 3), seed=0)
     conventions = kc.Conventions(reduction=loss, sources="sum")
     results = []
     for rows in (None, chosen):
@@ -140,8 +140,10 @@ def test_statistics_of_whole_examples_refuse_some_positions(rng, approximation):
     x, g = rng.normal(size=(6, 3, 3, 2)), rng.normal(size=(6, 3, 3, 4))
     conventions = kc.Conventions(reduction="sum", sources="sum")
     start = block.initial(x)
-    some = kc.Batch(x, g, chosen=kc.choose_patches((6, 9), keep=(6, 4), seed=1))
-    examples = kc.Batch(x, g, chosen=kc.choose_patches((6, 9), keep=(3, 9), seed=1))
+    some = kc.Batch(x, g, chosen=kc.layers.choose_patches((6, 9), keep=(6, 4), seed=1))
+    examples = kc.Batch(
+        x, g, chosen=kc.layers.choose_patches((6, 9), keep=(3, 9), seed=1)
+    )
 
     block.update(start, examples, conventions=conventions, decay=0.0)
     with pytest.raises(kc.UnsupportedError, match="positions"):
@@ -159,7 +161,7 @@ def test_only_a_convolution_has_rows_to_choose(rng):
 
 def test_the_seed_decides_which_rows_are_chosen(rng):
     """One seed gives one choice; another, or another step, gives another."""
-    first = kc.choose_patches((9, 9), keep=(4, 3), seed=5)
+    first = kc.layers.choose_patches((9, 9), keep=(4, 3), seed=5)
 
-    assert np.array_equal(first, kc.choose_patches((9, 9), keep=(4, 3), seed=5))
-    assert_differs(first, kc.choose_patches((9, 9), keep=(4, 3), seed=(5, 1)))
+    assert np.array_equal(first, kc.layers.choose_patches((9, 9), keep=(4, 3), seed=5))
+    assert_differs(first, kc.layers.choose_patches((9, 9), keep=(4, 3), seed=(5, 1)))

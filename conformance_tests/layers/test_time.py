@@ -35,11 +35,11 @@ def test_folded_time_comes_back(backend, rng, folding):
     x = rng.normal(size=(4, 5, 3))
     folded = (x.swapaxes(0, 1) if folding == "time_major" else x).reshape(20, 3)
 
-    got = kc.unfold_time(backend.asarray(folded), steps=5, folding=folding)
+    got = kc.layers.unfold_time(backend.asarray(folded), steps=5, folding=folding)
 
     assert np.array_equal(backend.to_numpy(got), x)
     other = "batch_major" if folding == "time_major" else "time_major"
-    wrong = kc.unfold_time(backend.asarray(folded), steps=5, folding=other)
+    wrong = kc.layers.unfold_time(backend.asarray(folded), steps=5, folding=other)
     assert_differs(backend.to_numpy(wrong), x)
 
 
@@ -57,7 +57,7 @@ def test_uses_of_a_dense_layer_are_a_shared_axis(backend, rng, masked):
     )
 
     one = factors_of(backend, block, whole)
-    uses = factors_of(backend, block, kc.steps_of(whole, mask_axes=0))
+    uses = factors_of(backend, block, kc.layers.steps_of(whole, mask_axes=0))
 
     expected = reference.kronecker_factors(x, g[None], bias=True, mask=mask)
     for got, also, value in zip(one, uses, expected, strict=True):
@@ -111,7 +111,7 @@ def test_a_recurrent_convolution_is_fed_step_by_step(backend, rng, sources):
         sources=sources,
     )
 
-    uses = kc.steps_of(batch, mask_axes=2)
+    uses = kc.layers.steps_of(batch, mask_axes=2)
     got = factors_of(backend, kc.Block(conv, kc.Kronecker()), uses)
 
     every = np.broadcast_to(mask[:, :, None, None], (3, 4, 2, 2))
@@ -136,4 +136,6 @@ def test_uses_of_other_examples_are_refused(backend, rng):
 def test_steps_that_do_not_divide_are_refused(backend):
     """A folded axis that T does not divide is an error with both numbers."""
     with pytest.raises(kc.ShapeError, match=r"3 steps.*\(10, 2\)"):
-        kc.unfold_time(backend.asarray(np.ones((10, 2))), steps=3, folding="time_major")
+        kc.layers.unfold_time(
+            backend.asarray(np.ones((10, 2))), steps=3, folding="time_major"
+        )

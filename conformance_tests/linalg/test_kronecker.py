@@ -27,7 +27,7 @@ def test_product_is_the_dense_product(backend, dtype, rng, k):
     matrices = [rng.normal(size=(n + 1, n)) for n in SIZES[:k]]
     v = rng.normal(size=SIZES[:k])
 
-    got = kc.kronecker_multiply(
+    got = kc.linalg.kronecker_multiply(
         factors_of(backend, dtype, matrices), backend.asarray(v, dtype)
     )
 
@@ -42,7 +42,7 @@ def test_dense_form_is_row_major(backend, dtype, rng, k):
     """The dense form is NumPy's kron, the first factor outermost."""
     matrices = [rng.normal(size=(n, n + 1)) for n in SIZES[:k]]
 
-    got = kc.kronecker_dense(factors_of(backend, dtype, matrices))
+    got = kc.linalg.kronecker_dense(factors_of(backend, dtype, matrices))
 
     expected = functools.reduce(np.kron, matrices)
     assert_close(backend.to_numpy(got), expected, "product", dtype)
@@ -53,7 +53,7 @@ def test_two_factors_are_a_sandwich(backend, dtype, rng):
     A, G, V = (rng.normal(size=s) for s in ((3, 3), (2, 2), (3, 2)))
 
     got = backend.to_numpy(
-        kc.kronecker_multiply(
+        kc.linalg.kronecker_multiply(
             factors_of(backend, dtype, [A, G]), backend.asarray(V, dtype)
         )
     )
@@ -69,9 +69,9 @@ def test_products_multiply_factor_by_factor(backend, dtype, rng):
     G, H = rng.normal(size=(2, 2, 2))
     V = backend.asarray(rng.normal(size=(3, 2)), dtype)
 
-    inner = kc.kronecker_multiply(factors_of(backend, dtype, [B, H]), V)
-    twice = kc.kronecker_multiply(factors_of(backend, dtype, [A, G]), inner)
-    once = kc.kronecker_multiply(factors_of(backend, dtype, [A @ B, G @ H]), V)
+    inner = kc.linalg.kronecker_multiply(factors_of(backend, dtype, [B, H]), V)
+    twice = kc.linalg.kronecker_multiply(factors_of(backend, dtype, [A, G]), inner)
+    once = kc.linalg.kronecker_multiply(factors_of(backend, dtype, [A @ B, G @ H]), V)
 
     expected = backend.to_numpy(once)
     assert_close(backend.to_numpy(twice), expected, "identity", dtype)
@@ -83,7 +83,7 @@ def test_powers_are_powers_of_the_factors(backend, dtype, rng, exponent):
     A, G = reference.spd(rng, 3), reference.spd(rng, 2)
     powers = [reference.matrix_power(F, exponent) for F in (A, G)]
 
-    got = kc.kronecker_dense(factors_of(backend, dtype, powers))
+    got = kc.linalg.kronecker_dense(factors_of(backend, dtype, powers))
 
     expected = reference.matrix_power(np.kron(A, G), exponent)
     assert_close(backend.to_numpy(got), expected, "power", dtype)
@@ -94,7 +94,7 @@ def test_the_cholesky_factor_is_that_of_the_factors(backend, dtype, rng):
     A, G = reference.spd(rng, 3), reference.spd(rng, 2)
     factors = [np.linalg.cholesky(A), np.linalg.cholesky(G)]
 
-    got = kc.kronecker_dense(factors_of(backend, dtype, factors))
+    got = kc.linalg.kronecker_dense(factors_of(backend, dtype, factors))
 
     expected = np.linalg.cholesky(np.kron(A, G))
     assert_close(backend.to_numpy(got), expected, "cholesky", dtype)
@@ -104,7 +104,9 @@ def test_trace_norm_and_logdet_multiply(backend, dtype, rng):
     """A7: traces and norms multiply; logdet is ``m logdet A + n logdet G``."""
     A, G = reference.spd(rng, 3), reference.spd(rng, 2)
 
-    dense = backend.to_numpy(kc.kronecker_dense(factors_of(backend, dtype, [A, G])))
+    dense = backend.to_numpy(
+        kc.linalg.kronecker_dense(factors_of(backend, dtype, [A, G]))
+    )
 
     norms = np.linalg.norm(A) * np.linalg.norm(G)
     logdet = 2 * np.linalg.slogdet(A)[1] + 3 * np.linalg.slogdet(G)[1]
@@ -119,7 +121,7 @@ def test_views_give_what_copies_give(backend, dtype, rng):
     transpose = backend.xp.matrix_transpose
     views = [transpose(x) for x in factors_of(backend, dtype, [A.T, G.T, V.T])]
 
-    got = kc.kronecker_multiply(views[:2], views[2])
+    got = kc.linalg.kronecker_multiply(views[:2], views[2])
 
     assert_close(backend.to_numpy(got), A @ V @ G.T, "product", dtype)
 
@@ -133,7 +135,7 @@ def test_every_shape_is_the_dense_product(sizes):
     matrices = [rng.normal(size=size) for size in sizes]
     v = rng.normal(size=[n for _, n in sizes])
 
-    got = kc.kronecker_multiply(matrices, v)
+    got = kc.linalg.kronecker_multiply(matrices, v)
 
     expected = (functools.reduce(np.kron, matrices) @ v.ravel()).reshape(got.shape)
     assert got.shape == tuple(m for m, _ in sizes)
@@ -154,7 +156,7 @@ def test_misshapen_arguments_are_named(backend, factors, v, named):
     made = [backend.asarray(np.ones(shape)) for shape in factors]
 
     with pytest.raises(ShapeError, match=f"`{named}`"):
-        kc.kronecker_multiply(made, backend.asarray(np.ones(v)))
+        kc.linalg.kronecker_multiply(made, backend.asarray(np.ones(v)))
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2, 2)])
@@ -163,7 +165,7 @@ def test_dense_form_of_what_is_no_matrix_is_an_error(backend, shape):
     factors = [backend.asarray(np.ones((3, 3))), backend.asarray(np.ones(shape))]
 
     with pytest.raises(ShapeError, match=r"`factors\[1\]`"):
-        kc.kronecker_dense(factors)
+        kc.linalg.kronecker_dense(factors)
 
 
 def test_lists_are_no_arrays(backend):
@@ -171,7 +173,7 @@ def test_lists_are_no_arrays(backend):
     v = backend.asarray(np.ones((2, 2)))
 
     with pytest.raises(DtypeError, match=r"factors\[1\]"):
-        kc.kronecker_multiply([v, [[1.0, 0.0], [0.0, 1.0]]], v)
+        kc.linalg.kronecker_multiply([v, [[1.0, 0.0], [0.0, 1.0]]], v)
 
 
 def test_arrays_of_two_libraries_are_refused(backend):
@@ -182,4 +184,4 @@ def test_arrays_of_two_libraries_are_refused(backend):
     mine = backend.asarray(np.eye(2))
 
     with pytest.raises(MixedArraysError, match=r"factors\[1\]"):
-        kc.kronecker_multiply([mine, other], mine)
+        kc.linalg.kronecker_multiply([mine, other], mine)

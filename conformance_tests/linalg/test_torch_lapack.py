@@ -37,7 +37,7 @@ def on_one_thread(requires_backend, monkeypatch):
 @pytest.fixture
 def calls(on_one_thread, monkeypatch):
     """The names of NumPy's functions that were called, in their order."""
-    host, seen = kc.get_backend("numpy"), []
+    host, seen = kc.array.get_backend("numpy"), []
     module = importlib.import_module("kfac_core_backends.numpy")
     assert host is not None
     for name in (

@@ -494,7 +494,7 @@ def test_arrays_of_two_libraries_are_refused(backend, rng):
     """Noise, targets and weights are of the library that the outputs are of."""
     natural = backend.asarray(rng.normal(size=(4, 3)))
     name = "array_api_strict" if backend.name == "numpy" else "numpy"
-    other = kc.get_backend(name).namespace()
+    other = kc.array.get_backend(name).namespace()
 
     with pytest.raises(kc.MixedArraysError, match="`noise`"):
         vectors(Categorical(), natural, mode="gradients", noise=other.zeros((1, 4)))

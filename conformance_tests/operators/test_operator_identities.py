@@ -117,7 +117,7 @@ def test_rotations_inside_an_eigenspace_do_not_matter(backend, dtype, rng, rule)
     A = (Q * [0.5, 2.0, 2.0, 2.0]) @ Q.T
     averages = dict(case.statistics.averages)
     total = replaced(averages["input"].sum, array=case.vector(A), full_storage=True)
-    averages["input"] = kc.Average(total, case.vector(1.0))
+    averages["input"] = kc.factors.Average(total, case.vector(1.0))
     case = replace(case, statistics=replaced(case.statistics, averages=averages), A=A)
     turn, _ = np.linalg.qr(rng.normal(size=(3, 3)))
     R, mixed = np.eye(4), np.eye(4)
@@ -188,7 +188,7 @@ def test_what_is_computed_wide_and_applied_narrow_is_accurate(backend, rule, app
     total = replaced(
         averages["input"].sum, array=case.vector(spread), full_storage=True
     )
-    averages["input"] = kc.Average(total, case.vector(1.0))
+    averages["input"] = kc.factors.Average(total, case.vector(1.0))
     A = backend.to_numpy(total.full())
     G = backend.to_numpy(averages["output"].sum.full())
     statistics = replaced(case.statistics, averages=averages)

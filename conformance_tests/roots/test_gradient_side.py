@@ -153,7 +153,7 @@ def test_shampoo_of_one_gradient_is_its_polar_factor(backend, rng):
         inverse_root(F, damping=0.0, degree=4).matrix.full()
         for F in factors.values(statistics, debias=True)
     ]
-    got = backend.to_numpy(kc.kronecker_multiply(roots, backend.asarray(V)))
+    got = backend.to_numpy(kc.linalg.kronecker_multiply(roots, backend.asarray(V)))
     U, _, W = np.linalg.svd(V)
     assert_close(got, U @ W, "inverse", "float64")
     assert_differs(got, V / np.linalg.norm(V, 2))
@@ -185,7 +185,7 @@ def test_shampoo_with_square_roots_is_adafactor_in_its_eigenbasis(backend, rng):
 
     values = factors.values(statistics, debias=True)
     roots = [inverse_root(F, damping=0.0, degree=2).matrix.full() for F in values]
-    product = kc.kronecker_multiply(roots, backend.asarray(V))
+    product = kc.linalg.kronecker_multiply(roots, backend.asarray(V))
     got = backend.to_numpy(product) * np.sqrt(float(values[0].trace()))
 
     # Adafactor: row and column means of the squares of the gradients in the bases.

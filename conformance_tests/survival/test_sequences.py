@@ -72,7 +72,7 @@ class Run:
         self.good = folder / f"{name}.safetensors"
         self.bad = folder / f"{name}.bad"
         self.results: list[Any] = []
-        self.background: kc.BackgroundRefresh | None = None
+        self.background: kc.execution.BackgroundRefresh | None = None
         self.good.unlink(missing_ok=True)
 
 

@@ -33,7 +33,7 @@ def train(steps):
                     inverse_root(F, damping=DAMPING, degree=4).matrix.full()
                     for F in factors[i].values(statistics[i], debias=False)
                 ]
-            direction = kc.kronecker_multiply(roots[i], V)
+            direction = kc.linalg.kronecker_multiply(roots[i], V)
             weights[i] = weights[i] - LEARNING_RATE * direction
         if step % 20 == 0:
             print(f"step {step:4d}  loss {loss:.4f}")

@@ -70,7 +70,8 @@ class Approximation(Protocol):
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
         """Return the sizes of the full factors that a block is divided by.
 
-        The cost model of `kfac_core.CostTable` is computed from them.  A block that has
+        The cost model of `kfac_core.execution.CostTable` is computed from them.  A
+        block that has
         any offers both ways of solving: its operators have a method ``solved_by``.
 
         Parameters

@@ -1,11 +1,11 @@
 """Arrays of any library: namespaces, backends, structures, dispatch, precision.
 
 Here is what the author of an approximation needs of it.  `kfac_core.structure`,
-`kfac_core.replaced` and `kfac_core.map_structure` are the decorator of a class of arrays,
-and what is done with its instances.
+`kfac_core.array.replaced` and `kfac_core.array.map_structure` are the decorator of a
+class of arrays, and what is done with its instances.
 """
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Array, Backend, Namespace, get_backend
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -15,17 +15,25 @@ from kfac_core.array.namespaces import (
     own_namespace,
     status_unless,
 )
+from kfac_core.array.selection import Selection, selected_backend
 from kfac_core.array.status import Check
+from kfac_core.array.structure import map_structure, replaced
 
 __all__ = [
     "Array",
+    "Backend",
     "Check",
     "Namespace",
     "Scalar",
+    "Selection",
     "as_scalar",
     "cast",
     "device_of",
     "full_of",
+    "get_backend",
+    "map_structure",
     "own_namespace",
+    "replaced",
+    "selected_backend",
     "status_unless",
 ]

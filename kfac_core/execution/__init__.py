@@ -8,9 +8,21 @@ arguments for each, and returns what the function returns for each, up to roundi
 ``Stacked(Threaded(2))``.
 """
 
+from kfac_core.execution.background import BackgroundRefresh
+from kfac_core.execution.costs import BlockCosts, CostTable, Rates
 from kfac_core.execution.hosted import Hosted
 from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
 from kfac_core.network import Executor, plain
 
-__all__ = ["Executor", "Hosted", "Stacked", "Threaded", "plain"]
+__all__ = [
+    "BackgroundRefresh",
+    "BlockCosts",
+    "CostTable",
+    "Executor",
+    "Hosted",
+    "Rates",
+    "Stacked",
+    "Threaded",
+    "plain",
+]

@@ -1,17 +1,20 @@
 """Running statistics of rows: sums, each with the weight that belongs to it.
 
 Here is what the author of an approximation needs beside `kfac_core.Statistics` and
-`kfac_core.Average`: the kinds of factors, whose functions start, update and damp an
+`kfac_core.factors.Average`: the kinds of factors, whose functions start, update and damp an
 average, and the shares of one update.
 """
 
-from kfac_core.factors.average import zero_weight
+from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.damped import DampedFactor
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.shares import UpdateShares
 
 __all__ = [
+    "Average",
+    "DampedFactor",
     "DiagonalFactor",
     "Factor",
     "FactorKind",

@@ -30,7 +30,7 @@ def mean_eigenvalue_damping(
     Parameters
     ----------
     blocks : mapping of str to SpectralOperator
-        As `kfac_core.spectral_blocks` gives them.
+        As `kfac_core.posterior.spectral_blocks` gives them.
     fraction : float or 0-d array
         Of the mean eigenvalue; finite and >= 0.
 

@@ -109,7 +109,7 @@ class Influence:
         Parameters
         ----------
         blocks, statistics, debias, precision, check
-            As for `kfac_core.spectral_blocks`.
+            As for `kfac_core.posterior.spectral_blocks`.
         damping : float, 0-d array, or mapping of str to these
             lam, of all blocks or of each.
         damping_fraction : float or 0-d array

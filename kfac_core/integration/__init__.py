@@ -1,1 +1,17 @@
 """What the integrations of frameworks have in common."""
+
+from kfac_core.integration.framework_conv import framework_conv
+from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
+from kfac_core.integration.natural_gradient import NaturalGradient
+from kfac_core.integration.wiring import Captured, Recorder, Wiring, usual_approximation
+
+__all__ = [
+    "Captured",
+    "LayerCall",
+    "NaturalGradient",
+    "Recorder",
+    "Wiring",
+    "batches_of_calls",
+    "framework_conv",
+    "usual_approximation",
+]

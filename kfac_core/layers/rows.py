@@ -62,7 +62,7 @@ class Batch:
         M, where `output_grads` has a leading axis of sources; None where it has none.
     chosen : numpy.ndarray of int, shape (R, P), optional
         For a convolution: the rows that alone are made of the batch, as
-        `kfac_core.choose_patches` draws them.
+        `kfac_core.layers.choose_patches` draws them.
     """
 
     inputs: Array

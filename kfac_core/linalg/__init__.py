@@ -7,6 +7,7 @@ operators are made of.
 
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import dense_of_groups
+from kfac_core.linalg.kronecker import kronecker_dense, kronecker_multiply
 from kfac_core.linalg.shifted import (
     Factorization,
     ShiftedMatrix,
@@ -25,5 +26,7 @@ __all__ = [
     "Solving",
     "SymmetricMatrix",
     "dense_of_groups",
+    "kronecker_dense",
+    "kronecker_multiply",
     "shifted_matrix",
 ]

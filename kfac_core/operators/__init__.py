@@ -4,7 +4,21 @@ Here is what the author of an operator needs beside `kfac_core.CurvatureOperator
 class, and the operators that are names of `kfac_core`.
 """
 
+from kfac_core.operators.dense import DenseOperator
+from kfac_core.operators.example_gram import ExampleGramOperator
+from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.low_rank import LowRankOperator
 from kfac_core.operators.operator import raise_for
-from kfac_core.operators.spectral import spectral_operator
+from kfac_core.operators.spectral import SpectralOperator, spectral_operator
+from kfac_core.operators.tridiagonal import TridiagonalOperator
 
-__all__ = ["raise_for", "spectral_operator"]
+__all__ = [
+    "DenseOperator",
+    "ExampleGramOperator",
+    "FactoredKronecker",
+    "LowRankOperator",
+    "SpectralOperator",
+    "TridiagonalOperator",
+    "raise_for",
+    "spectral_operator",
+]

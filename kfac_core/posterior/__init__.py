@@ -16,16 +16,18 @@ from kfac_core.posterior.functional import (
     variance_of_rows,
 )
 from kfac_core.posterior.network import Posterior
+from kfac_core.posterior.spectra import spectral_blocks
 
 __all__ = [
-    "Posterior",
-    "Evidence",
     "BlockPosterior",
+    "Evidence",
+    "Posterior",
     "block_posterior",
+    "covariance_of_coordinates",
+    "covariance_of_rows",
     "functional_covariance",
     "functional_variance",
-    "covariance_of_coordinates",
+    "spectral_blocks",
     "variance_of_coordinates",
-    "covariance_of_rows",
     "variance_of_rows",
 ]

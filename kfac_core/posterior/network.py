@@ -89,7 +89,7 @@ class Posterior:
         Parameters
         ----------
         blocks, statistics, debias, precision, check
-            As for `kfac_core.spectral_blocks`.
+            As for `kfac_core.posterior.spectral_blocks`.
         examples : float or 0-d array
             N; see `block_posterior`.
         prior_precision : float, 0-d array, or mapping of str to these

@@ -218,7 +218,8 @@ class GradientFactors:
         -------
         tuple of SymmetricMatrix
             Of sizes ``n_1, ..., n_k``: to be damped (`kfac_core.damped_factor`), to have
-            a root of (`kfac_core.inverse_root`), or a basis (`kfac_core.ordered_basis`).
+            a root of (`kfac_core.roots.inverse_root`), or a basis
+            (`kfac_core.roots.ordered_basis`).
         """
         return tuple(
             statistics.averages[f"axis{i}"].value(debias=debias)

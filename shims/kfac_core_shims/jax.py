@@ -25,7 +25,9 @@ import kfac_core as kc
 
 __all__ = ["KFAC", "Network", "compiled", "dense", "tap"]
 
-_current: ContextVar[kc.Recorder | None] = ContextVar("_current", default=None)
+_current: ContextVar[kc.integration.Recorder | None] = ContextVar(
+    "_current", default=None
+)
 
 
 def tap(
@@ -69,7 +71,7 @@ class Network:
     params, *inputs : pytree
         Arrays, or their shapes and dtypes; the function is traced with them.
     approximation, rest
-        As for `kfac_core.Wiring`, which raises for layers that do not fit.
+        As for `kfac_core.integration.Wiring`, which raises for layers that do not fit.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Network:
         params: Any,
         /,
         *inputs: Any,
-        approximation: Callable[[str, Any], Any] = kc.usual_approximation,
+        approximation: Callable[[str, Any], Any] = kc.integration.usual_approximation,
         rest: Literal["refuse", "keep"] = "refuse",
         has_aux: bool = False,
     ) -> None:
@@ -86,7 +88,9 @@ class Network:
         paths = jax.tree_util.tree_leaves_with_path(params)
         leaves = {jax.tree_util.keystr(path): leaf.shape for path, leaf in paths}
         uses, _ = self._uses(params, inputs)
-        self.wiring = kc.Wiring(uses, leaves, approximation=approximation, rest=rest)
+        self.wiring = kc.integration.Wiring(
+            uses, leaves, approximation=approximation, rest=rest
+        )
         self.blocks = self.wiring.blocks
 
     def vjp(self, params: Any, /, *inputs: Any) -> tuple[Any, Callable[..., Any]]:
@@ -122,7 +126,7 @@ class Network:
 
     def _run(self, params: Any, inputs: Any, zeros: Any = None) -> tuple[Any, Any]:
         linen = sys.modules.get("flax.linen")
-        recorder = kc.Recorder(jax.tree.leaves(params), zeros)
+        recorder = kc.integration.Recorder(jax.tree.leaves(params), zeros)
         token = _current.set(recorder)
         try:
             with linen.intercept_methods(_flax) if linen else contextlib.nullcontext():
@@ -211,7 +215,7 @@ class KFAC:
         state: kc.NetworkState,
         params: Any = None,
         *,
-        captured: kc.Captured | None,
+        captured: kc.integration.Captured | None,
         damping: Any = None,
         **more: Any,
     ) -> tuple[Any, kc.NetworkState]:
@@ -242,7 +246,7 @@ class KFAC:
         return jax.tree.unflatten(form, self._wiring.replaced(leaves, found)), state
 
     def _fed(
-        self, state: kc.NetworkState, captured: kc.Captured, damping: Any
+        self, state: kc.NetworkState, captured: kc.integration.Captured, damping: Any
     ) -> kc.NetworkState:
         """Return the state after an update, and what is due after it."""
         network = self.curvature
@@ -460,7 +464,9 @@ def _flax(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             window = {key: getattr(module, key) for key in ("strides", "padding")}
             window |= {"dilation": module.kernel_dilation, "bias": module.use_bias}
             groups = module.feature_group_count
-            layer = kc.framework_conv(given["weight"].shape, groups=groups, **window)
+            layer = kc.integration.framework_conv(
+                given["weight"].shape, groups=groups, **window
+            )
     else:
         axes = sorted(a % x.ndim for a in np.atleast_1d(getattr(module, "axis", -1)))
         if axes == [*range(axes[0], x.ndim)] and not getattr(module, "batch_dims", ()):

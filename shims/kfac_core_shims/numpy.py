@@ -146,7 +146,7 @@ class KFAC:
             estimator.refresh()
         direction, nu = estimator.precondition(gradients), 1.0
         if self.kl_clip is not None:
-            clip = {"learning_rate": rate, "bound": self.kl_clip}
+            clip: Any = {"learning_rate": rate, "bound": self.kl_clip}
             nu = kc.steps.kl_clip(gradients, direction, **clip).scale
         terms = [direction, *([self._velocity] if self._velocity else [])]
         velocity = kc.steps.linear_combination([nu, self.momentum][: len(terms)], terms)

@@ -1,7 +1,8 @@
 """K-FAC for PyTorch models: `observe` the outputs, then `step` before the optimizer.
 
 Conventions.  The rows are the elements of ``outputs[..., 0]``; see
-`kfac_core.batches_of_calls`.  A module's call is remembered in its own node of the graph.
+`kfac_core.integration.batches_of_calls`.  A module's call is remembered in its own
+node of the graph.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import kfac_core as kc
 __all__ = ["KFAC"]
 
 
-class KFAC(kc.NaturalGradient):
+class KFAC(kc.integration.NaturalGradient):
     """Turns a model's gradients into natural gradients, by hooks on its modules.
 
     Parameters
@@ -71,7 +72,7 @@ class KFAC(kc.NaturalGradient):
         blocks = {n: kc.Block(site.layer, kinds[site.layer.kind]) for n, site in sites}
         estimator = kc.Estimator(blocks, reduction="sum", **options)
         super().__init__(estimator, reduction=reduction, **every)
-        self._rows, self._calls = 0, dict[kc.LayerCall, None]()
+        self._rows, self._calls = 0, dict[kc.integration.LayerCall, None]()
         self._name_others(self._sites)
 
     def observe(self, outputs: Any, /) -> None:
@@ -153,7 +154,7 @@ class KFAC(kc.NaturalGradient):
         if others:
             warn(f"K-FAC leaves the gradients of {others} alone.", stacklevel=3)
 
-    def _calls_below(self, outputs: Any) -> list[tuple[Any, kc.LayerCall]]:
+    def _calls_below(self, outputs: Any) -> list[tuple[Any, kc.integration.LayerCall]]:
         """Return the calls in a graph, of weights that nothing but calls has used."""
         found, uses, seen, todo = [], Counter[int](), set(), [outputs.grad_fn]
         while todo:
@@ -170,6 +171,7 @@ class KFAC(kc.NaturalGradient):
 
     def _pull_back(self, outputs: Any, edges: Any, calls: Any) -> None:
         z, mode = outputs.detach(), self.estimator.mode
+        assert mode is not None
         # Where the rows of one example share a source, they must not add up.
         shared = min(len(call.inputs) for call in calls) < z[..., 0].numel()
         # A seed of its own for each part of each step, and the same in a resumed run.
@@ -181,7 +183,7 @@ class KFAC(kc.NaturalGradient):
                 call.add_source(g)
 
 
-def _add(call: kc.LayerCall, index: int, grads: Any) -> None:
+def _add(call: kc.integration.LayerCall, index: int, grads: Any) -> None:
     # A pass that makes a graph, as for a penalty, is not the loss's own.
     if not torch.is_grad_enabled():
         call.add_to_source(grads[index])
@@ -215,7 +217,7 @@ class _Site:
                     mine.copy_(its)
                 x = self.plain.forward(x).reshape(len(x), *self.flat)
             shape = self.flat and x.shape
-            call = kc.LayerCall(self.name, x, mask=mask, grad_shape=shape)
+            call = kc.integration.LayerCall(self.name, x, mask=mask, grad_shape=shape)
             edge = get_gradient_edge(y)
             edge.node.metadata.setdefault(id(kfac), []).append((edge.output_nr, call))
 
@@ -235,7 +237,7 @@ def _found(m: Any, users: list[Any]) -> _Site | None:
     elif kind in convs and m.padding_mode == "zeros":
         options: Any = {n: getattr(m, n) for n in ("padding", "dilation", "groups")}
         options |= {"strides": m.stride, "bias": own, "channels": "first"}
-        layer = kc.framework_conv(weight.shape, **options)
+        layer = kc.integration.framework_conv(weight.shape, **options)
     elif kind is nn.Embedding.forward and not (m.sparse or m.scale_grad_by_freq):
         layer = kc.Embedding(num_embeddings=out, features=n, weight_layout="io")
     elif kind in [norm.forward for norm in norms]:

@@ -110,7 +110,7 @@ def check_record(
     Raises
     ------
     UnknownBackendError, BackendUnavailableError
-        As `kfac_core.selected_backend`.
+        As `kfac_core.array.selected_backend`.
     DtypeError
         If 64-bit floats are disabled in the backend; see `kfac_core.enable_float64`.
     """

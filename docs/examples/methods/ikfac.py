@@ -27,19 +27,21 @@ class IKFAC:
             new = [self.moved(K, *side) for K, side in zip(old, sides, strict=True)]
             self.roots[name] = new
             V = layer.parameters_to_matrix(seen.gradient[name])
-            found[name] = layer.matrix_to_parameters(kc.precondition_by_roots(*new, V))
+            found[name] = layer.matrix_to_parameters(
+                kc.roots.precondition_by_roots(*new, V)
+            )
         return found
 
     def start(self, rows, scale):
         """Return a root that is no larger than that of the first batch's inverse."""
         trace = scale * np.sum(rows * rows)
         size = (trace + self.damping**0.5) ** -0.5
-        return kc.factor_root(rows.shape[1], form="dense", scale=size, like=rows)
+        return kc.roots.factor_root(rows.shape[1], form="dense", scale=size, like=rows)
 
     def moved(self, root, rows, scale):
         """Return the root after one update."""
         # As long as there are few batches, each counts for more, as in K-FAC's averages.
-        return kc.ikfac_updated(
+        return kc.roots.ikfac_updated(
             root,
             rows,
             scale=scale,

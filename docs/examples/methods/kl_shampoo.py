@@ -18,11 +18,11 @@ class KLShampoo(Shampoo):
         self.statistics[name] = new
         if is_due(self.steps):
             roots = [
-                kc.inverse_root(F, damping=self.damping, degree=2).matrix.full()
+                kc.roots.inverse_root(F, damping=self.damping, degree=2).matrix.full()
                 for F in factors.values(new, debias=True)
             ]
         self.roots[name] = roots
-        return kc.kronecker_multiply(roots, V)
+        return kc.linalg.kronecker_multiply(roots, V)
 
 
 def first_roots(V):

@@ -10,7 +10,7 @@ class Shampoo:
     def __init__(self, problem, *, damping):
         self.layers, self.damping, self.steps = problem.layers, damping, 0
         self.factors = {
-            name: kc.GradientFactors(shape=layer.matrix_shape)
+            name: kc.roots.GradientFactors(shape=layer.matrix_shape)
             for name, layer in problem.layers.items()
         }
         self.statistics, self.roots = {}, {}
@@ -31,7 +31,7 @@ class Shampoo:
         self.statistics[name] = factors.updated(old, V, decay=1.0)
         if is_due(self.steps):
             self.roots[name] = [
-                kc.inverse_root(F, damping=self.damping, degree=4).matrix.full()
+                kc.roots.inverse_root(F, damping=self.damping, degree=4).matrix.full()
                 for F in factors.values(self.statistics[name], debias=False)
             ]
-        return kc.kronecker_multiply(self.roots[name], V)
+        return kc.linalg.kronecker_multiply(self.roots[name], V)

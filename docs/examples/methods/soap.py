@@ -36,9 +36,9 @@ class SOAP(Shampoo):
     def followed(self, name, values):
         """Return the bases of the factors as they are now."""
         if name not in self.bases:
-            return [kc.ordered_basis(F) for F in values]
+            return [kc.roots.ordered_basis(F) for F in values]
         pairs = zip(self.bases[name], values, strict=True)
-        return [kc.refreshed_basis(basis, F) for basis, F in pairs]
+        return [kc.roots.refreshed_basis(basis, F) for basis, F in pairs]
 
 
 class CarriedSOAP(SOAP):

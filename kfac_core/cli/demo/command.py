@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, /) -> int:
         return complain("demo", f"needs {names}: pip install 'kfac-core[demo]'")
     # A folder or a backend that cannot be used is an error now, not after minutes.
     args.output.mkdir(parents=True, exist_ok=True)
-    backend = kc.selected_backend()
+    backend = kc.array.selected_backend()
     kc.enable_float64()
 
     train_images, test_images = load_digits(args.seed)
