@@ -8,6 +8,7 @@ import pytest
 import kfac_core as kc
 from kfac_core.array.structure import replaced
 
+from ..builders import reference
 from ..builders.chain_reference import (
     EDGES,
     LAYERS,
@@ -183,6 +184,8 @@ def test_a_layer_has_no_operator_of_its_own(backend, rng):
     ):
         with pytest.raises(kc.UnknownBlockError, match="layer of the chain 'chain'"):
             call()
+    with pytest.raises(kc.UnknownBlockError, match="by the names of its layers"):
+        estimator.update({"chain": batches})
     each = make(damping={"chain": 0.5, "other": 0.1})
     each.update(with_other(batches))
     each.refresh()
@@ -458,3 +461,51 @@ def test_a_network_of_a_chain_is_compiled(requires_backend, rng):
     assert int(after["chain"].updates) == 1
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(again), strict=True):
         assert np.array_equal(one, other)
+
+
+def test_a_model_of_pytorch_is_one_chain(requires_backend, rng):
+    """Two linear layers in a row are exact (B4), but for the damping of their factors."""
+    requires_backend("torch", adapter=True)
+    import torch
+
+    from kfac_core_shims.torch import KFAC
+
+    layers = [torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(3, 2, bias=False)]
+    model = torch.nn.Sequential(*layers).double()
+    x, y = (torch.as_tensor(rng.normal(size=(N, width))) for width in (4, 2))
+    kfac = KFAC(
+        model,
+        likelihood=kc.losses.SquaredError(scale=0.5),
+        reduction="mean",
+        fisher="exact",
+        damping=DAMPING,
+        sharing=kc.Sharing(chains={"model": ("0", "1")}),
+    )
+
+    outputs = model(x)
+    kfac.observe(outputs)
+    (0.5 * ((outputs - y) ** 2).sum(-1).mean()).backward()
+    before = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+    kfac.step()
+    after = np.concatenate([p.grad.numpy().ravel() for p in model.parameters()])
+
+    # Weights lie as (out, in): J of the outputs, and F with the damped blocks in it.
+    first, second = (layer.weight.detach().numpy() for layer in layers)
+    inputs = [x.numpy(), x.numpy() @ first.T]
+    pulled = [second.T, np.eye(2)]
+    J = np.concatenate(
+        [
+            np.einsum("ic,nj->ncij", g, a).reshape(N, 2, -1)
+            for g, a in zip(pulled, inputs, strict=True)
+        ],
+        axis=-1,
+    )
+    F = np.einsum("nci,ncj->ij", J, J) / N
+    edges = np.cumsum([0, first.size, second.size])
+    for a, g, (start, stop) in zip(
+        inputs, pulled, itertools.pairwise(edges), strict=True
+    ):
+        A, G = a.T @ a / N, g @ g.T
+        damped = reference.damped_block(G, A, 1.0, damping=DAMPING, rule="factored")
+        F[start:stop, start:stop] = damped
+    assert_close(after, np.linalg.solve(F, before), "inverse", "float64")
