@@ -838,7 +838,7 @@ def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManage
 def _with_status(statistics: Statistics, status: Any) -> Statistics:
     """Return statistics with other flags, and no NumPy scalars in the place of arrays."""
     averages = statistics.averages
-    if isinstance(status, np.generic | np.ndarray):
+    if isinstance(status, (np.generic, np.ndarray)):
         # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
         status = np.asarray(status)
         averages = {name: _of_arrays(held) for name, held in averages.items()}

@@ -159,7 +159,7 @@ class Estimator:
 
     @property
     def blocks(self) -> dict[str, Block]:
-        """The blocks by name."""
+        """The blocks by name; layers that are a chain are one."""
         return self.network.blocks
 
     @property
