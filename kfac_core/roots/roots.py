@@ -55,7 +55,7 @@ class InverseRoot:
         The sum of the negative eigenvalues that were set to zero, in magnitude; zero on
         every other step of the chain.
     fallback : array of int32, shape (...)
-        Of `kfac_core.linalg.factorizations.Fallback`.
+        Of `kfac_core.linalg.fallback.Fallback`.
     degree : int
         p.
     """
