@@ -154,8 +154,8 @@ class Block:
         weight : float or 0-d array
             Positive.
         check : {"raise", "status"}
-            Whether trouble raises, which waits for the device, or is in the result's
-            ``status``.
+            Whether trouble raises, which synchronizes with the device, or is in the
+            result's ``status``.
         name : str
             What a message should call the block.
         skip : frozenset of str
@@ -305,7 +305,7 @@ class Block:
             What is prepared now; the rest is prepared when asked for
             (``check="raise"`` only).
         check : {"raise", "status"}
-            Whether trouble raises, which waits for the device, or is in the
+            Whether trouble raises, which synchronizes with the device, or is in the
             operator's ``status()``.
         solving : {"inverse", "triangular"}
             Whether a factored block is divided by with inverses of its factors, or with
@@ -615,7 +615,7 @@ class UpdateBlock:
             and not skip
             and isinstance(batch, Batch)
             and batch.mask is None
-            and batch.chosen is None
+            and batch.row_indices is None
         )
 
     def accepts(self, result: Statistics, /) -> bool:
@@ -899,7 +899,7 @@ def _emptied(statistics: Statistics) -> Statistics:
 
 
 def _require_damping_value(damping: Array, name: str) -> None:
-    """Look at a 0-d array, which waits for its device."""
+    """Look at a 0-d array, which synchronizes with the device."""
     require_damping(float(detached_array(damping)), name=f"damping` of block `{name}")
 
 

@@ -100,7 +100,7 @@ class RecordError(KFACError, ValueError):
 
 
 class FactorizationError(KFACError, np.linalg.LinAlgError):
-    """A matrix could not be factorized, on any rung of the ladder.
+    """A matrix could not be factorized by any fallback.
 
     Parameters
     ----------

@@ -531,7 +531,7 @@ class Estimator:
         dict
             Descriptions, conventions and settings; and of each block's statistics and
             operator the arrays by path, as copies of their library and device.  Counts
-            and dampings are Python's numbers, for which this waits for the device.
+            and dampings are Python's numbers, for which this synchronizes with the device.
         """
         return dump_state(
             self.network,

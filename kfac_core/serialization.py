@@ -86,7 +86,7 @@ def dump_state(
     network : Network
         The description.
     state : NetworkState
-        Everything that changes; this waits for its device.
+        Everything that changes; this synchronizes with the device.
     promises : mapping of str to object
         What must be the same where the state is loaded.
     damping, decay

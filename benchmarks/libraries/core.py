@@ -136,7 +136,7 @@ class _Core:
         return lambda: self._xp.matmul(a, b)
 
     def _made(self, **settings: Any) -> Any:
-        """Return an estimator without statistics; guards and certificates are on."""
+        """Return an estimator without statistics; guards and residual checks are on."""
         chosen: dict[str, Any] = {"damping_rule": "factored", **settings}
         made = kc.Estimator(
             self._blocks,

@@ -119,7 +119,7 @@ def test_an_inaccurate_inverse_is_not_accepted(backend, rng):
 def test_what_a_certificate_refuses_is_not_taken(
     backend, dtype, rng, monkeypatch, wrong
 ):
-    """A factor or an inverse that is 5% off is found on each rung, and none is used."""
+    """A factor or an inverse that is 5% off is found in each fallback, and none is used."""
     A = reference.spd(rng, 4)
     right = getattr(damped, wrong)
 
@@ -142,7 +142,7 @@ def test_what_a_certificate_refuses_is_not_taken(
 
 
 def test_an_indefinite_matrix_is_clipped(backend, dtype, rng):
-    """The last rung inverts the nearest semidefinite A plus the shift, and says so."""
+    """The last fallback inverts the nearest semidefinite A plus the shift, and says so."""
     Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
     A = (Q * [1.0, 0.5, 0.25, -0.125]) @ Q.T
     clipped = (Q * [1.0, 0.5, 0.25, 0.0]) @ Q.T + 0.01 * np.eye(4)

@@ -8,7 +8,7 @@ Conventions.  With ``A = Q_A diag(a) Q_A^T`` and ``G = Q_G diag(g) Q_G^T`` the f
 the best diagonal in that basis, in the Frobenius norm.  Shared positions are summed
 before they are squared.  Damping is exact.
 
-The bases are part of the statistics, with eigenvalues that descend and a certificate;
+The bases are part of the statistics, with eigenvalues that descend and a residual check;
 they are the coordinates at first.  An update adds to the factors and to E in the bases
 as they are; `Eigen.rebased` takes those of the factors at that moment.  A diagonal
 factor has the coordinates for its basis always, and so an embedding has a block too.

@@ -233,7 +233,7 @@ class Kronecker(Approximation):
         ------
         NotFiniteError, DampingError, FactorizationError
             For statistics that are not finite, a damping that is negative or not finite,
-            and a factor that no rung can factorize, with ``check="raise"``.
+            and a factor that no fallback can factorize, with ``check="raise"``.
 
         Notes
         -----

@@ -203,13 +203,13 @@ class Series(Approximation):
             For exact damping of the symmetric and infinite variants.
         NotFiniteError, DampingError, FactorizationError
             For statistics that are not finite, a damping that is negative or not finite,
-            a factor that no rung can factorize, and moments of lag 1 that do not belong
+            a factor that no fallback can factorize, and moments of lag 1 that do not belong
             to those of lag 0, with ``check="raise"``.
 
         Notes
         -----
         About ``20 (n^3 + m^3)`` flops; with ``check="raise"`` in float32 once more in
-        float64 where a certificate is above its limit.
+        float64 where a residual is above its limit.
         """
         if self.variant == "independent":
             return _LAG_0.operator(statistics, layer, options)

@@ -2,8 +2,8 @@
 
 Conventions as in `kfac_core.operators.series`.  The chain of `kfac_core.linalg.fallback`
 makes the Cholesky factors of the damped moments of lag 0.  What is made from these and
-lag 1 has a ladder of its own, of two rungs: working precision, then float64, each
-accepted only where no certificate is above its limit, no correlation is above 1 by more
+lag 1 has a fallback chain of its own: working precision, then float64, each
+accepted only where no residual is above its limit, no correlation is above 1 by more
 than that limit, and everything to be divided by is positive.
 """
 

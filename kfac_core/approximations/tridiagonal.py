@@ -13,7 +13,7 @@ moments of neighbors that are of other data than the layers' own make no covaria
 Only the layers' own moments are damped, by a factored rule, and the damped ones are used
 everywhere.  The chain of `kfac_core.linalg.fallback` makes their Cholesky factors.  What is
 made from these and the moments between layers is made in working precision or in float64,
-accepted only where no certificate is above its limit, no correlation is above 1 by more
+accepted only where no residual is above its limit, no correlation is above 1 by more
 than that limit, and everything to be divided by is positive.
 
 References
@@ -144,7 +144,7 @@ class BlockTridiagonal(Approximation):
         Notes
         -----
         About ``14 (n^3 + m^3)`` flops a layer; in float32 with ``check="raise"`` once more
-        in float64 where a certificate is above its limit.
+        in float64 where a residual is above its limit.
         """
         if options.rule == "exact":
             raise UnsupportedError(

@@ -116,7 +116,7 @@ class GenericBackend:
         )
 
     def to_numpy(self, x: Any, /) -> np.ndarray[Any, Any]:
-        """Copy an array to the host, which waits for its device.
+        """Copy an array to the host, which synchronizes with the device.
 
         Parameters
         ----------

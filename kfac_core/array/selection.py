@@ -194,7 +194,7 @@ def asarray(values: np.ndarray[Any, Any], /, *, backend: str | None = None) -> A
 
 
 def to_numpy(x: Array, /) -> np.ndarray[Any, Any]:
-    """Copy an array of any library to the host; waits for its device."""
+    """Copy an array of any library to the host; synchronizes with the device."""
     return backend_of(array_api_compat.array_namespace(x)).to_numpy(x)
 
 

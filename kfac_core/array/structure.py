@@ -206,12 +206,12 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
     met = _met(first, others) if others else None
     values: list[Any] = []
     for name, static in fields:
-        mine = getattr(first, name)
+        value = getattr(first, name)
         if not static:
-            theirs = (getattr(other, name) for other in others)
-            values.append(map_structure(function, mine, *theirs))
+            other_values = (getattr(other, name) for other in others)
+            values.append(map_structure(function, value, *other_values))
         else:
-            values.append(mine if met is None else met[name])
+            values.append(value if met is None else met[name])
     return cls(*values)
 
 

@@ -30,7 +30,7 @@ class RunningProduct:
     output : array, shape (..., m, m)
         G.
     change : array, shape (...)
-        The certificate of the last fit; see `kfac_core.linalg.kronecker_fit`.
+        The residual check of the last fit; see `kfac_core.linalg.kronecker_fit`.
     weight : array, 0-d
         The sum of weights.
     """

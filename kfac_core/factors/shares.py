@@ -119,7 +119,7 @@ def update_shares(
     like = statistics.any_weight
     kept, N = rows.kept(statistics.dtype, xp=xp), rows.examples
     # The conventions, and the number of repeats, are those of the whole batch that a
-    # part (a chunk, or chosen rows) is of.
+    # part (a chunk, or selected rows) is of.
     part_of = getattr(rows, "batch_examples", None)
     whole, all_rows = (N, kept) if part_of is None else (part_of, rows.batch_rows)
     if not isinstance(all_rows, int):

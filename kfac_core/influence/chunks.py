@@ -109,7 +109,7 @@ def score_chunks(
 def example_chunk(
     gradients: LayerGradients, /, *, max_elements: int, matrices: int
 ) -> int:
-    """Choose how many examples are taken where each one's gradient is turned.
+    """Choose how many examples' gradients are transformed to a basis at a time.
 
     Parameters
     ----------

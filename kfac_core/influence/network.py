@@ -73,8 +73,8 @@ class Influence:
     damping : mapping of str to 0-d array
         The lam_b.
     check : {"raise", "status"}
-        Whether results that are not finite raise, which waits for the device, or come
-        back as they are.
+        Whether results that are not finite raise, which synchronizes with the device, or
+        come back as they are.
 
     Raises
     ------

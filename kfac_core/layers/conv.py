@@ -12,8 +12,8 @@ With Q > 1 groups, group q owns the input channels ``q c`` to ``(q + 1) c`` and 
 channels ``q m`` to ``(q + 1) m``, ``m = out_channels / Q``; its rows are its own, and the
 arrays of `Rows` have a leading axis of groups.  Depthwise is ``Q = in_channels``.
 
-A part of a batch (`Conv.row_chunks`, or chosen rows) drops x and g of the other rows
-alike.  Means over rows need no rescaling: A and G of chosen rows estimate those of the
+A part of a batch (`Conv.row_chunks`, or selected rows) drops x and g of the other rows
+alike.  Means over rows need no rescaling: A and G of selected rows estimate those of the
 batch.  What is no mean over rows does not: the S of ``S A (x) G``, and the N of a mean
 loss, are those of the whole batch.  A statistic of an example's summed ``x g^T`` stays
 right only where all positions of its examples are there.
@@ -166,7 +166,7 @@ class Conv:
         batch : Batch
             Inputs ``(N, *spatial, C)`` or ``(N, C, *spatial)``, output gradients
             likewise after an axis of sources, a mask ``(N, *out_spatial)``, and the
-            chosen rows, if only some are to be made; see the module's conventions for
+            selected rows, if only some are to be made; see the module's conventions for
             what their statistics are.
 
         Returns
@@ -189,9 +189,9 @@ class Conv:
         No flops; ``N S K C`` numbers, a second time where rows are masked.
         """
         seen = self._seen(batch)
-        if batch.chosen is None:
+        if batch.row_indices is None:
             return self._all_rows(seen, slice(None))
-        return self._chosen_rows(seen, batch.chosen)
+        return self._rows_at(seen, batch.row_indices)
 
     def row_chunks(self, batch: Batch, /, *, max_patch_elements: int) -> Iterator[Rows]:
         """Yield the rows of successive examples, few enough to fit a budget.
@@ -218,8 +218,9 @@ class Conv:
         A loop's variable keeps its chunk while the next is made: delete it at the end of
         the loop's body, or two are held.  Masking makes a chunk twice for a moment.
         """
-        seen, chosen = self._seen(batch), batch.chosen
-        examples, positions = seen[1].shape[-3:-1] if chosen is None else chosen.shape
+        seen, row_indices = self._seen(batch), batch.row_indices
+        shape = seen[1].shape[-3:-1] if row_indices is None else row_indices.shape
+        examples, positions = shape
         one = positions * self._patch_size * self.groups
         if one > max_patch_elements:
             raise ShapeError(
@@ -230,9 +231,9 @@ class Conv:
         step = max_patch_elements // one
         starts = range(0, examples, step)
         parts = (slice(i, min(i + step, examples)) for i in starts)
-        if chosen is None:
+        if row_indices is None:
             return (self._all_rows(seen, part) for part in parts)
-        return (self._chosen_rows(seen, chosen[part]) for part in parts)
+        return (self._rows_at(seen, row_indices[part]) for part in parts)
 
     def pixel_rows(self, batch: Batch, /) -> PixelRows:
         """Turn what the layer saw into its pixels and output gradients.
@@ -367,24 +368,29 @@ class Conv:
         rows = self._masked(x, g, None if mask is None else mask[part, :], xp)
         return rows if part == slice(None) else self._of_batch(rows, seen)
 
-    def _chosen_rows(self, seen: _Seen, chosen: Index) -> Rows:
-        """Return the chosen rows."""
+    def _rows_at(self, seen: _Seen, row_indices: Index) -> Rows:
+        """Return the rows at these indices."""
         x, g, mask, xp = seen
         number = math.prod(g.shape[-3:-1])
-        if chosen.ndim != 2 or chosen.min() < 0 or chosen.max() >= number:
+        if (
+            row_indices.ndim != 2
+            or row_indices.min() < 0
+            or row_indices.max() >= number
+        ):
             raise ShapeError(
-                f"Expected `chosen` to be numbers of rows below {number}, of shape (R, P), "
-                f"got shape {chosen.shape} with entries up to {chosen.max()}."
+                f"Expected `row_indices` to be numbers of rows below {number}, of shape "
+                f"(R, P), got shape {row_indices.shape} with entries up to "
+                f"{row_indices.max()}."
             )
-        x = extract_patches_at(x, chosen, **self._window, xp=xp)
+        x = extract_patches_at(x, row_indices, **self._window, xp=xp)
         flat = xp.reshape(g, (*g.shape[:-3], -1, g.shape[-1]))
-        g = take_rows(flat, chosen, xp=xp)
-        g = xp.reshape(g, (*flat.shape[:-2], *chosen.shape, -1))
+        g = take_rows(flat, row_indices, xp=xp)
+        g = xp.reshape(g, (*flat.shape[:-2], *row_indices.shape, -1))
         if mask is not None:
-            mask = take_rows(xp.reshape(mask, (-1, 1)), chosen, xp=xp)
-            mask = xp.reshape(mask, chosen.shape)
+            mask = take_rows(xp.reshape(mask, (-1, 1)), row_indices, xp=xp)
+            mask = xp.reshape(mask, row_indices.shape)
         rows = self._masked(x, g, mask, xp)
-        partial = chosen.shape[1] < seen[1].shape[-2]
+        partial = row_indices.shape[1] < seen[1].shape[-2]
         return replaced(self._of_batch(rows, seen), partial=partial)
 
     def _of_batch(self, rows: Rows, seen: _Seen) -> Rows:

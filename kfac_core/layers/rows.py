@@ -60,7 +60,7 @@ class Batch:
         False for rows (padding) that count as absent.
     sources : int, optional
         M, where `output_grads` has a leading axis of sources; None where it has none.
-    chosen : numpy.ndarray of int, shape (R, P), optional
+    row_indices : numpy.ndarray of int, shape (R, P), optional
         For a convolution: the rows that alone are made of the batch, as
         `kfac_core.layers.choose_patches` draws them.
     """
@@ -69,7 +69,7 @@ class Batch:
     output_grads: Array
     mask: Array | None = None
     sources: int | None = None
-    chosen: Any = None
+    row_indices: Any = None
 
     @property
     def like(self) -> Array:
@@ -183,8 +183,8 @@ class Rows:
         """Raise `UnsupportedError` where an example's sum over positions is not at hand."""
         if self.partial:
             raise UnsupportedError(
-                "Only some positions of each example were chosen, but this statistic sums "
-                "over all of them. Choose whole examples, or take Kronecker() with "
+                "Only some positions of each example were selected, but this statistic "
+                "sums over all of them. Choose whole examples, or take Kronecker() with "
                 "sharing='expand'."
             )
 
@@ -326,11 +326,11 @@ class Rows:
 
 
 def require_no_choice(batch: Batch, /) -> None:
-    """Raise `UnsupportedError` for chosen rows, which only a convolution has."""
-    if batch.chosen is not None:
+    """Raise `UnsupportedError` for `row_indices`, which only a convolution has."""
+    if batch.row_indices is not None:
         raise UnsupportedError(
-            "Expected no `chosen` rows: only a convolution makes rows that can be chosen. "
-            "Slice the arrays instead."
+            "Expected no `row_indices`: only a convolution makes rows that can be "
+            "selected. Slice the arrays instead."
         )
 
 

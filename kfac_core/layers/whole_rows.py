@@ -31,12 +31,12 @@ def whole_rows(layer: Layer, fed: Any, /) -> Any:
     ShapeError, DtypeError, MixedArraysError
         For arrays that do not fit.
     UnsupportedError
-        For several uses of a layer without rows x and g, and for chosen rows.
+        For several uses of a layer without rows x and g, and for `row_indices`.
     """
     uses = list(fed) if isinstance(fed, list | tuple) else [fed]
-    if not uses or any(getattr(use, "chosen", None) is not None for use in uses):
+    if not uses or any(getattr(use, "row_indices", None) is not None for use in uses):
         raise UnsupportedError(
-            "Expected at least one `Batch`, without `chosen` rows: the gradient of an "
+            "Expected at least one `Batch`, without `row_indices`: the gradient of an "
             "example is a sum over all its positions."
         )
     rows = [layer.rows(use) for use in uses]

@@ -149,8 +149,7 @@ class KroneckerFit(NamedTuple):
     output : array, shape (..., m, m)
         G, of which the Frobenius norm is the singular value.
     change : array, shape (...)
-        By how much A moved in the last iteration, in the Frobenius norm: the
-        certificate.
+        Change of A in the last iteration, in the Frobenius norm, which shows convergence.
     """
 
     input: Array

@@ -139,8 +139,8 @@ def block_posterior(
     prior_precision : float or 0-d array
         tau, finite and positive.
     check : {"raise", "status"}
-        Whether trouble raises, which waits for the device where N or tau are arrays, or
-        is in ``status()``.
+        Whether trouble raises, which synchronizes with the device where N or tau are
+        arrays, or is in ``status()``.
     name : str
         What a message should call the block.
 

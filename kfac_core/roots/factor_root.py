@@ -86,11 +86,11 @@ class FactorRoot:
         """Return ``H = scale K^T rows^T rows K``, or its diagonal."""
         xp = array_api_compat.array_namespace(self.root)
         if self.form == "diagonal":
-            turned = rows * self.root
-            return scale * xp.sum(turned * turned, axis=0)
-        turned = xp.matmul(rows, self.root)
+            rotated = rows * self.root
+            return scale * xp.sum(rotated * rotated, axis=0)
+        rotated = xp.matmul(rows, self.root)
         return updated_gram(
-            None, turned, tail=None, decay=0.0, scale=scale, xp=xp
+            None, rotated, tail=None, decay=0.0, scale=scale, xp=xp
         ).full()
 
     def direction(self, moment: Array, damping: Scalar, /) -> Array:

@@ -147,8 +147,8 @@ class GradientFactors:
         samples : int, optional
             The length of a leading axis of the gradient; None where it has none.
         check : {"raise", "status"}
-            Whether a gradient that is not finite raises, which waits for the device, or
-            leaves the statistics as they were, with a flag.
+            Whether a gradient that is not finite raises, which synchronizes with the
+            device, or leaves the statistics as they were, with a flag.
         name : str
             What a message should call the gradient.
 

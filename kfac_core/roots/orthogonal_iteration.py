@@ -51,7 +51,7 @@ __all__ = [
 
 @structure()
 class OrderedBasis:
-    """An approximate eigenbasis of a symmetric matrix, with its certificate.
+    """An approximate eigenbasis of a symmetric matrix, with its residual check.
 
     Attributes
     ----------
@@ -95,8 +95,8 @@ class OrderedBasis:
         xp = array_api_compat.array_namespace(self.eigenvectors)
         shift = damping[..., None] if hasattr(damping, "shape") else damping
         powers = (self.eigenvalues + shift) ** exponent
-        turned = xp.matmul(xp.matrix_transpose(self.eigenvectors), v)
-        return xp.matmul(self.eigenvectors, powers[..., None] * turned)
+        in_basis = xp.matmul(xp.matrix_transpose(self.eigenvectors), v)
+        return xp.matmul(self.eigenvectors, powers[..., None] * in_basis)
 
 
 def ordered_basis(
@@ -169,7 +169,7 @@ def refreshed_basis(
         How many, at least 1; each multiplies the angle between two eigenvectors by
         about ``w_j / w_i``, for ``w_j < w_i``.
     check : {"raise", "status"}
-        Whether a matrix that is not finite raises, which waits for the device, or
+        Whether a matrix that is not finite raises, which synchronizes with the device, or
         leaves the basis as it was, with a flag.
     name : str
         What a message should call the matrix.

@@ -2,7 +2,7 @@
 
 Conventions.  ``M = A + lam I`` with A positive semidefinite up to rounding; what is
 wanted is the symmetric positive ``X = M^(-1/p)``, so that ``M X^p = I``.  Leading axes
-are a stack.  The certificate of X is the true residual on the fixed probe vector z of
+are a stack.  The residual check of X is the true residual on the fixed probe vector z of
 `kfac_core.linalg.certificate`, ``|M X^p z - z| / |z|``: p + 1 products with a vector,
 against the matrix itself.
 
@@ -41,7 +41,7 @@ __all__ = ["InverseRoot", "inverse_root", "root_residual"]
 
 @structure(static=("degree",))
 class InverseRoot:
-    """An inverse p-th root, with its certificate.
+    """An inverse p-th root, with its residual check.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ def inverse_root(
     Notes
     -----
     About ``11 n^3`` flops.  A float32 eigendecomposition has an absolute error of about
-    ``1e-7 |A|`` in every eigenvalue, so that the certificate fails, and the chain goes
+    ``1e-7 |A|`` in every eigenvalue, so that the residual check fails, and the chain goes
     on to float64, where lam is below about ``1e-5 |A|``.
     """
     given: Any = degree

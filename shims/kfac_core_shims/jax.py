@@ -335,7 +335,7 @@ def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
 
     ``kfac_core.Estimator(..., execution=compiled)`` computes each stage so.  Where that
     flags what is to raise, the blocks are run one by one without a compiler, so that
-    factorizations climb the ladder, and errors have their names.
+    factorizations take the fallback chain, and errors have their names.
 
     Parameters
     ----------
@@ -393,8 +393,8 @@ def _program(options: tuple[tuple[str, str], ...] | None) -> Any:
             function = dataclasses.replace(function, memo={})
         tasks = {
             name: tuple(
-                theirs if own is None else own
-                for own, theirs in zip(parts, given[name], strict=True)
+                traced if own is None else own
+                for own, traced in zip(parts, given[name], strict=True)
             )
             for name, parts in fixed
         }

@@ -213,8 +213,10 @@ class _Site:
             mask = None if self.padding is None else x != self.padding
             if self.plain:
                 self.plain.training = m.training
-                for mine, its in zip(self.plain.buffers(), m.buffers(), strict=True):
-                    mine.copy_(its)
+                for copied, buffer in zip(
+                    self.plain.buffers(), m.buffers(), strict=True
+                ):
+                    copied.copy_(buffer)
                 x = self.plain.forward(x).reshape(len(x), *self.flat)
             shape = self.flat and x.shape
             call = kc.integration.LayerCall(self.name, x, mask=mask, grad_shape=shape)
