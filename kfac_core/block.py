@@ -85,7 +85,7 @@ class Block:
     Raises
     ------
     UnsupportedError
-        Where the two do not go together, with the reason.
+        If the two do not go together, with the reason.
     """
 
     layer: Layer
@@ -108,16 +108,16 @@ class Block:
         Parameters
         ----------
         like : array
-            Any array of the library, such as a layer's inputs; its dtype, widened to
+            Array of the library, such as a layer's inputs; its dtype, widened to
             float32 where it is narrower, is that of the statistics unless `precision`
             says another.
         precision : Precision
-            Of which the storage is read.
+            Precision whose storage dtype is used.
 
         Returns
         -------
         Statistics
-            All zero.
+            Statistics that are zero throughout.
         """
         xp = namespace_of(like=like)
         dtype = precision.dtype(precision.storage, wide_dtype(xp, like.dtype), xp=xp)
@@ -144,20 +144,20 @@ class Block:
         Parameters
         ----------
         statistics : Statistics
-            As they were; never modified.
+            Old statistics; not modified.
         batch : Batch, GradientBatch or sequence of Batch
             What the layer saw; a sequence is several uses of it in each example.
         conventions : Conventions
             How the output gradients are scaled.
         decay : float or 0-d array
-            In [0, 1].
+            Factor on the old statistics, in [0, 1].
         weight : float or 0-d array
-            Positive.
+            Weight of this batch, positive.
         check : {"raise", "status"}
             Whether trouble raises, which synchronizes with the device, or is in the
             result's ``status``.
         name : str
-            What a message should call the block.
+            Name of the block in error messages.
         skip : frozenset of str
             The factors, ``"input"`` or ``"output"``, that are left as they are because
             another block computes them.
@@ -168,12 +168,12 @@ class Block:
         Returns
         -------
         Statistics
-            New; equal to the old where ``status`` is not zero.
+            New statistics; equal to the old ones where ``status`` is not zero.
 
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError, DecayError
-            For arguments that do not fit, in either mode.
+            For incompatible arguments, in either mode.
         NotFiniteError
             For rows that are not finite (``check="raise"``).
         """
@@ -209,11 +209,11 @@ class Block:
             How the output gradients are scaled.  With ``loss="mean"`` the N of this
             part counts.
         precision : Precision
-            Of which the storage is read.
+            Precision whose storage dtype is used.
         check : {"raise", "status"}
-            As for `update`.
+            See `update`.
         name : str
-            What a message should call the block.
+            Name of the block in error messages.
 
         Returns
         -------
@@ -223,7 +223,7 @@ class Block:
         Raises
         ------
         KFACError
-            As `update`.
+            See `update`.
         """
         rows = self.rows(batch)
         empty = self.initial(rows.like, precision=precision)
@@ -254,11 +254,11 @@ class Block:
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         moments : Statistics
             As `moments` and `merge` made them.
         decay, weight : float or 0-d array
-            As for `update`.
+            See `update`.
 
         Returns
         -------
@@ -296,13 +296,13 @@ class Block:
         statistics : Statistics
             Never modified, and not referred to afterwards.
         damping : float or 0-d array
-            Finite and >= 0.
+            Damping, finite and >= 0.
         rule : {"factored", "factored_unit_pi", "exact"}
             How the damping is applied; see `kfac_core.damping`.
         debias : bool
             Whether sums are divided by their weights.
         factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
-            What is prepared now; the rest is prepared when asked for
+            Factorizations to prepare now; the rest are prepared when asked for
             (``check="raise"`` only).
         check : {"raise", "status"}
             Whether trouble raises, which synchronizes with the device, or is in the
@@ -311,9 +311,9 @@ class Block:
             Whether a factored block is divided by with inverses of its factors, or with
             their Cholesky factors.
         precision : Precision
-            Of computing and applying.
+            Dtypes of computing and applying.
         name : str
-            What a message should call the block.
+            Name of the block in error messages.
         memo : dict, optional
             Given to the operators of several blocks that share factors, so that what
             they have in common is made once.
@@ -330,7 +330,7 @@ class Block:
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
-            Where a factor cannot be factorized (``check="raise"``).
+            If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
         for factorization in factorizations:
@@ -383,7 +383,7 @@ class Block:
         Parameters
         ----------
         batch : Batch, GradientBatch or sequence of Batch
-            Never modified.
+            Batch of the layer; not modified.
         stack : tuple of int
             The shape of leading axes of a stack of batches, for a layer that ``stacks``.
 
@@ -396,7 +396,7 @@ class Block:
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError, UnsupportedError
-            For arrays that do not fit.
+            For arrays of incompatible shape, dtype, library or device.
         """
         if stack:
             layer: Any = self.layer
@@ -458,7 +458,7 @@ class Block:
         Parameters
         ----------
         batch : Batch, GradientBatch or sequence of Batch
-            Never modified.
+            Batch of the layer; not modified.
         max_patch_elements : int or None
             As for `update`; not read where there are no patches.
 
@@ -494,7 +494,7 @@ class UpdateBlock:
     conventions : Conventions
         How output gradients are scaled.
     max_patch_elements : int or None
-        As for `Block.update`.
+        See `Block.update`.
     check : {"raise", "status"}
         Whether whoever asked looks at the flags at once.
     """
@@ -527,7 +527,7 @@ class UpdateBlock:
         name, block : str, Block
             What is updated.
         statistics, batch, decay, weight, skip
-            As for `Block.update`.
+            See `Block.update`.
         stack : tuple of int
             The shape of leading axes that all arrays have in common: as many equal
             blocks, updated together.
@@ -540,7 +540,7 @@ class UpdateBlock:
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError, DecayError
-            For arguments that do not fit.
+            For incompatible arguments.
         """
         like = statistics.any_weight
         xp = own_namespace(like)
@@ -674,9 +674,9 @@ class RefreshBlock:
     Parameters
     ----------
     rule, debias, factorizations, precision, check
-        As for `Block.operator`.
+        See `Block.operator`.
     damping_scaling : {"none", "mean_eigenvalue"}
-        As in `kfac_core.Refreshing`.
+        See `kfac_core.Refreshing`.
     memo : dict
         What blocks that share a factor have in common.
     """
@@ -767,7 +767,7 @@ class Product:
     arguments : tuple
         What the product takes besides the vector.
     options : mapping of str to object
-        Its keyword arguments.
+        Keyword arguments of the product.
     """
 
     product: str

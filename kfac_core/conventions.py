@@ -70,11 +70,11 @@ class Conventions:
         Parameters
         ----------
         examples : int
-            N.
+            Number of examples ``N``.
         rows : int or 0-d array
             The number of rows kept by the mask.
         sources : int
-            M.
+            Number of backpropagated vectors ``M``.
 
         Returns
         -------

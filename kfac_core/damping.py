@@ -52,13 +52,13 @@ def factored_shifts(
     mean_eigenvalues : sequence of 0-d array
         The n_i, nonnegative.
     damping : float or 0-d array
-        lam.
+        Damping ``lam``.
     scale : 0-d array
-        S.
+        Scale ``S``.
     unit_pi : bool
         Whether all shifts are equal, whatever the n_i.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -106,7 +106,7 @@ def levenberg_marquardt(
     Parameters
     ----------
     damping : float or 0-d array
-        lam as it is.
+        Current damping ``lam``.
     reduction_ratio : float or 0-d array
         rho: the change of the loss over the change that the model predicted, as
         `kfac_core.steps.reduction_ratio` gives it.  NaN counts as a prediction that

@@ -228,13 +228,13 @@ class Estimator:
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         ConventionError
-            Where some uses of a tied weight, or layers of a chain, are fed and others not.
+            If some uses of a tied weight, or layers of a chain, are fed and others not.
         ShapeError, DtypeError, MixedArraysError
             For arrays that do not fit, in either mode.
         NotFiniteError
-            Naming the argument (``check="raise"``).
+            For arrays that are not finite (``check="raise"``); the message names them.
 
         Notes
         -----
@@ -262,7 +262,7 @@ class Estimator:
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         """
         self.state = self.network.absorb(self.state, moments, decay=self._decay)
 
@@ -297,7 +297,7 @@ class Estimator:
         UnknownBlockError, UnsupportedError, NotReadyError
             For a name that is no block, a block without bases, or without statistics.
         NotFiniteError, FactorizationError
-            Where a factor has no certified basis; every block then keeps its bases.
+            If a factor has no certified basis; every block then keeps its bases.
         """
         self.state = self.network.rebase(
             self.state,
@@ -324,13 +324,13 @@ class Estimator:
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         NotReadyError
             For a block without statistics, or with `Eigen` and no bases yet.
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
-            Where a block has no earlier operator, or has failed as often in a row as
+            If a block has no earlier operator, or has failed as often in a row as
             ``Refreshing.failure_budget`` allows.  Nothing changes then, the count of
             failures included: it counts the refreshes that returned, with a block's
             previous operator kept.
@@ -358,7 +358,7 @@ class Estimator:
         Parameters
         ----------
         names, check
-            As for `refresh`.
+            See `refresh`.
 
         Returns
         -------
@@ -369,7 +369,7 @@ class Estimator:
         Raises
         ------
         UnknownBlockError, NotReadyError
-            As `refresh`.
+            See `refresh`.
         """
         started = self.state
         chosen = self.network.ready(started, names)
@@ -401,12 +401,12 @@ class Estimator:
         Returns
         -------
         CurvatureOperator
-            Immutable.
+            Immutable operator.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         NotReadyError
             Before the block's first refresh.
         """
@@ -425,16 +425,16 @@ class Estimator:
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form, dtypes and devices; new arrays.
+            New arrays with the same names, shapes, dtypes and devices.
 
         Raises
         ------
         UnknownBlockError, NotReadyError
-            As `operator`.
+            See `operator`.
         ConventionError
-            Where some layers of a chain are given, and others not.
+            If some layers of a chain are given, and others not.
         ShapeError, DtypeError, MixedArraysError
-            For gradients that do not fit.
+            For gradients of incompatible shape, dtype, library or device.
 
         Notes
         -----
@@ -469,12 +469,12 @@ class Estimator:
             For some or all blocks.  An embedding's weight may be `SparseRows`, and is
             that in the result then.
         *arguments, **options
-            What the product takes besides the vector, such as an exponent.
+            Arguments of the product besides the vector, such as an exponent.
 
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form.
+            Arrays in the same structure.
 
         Raises
         ------
@@ -547,12 +547,12 @@ class Estimator:
         Parameters
         ----------
         state : mapping
-            Of an estimator with the same blocks and conventions.
+            State of an estimator with the same blocks and conventions.
 
         Raises
         ------
         StateError
-            Where anything does not fit; nothing was changed then.
+            If anything does not fit; nothing was changed then.
         """
         network, loaded, settings = parse_state(state, self.network, self._promises())
         self.network, self.state = network, loaded

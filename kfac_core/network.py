@@ -87,7 +87,7 @@ def plain(function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
     function : callable
         Takes a name, a block and arguments.
     tasks : mapping of str to tuple
-        By name: the block and its arguments.
+        For each name, the block and its arguments.
 
     Returns
     -------
@@ -121,7 +121,7 @@ class BlockState:
     operator : CurvatureOperator or None
         The snapshot of the last refresh.
     damping : float, 0-d array or None
-        That the operator was made with.
+        Damping that the operator was made with.
     updates, age, refreshes, failures : int or 0-d array of int32
         How many updates the statistics have seen, how many of them came after the
         operator was made, how many refreshes there were, and how many failed in a row.
@@ -152,7 +152,7 @@ class NetworkState:
     Attributes
     ----------
     blocks : dict of str to BlockState
-        By name.
+        States by name of the block.
     """
 
     blocks: dict[str, BlockState]
@@ -209,7 +209,7 @@ class Network:
     solving : mapping of str to {"inverse", "triangular"}, optional
         How each block's factors are divided by; inverses where left out.
     max_patch_elements : int, optional
-        As in `Execution`.
+        See `Execution`.
 
     Raises
     ------
@@ -292,9 +292,9 @@ class Network:
         Parameters
         ----------
         like : array
-            Any array of the library, on the device and of the dtype that is wanted.
+            Array of the library, on the device and of the dtype that is wanted.
         damping : float, 0-d array or mapping of str to these
-            lam.
+            Damping ``lam``.
 
         Returns
         -------
@@ -352,13 +352,13 @@ class Network:
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         batches : mapping of str to Batch, GradientBatch or sequence of Batch
             What each block's layer saw; blocks that are left out stay as they are.  A
             sequence is several uses of one layer in each example, whose rows are shared
             positions of one weight.
         decay : float or 0-d array
-            In [0, 1].
+            Factor on the old statistics, in [0, 1].
         check : {"raise", "status"}
             What happens to a batch that is not finite in any block: an error, for which
             the device is synchronized with once; or flags, and every block as it was.
@@ -368,17 +368,17 @@ class Network:
         Returns
         -------
         NetworkState
-            Of the form of `state`.
+            State with the structure of `state`.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         ConventionError
-            Where some uses of a tied weight, or some layers of a chain, are given, and
+            If some uses of a tied weight, or some layers of a chain, are given, and
             others not.
         ShapeError, DtypeError, MixedArraysError, DecayError
-            For arguments that do not fit, in either mode.
+            For incompatible arguments, in either mode.
         NotFiniteError
             Naming the block and the argument (``check="raise"``).
 
@@ -444,21 +444,21 @@ class Network:
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         moments : mapping of str to Statistics
             As `Block.moments` makes them of a part and `Block.merge` adds them up.
         decay : float or 0-d array
-            As for `update`.
+            See `update`.
 
         Returns
         -------
         NetworkState
-            New.
+            New state.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         """
         blocks: dict[str, BlockState] = {}
         for name, given in moments.items():
@@ -494,7 +494,7 @@ class Network:
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         moments : {"kronecker", "carried", "zero"}
             What the second moments are in the new bases; see `kfac_core.Eigen.rebased`.
         names : iterable of str, optional
@@ -508,14 +508,14 @@ class Network:
         Returns
         -------
         NetworkState
-            Of the form of `state`.
+            State with the structure of `state`.
 
         Raises
         ------
         UnknownBlockError, UnsupportedError, NotReadyError
             For a name that is no block, a block without bases, or without statistics.
         NotFiniteError, FactorizationError
-            Where a factor has no certified basis (``check="raise"``).
+            If a factor has no certified basis (``check="raise"``).
 
         Notes
         -----
@@ -568,9 +568,9 @@ class Network:
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         damping : float, 0-d array, or mapping of str to these
-            lam >= 0 of the whole network, or of each block by name.
+            Damping ``lam >= 0`` of the whole network, or of each block by name.
         names : iterable of str, optional
             The blocks; all that have statistics where left out.
         check : {"raise", "status"}
@@ -583,18 +583,18 @@ class Network:
         Returns
         -------
         NetworkState
-            Of the form of `state`.
+            State with the structure of `state`.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         NotReadyError
             For a block without statistics, or whose bases were never computed.
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
-            Where a block has no earlier operator, or has failed as often in a row as
+            If a block has no earlier operator, or has failed as often in a row as
             the budget allows (``check="raise"``).  Within it the block keeps its operator,
             and its ``failures`` are one more.
 
@@ -646,7 +646,7 @@ class Network:
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         gradients : mapping of str to mapping of str to array
             For some or all blocks, the parameters' gradients in the layer's layout.
         executor : Executor
@@ -655,16 +655,16 @@ class Network:
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form, dtypes and devices.
+            Arrays with the same names, shapes, dtypes and devices.
 
         Raises
         ------
         UnknownBlockError, NotReadyError
             For a name that is no block, or a block that was never refreshed.
         ConventionError
-            Where some layers of a chain are given, and others not.
+            If some layers of a chain are given, and others not.
         ShapeError, DtypeError, MixedArraysError
-            For gradients that do not fit.
+            For gradients of incompatible shape, dtype, library or device.
 
         Notes
         -----
@@ -694,18 +694,18 @@ class Network:
             The name of a method of `CurvatureOperator` that takes and returns a vector,
             such as ``"multiply_matpower"``.
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         vectors : mapping of str to mapping of str to array
             For some or all blocks.  An embedding's weight may be `SparseRows`.
         *arguments, **options
-            What the product takes besides the vector, such as an exponent.
+            Arguments of the product besides the vector, such as an exponent.
         executor : Executor
             How the loop over blocks is run.
 
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form.
+            Arrays in the same structure.
 
         Raises
         ------
@@ -735,7 +735,7 @@ class Network:
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         NotReadyError
             Before the block's first refresh.
         """
@@ -755,7 +755,7 @@ class Network:
         Parameters
         ----------
         state : NetworkState
-            As it is.
+            Current state.
         names : iterable of str, optional
             All that have statistics where left out.
 
@@ -788,18 +788,18 @@ class Network:
         Parameters
         ----------
         state : NetworkState
-            As it is now.
+            Current state.
         made : NetworkState
             What `refresh` made of `started`.
         started : NetworkState
-            As it was when the refresh was started.
+            State when the refresh was started.
         names : iterable of str
             The blocks that were refreshed.
 
         Returns
         -------
         NetworkState
-            In which ages count the updates since `started`.
+            State whose ages count the updates since `started`.
         """
         blocks: dict[str, BlockState] = {}
         for name in names:
@@ -873,20 +873,21 @@ class Network:
         Parameters
         ----------
         state : NetworkState
-            Of this network, in which numbers may be Python's and blocks may have no
+            State of this network, in which numbers may be Python's and blocks may have no
             statistics or operators yet.
         form : NetworkState
-            As `initial` makes it, for what a block does not have.
+            State from `initial`, for what a block does not have.
 
         Returns
         -------
         NetworkState
-            Of the form of `form`; no array is in it twice, nor in either of the two.
+            State with the structure of `form`, which shares no array with itself or with
+            either argument.
 
         Raises
         ------
         StateError
-            Where a block is of another form.
+            If a block is of another form.
         """
         blocks: dict[str, BlockState] = {}
         for name, wanted in form.blocks.items():

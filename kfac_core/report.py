@@ -37,12 +37,13 @@ class FactorReport:
     Attributes
     ----------
     size : int
-        Its number of rows.
+        Number of rows.
     shift : float
         What the damping added to its diagonal; the largest, of a stack.  Zero where the
         damping is added to the block instead.
     condition : float or None
-        Of the damped factor; None where nothing was prepared, and of a basis.
+        Condition number of the damped factor; None where nothing was prepared, and of a
+        basis.
     residual : float or None
         The relative residual of its factorization.
     fallback : str or None
@@ -66,20 +67,20 @@ class BlockReport:
     Attributes
     ----------
     layer, approximation : str
-        What it is.
+        Kind of layer, and name of the approximation.
     updates, age, failures : int
-        As in `BlockState`.
+        See `BlockState`.
     basis_age : int or None
         How many updates came after the bases were computed; None without bases.
     damping : float or None
         The damping of its operator.
     condition : float or None
-        Of the damped block, estimated; None before the first refresh.
+        Estimated condition number of the damped block; None before the first refresh.
     residual : float or None
         ``|F F^-1 z - z| / |z|`` of the damped block, for a fixed probe z; None where
         there is no inverse.
     factors : dict of str to FactorReport
-        By side; empty before the first refresh, and where a block has no factors.
+        Reports by side; empty before the first refresh, and where a block has no factors.
     """
 
     layer: str
@@ -123,7 +124,7 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     Parameters
     ----------
     block : Block
-        Its description.
+        Description of the block.
     state : BlockState
         What the estimator holds for it.
 

@@ -90,12 +90,13 @@ def dump_state(
     promises : mapping of str to object
         What must be the same where the state is loaded.
     damping, decay
-        Of the next refresh and update, which are taken over where the state is loaded.
+        Damping of the next refresh and decay of the next update, restored when the state is
+        loaded.
 
     Returns
     -------
     dict
-        As the module's conventions say.
+        State in the documented form.
     """
     settings = {
         "damping": {name: float(value) for name, value in damping.items()}
@@ -126,9 +127,9 @@ def parse_state(
     Parameters
     ----------
     state : mapping
-        As `dump_state` made it.
+        State made by `dump_state`.
     network : Network
-        Of the estimator that wants it.
+        Network of the estimator that loads it.
     promises : mapping of str to object
         The conventions of that estimator.
 
@@ -261,7 +262,7 @@ class _Values:
     Parameters
     ----------
     values : mapping of str to object
-        By path.
+        Values by path.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:

@@ -84,9 +84,9 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], /) -> np.ndarray[Any, An
     Parameters
     ----------
     shape : tuple of int
-        Of the array.
+        Shape of the array.
     dtype : numpy.dtype
-        Of its numbers.
+        Dtype of the array.
 
     Returns
     -------

@@ -116,9 +116,9 @@ class Approximation(Protocol):
         Parameters
         ----------
         statistics : Statistics
-            As they were; never modified.
+            Old statistics; not modified.
         rows : Rows, or what else `rows` returns
-            Of one batch.  They may hold NaN or infinity: whoever called looks at that,
+            Rows of one batch.  They may hold NaN or infinity: whoever called looks at that,
             and keeps the old statistics.
         layer : Layer
             Layer that they are of.
@@ -128,7 +128,7 @@ class Approximation(Protocol):
         Returns
         -------
         Statistics
-            New, of the same form.
+            New statistics with the same structure.
         """
 
     @abstractmethod
@@ -140,7 +140,7 @@ class Approximation(Protocol):
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         layer : Layer
             Layer of the block.
         options : OperatorOptions
@@ -154,5 +154,5 @@ class Approximation(Protocol):
         Raises
         ------
         NotFiniteError, DampingError, FactorizationError
-            Where a factorization cannot be made (``check="raise"``).
+            If a factorization cannot be made (``check="raise"``).
         """

@@ -151,7 +151,7 @@ class Eigen(Approximation):
         Parameters
         ----------
         statistics : Statistics
-            Of which the factors are kept.
+            Statistics whose factors are kept.
         moments : {"kronecker", "carried", "zero"}
             What E is in the new bases, until updates add to it: ``S a g^T`` from the
             factors' eigenvalues, with the weight of the input factor, so that the
@@ -173,7 +173,7 @@ class Eigen(Approximation):
         ConventionError
             For an unknown `moments`.
         NotFiniteError, FactorizationError
-            Where a factor has no certified basis (``check="raise"``).
+            If a factor has no certified basis (``check="raise"``).
 
         Notes
         -----

@@ -70,9 +70,9 @@ class KFOC(Approximation):
     Parameters
     ----------
     iterations : int
-        Of the power iteration in each update, at least 1.  The error of a factor falls by
-        ``(s_2 / s_1)^2`` an iteration, the ratio of the two largest singular values of the
-        rearranged block; a handful is enough for a preconditioner.
+        Number of power iterations in each update, at least 1.  The error of a factor falls
+        by ``(s_2 / s_1)^2`` an iteration, the ratio of the two largest singular values of
+        the rearranged block; a handful is enough for a preconditioner.
 
     Raises
     ------

@@ -139,16 +139,16 @@ class Kronecker(Approximation):
         Parameters
         ----------
         layer : Layer
-            Of which the sizes are read.
+            Layer whose sizes fix the factors.
         dtype, device : dtype, device
-            Where and in which precision they are kept.
+            Dtype and device of the statistics.
         xp : namespace
-            Of what library.
+            Namespace to create arrays in.
 
         Returns
         -------
         Statistics
-            All zero.
+            Statistics that are zero throughout.
         """
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         repeats = Average(zero_weight(xp, **place), zero_weight(xp, **place))
@@ -170,18 +170,18 @@ class Kronecker(Approximation):
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         rows : Rows, IdRows or PixelRows
             Finite; cast to the statistics' dtype before anything is multiplied.
         layer : Layer
-            That they are of.
+            Layer that the rows come from.
         options : UpdateOptions
             Conventions, decay and weight, and what is skipped.
 
         Returns
         -------
         Statistics
-            New.
+            New statistics.
 
         Notes
         -----
@@ -218,9 +218,9 @@ class Kronecker(Approximation):
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         layer : Layer
-            Of the block.
+            Layer of the block.
         options : OperatorOptions
             Damping and its rule, and how to compute.
 
@@ -256,7 +256,7 @@ def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
     Returns
     -------
     dict of str to tuple of int
-        As `Approximation.factor_shapes`.
+        Sizes as in `Approximation.factor_shapes`.
     """
     n, columns = layer.matrix_shape
     m = columns // layer.groups
@@ -277,9 +277,9 @@ def kronecker_operator(
     statistics : Statistics
         With the averages ``"input"`` and ``"output"``.
     kinds : tuple of Factor
-        Of the two.
+        Kinds of the two factors.
     scale : array, 0-d or one a group
-        S; zero counts as 1.
+        Scale ``S``; zero counts as 1.
     options : OperatorOptions
         Damping and its rule, and how to compute.
 

@@ -138,7 +138,7 @@ class BlockTridiagonal(Approximation):
         UnsupportedError
             For exact damping.
         NotFiniteError, FactorizationError
-            Where a factor cannot be factorized, or where neighbors are correlated by more
+            If a factor cannot be factorized, or where neighbors are correlated by more
             than 1: their moments are then not of the same rows (``check="raise"``).
 
         Notes

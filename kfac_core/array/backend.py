@@ -177,7 +177,7 @@ def get_backend(name: str, /) -> Backend:
     Raises
     ------
     UnknownBackendError
-        Where nothing of that name is registered, and no importable package of that
+        If nothing of that name is registered, and no importable package of that
         name follows the Array API standard.
     """
     if name not in _loaded:

@@ -24,8 +24,9 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
     Parameters
     ----------
     definition : callable
-        In the pure standard, with the namespace as the keyword ``xp``.  Its name is
-        one of `kfac_core.array.backend.OPERATIONS`.  It stays reachable as ``__wrapped__``.
+        Function in the pure standard, with the namespace as the keyword ``xp``.  Its name
+        is one of `kfac_core.array.backend.OPERATIONS`.  It stays reachable as
+        ``__wrapped__``.
 
     Returns
     -------

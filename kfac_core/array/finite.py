@@ -27,9 +27,9 @@ def all_finite(x: Array, /, *, xp: Namespace) -> Array:
     Parameters
     ----------
     x : array
-        Of any shape and real floating dtype; true where it is empty.
+        Array of any shape and real floating dtype; true where it is empty.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -46,9 +46,9 @@ def known_true(condition: Array, /, *, xp: Namespace) -> bool:
     Parameters
     ----------
     condition : array of bool
-        Of any shape.
+        Array of any shape.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -66,9 +66,9 @@ def is_plain(x: Array, /, *, xp: Namespace) -> bool:
     Parameters
     ----------
     x : array
-        Any.
+        Array.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -86,9 +86,9 @@ def truth_of(condition: Array, /, *, xp: Namespace) -> bool | None:
     Parameters
     ----------
     condition : array of bool, 0-d
-        Any.
+        Condition.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -111,7 +111,7 @@ def is_readable(x: Array, /, *, xp: Namespace) -> bool:
     x : array
         A small one, since all of it is compared.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -129,9 +129,9 @@ def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
     Parameters
     ----------
     x : float or array
-        Any.
+        Scalar.
     xp : namespace
-        Of the arrays that the scalar goes together with.
+        Array API namespace of the arrays.
 
     Returns
     -------

@@ -62,7 +62,7 @@ class GenericBackend:
         Raises
         ------
         ImportError
-            Where the package cannot be imported or does not follow the standard.
+            If the package cannot be imported or does not follow the standard.
         """
         if self._module is None:
             raise ImportError(self.problem())
@@ -84,7 +84,7 @@ class GenericBackend:
         Raises
         ------
         ValueError
-            Where the library has no device of that name.
+            If the library has no device of that name.
         """
         if spec is None:
             return None
@@ -109,7 +109,7 @@ class GenericBackend:
         Returns
         -------
         array
-            Of this library, independent of `values`.
+            Array of this library, independent of `values`.
         """
         return self.namespace().asarray(
             np.ascontiguousarray(values).reshape(values.shape), device=device, copy=True
@@ -121,7 +121,7 @@ class GenericBackend:
         Parameters
         ----------
         x : array
-            Of this library.
+            Array of this library.
 
         Returns
         -------
@@ -147,7 +147,7 @@ class GenericBackend:
         function : callable
             Returns a structure of arrays.
         device : device
-            Of these.
+            One of these devices.
 
         Returns
         -------

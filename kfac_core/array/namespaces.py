@@ -88,11 +88,11 @@ def namespace_of(
     Raises
     ------
     DtypeError
-        Where an argument is no array.
+        If an argument is no array.
     MixedArraysError
-        Where two of them are of different libraries, or on different devices.
+        If two of them are of different libraries, or on different devices.
     BackendUnavailableError
-        Where the library follows too old a version of the standard.
+        If the library follows too old a version of the standard.
     """
     given = arrays
     if optional is not NO_ARRAYS:
@@ -136,7 +136,7 @@ def same_place(**arrays: Array | None) -> None:
     Parameters
     ----------
     **arrays : array or None
-        As for `namespace_of`.
+        See `namespace_of`.
 
     Raises
     ------
@@ -183,11 +183,11 @@ def require_floating(xp: Namespace, x: Array, name: str, /) -> None:
     Parameters
     ----------
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
     x : array
-        Any shape.
+        Array of any shape.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Raises
     ------
@@ -225,13 +225,13 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
     Parameters
     ----------
     xp : namespace
-        Of the arrays that the scalar goes together with.
+        Array API namespace of the arrays.
     value : float or 0-d array
         NumPy scalars and other real numbers become Python floats.
     dtype : dtype
         What a 0-d array is cast to.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Returns
     -------
@@ -241,9 +241,9 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
     Raises
     ------
     ShapeError
-        Where an array is not 0-d.
+        If an array is not 0-d.
     DtypeError, MixedArraysError
-        Where it is neither a number nor an array of this library.
+        If it is neither a number nor an array of this library.
     """
     if isinstance(value, NUMBER):
         return float(value)

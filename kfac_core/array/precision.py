@@ -26,12 +26,12 @@ class Precision:
     Parameters
     ----------
     storage : {"float32", "float64"} or None
-        Of the statistics; None is the dtype of the first batch, or float32 where that
+        Dtype of the statistics; None is the dtype of the first batch, or float32 where that
         is narrower.
     compute : {"float32", "float64"} or None
-        Of the factorizations; None is the storage dtype.
+        Dtype of the factorizations; None is the storage dtype.
     apply : {"float32", "float64"} or None
-        Of the snapshot; None is the storage dtype.
+        Dtype of the snapshot; None is the storage dtype.
 
     Raises
     ------

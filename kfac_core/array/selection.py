@@ -66,7 +66,7 @@ class Selection:
     spec : str
         The specification as it was given, ``name[:device]``.
     reason : str
-        Where it was given.
+        Where the choice was made.
     """
 
     backend: Backend
@@ -96,9 +96,9 @@ def selected_backend(backend: str | None = None, /) -> Selection:
     Raises
     ------
     UnknownBackendError
-        Where no backend has that name.
+        If no backend has that name.
     BackendUnavailableError
-        Where the library or the device cannot be used here.
+        If the library or the device cannot be used here.
     """
     spec, reason = _choose(backend)
     name, _, device = spec.partition(":")
@@ -180,14 +180,14 @@ def asarray(values: np.ndarray[Any, Any], /, *, backend: str | None = None) -> A
     Returns
     -------
     array
-        Of the selected library.
+        Array of the selected library.
 
     Raises
     ------
     UnknownBackendError, BackendUnavailableError
-        As `selected_backend`.
+        See `selected_backend`.
     DtypeError
-        Where the library would narrow the dtype in silence (JAX without 64 bits).
+        If the library would narrow the dtype in silence (JAX without 64 bits).
     """
     selection = selected_backend(backend)
     return selection.backend.asarray(np.asarray(values), device=selection.device)

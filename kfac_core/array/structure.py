@@ -182,7 +182,7 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
     Returns
     -------
     structure
-        Of the class of `first`.
+        Structure of the class of `first`.
 
     Raises
     ------
@@ -233,7 +233,7 @@ def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
     Parameters
     ----------
     value : structure, dict, array, number or None
-        Any.
+        Value of any kind.
     leaf : callable
         What is to agree of an array, as something hashable.
 
@@ -260,7 +260,7 @@ def taken_apart(value: T, split: Callable[[Any], list[Any]], length: int, /) -> 
     Parameters
     ----------
     value : structure
-        Not modified.
+        Structure; not modified.
     split : callable
         Returns the parts of a field that is not static: a list of `length`.
     length : int
@@ -294,14 +294,14 @@ def replaced(value: T, /, **changes: Any) -> T:
     Parameters
     ----------
     value : structure
-        Not modified.
+        Structure; not modified.
     **changes
         The new fields.
 
     Returns
     -------
     structure
-        Of the same class.
+        Structure of the same class.
     """
     cls = type(value)
     fields = {name: getattr(value, name) for name, _ in _fields[cls]}
@@ -319,7 +319,7 @@ def combinable(first: Any, second: Any, /) -> bool:
     Parameters
     ----------
     first, second : structure, dict, array or None
-        Anything.
+        Values of any kind.
 
     Returns
     -------

@@ -93,7 +93,7 @@ def read_header(path: str | os.PathLike[str], /) -> dict[str, Any]:
     Parameters
     ----------
     path : path-like
-        A checkpoint.
+        Path of a checkpoint.
 
     Returns
     -------

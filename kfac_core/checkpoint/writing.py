@@ -69,7 +69,7 @@ def save_checkpoint(
     ConventionError
         For other `parts`.
     StateError
-        Where safetensors is not installed.
+        If safetensors is not installed.
     OSError
         As writing a file.
     """
@@ -134,7 +134,7 @@ def load_library() -> ModuleType:
     Raises
     ------
     StateError
-        Where it is not installed, with what to do.
+        If it is not installed, with what to do.
     """
     try:
         import safetensors

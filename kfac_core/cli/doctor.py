@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     Parameters
     ----------
     arguments : argparse.Namespace
-        As `add_arguments` declared.
+        Parsed arguments of `add_arguments`.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def diagnosis(progress: Progress | None = None, /) -> dict[str, Any]:
     Returns
     -------
     dict
-        Of ``kfac_core``, ``python``, ``selected``, ``backends`` and ``operations``.
+        Report of ``kfac_core``, ``python``, ``selected``, ``backends`` and ``operations``.
     """
     backends = {}
     for name in backend_names():

@@ -51,7 +51,7 @@ class BackgroundRefresh:
         Raises
         ------
         KFACError
-            As `kfac_core.Estimator.refresh`.
+            See `kfac_core.Estimator.refresh`.
         """
         made = self._made.result()
         install, self._install = self._install, None

@@ -41,7 +41,7 @@ class Rates:
     Parameters
     ----------
     syrk, potrf, potri, symm, trsm, eigh : float
-        Positive.
+        Rate of each kernel, positive.
 
     Raises
     ------
@@ -75,11 +75,11 @@ class BlockCosts:
     groups : int
         How many there are.
     statistics_per_row : float
-        Of an update with a symmetric rank-k kernel.
+        Flops of an update with a symmetric rank-k kernel.
     refresh : dict of {"inverse", "triangular", "eigenbasis"} to float
-        By the way of solving.
+        Flops by method of solving.
     precondition : dict of {"inverse", "triangular", "eigenbasis"} to float
-        Likewise.
+        Flops by method of solving.
     """
 
     sizes: tuple[int, ...]
@@ -107,7 +107,7 @@ class CostTable:
     Attributes
     ----------
     blocks : dict of str to BlockCosts
-        By name; blocks whose approximation declares no full factors are left out.
+        Costs by name; blocks whose approximation declares no full factors are left out.
     solving : dict of str to str
         What was chosen for each.
     interval : float or None
@@ -155,9 +155,9 @@ def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
     Parameters
     ----------
     block : Block
-        Its description.
+        Description of the block.
     rates : Rates
-        Of the machine.
+        Rates of the machine.
 
     Returns
     -------
@@ -201,7 +201,7 @@ def solving_of(
     Parameters
     ----------
     costs : BlockCosts or None
-        Of the block.
+        Costs of the block.
     solving : {"inverse", "triangular", "cheaper"}
         What was asked for; the last asks `costs`.
     interval : float or None

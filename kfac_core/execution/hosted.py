@@ -36,7 +36,7 @@ def host_computes(*, xp: Namespace) -> bool:
     Parameters
     ----------
     xp : namespace
-        Of the arrays that would be seen.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -53,9 +53,9 @@ def host_view(x: Array, /, *, xp: Namespace) -> np.ndarray[Any, Any] | None:
     Parameters
     ----------
     x : array
-        Any.
+        Array.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -75,12 +75,12 @@ def from_host(x: np.ndarray[Any, Any], /, *, xp: Namespace) -> Array:
     x : numpy.ndarray
         Not to be written to afterwards.
     xp : namespace
-        Of the library.
+        Array API namespace of the library.
 
     Returns
     -------
     array
-        Of the same shape and dtype.
+        Array of the same shape and dtype.
     """
     return xp.asarray(x)
 
@@ -91,7 +91,7 @@ class Hosted:
     Parameters
     ----------
     inner : Executor
-        Runs them.
+        Executor that runs the tasks.
     """
 
     def __init__(self, inner: Executor = plain) -> None:

@@ -58,16 +58,16 @@ class Movement:
         Parameters
         ----------
         state : NetworkState
-            As it is now.
+            Current state.
         names : iterable of str
             The blocks to look at.
         damping : float, 0-d array or mapping of str to these
-            Of the next operators.
+            Damping of the next operators.
 
         Returns
         -------
         list of str
-            Those to be refreshed.
+            Blocks to refresh.
 
         Notes
         -----
@@ -109,7 +109,7 @@ def probe_images(statistics: Statistics, /, *, debias: bool) -> ProbeImages:
     Parameters
     ----------
     statistics : Statistics
-        Never modified.
+        Statistics of the block; not modified.
     debias : bool
         Whether sums are divided by their weights.
 

@@ -215,7 +215,7 @@ def stacked(values: tuple[Any, ...], /) -> Any:
     Parameters
     ----------
     values : tuple of structure or dict
-        Of one form; never modified.
+        Values of one structure; not modified.
 
     Returns
     -------

@@ -88,7 +88,7 @@ def in_threads(
     function : callable
         Changes nothing that another call reads.
     problems : sequence
-        Its arguments; started in this order.
+        Arguments of the function, started in this order.
     workers : int
         The number of threads, at least 1, which is the calling thread alone.
     library : Backend, optional
@@ -138,9 +138,9 @@ def in_bundles(
     Parameters
     ----------
     function : callable
-        Of a list of problems; changes nothing that another call reads.
+        Function of a list of problems; changes nothing that another call reads.
     problems : sequence
-        Any.
+        Problems of any kind.
     work : callable
         How much a problem takes, in any unit.
     workers, library : int, Backend
@@ -149,7 +149,7 @@ def in_bundles(
     Returns
     -------
     dict
-        Of all names that were found, in no order.
+        Results by name, in no particular order.
     """
     if workers == 1 or len(problems) < 2:
         return function(list(problems))

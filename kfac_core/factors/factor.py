@@ -90,7 +90,7 @@ def factor_of(kind: FactorKind, layer: Layer, /) -> Factor:
     kind : {"full", "diagonal", "uncorrelated"}
         The kind.
     layer : Layer
-        Of which ``"uncorrelated"`` reads the kernel's size and the bias.
+        Layer; ``"uncorrelated"`` reads the kernel's size and the bias.
 
     Returns
     -------

@@ -26,9 +26,9 @@ class RunningProduct:
     Attributes
     ----------
     input : array, shape (..., n, n)
-        A.
+        Factor A.
     output : array, shape (..., m, m)
-        G.
+        Factor G.
     change : array, shape (...)
         The residual check of the last fit; see `kfac_core.linalg.kronecker_fit`.
     weight : array, 0-d

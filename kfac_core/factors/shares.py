@@ -71,7 +71,7 @@ class SharingShares(NamedTuple):
     scale : float or 0-d array
         ``weight / R``, R the number of rows.
     weight : 0-d array
-        That goes with it.
+        Weight of the sum.
     outer : float or 0-d array
         What each ``g g^T`` is multiplied by besides.
     repeats : float or 0-d array
@@ -103,13 +103,13 @@ def update_shares(
     statistics : Statistics
         For the dtype and the device.
     rows : Rows, IdRows or ExampleGradients
-        Of the update.
+        Rows of the update.
     conventions : Conventions
         How the output gradients are scaled.
     weight : float, 0-d array or None
-        Of the update.
+        Weight of the update.
     xp : namespace
-        Of all arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------

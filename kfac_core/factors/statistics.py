@@ -25,7 +25,7 @@ class Statistics:
     Attributes
     ----------
     averages : dict of str to Average
-        By the names that the approximation gives them, such as ``"input"``.
+        Averages by the names that the approximation gives them, such as ``"input"``.
     status : array of int32, 0-d
         The flags of the last update; nonzero where it was left out.
     bases : dict of str to Eigendecomposition

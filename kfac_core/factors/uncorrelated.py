@@ -41,9 +41,9 @@ class ChannelMoments:
     Attributes
     ----------
     mean : array, shape (c,)
-        mu.
+        Mean ``mu``.
     covariance : SymmetricMatrix
-        Sigma, c x c.
+        Covariance ``Sigma``, c x c.
     """
 
     mean: Array
@@ -57,7 +57,7 @@ class UncorrelatedFactor:
     Parameters
     ----------
     repeats : int
-        K.
+        Number of repetitions ``K``.
     tail : int
         1 where the layer has a bias, else 0.
     """

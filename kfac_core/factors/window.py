@@ -126,14 +126,14 @@ class WindowAverage(Average):
         decay, scale : float or 0-d array
             The two coefficients, not negative.
         weight : array, 0-d
-            Of the update.
+            Weight of the update.
         xp : namespace
-            Of all arrays.
+            Array API namespace of the arrays.
 
         Returns
         -------
         WindowAverage
-            New.
+            New average.
         """
         weights = xp.ones_like(x[:, 0, 0]) * scale
         new = WindowSum(x, g, weights, xp.zeros_like(self.sum.truncated_trace))

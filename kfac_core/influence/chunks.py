@@ -70,7 +70,7 @@ def score_chunks(
     Parameters
     ----------
     gradients : LayerGradients
-        Of the examples.
+        Gradients of the examples.
     queries : int
         How many there are.
     max_elements : int
@@ -79,12 +79,12 @@ def score_chunks(
     Returns
     -------
     Chunks
-        Of at least one query and one example.
+        Chunks of at least one query and one example.
 
     Raises
     ------
     ShapeError
-        Where not even these fit, with the number that would do.
+        If not even these fit, with the number that would do.
 
     Notes
     -----
@@ -114,7 +114,7 @@ def example_chunk(
     Parameters
     ----------
     gradients : LayerGradients
-        Of the examples.
+        Gradients of the examples.
     max_elements : int
         The budget.
     matrices : int
@@ -128,7 +128,7 @@ def example_chunk(
     Raises
     ------
     ShapeError
-        Where not even one fits.
+        If not even one fits.
     """
     size = _size(gradients.layer)
     each = 2 * _rows(gradients) + matrices * size

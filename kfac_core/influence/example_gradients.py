@@ -34,7 +34,7 @@ class LayerGradients:
     Parameters
     ----------
     layer : Layer
-        Of any kind.
+        Layer of any kind.
     fed : Batch, sequence of Batch, or mapping of str to array
         What the layer saw, without sources; or gradients with an axis of examples.
     reduction : {"sum", "mean", "mean_rows"}
@@ -43,7 +43,7 @@ class LayerGradients:
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For arrays that do not fit.
+        For arrays of incompatible shape, dtype, library or device.
     UnsupportedError
         For several sources: an example has one gradient.
     ConventionError
@@ -128,7 +128,7 @@ class ExamplePart:
     rows : Rows, IdRows, ExampleGradients or None
         What they are made of.
     scale : float or 0-d array
-        c.
+        Factor ``c``.
     """
 
     matrices: Array | None
@@ -154,7 +154,7 @@ class ExamplePart:
         Parameters
         ----------
         P : array, shape (q, in(+1), out)
-            In the dtype of the sums.
+            Matrices in the dtype of the sums.
         by_rows : bool
             Whether ``x^T P g`` is computed, where there are x and g, and no D formed.
 

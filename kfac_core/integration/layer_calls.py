@@ -32,7 +32,7 @@ class LayerCall:
     block : str
         The name of the block that the layer's weight is of.
     inputs : array, shape (N, ...)
-        As for `kfac_core.Batch`.
+        See `kfac_core.Batch`.
     mask : array of bool, shape (N, ...), optional
         Likewise.
     grad_shape : tuple of int
@@ -41,7 +41,7 @@ class LayerCall:
     Attributes
     ----------
     output_grads : list of array
-        Of one source each, in float32 or wider.
+        Output gradients of one source each, in float32 or wider.
     """
 
     def __init__(

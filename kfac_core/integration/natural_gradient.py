@@ -79,7 +79,7 @@ class NaturalGradient:
         Parameters
         ----------
         gradients : mapping of str to mapping of str to array
-            By block and parameter, in the layers' layout; blocks may be left out.
+            Gradients by block and parameter, in the layers' layout; blocks may be left out.
         calls : iterable of LayerCall
             What the layers saw, and the sources that came back.
         rows : int
@@ -88,12 +88,13 @@ class NaturalGradient:
         Returns
         -------
         dict of str to dict of str to array
-            Of the loss's mean over rows, for those blocks that have an operator.
+            Natural gradient of the loss's mean over rows, for those blocks that have an
+            operator.
 
         Raises
         ------
         NotReadyError
-            Where nothing was observed, or no output gradient came back when due.
+            If nothing was observed, or no output gradient came back when due.
         NotFiniteError
             For a gradient or a row that is not finite; nothing has changed then.
         KFACError
@@ -136,7 +137,7 @@ class NaturalGradient:
         Raises
         ------
         StateError
-            Where anything does not fit; nothing was changed then.
+            If anything does not fit; nothing was changed then.
         """
         if type(state.get("steps")) is not int:
             raise StateError(f"Expected a number of `steps` in {[*state]}.")

@@ -36,9 +36,9 @@ def usual_approximation(name: str, layer: Layer, /) -> Any:
     Parameters
     ----------
     name : str
-        Not read.
+        Ignored.
     layer : Layer
-        Of any kind.
+        Layer of any kind.
 
     Returns
     -------
@@ -64,7 +64,7 @@ class Recorder:
     Attributes
     ----------
     uses : list of Use
-        What was met.
+        Observed uses.
     seen : list of tuple of array
         The inputs, mask (or None) and outputs of each.
     """
@@ -100,7 +100,7 @@ class Recorder:
         Returns
         -------
         array
-            Equal to `y`.
+            Array equal to `y`.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class Captured:
     Attributes
     ----------
     batches : dict of str to Batch or tuple of Batch
-        As `Estimator.update` takes them.
+        Batches to pass to `Estimator.update`.
     reduction : {"sum", "mean", "mean_rows"}
         The reduction of the loss that the output gradients are of.
     sources : {"sum", "mean"} or None
@@ -147,7 +147,7 @@ class Wiring:
     Parameters
     ----------
     uses : sequence of Use
-        In the order in which they were met.
+        Uses in the order in which they were observed.
     leaves : mapping of str to tuple of int
         Each parameter's name and shape, in order.
     approximation : callable
@@ -158,7 +158,7 @@ class Wiring:
     Attributes
     ----------
     blocks : dict of str to Block
-        By the name of the first use.
+        Blocks by name of the first use.
 
     Raises
     ------
@@ -213,7 +213,7 @@ class Wiring:
         Raises
         ------
         ConventionError
-            Where a block has no use.
+            If a block has no use.
         """
         names = [self._names.get(_key(use)) for use in uses]
         unused = [name for name in self.blocks if name not in names]
@@ -236,7 +236,7 @@ class Wiring:
         Parameters
         ----------
         uses : sequence of Use
-            Those that are left out, too.
+            All uses, including those that are left out.
         seen : sequence of pairs
             The inputs and the mask (or None) of each use.
         grads : sequence of array
@@ -250,7 +250,7 @@ class Wiring:
         Returns
         -------
         Captured
-            Of every block.
+            Results of every block.
 
         Raises
         ------

@@ -26,12 +26,12 @@ def require_parameters(
     Returns
     -------
     namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For parameters that do not fit.
+        For parameters of incompatible shape, dtype, library or device.
     """
     if set(parameters) != set(shapes):
         raise ShapeError(
@@ -54,7 +54,7 @@ def require_mask(mask: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Arr
     lead : tuple of int
         The shape that is expected, ``(N, *shared)``.
     xp : namespace
-        Of the mask.
+        Array API namespace of the mask.
 
     Returns
     -------

@@ -83,7 +83,7 @@ class Conv:
     groups : int
         Q, which divides both numbers of channels.
     bias : bool
-        Whether there is one.
+        Whether the layer has a bias.
     weight_layout : {"spatial_io", "oi_spatial"}
         The order of the weight's axes; see the module's conventions.
     data_layout : {"channels_last", "channels_first"}
@@ -172,7 +172,7 @@ class Conv:
         Returns
         -------
         Rows
-            Of N examples with S positions, or R with P; with a leading axis of groups
+            Rows of N examples with S positions, or R with P; with a leading axis of groups
             where there are several.
 
         Raises
@@ -199,7 +199,7 @@ class Conv:
         Parameters
         ----------
         batch : Batch
-            As for `rows`.
+            See `rows`.
         max_patch_elements : int
             How many numbers the patches of one chunk, all channels together, may hold.
 
@@ -211,7 +211,7 @@ class Conv:
         Raises
         ------
         ShapeError
-            Where one example exceeds the budget; otherwise as `rows`, at once.
+            If one example exceeds the budget; otherwise as `rows`, at once.
 
         Notes
         -----
@@ -241,7 +241,7 @@ class Conv:
         Parameters
         ----------
         batch : Batch
-            As for `rows`; never modified.
+            See `rows`; never modified.
 
         Returns
         -------
@@ -252,7 +252,7 @@ class Conv:
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            For arrays that do not fit.
+            For arrays of incompatible shape, dtype, library or device.
         UnsupportedError
             For a convolution with groups.
         """

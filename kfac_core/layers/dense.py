@@ -35,7 +35,7 @@ class Dense:
     in_features, out_features : int
         The widths, at least 1.
     bias : bool
-        Whether there is one.
+        Whether the layer has a bias.
     weight_layout : {"io", "oi"}
         The order of the weight's axes; see the module's conventions.
 
@@ -145,7 +145,7 @@ class Dense:
         ShapeError
             For missing, unknown or misshapen parameters.
         DtypeError
-            For integers.
+            For integer arrays.
         MixedArraysError
             For arrays of several libraries or devices.
         """
@@ -168,7 +168,7 @@ class Dense:
         Parameters
         ----------
         matrix : array, shape (in(+1), out)
-            As `parameters_to_matrix` gives it.
+            Matrix from `parameters_to_matrix`.
         stack : tuple of int
             The shape of leading axes of a stack of matrices.
 

@@ -24,12 +24,12 @@ def detached(batch: Any, /) -> Any:
     Parameters
     ----------
     batch : Batch, GradientBatch, sequence of Batch or dict of str to Batch
-        What was fed.
+        Batch that was fed.
 
     Returns
     -------
     object
-        Of the same form.
+        Batch of the same form.
     """
     if isinstance(batch, list | tuple):
         return tuple([detached(use) for use in batch])
@@ -59,7 +59,7 @@ def require_finite_rows(statuses: Mapping[str, Array], /) -> None:
     Parameters
     ----------
     statuses : mapping of str to array
-        By block, as an update left them.
+        Statuses of the last update, by block.
 
     Raises
     ------

@@ -30,7 +30,7 @@ class IdRows:
     mask : array of bool, shape (N, S), or None
         The rows that count; of one column for bags.
     size : int
-        V.
+        Vocabulary size ``V``.
     bag : bool
         Whether the k ids of an example make one row.
     binary : bool

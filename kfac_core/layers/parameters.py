@@ -71,7 +71,7 @@ class Parameters:
         Parameters
         ----------
         batch : GradientBatch
-            Never modified.
+            Batch of the layer; not modified.
 
         Returns
         -------
@@ -81,7 +81,7 @@ class Parameters:
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            For gradients that do not fit.
+            For gradients of incompatible shape, dtype, library or device.
         UnsupportedError
             For a `Batch` of inputs and output gradients.
         """

@@ -144,9 +144,9 @@ class Rows:
             Whether each position is a row; or each example, with the mean of its x and
             the sum of its g.
         dtype : dtype
-            Of the result.
+            Dtype of the result.
         xp : namespace
-            Of the rows.
+            Array API namespace of the rows.
 
         Returns
         -------
@@ -160,7 +160,7 @@ class Rows:
         Raises
         ------
         UnsupportedError
-            Where positions are missing that would be reduced.
+            If positions are missing that would be reduced.
 
         References
         ----------
@@ -229,9 +229,9 @@ class Rows:
         input_basis, output_basis : array, shapes ((Q,) n, n) and ((Q,) m, m), or None
             Orthogonal matrices; None leaves a side as it is.
         dtype : dtype
-            Of the result.
+            Dtype of the result.
         xp : namespace
-            Of all arrays.
+            Array API namespace of the arrays.
 
         Returns
         -------
@@ -340,7 +340,7 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     Parameters
     ----------
     uses : sequence of Rows
-        Of the same examples and sources.
+        Rows of the same examples and sources.
 
     Returns
     -------
@@ -350,7 +350,7 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     Raises
     ------
     ShapeError
-        Where examples or sources differ.
+        If examples or sources differ.
     """
     first = uses[0]
     for use in uses:
@@ -470,7 +470,7 @@ def require_finite(status: int, /, *, name: str) -> None:
     Raises
     ------
     NotFiniteError, IdRangeError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
     """
     flags = Status(status)
     if Status.IDS_OUT_OF_RANGE in flags:

@@ -17,19 +17,19 @@ def whole_rows(layer: Layer, fed: Any, /) -> Any:
     Parameters
     ----------
     layer : Layer
-        Of any kind that has inputs.
+        Layer of any kind that has inputs.
     fed : Batch, or sequence of Batch
         A sequence is several uses of the layer in each example.
 
     Returns
     -------
     Rows, IdRows or ExampleGradients
-        Of N examples.
+        Rows of N examples.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For arrays that do not fit.
+        For arrays of incompatible shape, dtype, library or device.
     UnsupportedError
         For several uses of a layer without rows x and g, and for `row_indices`.
     """

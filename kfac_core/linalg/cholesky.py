@@ -41,9 +41,9 @@ def damped_cholesky(
     shift : float or array, shape () or (...)
         What is added to the diagonal.
     factor : float or array, shape () or (...)
-        c.
+        Factor c.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -94,7 +94,7 @@ def cholesky_inverse(
     overwrite : bool
         Whether its memory may become the inverse's; it is then not to be used again.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -118,9 +118,9 @@ def is_positive_factor(lower: Array, /, *, xp: Namespace) -> Array:
     Parameters
     ----------
     lower : array, shape (..., n, n)
-        As `damped_cholesky` left it.
+        Factor as returned by `damped_cholesky`.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------

@@ -46,7 +46,7 @@ class Link:
     Attributes
     ----------
     input, output : array, shapes (n_i, n_(i+1)) and (m_i, m_(i+1))
-        P_A and P_G.
+        Correlations P_A and P_G.
     """
 
     input: Array
@@ -69,15 +69,15 @@ class Conditional:
     Attributes
     ----------
     input_root, output_root : array, shapes (n, n) and (m, m)
-        K.
+        Roots K.
     input_dual, output_dual : array, of the same shapes
-        ``K^-T``.
+        Dual roots ``K^-T``.
     spectrum : array, shape (n, m)
         W, between 0 and 1.
     clipped : array, 0-d
         By how much a correlation was above 1.
     flags : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     """
 
     input_root: Array
@@ -128,17 +128,17 @@ def conditional(
     Parameters
     ----------
     input_root, output_root : Root
-        Of the damped moments of layer i, with the moments between the two layers,
+        Roots of the damped moments of layer i, with the moments between the two layers,
         shapes (n_i, n_(i+1)) and (m_i, m_(i+1)), as ``lagged``.
     next_input_root, next_output_root : Root
-        Of the damped moments of layer i + 1.
+        Roots of the damped moments of layer i + 1.
     xp : namespace
-        Of all arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     link : Link
-        Psi.
+        Transition Psi.
     conditional : Conditional
         Sigma; trouble is in its flags.
 

@@ -57,7 +57,7 @@ class DampedMatrix:
     matrix : SymmetricMatrix
         B; never modified.
     factor : array, shape () or (...)
-        c, positive.
+        Factor c, positive.
     shift : array, shape () or (...)
         Finite and >= 0.
     """
@@ -102,23 +102,23 @@ def cholesky_factor(
     Parameters
     ----------
     problem : DampedMatrix
-        M.
+        Matrix M.
     check : {"raise", "status"}
         Whether to climb the fallback chain and raise, or to report.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
 
     Returns
     -------
     CholeskyFactor
-        In the dtype of M; NaN throughout where it failed.
+        Result in the dtype of M; NaN throughout where it failed.
 
     Raises
     ------
     NotFiniteError, DampingError
-        Where M holds NaN or infinity, or the shift is invalid (``check="raise"``).
+        If M holds NaN or infinity, or the shift is invalid (``check="raise"``).
     FactorizationError
-        Where nothing in the chain holds (``check="raise"``).
+        If nothing in the chain holds (``check="raise"``).
 
     Notes
     -----
@@ -151,7 +151,7 @@ def damped_inverse(
     Returns
     -------
     Inverse
-        In the dtype of M; NaN throughout where M is not positive definite.
+        Result in the dtype of M; NaN throughout where M is not positive definite.
 
     Notes
     -----
@@ -176,7 +176,7 @@ def eigendecomposition(
     Returns
     -------
     Eigendecomposition
-        In the dtype of B; NaN throughout where B is not finite.
+        Result in the dtype of B; NaN throughout where B is not finite.
 
     Notes
     -----
@@ -196,11 +196,11 @@ def problem_flags(problem: DampedMatrix, finite: Array, xp: Namespace, /) -> Con
     Parameters
     ----------
     problem : DampedMatrix
-        M.
+        Matrix M.
     finite : array of bool, shape (...)
         Whether ``M z`` is finite.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------

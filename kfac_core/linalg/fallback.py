@@ -57,7 +57,7 @@ def fallback_of(made: Any, /) -> Fallback:
     Parameters
     ----------
     made : structure with a ``fallback``
-        Of a stack, the last that any matrix of it needed.
+        Factorization; of a stack, the last that any matrix of it needed.
 
     Returns
     -------
@@ -94,16 +94,16 @@ def climb(
     check : {"raise", "status"}
         Whether to climb and raise, or to return the first attempt with its flags.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
     made : structure, optional
         The first attempt, where it was made already.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     structure
-        In the dtype of the problem.
+        Factorization in the dtype of the problem.
 
     Raises
     ------
@@ -132,9 +132,9 @@ def raise_invalid(flags: Status, name: str, /) -> None:
     Parameters
     ----------
     flags : Status
-        Of the problem.
+        Flags of the problem.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Raises
     ------
@@ -160,13 +160,13 @@ def guarded(valid: Array, array: Array, fill: float, /, *, xp: Namespace) -> Arr
     Parameters
     ----------
     valid : array of bool, shape (...)
-        Of each matrix of the stack.
+        Whether each matrix of the stack is valid.
     array : array, shape (..., n, n)
         The matrices.
     fill : float
-        By what the identity is multiplied.
+        Factor on the identity.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def first_flag(*conditions: tuple[Array, Status], xp: Namespace) -> Array:
     *conditions : tuple of array of bool and Status
         Of the shape of the stack.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -212,16 +212,16 @@ def untouched(residual: Array, xp: Namespace, /) -> tuple[Array, Array]:
     Parameters
     ----------
     residual : array, shape (...)
-        Of the attempt.
+        Residual of the attempt.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
     clipped : array
         Zeros of its shape and dtype; not to be written to.
     fallback : array of int32
-        Likewise.
+        `Fallback` of each matrix.
     """
     make = _same_zeros if is_plain(residual, xp=xp) else _zeros
     return make(tuple(residual.shape), residual.dtype, device_of(residual), xp)
@@ -233,14 +233,14 @@ def widened(problem: P, /, *, xp: Namespace) -> P | None:
     Parameters
     ----------
     problem : structure
-        Of floating arrays.
+        Structure of floating-point arrays.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     structure or None
-        A copy.
+        Copy of the problem.
     """
     first = _like(problem)
     if first.dtype == xp.float64:

@@ -47,11 +47,11 @@ class KroneckerCholesky:
     corners : array, shape (..., n, m, m)
         The T_i.
     basis : array, shape (..., m, m)
-        Q.
+        Basis Q.
     status : array of int32, 0-d
-        Of `Status` flags.
+        `Status` flags.
     fallback : array of int32, 0-d
-        Of `kfac_core.linalg.fallback.Fallback`.
+        `kfac_core.linalg.fallback.Fallback` that was used.
     """
 
     columns: Array
@@ -123,7 +123,7 @@ def spectral_cholesky(
     check : {"raise", "status"}
         Whether a matrix that is not positive definite raises, or is reported.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
 
     Returns
     -------
@@ -133,7 +133,7 @@ def spectral_cholesky(
     Raises
     ------
     FactorizationError
-        Where the matrix is not positive definite (``check="raise"``).
+        If the matrix is not positive definite (``check="raise"``).
     """
     xp = array_api_compat.array_namespace(columns)
     problem = _Columns(columns, basis)

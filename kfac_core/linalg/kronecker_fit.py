@@ -61,7 +61,7 @@ class RowTerm(NamedTuple):
     output_grads : array, shape (..., M, R, m)
         The g of each source.
     scale : float or 0-d array
-        c.
+        Factor ``c``.
     """
 
     inputs: Array
@@ -89,7 +89,7 @@ class GradientTerm(NamedTuple):
     gradients : array, shape (..., K, n, m)
         The D.
     scale : float or 0-d array
-        c.
+        Factor ``c``.
     """
 
     gradients: Array
@@ -123,7 +123,7 @@ class ProductTerm(NamedTuple):
     input, output : array, shapes (..., n, n) and (..., m, m)
         A_0 and G_0, positive semidefinite.
     scale : float or 0-d array
-        c.
+        Factor ``c``.
     """
 
     input: Array
@@ -170,9 +170,9 @@ def kronecker_fit(
         A first A, positive semidefinite, of any norm.  It must not be orthogonal to the
         A that is looked for; any that is definite on the inputs of the terms is not.
     iterations : int
-        At least 1.
+        Number of iterations, at least 1.
     xp : namespace
-        Of all arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------

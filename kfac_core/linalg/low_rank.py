@@ -38,7 +38,7 @@ class LowRankSum:
     Attributes
     ----------
     root : array, shape (..., d, r)
-        B.
+        Root B.
     truncated_trace : array, shape (...)
         The trace of E; see the module's conventions.
     """
@@ -71,7 +71,7 @@ class LowRankSum:
         Parameters
         ----------
         columns : array, shape (..., d, k)
-            X.
+            Columns X.
 
         Returns
         -------

@@ -33,16 +33,16 @@ class LowRankBasis:
     eigenvalues : array, shape (r,)
         w, descending.
     eigenvectors : array, shape (d, r)
-        U.
+        Eigenvectors U.
     truncated_trace : array, 0-d
         The trace of what the matrix was cut off from; see `LowRankSum`.
     residual : array, 0-d
         The larger of ``|U w U^T z - A z| / (w_1 |z|)`` and ``|U^T U y - y| / |y|``, of
         fixed z and y.
     status : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     fallback : array of int32, 0-d
-        Of `kfac_core.linalg.fallback.Fallback`.
+        `kfac_core.linalg.fallback.Fallback` that was used.
     """
 
     eigenvalues: Array
@@ -105,26 +105,26 @@ def low_rank_basis(
     Parameters
     ----------
     matrix : LowRankSum
-        Of one matrix, no stack.
+        Sum of a single matrix, not of a stack.
     check : {"raise", "status"}
         Whether to look, try float64 where float32 is not accurate and raise; or to
         report in the flags.
     name : str
-        What a message should call it.
+        Name used in error messages.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     LowRankBasis
-        In the dtype of B.
+        Result in the dtype of B.
 
     Raises
     ------
     NotFiniteError
         For a root that is not finite (``check="raise"``).
     FactorizationError
-        Where no precision gives an accurate one (``check="raise"``).
+        If no precision gives an accurate one (``check="raise"``).
 
     Notes
     -----
@@ -139,14 +139,14 @@ def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:
     Parameters
     ----------
     vector : array, shape (d,)
-        a.
+        Vector a.
     xp : namespace
-        Of it.
+        Array API namespace of the arrays.
 
     Returns
     -------
     LowRankBasis
-        Of rank one; flagged where the vector is not finite.
+        Basis of rank one; flagged where the vector is not finite.
     """
     finite = xp.all(xp.isfinite(vector))
     # Dividing by the largest entry first keeps the squares of huge and tiny vectors

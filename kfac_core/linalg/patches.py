@@ -100,7 +100,7 @@ def output_size(
     Parameters
     ----------
     spatial, kernel_size, strides, padding, dilation
-        As for `resolve_padding`.
+        See `resolve_padding`.
 
     Raises
     ------
@@ -136,9 +136,9 @@ def extract_patches(
     x : array, shape (..., *spatial, C)
         With as many spatial axes as `kernel_size` has entries.
     kernel_size, strides, padding, dilation
-        As for `resolve_padding`.
+        See `resolve_padding`.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -148,7 +148,7 @@ def extract_patches(
     Raises
     ------
     ShapeError, ConventionError
-        As `output_size`.
+        See `output_size`.
 
     Notes
     -----
@@ -183,7 +183,7 @@ def extract_patches_at(
     row_indices : numpy.ndarray of int, shape (R, P)
         The numbers ``n S + s`` of the patches, as `choose_patches` draws them.
     kernel_size, strides, padding, dilation, xp
-        As for `extract_patches`.
+        See `extract_patches`.
 
     Returns
     -------
@@ -222,7 +222,7 @@ def choose_patches(
     keep : tuple of int
         The numbers R and P to draw; all, where there are no more.
     seed : int or tuple of int
-        Of a generator of this call alone: ``(seed, step)`` for others in each update.
+        Seed of this call's own generator: ``(seed, step)`` for others in each update.
 
     Returns
     -------

@@ -37,11 +37,11 @@ class ShiftedRankOne:
     block : ShiftedMatrix
         ``Sigma + d I``, of size c.
     mean : array, shape (c,)
-        mu.
+        Mean ``mu``.
     whole : ShiftedMatrix or None
         The dense matrix, where a product needs it.
     repeats : int
-        K.
+        Number of repetitions ``K``.
     tail : int
         0, or 1 for the homogeneous coordinate.
     """

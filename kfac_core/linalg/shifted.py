@@ -67,7 +67,7 @@ class Reporting(TypedDict):
     check : {"raise", "status"}
         Whether it raises, or is in the status.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
     """
 
     check: Check
@@ -85,9 +85,9 @@ class ShiftedMatrix:
     applied : SymmetricMatrix
         B, in the dtype of applying, as all that follow.
     cholesky : CholeskyFactor or None
-        L.
+        Factor L.
     inverse : Inverse or None
-        ``M^-1``.
+        Inverse ``M^-1``.
     basis : Eigendecomposition or None
         The eigendecomposition of A.
     solving : {"inverse", "triangular"}
@@ -145,16 +145,16 @@ class ShiftedMatrix:
         Parameters
         ----------
         *factorizations : {"inverse", "cholesky", "eigenbasis"}
-            Those that are wanted.
+            Factorizations to prepare.
         check : {"raise", "status"}
             Whether a failure raises, or is in the status.
         name : str
-            What a message should call the matrix.
+            Name of the matrix in error messages.
 
         Returns
         -------
         ShiftedMatrix
-            New, or itself where nothing was missing.
+            New matrix, or this one if nothing was missing.
 
         Raises
         ------
@@ -376,11 +376,11 @@ def shifted_matrix(
     factorizations : tuple of str
         Any of ``"inverse"``, ``"cholesky"``, ``"eigenbasis"``.
     check : {"raise", "status"}
-        As for `kfac_core.linalg.damped.cholesky_factor`.
+        See `kfac_core.linalg.damped.cholesky_factor`.
     name : str
-        What a message should call it.
+        Name used in error messages.
     apply_dtype : dtype, optional
-        In which the arrays are kept afterwards; that of A where left out.
+        Dtype of the stored arrays; that of A by default.
 
     Returns
     -------
@@ -390,7 +390,7 @@ def shifted_matrix(
     Raises
     ------
     NotFiniteError, DampingError, FactorizationError
-        As `kfac_core.linalg.damped.cholesky_factor`.
+        See `kfac_core.linalg.damped.cholesky_factor`.
     """
     if isinstance(matrix, SymmetricMatrix):
         xp = own_namespace(matrix.array)

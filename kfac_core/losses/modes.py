@@ -106,9 +106,9 @@ def noise_spec(
     Parameters
     ----------
     loss : Loss
-        Of the network.
+        Loss of the network.
     natural : array, shape (N, ..., P)
-        Of which only the shape is looked at.
+        Natural parameters, of which only the shape is read.
     mode : EstimationMode
         The mode.
     samples : int
@@ -117,7 +117,7 @@ def noise_spec(
     Returns
     -------
     NoiseSpec or None
-        Of shape ``(samples, *loss.noise_shape(natural))`` for ``"gradients"`` and
+        Noise of shape ``(samples, *loss.noise_shape(natural))`` for ``"gradients"`` and
         ``(samples, *loss.inner_shape(natural))``, uniform, for curvature propagation;
         None for the modes without randomness.
 

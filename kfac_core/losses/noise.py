@@ -37,7 +37,7 @@ class NoiseSpec:
     distribution : {"uniform", "normal"}
         Uniform in [0, 1), or standard normal.
     shape : tuple of int
-        Of the array; all its numbers are independent.
+        Shape of the array; all its numbers are independent.
     """
 
     distribution: NoiseDistribution

@@ -36,7 +36,7 @@ def wide_natural(
     Parameters
     ----------
     natural : array, shape (..., P)
-        Real floating.
+        Natural parameters, real floating-point.
     multiple_of : int
         What P must be a multiple of.
     **others : array
@@ -47,12 +47,12 @@ def wide_natural(
     natural : array, shape (..., P)
         Cast where it is narrower.
     xp : namespace
-        Of all of them.
+        Array API namespace of the arrays.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
     """
     xp = namespace_of(natural=natural, **others)
     require_floating(xp, natural, "natural")
@@ -86,23 +86,23 @@ def wide_companion(
     shape : tuple of int
         The last axes.
     name : str
-        What a message should call it.
+        Name used in error messages.
     dtype : dtype
         What it is cast to.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
     any_real : bool
         Whether integers and booleans will do.
 
     Returns
     -------
     array
-        Of that dtype.
+        Array of that dtype.
 
     Raises
     ------
     ShapeError, DtypeError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
     """
     if not (any_real and (x.dtype == xp.bool or is_integral(xp, x))):
         require_floating(xp, x, name)

@@ -49,7 +49,7 @@ class SourceVectors:
     mode : EstimationMode
         Which mode they are of; `curvature_matrix` says what it estimates.
     sources : int
-        M.
+        Number of backpropagated vectors ``M``.
     source_reduction : {"sum", "mean"}
         The ``sources`` of the `Conventions` under which they are on scale.
     """
@@ -76,7 +76,7 @@ def vectors(
     Parameters
     ----------
     loss : Loss
-        Of the network.
+        Loss of the network.
     natural : array, shape (N, ..., P)
         The network's outputs; never differentiated through.
     mode : EstimationMode
@@ -84,8 +84,8 @@ def vectors(
     targets : array, optional
         The data's targets, as the loss says; read by ``"empirical"`` alone.
     noise : array, shape (M, ...), optional
-        As `kfac_core.losses.modes.noise_spec` says: its first axis is that of the
-        samples.  Read by the sampled modes alone.
+        Noise in the form of `kfac_core.losses.modes.noise_spec`: its first axis is that of
+        the samples.  Read by the sampled modes alone.
     weight : float or array
         The weight of the loss, >= 0: a number, a 0-d array, one number for each
         example, shape (N,), or for each row, shape (N, ...).  Rows of weight zero have
@@ -97,7 +97,7 @@ def vectors(
     Returns
     -------
     SourceVectors
-        Of the dtype of `natural`, or float32 where that is narrower.
+        Vectors in the dtype of `natural`, or float32 where that is narrower.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def vectors(
     UnsupportedError
         For a Gauss-Newton mode of a loss that has no such matrix.
     ShapeError, DtypeError, MixedArraysError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
 
     Notes
     -----
@@ -168,19 +168,19 @@ def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
     Parameters
     ----------
     made : SourceVectors
-        Of any mode.
+        Vectors of any mode.
     noise : array, shape (M, N, ...)
         Uniform in [0, 1), of the shape of ``made.vectors`` without its last axis.
 
     Returns
     -------
     SourceVectors
-        New.
+        New vectors.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
     """
     v = made.vectors
     xp = namespace_of(vectors=v, noise=noise)

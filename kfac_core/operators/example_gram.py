@@ -87,7 +87,7 @@ class ExampleGramOperator(CurvatureOperator):
     truncated_trace : array, 0-d
         The trace of the gradients that were left out; see `kfac_core.factors.window`.
     flags : array of int32, 0-d
-        Of `Status`, of the damping.
+        `Status` flags of the damping.
     definite : bool
         Whether lam was looked at and found positive, or, with ``check="status"``,
         reported on in the flags.
@@ -258,17 +258,17 @@ def example_gram_operator(
     weights : array, shape (K,)
         The w, not negative: 1/N each for a mean over N examples.
     damping : float or 0-d array
-        lam, finite and >= 0.
+        Damping ``lam``, finite and >= 0.
     truncated_trace : array, 0-d, optional
         The trace of what the gradients leave out; zero where left out.
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
-        Of the Gram matrix: what is prepared now.
+        Factorizations of the Gram matrix to prepare now.
     check : {"raise", "status"}
         Whether trouble raises, or is in the operator's ``status()``.
     name : str
-        What a message should call it.
+        Name used in error messages.
     apply_dtype : dtype, optional
-        In which the arrays are kept; that of the inputs, or float32 where it is narrower.
+        Dtype of the arrays; that of the inputs, or float32 where it is narrower.
 
     Returns
     -------
@@ -278,7 +278,7 @@ def example_gram_operator(
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For arrays that do not fit.
+        For arrays of incompatible shape, dtype, library or device.
     DampingError, NotFiniteError, FactorizationError
         As `kfac_core.linalg.damped.cholesky_factor` (``check="raise"``).
 

@@ -41,7 +41,7 @@ class FactoredKronecker(CurvatureOperator):
     input, output : ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
         ``A + a I`` and ``G + b I``.
     scale : array, 0-d or one a group
-        S.
+        Scale ``S``.
 
     References
     ----------

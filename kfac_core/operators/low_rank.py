@@ -69,13 +69,13 @@ class LowRankOperator(CurvatureOperator):
     Attributes
     ----------
     input, output : LowRankBasis
-        Of A and of G.
+        Bases of A and of G.
     scale, damping : array, 0-d
         S and lam; lam is zero where damping is factored.
     input_shift, output_shift : array, 0-d
         s and t; zero under exact damping.
     flags : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     exact : bool
         Whether damping is exact.
     definite : bool
@@ -264,21 +264,21 @@ def low_rank_operator(
     Parameters
     ----------
     input_basis, output_basis : LowRankBasis
-        Of A and G.
+        Bases of A and G.
     scale : array, 0-d
-        S, positive.
+        Scale ``S``, positive.
     damping : array, 0-d
-        lam.
+        Damping ``lam``.
     shifts : tuple of two arrays, 0-d, or None
         s and t, where damping is factored; None where lam is added to the block.
     factorizations : tuple of str
-        What is prepared now.
+        Factorizations to prepare now.
     check : {"raise", "status"}
         Whether trouble raises, or is in the operator's status.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
     dtype : dtype
-        In which the arrays are kept.
+        Dtype of the arrays.
 
     Returns
     -------

@@ -48,9 +48,9 @@ class ManyKronecker(CurvatureOperator):
         ``F_i + s_i I`` by the names ``"axis0"``, ``"axis1"``, ...; the s_i are zero
         where the damping is exact.
     scale, damping : array, 0-d
-        S and lam.
+        Scale ``S`` and damping ``lam``.
     flags : array of int32, 0-d
-        Of `Status`, of the damped block itself.
+        `Status` flags of the damped block itself.
     exact : bool
         Whether damping is exact.
     definite : bool

@@ -139,7 +139,7 @@ class CurvatureOperator(abc.ABC):
             Whether trouble raises, which synchronizes with the device, or is in
             `status`.
         name : str
-            What a message should call the block.
+            Name of the block in error messages.
 
         Returns
         -------
@@ -149,7 +149,7 @@ class CurvatureOperator(abc.ABC):
         Raises
         ------
         NotFiniteError, DampingError, FactorizationError
-            Where one cannot be made (``check="raise"``).
+            If one cannot be made (``check="raise"``).
         """
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
@@ -248,7 +248,7 @@ class CurvatureOperator(abc.ABC):
         UnsupportedError
             For an operator without an eigenbasis of this form.
         NotFiniteError, FactorizationError
-            Where the eigenbasis cannot be made (``check="raise"``).
+            If the eigenbasis cannot be made (``check="raise"``).
         """
         raise UnsupportedError(
             f"{type(self).__name__} has no eigenbasis of the form Q_A (x) Q_G. Make the "
@@ -261,17 +261,17 @@ class CurvatureOperator(abc.ABC):
         Parameters
         ----------
         indices : array of int, shape (k,)
-            Different ids.
+            Distinct ids.
 
         Returns
         -------
         CurvatureOperator
-            Of shape ``(k, out)``.
+            Operator of shape ``(k, out)``.
 
         Raises
         ------
         UnsupportedError
-            Where the block mixes rows, so that they do not stand alone.
+            If the block mixes rows, so that they do not stand alone.
         """
         raise UnsupportedError(
             "A sparse gradient needs a block that does not mix rows: an embedding with a "
@@ -378,7 +378,7 @@ def entering(
     shape : tuple of int
         What is expected.
     like : array
-        Any array of the operator, for its library, device and dtype.
+        Array of the operator, for its library, device and dtype.
     name : str
         What a message should call the vector.
 
@@ -390,7 +390,7 @@ def entering(
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For a vector that does not fit.
+        For a vector of incompatible shape, dtype, library or device.
     """
     if (
         type(vector) is type(like)
@@ -418,9 +418,9 @@ def raise_for(
     Parameters
     ----------
     flags : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
     remedy : str
         What to do about an eigenvalue that is not positive.
 

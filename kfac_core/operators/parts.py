@@ -21,7 +21,7 @@ def eigenbasis_of(part: Shifted, /) -> Eigendecomposition | None:
     Returns
     -------
     Eigendecomposition or None
-        Of the factor without its shift.
+        Eigendecomposition of the factor without its shift.
     """
     if isinstance(part, ShiftedDiagonal):
         return None

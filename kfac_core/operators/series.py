@@ -65,7 +65,7 @@ class SeriesOperator(CurvatureOperator):
     dense : ShiftedMatrix or None
         F as one matrix, where a factorization of it was asked for.
     fallback : array of int32, 0-d
-        Of `kfac_core.linalg.factorizations.Fallback`: in which precision the chain was
+        `kfac_core.linalg.fallback.Fallback` that was used: in which precision the chain was
         made.
 
     References

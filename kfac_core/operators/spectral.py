@@ -63,9 +63,9 @@ class SpectralOperator(CurvatureOperator):
     spectrum : array, shape ((Q,) n, m) or (n m, 1), or None
         s; None where it is yet to be made from the factors.
     damping : array, 0-d or one a group
-        lam.
+        Damping ``lam``.
     flags : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     vector_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     factors : CurvatureOperator or None
@@ -475,19 +475,19 @@ def spectral_operator(
     spectrum : array, shape ((Q,) n, m)
         s; negative entries count as zero.
     damping : array, 0-d
-        lam, finite and >= 0.
+        Damping ``lam``, finite and >= 0.
     vector_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     input, output : Eigendecomposition, optional
         With the eigenvectors Q_A and Q_G; the coordinates where left out.
     factorizations : tuple of str
-        What is prepared now.
+        Factorizations to prepare now.
     check : {"raise", "status"}
         Whether trouble raises, or is in the operator's status.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
     dtype : dtype
-        In which the arrays are kept.
+        Dtype of the arrays.
 
     Returns
     -------

@@ -68,9 +68,9 @@ class TridiagonalOperator(CurvatureOperator):
     conditionals : dict of str to Conditional
         Sigma_i; of the last layer its own block.
     scale : array, 0-d
-        S.
+        Scale ``S``.
     fallback : array of int32, 0-d
-        Of `kfac_core.linalg.fallback.Fallback`: in which precision it was made.
+        `kfac_core.linalg.fallback.Fallback` that was used: in which precision it was made.
     names : tuple of str
         Of the layers, from the first to the last.
     """

@@ -37,7 +37,7 @@ class BlockPosterior:
     curvature : SpectralOperator
         F in its eigenbasis.
     examples, prior_precision : array, 0-d
-        N and tau.
+        Number of examples N and prior precision tau.
     name, check
         What a message should call it, and whether trouble raises.
     """
@@ -142,12 +142,12 @@ def block_posterior(
         Whether trouble raises, which synchronizes with the device where N or tau are
         arrays, or is in ``status()``.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
 
     Returns
     -------
     BlockPosterior
-        In the dtype of the operator.
+        Result in the dtype of the operator.
 
     Raises
     ------
@@ -156,7 +156,7 @@ def block_posterior(
     UnsupportedError
         For an operator without an eigenbasis.
     NotFiniteError, FactorizationError
-        Where the eigenbasis cannot be made.
+        If the eigenbasis cannot be made.
 
     References
     ----------

@@ -27,14 +27,14 @@ def symmetric_argument(
     matrix : SymmetricMatrix, or array of shape (..., n, n)
         Never modified; of an array both triangles are read.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Returns
     -------
     matrix : SymmetricMatrix
         The same.
     xp : namespace
-        Of its array.
+        Array API namespace of the arrays.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def damping_array(
     matrix : SymmetricMatrix
         What it goes together with.
     xp : namespace
-        Of the matrix.
+        Array API namespace of the matrix.
 
     Returns
     -------

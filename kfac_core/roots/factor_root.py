@@ -46,12 +46,12 @@ class FactorRoot:
     Attributes
     ----------
     root : array, shape (d, d), or (d,) where diagonal
-        K.
+        Root K.
     residual : array, 0-d
         ``|m| / sqrt(d)`` in the Frobenius norm, before the last update's step: zero where
         ``K K^T`` was what it moves to.
     flags : array of int32, 0-d
-        Of `Status`, of the last update: ``INACCURATE`` for a step too long to be taken,
+        `Status` flags of the last update: ``INACCURATE`` for a step too long to be taken,
         an eigenvalue of ``b m`` being 1 or more.
     form : {"dense", "lower", "diagonal"}
         What K is kept as.
@@ -155,7 +155,7 @@ def factor_root(
         that is too large makes the step too long: ``(a + lam)^-1/2``, with a the largest
         eigenvalue to be expected or its bound, the trace, is always safe.
     like : array
-        Any array of the library and device; its dtype, or float32 where that is
+        Array of the library and device; its dtype, or float32 where that is
         narrower, is that of K.
 
     Returns

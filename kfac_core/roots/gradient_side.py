@@ -60,7 +60,7 @@ class GradientFactors:
     Parameters
     ----------
     shape : tuple of int
-        Of the array, at least one axis, all lengths positive.
+        Shape of the array: at least one axis, all lengths positive.
 
     Raises
     ------
@@ -94,17 +94,17 @@ class GradientFactors:
         Parameters
         ----------
         like : array
-            Of a real floating dtype; float32 is taken where it is narrower.
+            Array of a real floating dtype; float32 is taken where it is narrower.
 
         Returns
         -------
         Statistics
-            All zero.
+            Statistics that are zero throughout.
 
         Raises
         ------
         DtypeError
-            For integers.
+            For integer arrays.
         """
         xp = namespace_of(like=like)
         require_floating(xp, like, "like")
@@ -133,11 +133,11 @@ class GradientFactors:
         Parameters
         ----------
         statistics : Statistics
-            As they were; never modified.
+            Old statistics; not modified.
         gradient : array, shape (n_1, ..., n_k), or (samples, n_1, ..., n_k)
             V, or several of which the ``C_i`` are averaged.
         decay : float or 0-d array
-            In [0, 1].
+            Factor on the old statistics, in [0, 1].
         weight : float or 0-d array
             Positive: 1 for sums and debiased averages, ``1 - decay`` for averages that
             are not debiased.
@@ -155,12 +155,12 @@ class GradientFactors:
         Returns
         -------
         Statistics
-            New.
+            New statistics.
 
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError, DecayError
-            For arguments that do not fit.
+            For incompatible arguments.
         NotFiniteError
             For a gradient or a root that is not finite (``check="raise"``).
 
@@ -210,15 +210,15 @@ class GradientFactors:
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         debias : bool
             Whether sums are divided by their weights.
 
         Returns
         -------
         tuple of SymmetricMatrix
-            Of sizes ``n_1, ..., n_k``: to be damped (`kfac_core.damped_factor`), to have
-            a root of (`kfac_core.roots.inverse_root`), or a basis
+            Matrices of sizes ``n_1, ..., n_k``: to be damped (`kfac_core.damped_factor`),
+            to have a root of (`kfac_core.roots.inverse_root`), or a basis
             (`kfac_core.roots.ordered_basis`).
         """
         return tuple(

@@ -64,7 +64,7 @@ class OrderedBasis:
     refused : array of bool, shape (...)
         Whether the last refresh was refused, and the columns are those of before.
     status : array of int32, shape (...)
-        Of `Status` flags.
+        `Status` flags.
     """
 
     eigenvalues: Array
@@ -81,11 +81,11 @@ class OrderedBasis:
         Parameters
         ----------
         v : array, shape (..., n, k)
-            Of the dtype of the basis.
+            Array in the dtype of the basis.
         exponent : float
-            p.
+            Exponent ``p``.
         damping : float or array of shape () or (...)
-            lam; where it is zero, no quotient may be for a negative p.
+            Damping ``lam``; where it is zero, no quotient may be for a negative p.
 
         Returns
         -------
@@ -111,23 +111,23 @@ def ordered_basis(
     Parameters
     ----------
     matrix : SymmetricMatrix, or array of shape (..., n, n)
-        A; never modified.
+        Matrix A; not modified.
     check : {"raise", "status"}
-        As for `kfac_core.linalg.damped.eigendecomposition`.
+        See `kfac_core.linalg.damped.eigendecomposition`.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
 
     Returns
     -------
     OrderedBasis
-        In the dtype of A, or float32 where that is narrower.
+        Result in the dtype of A, or float32 where that is narrower.
 
     Raises
     ------
     ShapeError, DtypeError
         For anything but square matrices of a real floating dtype.
     NotFiniteError, FactorizationError
-        Where A has no certified basis (``check="raise"``).
+        If A has no certified basis (``check="raise"``).
 
     Notes
     -----
@@ -162,7 +162,7 @@ def refreshed_basis(
     Parameters
     ----------
     basis : OrderedBasis
-        As it was; never modified.
+        Old basis; not modified.
     matrix : SymmetricMatrix, or array of shape (..., n, n)
         A, of the shape and library of the basis; never modified.
     steps : int
@@ -172,12 +172,12 @@ def refreshed_basis(
         Whether a matrix that is not finite raises, which synchronizes with the device, or
         leaves the basis as it was, with a flag.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
 
     Returns
     -------
     OrderedBasis
-        In the dtype of the basis.
+        Result in the dtype of the basis.
 
     Raises
     ------

@@ -48,16 +48,16 @@ class InverseRoot:
     matrix : SymmetricMatrix
         ``X = (A + lam I)^(-1/p)``, both triangles.
     status : array of int32, shape (...)
-        Of `Status` flags.
+        `Status` flags.
     residual : array, shape (...)
         ``|M X^p z - z| / |z|``.
     clipped : array, shape (...)
         The sum of the negative eigenvalues that were set to zero, in magnitude; zero on
         every other step of the chain.
     fallback : array of int32, shape (...)
-        Of `kfac_core.linalg.factorizations.Fallback`.
+        `kfac_core.linalg.fallback.Fallback` that was used.
     degree : int
-        p.
+        Degree ``p`` of the root.
     """
 
     matrix: SymmetricMatrix
@@ -84,29 +84,29 @@ def inverse_root(
     Parameters
     ----------
     matrix : SymmetricMatrix, or array of shape (..., n, n)
-        A; never modified.
+        Matrix A; not modified.
     damping : float, or array of shape () or (...)
-        lam, finite and >= 0.
+        Damping ``lam``, finite and >= 0.
     degree : int
-        p >= 1.
+        Degree ``p >= 1`` of the root.
     check : {"raise", "status"}
         Whether to climb the fallback chain and raise, or to report.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
 
     Returns
     -------
     InverseRoot
-        In the dtype of A, or float32 where that is narrower.
+        Result in the dtype of A, or float32 where that is narrower.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError, ConventionError
-        For arguments that do not fit.
+        For incompatible arguments.
     NotFiniteError, DampingError
         For values that do not fit (``check="raise"``).
     FactorizationError
-        Where nothing in the chain holds (``check="raise"``).
+        If nothing in the chain holds (``check="raise"``).
 
     Notes
     -----
@@ -153,15 +153,15 @@ def root_residual(
     Parameters
     ----------
     problem : DampedMatrix
-        M.
+        Matrix M.
     root : SymmetricMatrix
-        X.
+        Root X.
     z : array, shape (n, 1)
         The vector of `kfac_core.linalg.certificate.probe`.
     degree : int
-        p.
+        Degree ``p`` of the root.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------

@@ -42,7 +42,7 @@ class Chains:
     Raises
     ------
     UnknownBlockError
-        For a name that is no block.
+        For an unknown block name.
     ConventionError
         For a chain of fewer than two layers, a layer that is named twice, and a chain with
         the name of a block.
@@ -76,7 +76,7 @@ class Chains:
         Raises
         ------
         ConventionError
-            Where some layers of a chain are given, and others not.
+            If some layers of a chain are given, and others not.
         """
         grouped = {name: part for name, part in given.items() if name not in self.of}
         for chain, names in self._layers.items():

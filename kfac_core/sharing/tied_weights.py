@@ -32,7 +32,7 @@ class TiedWeights:
     Raises
     ------
     UnknownBlockError
-        For a name that is no block.
+        For an unknown block name.
     ConventionError
         For a further use that is a block itself.
     UnsupportedError
@@ -64,17 +64,17 @@ class TiedWeights:
         Parameters
         ----------
         batches : mapping of str to Batch, GradientBatch or sequence of Batch
-            By block, and by further use.
+            Batches by block, and by further use.
 
         Returns
         -------
         dict of str to Batch, GradientBatch or sequence of Batch
-            By block alone.
+            Batches by block alone.
 
         Raises
         ------
         ConventionError
-            Where some uses of a weight were fed, and others not.
+            If some uses of a weight were fed, and others not.
         """
         grouped = {name: fed for name, fed in batches.items() if name not in self.uses}
         for name in dict.fromkeys(self.uses.values()):

@@ -49,7 +49,7 @@ def curvature_of_products(
     Returns
     -------
     array, shape (k, k)
-        In the widest dtype among the arrays, float32 at least.
+        Result in the widest dtype among the arrays, float32 at least.
 
     Raises
     ------
@@ -90,8 +90,8 @@ def curvature_of_outputs(
     Returns
     -------
     array, shape (k, k)
-        In the widest dtype among the arrays, float32 at least.  The matrices of several
-        losses of one network are to be added.
+        Result in the widest dtype among the arrays, float32 at least.  The matrices of
+        several losses of one network are to be added.
 
     Raises
     ------

@@ -59,7 +59,7 @@ def gamma_candidates(
     Parameters
     ----------
     gamma : float or 0-d array
-        As it is, > 0.
+        Current value, > 0.
     factor : float
         The paper's omega_2, in (0, 1): ``sqrt(19/20)**T`` for a search every T steps.
     minimum, maximum : float
@@ -141,9 +141,9 @@ def search_gamma(
         anything, where changes are numbers).  Called three times; usually it refreshes
         a preconditioner with damping ``gamma**2`` each time.
     gamma : float or 0-d array
-        As it is, > 0.
+        Current value, > 0.
     factor, minimum, maximum : float
-        As for `gamma_candidates`.
+        See `gamma_candidates`.
 
     Returns
     -------
@@ -153,7 +153,7 @@ def search_gamma(
     Raises
     ------
     DampingError
-        As `gamma_candidates`.
+        See `gamma_candidates`.
     ShapeError, DtypeError
         For steps of different forms, where changes are arrays.
 

@@ -78,7 +78,7 @@ class QuadraticModel:
     gram : array, shape (k, k)
         ``d_i . d_j``.
     damping : array, 0-d
-        lam.
+        Damping ``lam``.
     """
 
     slope: Array
@@ -153,7 +153,7 @@ class QuadraticModel:
         Raises
         ------
         NotFiniteError
-            Where the model holds NaN or infinity (``check="raise"``).
+            If the model holds NaN or infinity (``check="raise"``).
         ConventionError, ShapeError
             For an unknown `check`, or another number of `fixed`.
 
@@ -232,19 +232,19 @@ def quadratic_model(
     Parameters
     ----------
     gradient : mapping of str to mapping of str to array
-        Of the objective that is averaged over the batch.
+        Gradient of the objective that is averaged over the batch.
     directions : sequence of mapping of str to mapping of str to array
         The d_i, usually ``D = -P grad`` and the step before.
     curvature : array, shape (k, k)
         ``d_i . F d_j`` for the exact F of the batch, without damping.  Of a matrix
         that is not symmetric, the symmetric part counts.
     damping : float or 0-d array
-        lam, the multiple of I that is added to F; an array is not looked at.
+        Damping ``lam``, the multiple of I that is added to F; an array is not looked at.
 
     Returns
     -------
     QuadraticModel
-        In the widest dtype among the arrays, float32 at least.
+        Result in the widest dtype among the arrays, float32 at least.
 
     Raises
     ------

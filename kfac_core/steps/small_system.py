@@ -34,7 +34,7 @@ def guarded_minimizer(
         The slopes of the c_i that are free, finite, the more important ones first; the
         others are not touched.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------

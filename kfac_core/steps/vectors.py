@@ -49,12 +49,12 @@ def inner_product(left: Vector, right: Vector, /) -> Array:
     Parameters
     ----------
     left, right : mapping of str to mapping of str to array
-        Two vectors.
+        The two vectors.
 
     Returns
     -------
     array, 0-d
-        In the widest dtype among the arrays, float32 at least.
+        Result in the widest dtype among the arrays, float32 at least.
 
     Raises
     ------
@@ -138,7 +138,7 @@ def entered(**vectors: Vector) -> tuple[Namespace, list[dict[str, dict[str, Arra
     Returns
     -------
     xp : namespace
-        Of every array.
+        Array API namespace of the arrays.
     vectors : list of dict of str to dict of str to array
         Without graphs.
 

@@ -38,9 +38,9 @@ def tap(
     Parameters
     ----------
     name, layer : str, Layer
-        Of the block, and its geometry, such as `kfac_core.Conv`.
+        Name of the block, and its geometry, such as `kfac_core.Conv`.
     x, y, mask : array, shape (N, ...)
-        As for `kfac_core.Batch`.
+        See `kfac_core.Batch`.
     **given : array
         Its parameters by their names there, in any shape: leaves of ``params``.
 
@@ -153,10 +153,10 @@ class KFAC:
     network : Network
         What is trained.
     reduction : {"sum", "mean", "mean_rows"}
-        Of the loss that the output gradients are of: ``"sum"`` for vectors of
+        Reduction of the loss of the output gradients: ``"sum"`` for vectors of
         `kfac_core.losses.vectors`, else as it was said to `Network.vjp`.
     damping : float or mapping of str to float
-        Of the operators, where a step gives no other.
+        Damping of the operators, unless a step gives another.
     refresh_every : int
         Operators are made at the first update, and each time after so many more.
     rebase_every : int, optional
@@ -164,7 +164,7 @@ class KFAC:
     moments : {"kronecker", "carried"}
         What second moments are in new bases; see `kfac_core.Eigen.rebased`.
     **options : object
-        Of `kfac_core.Estimator`, such as `decay`, `damping_rule` or `sources`.
+        Options of `kfac_core.Estimator`, such as `decay`, `damping_rule` or `sources`.
 
     Attributes
     ----------
@@ -174,7 +174,7 @@ class KFAC:
     Raises
     ------
     ConventionError
-        Where `rebase_every` is missing, or there are no bases.
+        If `rebase_every` is missing, or there are no bases.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class KFAC:
         captured : Captured or None
             From `Network.vjp`; None for a step without statistics.
         damping : float, array, or mapping of str to these, optional
-            Of a refresh in this step.
+            Damping of a refresh in this step.
         **more
             What other transformations of a chain are given; not read.
 
@@ -288,7 +288,7 @@ class KFAC:
         Parameters
         ----------
         state : NetworkState, optional
-            Of arrays with values.  A block that was never refreshed is left out.
+            State whose arrays have values.  A block that was never refreshed is left out.
         """
         made = self._made()
         if state is not None:
@@ -309,17 +309,17 @@ class KFAC:
         estimator : kfac_core.Estimator
             Made by `estimator`.
         params : pytree
-            As for `init`.
+            See `init`.
 
         Returns
         -------
         NetworkState
-            For `update`.
+            State to pass to `update`.
 
         Raises
         ------
         StateError
-            Where statistics or operators are of another form.
+            If statistics or operators are of another form.
         """
         return self.curvature.in_form_of(estimator.state, self.init(params))
 
@@ -342,7 +342,7 @@ def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
     function : callable
         Takes a name, a block and arguments.
     tasks : mapping of str to tuple
-        By name: the block and its arguments.
+        For each name, the block and its arguments.
 
     Returns
     -------

@@ -37,15 +37,17 @@ class KFAC:
     model : keras.Model
         With layers of `WEIGHTS`; the gradients of others (``skipped``) stay as they are.
     likelihood : kfac_core.losses.Loss
-        Of one row of outputs: ``Categorical()`` for cross-entropy.
+        Likelihood of one row of outputs: ``Categorical()`` for cross-entropy.
     reduction : {"mean", "sum"}
         Over the rows, in the loss whose gradients are given.  Keras's default is "mean".
     fisher : {"sampled", "exact", "empirical"}
-        Of labels of the model, drawn or all, or of the targets of the data.
+        Whether labels are drawn from the model, all of its labels are used, or the
+        targets of the data.
     update_every, refresh_every : int
         Steps between statistics, and between factorizations.
     **options : object
-        Of the attribute ``estimator``: `damping`, `decay`; a "factored" `damping_rule`.
+        Options of the attribute ``estimator``: `damping`, `decay`; a "factored"
+        `damping_rule`.
     """
 
     def __init__(

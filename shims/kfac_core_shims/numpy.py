@@ -48,12 +48,12 @@ class KFAC:
     learning_rate, damping : float, or callable of the number of steps made
         Read at every step; a damping takes effect at the next refresh.
     **options : object
-        Of `kfac_core.Estimator`: `reduction`, `decay` and any other.
+        Options of `kfac_core.Estimator`: `reduction`, `decay` and any other.
     layers : mapping of str to Layer or Block, optional
         Other layers; a block where the approximation is to be another than Kronecker
         factors, or the diagonal for a scale and shift.
     momentum, weight_decay, kl_clip : float
-        See above.
+        Momentum, weight decay and bound of the step.
     decayed : callable, optional
         Whether a parameter, by the names of layer and parameter, decays; all do.
     update_every, refresh_every : int

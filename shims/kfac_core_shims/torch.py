@@ -33,7 +33,7 @@ class KFAC(kc.integration.NaturalGradient):
     model : torch.nn.Module
         On its device; a compiled one too, before its first call.
     likelihood : kfac_core.losses.Loss
-        Of one row of outputs: ``Categorical()`` for cross-entropy.
+        Likelihood of one row of outputs: ``Categorical()`` for cross-entropy.
     reduction : {"mean", "sum"}
         Over the rows of outputs, in the loss that is differentiated.
     fisher : kfac_core.losses.EstimationMode
@@ -42,7 +42,8 @@ class KFAC(kc.integration.NaturalGradient):
     update_every, refresh_every : int
         Steps between statistics, and between factorizations.
     **options
-        Of `kfac_core.Estimator`: ``damping``, ``decay``, ``damping_rule`` and so on.
+        Options of `kfac_core.Estimator`: ``damping``, ``decay``, ``damping_rule`` and so
+        on.
     """
 
     approximations: ClassVar[dict[str, kc.Approximation]] = {
