@@ -414,8 +414,7 @@ class Estimator:
                 started, damping=damping, names=ready, check=check, executor=executor
             )
 
-        # Executors cache what they computed and are not thread-safe, so the thread gets
-        # its own.
+        # An executor caches what it computed for the next step, so the thread gets its own.
         executor = self._new_executor()
         damping = self._damping
 

@@ -39,7 +39,7 @@ class FactorReport:
     size : int
         Number of rows.
     shift : float
-        What the damping added to its diagonal; the largest, of a stack.  Zero where the
+        Shift of the diagonal by the damping; the largest, of a stack.  Zero if the
         damping is added to the block instead.
     condition : float or None
         Condition number of the damped factor; None where nothing was prepared, and of a

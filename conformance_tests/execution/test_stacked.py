@@ -494,7 +494,7 @@ def test_a_bad_matrix_is_an_error_of_its_own_block(backend, rng):
         network.refresh(got, damping=0.1, executor=Stacked())
 
 
-def test_a_block_that_has_to_climb_does_so_alone(backend, rng):
+def test_a_block_that_needs_a_fallback_gets_it_alone(backend, rng):
     """A negative eigenvalue is clipped for its block; the others need no fallback."""
     network = network_of(
         {n: block_of() for n in NAMES}, damping_rule="factored_unit_pi"

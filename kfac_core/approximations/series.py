@@ -1,4 +1,4 @@
-"""A recurrent layer as a chain of time steps: ``series``, in three variants.
+"""Recurrent layers as a chain of time steps: ``Series``, in three variants.
 
 Conventions.  The shared positions of a row group are consecutive time steps, in order:
 ``(N, T, features)``, and never time first.  With the rows x (a 1 appended where there is
@@ -62,7 +62,10 @@ class Series(Approximation):
     Parameters
     ----------
     variant : {"independent", "symmetric", "infinite"}
-        See the module's conventions.
+        ``"independent"``: ``S A_0 (x) G_0``, with uncorrelated time steps.
+        ``"symmetric"`` (option 1 of the paper): the covariance of T steps, with the
+        moments of lag 1 symmetrized.  ``"infinite"`` (option 2): the covariance of
+        infinitely many steps, times S over their number.
     steps : int or None
         The number of time steps of the longest sequence that there will be.  The
         symmetric variant needs it; the others take None only.

@@ -56,7 +56,7 @@ def series_operator(
     """
     xp = options.namespace(statistics)
     compute, apply = options.dtypes(statistics.dtype, xp=xp)
-    make = _made if options.check == "status" else _climbed
+    make = _made if options.check == "status" else _with_fallbacks
     made = map_structure(
         lambda x: cast(xp, x, apply) if xp.isdtype(x.dtype, "real floating") else x,
         make(statistics, options, dtype=compute, xp=xp),
@@ -66,7 +66,7 @@ def series_operator(
     )
 
 
-def _climbed(
+def _with_fallbacks(
     statistics: Statistics, options: OperatorOptions, /, *, dtype: Any, xp: Namespace
 ) -> SeriesOperator:
     """Return the operator made in working precision, or in float64, or raise."""

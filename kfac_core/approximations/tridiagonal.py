@@ -153,7 +153,7 @@ class BlockTridiagonal(Approximation):
             )
         xp = options.namespace(statistics)
         compute, apply = options.dtypes(statistics.dtype, xp=xp)
-        make = _made if options.check == "status" else _climbed
+        make = _made if options.check == "status" else _with_fallbacks
         made = make(statistics, layer, options, compute, xp)
         return map_structure(
             lambda x: cast(xp, x, apply) if xp.isdtype(x.dtype, "real floating") else x,
@@ -183,7 +183,7 @@ def _moments_between(
     }
 
 
-def _climbed(
+def _with_fallbacks(
     statistics: Statistics,
     chain: Chain,
     options: OperatorOptions,

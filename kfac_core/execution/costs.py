@@ -1,4 +1,4 @@
-"""What the stages of a block cost, and which way of solving is cheaper.
+"""Costs of a block's stages, and the cheaper method of solving.
 
 Conventions.  Costs are in flops of a matrix product: an operation of c flops at a rate r,
 relative to that of a matrix product on the same machine, costs ``c / r``.  For a damped
@@ -162,7 +162,7 @@ def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
     Returns
     -------
     BlockCosts or None
-        As the module's conventions say.
+        Costs in flops; None if the approximation declares no full factors.
     """
     shapes = block.approximation.factor_shapes(block.layer).values()
     if not shapes:

@@ -1,14 +1,14 @@
 """Equal small blocks as one: arrays with a leading axis, and the same function once.
 
-For matrices of few rows nearly all of the time goes into calls, not into numbers.  What
-equal blocks have is copied into arrays with one more axis, and the function of one block
-runs on those.  Which blocks are equal is told by the block, by the form, shapes, dtypes and
-devices of its arrays, and by the scalars among its arguments.
+For matrices of few rows, calls dominate the cost.  The arrays of equal blocks are copied
+into arrays with one more axis, and the function of one block runs on those.  Which blocks
+are equal is told by the block, by the form, shapes, dtypes and devices of its arrays, and
+by the scalars among its arguments.
 
 Pieces that a stack was taken apart into are recognized when they come back, so that
-statistics and operators stay stacked from one step to the next.  A stack in which something
-is flagged is done again, block by block, so that what comes out for a block is what it
-would have been alone, up to rounding.
+statistics and operators stay stacked from one step to the next.  A stack with a flagged
+block is recomputed block by block, so that each block's result is the same as without
+stacking, up to rounding.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ Names = tuple[str, ...]
 
 
 class Stacked:
-    """An executor that runs equal small blocks as one; see the module's text.
+    """An executor that runs equal small blocks as one stack.
+
+    Arrays of equal blocks are copied into arrays with a leading axis, since calls dominate
+    the cost of small matrices.  A stack with a flagged block is recomputed block by block.
 
     Parameters
     ----------
     inner : Executor
-        Runs what comes of it: stacks, and blocks that are alone.
+        Executor that runs the stacks, and blocks without an equal.
     """
 
     def __init__(self, inner: Executor = plain) -> None:
         self._inner = inner
-        # By id, with what it is the id of, so that none is given away meanwhile.
+        # The objects are kept with their ids, so that no id is reused while it is a key.
         self._kinds: dict[int, tuple[Any, int | None]] = {}
         self._blocks: list[Any] = []
         self._forms: dict[Any, int] = {}

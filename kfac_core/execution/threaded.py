@@ -1,10 +1,10 @@
 """An executor that runs independent blocks on several threads.
 
-Conventions.  Many factorizations of a few hundred rows go faster side by side than one
-after the other on all processors.  Each then has its share of the threads that the
-library had: on PyTorch always, on NumPy where threadpoolctl is installed; else say
-``OPENBLAS_NUM_THREADS=1`` before the start.  Only what a library does without the
-interpreter's lock runs at the same time.
+Conventions.  Many factorizations of a few hundred rows are faster in parallel than one
+after the other on all cores.  The array library's own threads are divided among them: on
+PyTorch always, on NumPy if threadpoolctl is installed; otherwise set
+``OPENBLAS_NUM_THREADS=1`` before the start.  Only code that releases the GIL runs in
+parallel.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ _undo: dict[str, Callable[[], None]] = {}
 
 
 class Threaded:
-    """An executor that divides blocks among threads; see the module's text.
+    """An executor that divides blocks among threads.
+
+    Each thread gets its share of the array library's own threads.  Only code that releases
+    the GIL runs in parallel.
 
     Parameters
     ----------
     workers : int
         The number of threads, at least 1.
     inner : Executor
-        Runs each thread's share.
+        Executor that runs each thread's share.
     """
 
     def __init__(self, workers: int, inner: Executor = plain) -> None:

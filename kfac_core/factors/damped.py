@@ -1,6 +1,6 @@
 """A factor on its own: a damped second moment, without a block.
 
-Conventions.  ``M = A + lam I`` with A a second moment, whole or diagonal (an
+Conventions.  ``M = A + lam I`` with A a second moment, full or diagonal (an
 embedding's is diagonal).  Products are with any real power of M, from the left, on
 vectors ``(n,)`` and matrices ``(n, k)``.
 
@@ -39,7 +39,7 @@ __all__ = ["DampedFactor", "damped_factor"]
 
 @structure()
 class DampedFactor:
-    """The damped second moment of the module's text, as a snapshot.
+    """A damped second moment ``M = A + lam I``, with products by its real powers.
 
     Attributes
     ----------

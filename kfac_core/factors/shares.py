@@ -1,4 +1,4 @@
-"""By what one update's sums are multiplied, and what they weigh.
+"""Scales and weights of the sums in one update.
 
 Conventions.  One update adds ``weight * C`` to a running sum and ``weight`` to its
 weight, with C the mean of outer products: over the rows that count, or over examples.
@@ -20,7 +20,7 @@ __all__ = ["SharingShares", "UpdateShares", "update_shares"]
 
 
 class UpdateShares(NamedTuple):
-    """What sums are multiplied by, and what they weigh.
+    """Scales and weights of the sums in one update.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ def update_shares(
     Returns
     -------
     UpdateShares
-        As the module's conventions say.
+        Scales and weights for rows and for examples.
     """
     like = statistics.any_weight
     kept, N = rows.kept(statistics.dtype, xp=xp), rows.examples

@@ -68,12 +68,16 @@ _Seen: TypeAlias = tuple[Array, Array, Array | None, Namespace]
 
 @dataclass(frozen=True, kw_only=True)
 class Conv:
-    """A convolution's geometry; sequences are kept as tuples.
+    """A convolution in any number of spatial axes: a dense layer on patches.
+
+    The block's matrix has shape ``(K c (+1), out)`` with ``K = prod(kernel_size)`` and
+    ``c = in_channels / groups``: kernel positions before channels, the bias as its last
+    row.  There is one row for each output position.
 
     Parameters
     ----------
     in_channels, out_channels : int
-        At least 1.
+        Numbers of channels, at least 1.
     kernel_size : sequence of int
         One size for each of the d spatial axes.
     strides, dilation : sequence of int, optional
@@ -85,9 +89,11 @@ class Conv:
     bias : bool
         Whether the layer has a bias.
     weight_layout : {"spatial_io", "oi_spatial"}
-        The order of the weight's axes; see the module's conventions.
+        ``"spatial_io"`` for weights ``(*kernel_size, c, out)`` (JAX, Keras),
+        ``"oi_spatial"`` for ``(out, c, *kernel_size)`` (PyTorch), with
+        ``c = in_channels / groups``.
     data_layout : {"channels_last", "channels_first"}
-        Where inputs and output gradients have their channels.
+        Position of the channels in inputs and output gradients.
 
     Raises
     ------

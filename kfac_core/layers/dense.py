@@ -28,7 +28,9 @@ WeightLayout = Literal["io", "oi"]
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """A dense layer's geometry.
+    """A dense layer, ``y = x W + b``, with any number of shared axes.
+
+    The block's matrix has shape ``(in(+1), out)``, with the bias as its last row.
 
     Parameters
     ----------
@@ -37,7 +39,8 @@ class Dense:
     bias : bool
         Whether the layer has a bias.
     weight_layout : {"io", "oi"}
-        The order of the weight's axes; see the module's conventions.
+        ``"io"`` for weights ``(in, out)`` (JAX, Keras), ``"oi"`` for ``(out, in)``
+        (PyTorch).
 
     Raises
     ------

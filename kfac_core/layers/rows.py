@@ -1,8 +1,8 @@
-"""What a framework feeds (`Batch`), and the form that statistics read (`Rows`).
+"""Batches from a framework (`Batch`), and the rows that statistics read (`Rows`).
 
 Conventions.  N examples; S shared positions in each (time steps, tokens, pixels) at
 which the layer's weights are used again, 1 where nothing is shared; M sources, the
-vectors back-propagated for one and the same batch.  A mask is True for rows that count.
+vectors backpropagated for one batch.  A mask is True for rows that count.
 Rows that do not count are zero, the homogeneous coordinate included, whatever a
 framework's padding held.  A layer made of Q independent groups (a grouped convolution)
 has a leading axis of length Q in the rows; other layers have none.
@@ -48,21 +48,22 @@ WeightSharing = Literal["expand", "reduce"]
 
 @structure(static=("sources",))
 class Batch:
-    """What one layer saw in one batch.
+    """Inputs and output gradients of one layer in one batch.
 
     Parameters
     ----------
     inputs : array, shape (N, ..., features in)
-        The layer's inputs; the axes between are the shared ones.
+        Inputs of the layer; the axes between first and last are shared positions.
     output_grads : array, shape (N, ..., features out) or (M, N, ..., features out)
-        The vectors back-propagated to the layer's outputs, one for each example.
+        Vectors backpropagated to the layer's outputs, one for each example.
     mask : array of bool, shape (N, ...), optional
-        False for rows (padding) that count as absent.
+        False for rows to ignore (padding).
     sources : int, optional
-        M, where `output_grads` has a leading axis of sources; None where it has none.
+        Number M of backpropagated vectors, if `output_grads` has a leading axis of them;
+        else None.
     row_indices : numpy.ndarray of int, shape (R, P), optional
-        For a convolution: the rows that alone are made of the batch, as
-        `kfac_core.layers.choose_patches` draws them.
+        For a convolution: indices of the only rows to use, from
+        `kfac_core.layers.choose_patches`.
     """
 
     inputs: Array
@@ -86,7 +87,7 @@ class Rows:
     inputs : array, shape ((Q,) N, S, n)
         The x, without their homogeneous coordinate; zero where masked.
     output_grads : array, shape ((Q,) M, N, S, m)
-        The g; likewise.
+        The g; zero where masked.
     mask : array of bool, shape (N, S), or None
         The rows that count.
     homogeneous : bool

@@ -48,7 +48,7 @@ def damped_cholesky(
     Returns
     -------
     array, shape (..., n, n)
-        L, zero above the diagonal; see the module's conventions for a failure.
+        L, zero above the diagonal; NaN on and below it if M is not definite.
         ``n^3 / 3`` flops.
     """
     scaled = matrix.full()

@@ -3,9 +3,9 @@
 Conventions.  B is a running sum and c what makes an average of it, so that no copy of the
 average is ever made: factorizations multiply by c in the pass that adds the shift, products
 afterwards.  Each factorization is one formula that looks at no value, and is tried by
-`kfac_core.linalg.fallback.climb`; one residual, of what is applied afterwards, decides
-whether it is accepted.  ``M z`` for the residual's vector z is finite only where all of M
-is, and is the one guard before LAPACK.
+`kfac_core.linalg.fallback.with_fallbacks`; one residual, of what is applied afterwards,
+decides whether it is accepted.  ``M z`` for the residual's vector z is finite only where
+all of M is, and is the one guard before LAPACK.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
 from kfac_core.linalg.fallback import (
     Fallback,
-    climb,
     fallback_of,
     first_flag,
     guarded,
     untouched,
+    with_fallbacks,
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 
@@ -104,7 +104,7 @@ def cholesky_factor(
     problem : DampedMatrix
         Matrix M.
     check : {"raise", "status"}
-        Whether to climb the fallback chain and raise, or to report.
+        Whether to use the fallback chain and raise, or to report.
     name : str
         Name of the matrix in error messages.
 
@@ -125,7 +125,7 @@ def cholesky_factor(
     ``n^3 / 3`` flops.  ``check="raise"`` synchronizes with the device once.
     """
     xp = own_namespace(problem.matrix.array)
-    return climb(
+    return with_fallbacks(
         _attempt_cholesky, problem, _clipped_cholesky, check=check, name=name, xp=xp
     )
 
@@ -161,7 +161,9 @@ def damped_inverse(
     if factor is not None and (check == "status" or not fallback_of(factor)):
         made = _attempt_inverse(problem, xp, factor.lower)
     options: Any = {"check": check, "name": name, "made": made, "xp": xp}
-    inverse: Inverse = climb(_attempt_inverse, problem, _clipped_inverse, **options)
+    inverse: Inverse = with_fallbacks(
+        _attempt_inverse, problem, _clipped_inverse, **options
+    )
     return inverse
 
 
@@ -185,7 +187,7 @@ def eigendecomposition(
     accurate than one by Cholesky.
     """
     xp = own_namespace(problem.matrix.array)
-    return climb(
+    return with_fallbacks(
         _attempt_eigen, problem, _no_eigendecomposition, check=check, name=name, xp=xp
     )
 

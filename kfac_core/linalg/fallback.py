@@ -27,7 +27,7 @@ from kfac_core.errors import DampingError, NotFiniteError
 
 __all__ = [
     "Fallback",
-    "climb",
+    "with_fallbacks",
     "fallback_of",
     "first_flag",
     "guarded",
@@ -68,7 +68,7 @@ def fallback_of(made: Any, /) -> Fallback:
     return Fallback(int(xp.max(made.fallback)))
 
 
-def climb(
+def with_fallbacks(
     attempt: Callable[[P, Namespace], M],
     problem: P,
     last: Callable[[P, M, str, Namespace], M],
@@ -92,7 +92,7 @@ def climb(
         The last resort: takes the problem in the widest dtype, what the attempt made of it,
         the name and the namespace; raises where it fails too.
     check : {"raise", "status"}
-        Whether to climb and raise, or to return the first attempt with its flags.
+        Whether to use fallbacks and raise, or to return the first attempt with its flags.
     name : str
         Name of the matrix in error messages.
     made : structure, optional

@@ -18,7 +18,7 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe
-from kfac_core.linalg.fallback import climb, first_flag
+from kfac_core.linalg.fallback import first_flag, with_fallbacks
 from kfac_core.linalg.low_rank import LowRankSum
 
 __all__ = ["LowRankBasis", "low_rank_basis", "rank_one_basis"]
@@ -130,7 +130,7 @@ def low_rank_basis(
     -----
     A thin singular value decomposition, ``O(d r^2)`` flops.
     """
-    return climb(_attempt, matrix, _inaccurate, check=check, name=name, xp=xp)
+    return with_fallbacks(_attempt, matrix, _inaccurate, check=check, name=name, xp=xp)
 
 
 def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:

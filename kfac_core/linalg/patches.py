@@ -143,7 +143,7 @@ def extract_patches(
     Returns
     -------
     array, shape (..., *out_spatial, prod(kernel_size) C)
-        In the order of the module's conventions; a view where that is possible.
+        Patches with kernel positions before channels; a view if possible.
 
     Raises
     ------

@@ -30,7 +30,9 @@ __all__ = ["ShiftedRankOne"]
 
 @structure(static=("repeats", "tail"))
 class ShiftedRankOne:
-    """The matrix of the module's text, with the products of `ShiftedMatrix`.
+    """``M = blockdiag(I_K (x) (Sigma + d I), d) + u u^T``, with ``u = [1_K (x) mu, 1]``.
+
+    It has the products of `ShiftedMatrix`.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""``M = A + shift I`` with ``A = c B`` symmetric, and everything that is done with it.
+"""``M = A + shift I`` with ``A = c B`` symmetric, with solves, powers and factorizations.
 
 Conventions.  Leading axes of all arrays are a stack of independent matrices.  Products
 are from the left, on a matrix V of shape ``(..., n, k)``; from the right they are the
@@ -53,10 +53,10 @@ __all__ = [
 T = TypeVar("T")
 
 Solving = Literal["inverse", "triangular"]
-"""How a damped matrix is divided by."""
+"""Whether solves use an explicit inverse or triangular factors."""
 
 Factorization = Literal["inverse", "cholesky", "eigenbasis"]
-"""What can be prepared: each serves the products that the module's text says."""
+"""Factorizations for solves, for triangular products, and for other powers."""
 
 
 class Reporting(TypedDict):

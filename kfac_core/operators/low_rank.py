@@ -62,9 +62,10 @@ class LowRankOperator(CurvatureOperator):
 
     With ``A = U diag(a) U^T`` of r columns and ``G = W diag(g) W^T`` of q columns,
     ``F_damped`` is ``S (A + s I) (x) (G + t I)``, or ``S A (x) G + lam I`` under exact
-    damping: diagonal in U, W and their complements, with the four kinds of eigenvalue
-    that the module's text lists.  Every function of it takes ``4 n m (r + q)`` flops,
-    and no n x n matrix is formed.  It has no triangular products.
+    damping: diagonal in U, W and their complements.  Its eigenvalues are
+    ``S (a_i + s) (g_j + t)``, ``S (a_i + s) t``, ``S s (g_j + t)`` and ``S s t``, or
+    ``S a_i g_j + lam`` and ``lam`` under exact damping.  Every function of it takes ``4 n m
+    (r + q)`` flops, and no n x n matrix is formed.  It has no triangular products.
 
     Attributes
     ----------

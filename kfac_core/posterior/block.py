@@ -135,7 +135,8 @@ def block_posterior(
     operator : CurvatureOperator
         The curvature F, averaged over examples.  An operator's own damping is left out.
     examples : float or 0-d array
-        N, finite and >= 0; see the module's conventions for noise and temperature.
+        Number of examples N of the data set, finite and >= 0.  For Gaussian noise of
+        variance sigma^2 it is ``N / sigma^2``; at a temperature T it is ``N / T``.
     prior_precision : float or 0-d array
         tau, finite and positive.
     check : {"raise", "status"}

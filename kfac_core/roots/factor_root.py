@@ -1,4 +1,4 @@
-"""A root of an inverse factor, and how it is moved: what IKFAC is made of.
+"""Roots of inverse factors and their multiplicative updates, for IKFAC.
 
 Conventions.  ``K K^T`` stands for the inverse of a damped factor of d rows.  A direction m
 is symmetric, and ``K <- K (I - b m)`` for a step b.  K may be kept dense, lower triangular
@@ -33,7 +33,7 @@ from kfac_core.linalg.gram import updated_gram
 __all__ = ["FactorRoot", "RootForm", "factor_root"]
 
 RootForm = Literal["dense", "lower", "diagonal"]
-"""What a root is kept as."""
+"""Storage of a root."""
 
 _POWER_STEPS = 8
 """The products with a vector, of d^2 flops each, that guard a dense root's step."""
@@ -41,7 +41,7 @@ _POWER_STEPS = 8
 
 @structure(static=("form",))
 class FactorRoot:
-    """A root K of an inverse factor; see the module's text.
+    """A root K of an inverse factor: ``K K^T`` approximates ``(F + lam I)^-1``.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class FactorRoot:
         `Status` flags of the last update: ``INACCURATE`` for a step too long to be taken,
         an eigenvalue of ``b m`` being 1 or more.
     form : {"dense", "lower", "diagonal"}
-        What K is kept as.
+        Storage of K.
     """
 
     root: Array

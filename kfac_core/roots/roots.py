@@ -32,7 +32,7 @@ from kfac_core.linalg.damped import (
     problem_flags,
 )
 from kfac_core.linalg.factorizations import Eigendecomposition
-from kfac_core.linalg.fallback import Fallback, climb, first_flag
+from kfac_core.linalg.fallback import Fallback, first_flag, with_fallbacks
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.roots.arguments import damping_array, symmetric_argument
 
@@ -90,7 +90,7 @@ def inverse_root(
     degree : int
         Degree ``p >= 1`` of the root.
     check : {"raise", "status"}
-        Whether to climb the fallback chain and raise, or to report.
+        Whether to use the fallback chain and raise, or to report.
     name : str
         Name of the matrix in error messages.
 
@@ -136,7 +136,7 @@ def inverse_root(
         return _clipped_root(problem, degree, name, xp)
 
     problem = DampedMatrix(A, xp.ones_like(shift), shift)
-    return climb(attempt, problem, last, check=check, name=name, xp=xp)
+    return with_fallbacks(attempt, problem, last, check=check, name=name, xp=xp)
 
 
 def root_residual(
