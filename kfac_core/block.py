@@ -304,7 +304,7 @@ class Block:
         debias : bool
             Whether sums are divided by their weights.
         factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
-            Factorizations to prepare now; the rest are prepared when asked for
+            Factorizations to prepare now; the rest are prepared when needed
             (``check="raise"`` only).
         check : {"raise", "status"}
             ``"raise"`` raises on failure, and synchronizes with the device; ``"status"``
@@ -521,7 +521,7 @@ class UpdateBlock:
         *,
         stack: tuple[int, ...] = (),
     ) -> Statistics:
-        """Return the statistics after an update, before their status is looked at.
+        """Return the statistics after an update, before their status is read.
 
         Parameters
         ----------

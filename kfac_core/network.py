@@ -971,7 +971,7 @@ class Network:
         return statistics
 
     def _require_ready(self, state: NetworkState, name: str) -> None:
-        """Raise `NotReadyError` where a block has nothing to make an operator from."""
+        """Raise `NotReadyError` if a block has nothing to make an operator from."""
         self._statistics_of(state, name)
         held = state.blocks[name]
         if not self.blocks[name].approximation.has_bases:

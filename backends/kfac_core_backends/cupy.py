@@ -20,7 +20,7 @@ name = "cupy"
 
 
 def problem() -> str | None:
-    """Say why CuPy cannot compute here; None where it can."""
+    """Return why CuPy cannot compute here; None where it can."""
     if cupy.is_available():
         return None
     return "CuPy is installed, but finds no CUDA device"

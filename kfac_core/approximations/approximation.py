@@ -1,4 +1,4 @@
-"""What every approximation offers."""
+"""The interface of approximations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Approximation"]
 
 
 class Approximation(Protocol):
-    """Which statistics of the rows are kept, and which operator they make.
+    """The statistics that are kept of the rows, and the operator made from them.
 
     The base class of all approximations.  A subclass is a frozen dataclass without
     arrays, whose fields are its options.  It has a `name` and the methods `initial`,
@@ -28,7 +28,7 @@ class Approximation(Protocol):
     """The name of the approximation, for reports and files."""
 
     unsupported_products: ClassVar[Mapping[str, str]] = EVERY_PRODUCT
-    """The products that its operators do not have, each with the reason."""
+    """Unsupported products of its operators, each with the reason."""
 
     has_bases: ClassVar[bool] = False
     """Whether the statistics hold bases, which a method ``rebased`` recomputes."""
@@ -64,7 +64,7 @@ class Approximation(Protocol):
 
     @property
     def decays(self) -> Mapping[str, float]:
-        """The averages that decay in a way of their own."""
+        """Decays of averages that differ from the decay of updates."""
         return {}
 
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
@@ -101,10 +101,10 @@ class Approximation(Protocol):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing, of a dtype and on a device."""
+        """Return zero statistics, of a dtype and on a device."""
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw in the form that the statistics are made of."""
+        """Return the rows of a batch, from which statistics are computed."""
         return layer.rows(batch)
 
     @abstractmethod
@@ -118,8 +118,8 @@ class Approximation(Protocol):
         statistics : Statistics
             Old statistics; not modified.
         rows : Rows, or what else `rows` returns
-            Rows of one batch.  They may hold NaN or infinity: whoever called looks at that,
-            and keeps the old statistics.
+            Rows of one batch.  They may hold NaN or infinity; the caller checks
+            for that and keeps the old statistics.
         layer : Layer
             Layer that they are of.
         options : UpdateOptions

@@ -30,7 +30,7 @@ __all__ = ["axes_operator", "initial_axes", "updated_axes"]
 def initial_axes(
     layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
 ) -> Statistics:
-    """Return the statistics of nothing: one factor an axis.
+    """Return zero statistics: one factor an axis.
 
     Parameters
     ----------

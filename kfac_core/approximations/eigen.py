@@ -130,7 +130,7 @@ class Eigen(Approximation):
 
     @property
     def decays(self) -> Mapping[str, float]:
-        """The averages that decay in a way of their own."""
+        """Decays of averages that differ from the decay of updates."""
         return {} if self.moment_decay is None else {"block": self.moment_decay}
 
     def problem_with(self, layer: Layer, /) -> str | None:
@@ -143,7 +143,7 @@ class Eigen(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing, in the coordinate basis."""
+        """Return zero statistics, in the coordinate basis."""
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         factors = self._factors.initial(layer, **place, xp=xp)
         n, m = layer.matrix_shape
@@ -264,7 +264,7 @@ class Eigen(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> SpectralOperator:
-        """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` as it is now."""
+        """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` in its current state."""
         xp = options.namespace(statistics)
         _, apply = options.dtypes(statistics.dtype, xp=xp)
         E = cast(xp, statistics.averages["block"].value(debias=options.debias), apply)

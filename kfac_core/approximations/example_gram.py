@@ -110,7 +110,7 @@ class ExampleGram(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing; see `Kronecker.initial`."""
+        """Return zero statistics; see `Kronecker.initial`."""
         window = window_average(
             self.gradients,
             self.positions,

@@ -163,7 +163,7 @@ class Kronecker(Approximation):
         return None
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows; with pixels as x where those are kept."""
+        """Return a batch as rows; with pixels as x where those are kept."""
         if self.input == "uncorrelated":
             geometry: Any = layer
             return geometry.pixel_rows(batch)
@@ -172,7 +172,7 @@ class Kronecker(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing.
+        """Return zero statistics.
 
         Parameters
         ----------
@@ -251,7 +251,7 @@ class Kronecker(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> FactoredKronecker | SpectralOperator:
-        """Make the curvature operator from the statistics, at this moment.
+        """Return the curvature operator of the current statistics.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""What an update and an operator are made with, besides the statistics."""
+"""Options of an update and of an operator."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class OperatorOptions:
     factorizations : tuple of str
         Factorizations to prepare now.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the operator's status.
+        Whether failures raise, or are reported in the operator's status.
     precision : Precision
         Dtypes of computing and applying.
     name : str

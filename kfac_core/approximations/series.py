@@ -15,10 +15,10 @@ Both lags are updated together, with one decay and one weight.  The block is
 ``infinite``     option 2: that of infinitely many, times S over their number
 ===============  ====================================================================
 
-as `kfac_core.operators.series` has it.  With one step, or with lag 1 zero, each of them is
-``S A_0 (x) G_0``.  With a mask NS becomes the number of rows kept, S the mean number kept
-a sequence, and pairs count where both rows do; the symmetric variant keeps the shares of
-the lengths, over which it averages.  Only A_0 and G_0 are damped, by a factored rule.
+as `kfac_core.operators.series` defines it.  With one step, or with lag 1 zero, each of them
+is ``S A_0 (x) G_0``.  With a mask NS becomes the number of rows kept, S the mean number
+kept a sequence, and pairs count where both rows do; the symmetric variant keeps the shares
+of the lengths, over which it averages.  Only A_0 and G_0 are damped, by a factored rule.
 
 References
 ----------
@@ -95,7 +95,7 @@ class Series(Approximation):
             )
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+        """Return why a layer is not supported, or None if it is."""
         if layer.kind == "dense":
             return None
         return "needs time steps in order, so a dense layer with one shared axis"
@@ -103,7 +103,7 @@ class Series(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing; see `Kronecker.initial`.
+        """Return zero statistics; see `Kronecker.initial`.
 
         Returns
         -------
@@ -124,12 +124,12 @@ class Series(Approximation):
         return Statistics(averages, base.status)
 
     def rows(self, layer: Layer, batch: Any, /) -> Rows:
-        """Return what the layer saw as rows, in the order of time.
+        """Return a batch as rows, in the order of time.
 
         Raises
         ------
         ShapeError
-            For several shared axes: which of them is time, nobody knows (but for the
+            For several shared axes: the time axis is ambiguous (but for the
             independent variant, where none is).
         """
         rows: Rows = layer.rows(batch)
@@ -198,7 +198,7 @@ class Series(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> CurvatureOperator:
-        """Make the curvature operator from the statistics; see `Kronecker.operator`.
+        """Return the curvature operator of the statistics; see `Kronecker.operator`.
 
         Raises
         ------

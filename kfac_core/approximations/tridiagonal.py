@@ -68,7 +68,7 @@ class BlockTridiagonal(Approximation):
     unsupported_products = TRIDIAGONAL_LACKS
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+        """Return why a layer is not supported, or None if it is."""
         if layer.kind == "chain":
             return None
         return "one layer has no neighbors; name several in `Sharing(chains=...)`"
@@ -81,7 +81,7 @@ class BlockTridiagonal(Approximation):
     def initial(
         self, layer: Any, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing; see `Kronecker.initial`."""
+        """Return zero statistics; see `Kronecker.initial`."""
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         averages: dict[str, Average] = {}
         for i, own in enumerate(layer.layers):
@@ -131,7 +131,7 @@ class BlockTridiagonal(Approximation):
     def operator(
         self, statistics: Statistics, layer: Any, options: OperatorOptions, /
     ) -> TridiagonalOperator:
-        """Make the curvature operator from the statistics; see `Kronecker.operator`.
+        """Return the curvature operator of the statistics; see `Kronecker.operator`.
 
         Raises
         ------

@@ -95,7 +95,7 @@ class Backend(Protocol):
     name: str
 
     def problem(self) -> str | None:
-        """Say why the backend cannot be used here, and what to install; else None."""
+        """Return why the backend cannot be used here, and what to install; else None."""
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions of the libraries behind the backend."""
@@ -238,7 +238,7 @@ def load_adapters() -> None:
 
 
 def adapter_problem(name: str, /) -> str | None:
-    """Say why the adapter of a name could not be imported; None where it was."""
+    """Return why the adapter of a name could not be imported; None where it was."""
     return _problems.get(name)
 
 
@@ -304,7 +304,7 @@ def _load(name: str) -> None:
                 _publish(name, {})
                 reason = _broken(entry, _problems[name])
                 _loaded[name] = BrokenBackend(name, reason)
-                # Arrays get this far without anybody asking what the problem is.
+                # The reason is kept for the error message when this backend is requested.
                 warnings.warn(f"Backend {name!r}: {reason}.", stacklevel=2)
                 return
             else:

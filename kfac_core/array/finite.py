@@ -34,7 +34,7 @@ def all_finite(x: Array, /, *, xp: Namespace) -> Array:
     Returns
     -------
     array of bool, 0-d
-        Still on the device: turning it into a ``bool`` is what waits.
+        Result on the device; converting it to ``bool`` synchronizes with the device.
     """
     return xp.all(xp.isfinite(x))
 
@@ -122,7 +122,7 @@ def is_readable(x: Array, /, *, xp: Namespace) -> bool:
 
 
 def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
-    """Return a scalar as a Python number, where nothing has to be waited for.
+    """Return a scalar as a Python number, if that needs no synchronization.
 
     A calculation with numbers takes a tenth of the time of one with 0-d arrays.
 

@@ -34,7 +34,7 @@ class GenericBackend:
         return self._module is not None
 
     def problem(self) -> str | None:
-        """Say why the backend cannot be used here, and what to install; else None."""
+        """Return why the backend cannot be used here, and what to install; else None."""
         if self.is_known():
             return None
         return (

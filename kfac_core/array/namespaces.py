@@ -1,8 +1,8 @@
-"""What is taken as an array: namespaces, devices, dtypes, and the checks at the door.
+"""Validation of array arguments: namespaces, devices and dtypes.
 
 Conventions.  Arrays decide the library; two arrays given together must be of one
 library and on one device.  Real floating dtypes only: integers are refused, since an
-average of integers is not what anybody means, and half precision is widened to
+average of integers is rarely intended, and half precision is widened to
 float32 before anything is computed with it.  A scalar (a damping, a decay) is a Python
 number or a 0-d array, possibly a traced one.
 """

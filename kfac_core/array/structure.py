@@ -7,7 +7,7 @@ function compiler treats the arrays as its inputs and outputs and the static fie
 as part of the program.  How a library is told so is its backend's business
 (`register_structures_with`); nothing here names one.
 
-Conventions: a field that is None holds nothing (a factorization that nobody asked
+Conventions: a field that is None holds nothing (a factorization that was not requested
 for); a field may be a dict of structures; a path is the names joined by dots.
 """
 

@@ -74,7 +74,7 @@ def load_checkpoint(
         For a file that is damaged, incomplete, no checkpoint, of another version, or of
         an estimator with other blocks or conventions.
     UnknownBackendError, BackendUnavailableError
-        For a backend that there is not.
+        For an unknown backend.
     """
     require_one_of("layouts", layouts, get_args(Layouts))
     state = _read(path, backend)

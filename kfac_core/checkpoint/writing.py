@@ -58,7 +58,8 @@ def save_checkpoint(
     path : path-like
         The file, usually ``*.safetensors``; replaced where it exists.
     estimator : Estimator
-        Not modified.  This copies its arrays to the host, and waits for them.
+        Estimator; not modified.  Copying its arrays to the host synchronizes with the
+        device.
     parts : {"all", "statistics", "operators"}
         Everything; or the statistics alone, of which a refresh makes the operators
         again; or the operators with their factorizations alone, which multiply as they
@@ -93,7 +94,7 @@ def save_checkpoint(
     text = json.dumps(document, allow_nan=False)
     metadata = {METADATA_KEY: text, DIGEST_KEY: text_digest(text)}
     target = Path(os.path.realpath(path))
-    # Not of `tempfile`, whose files nobody else may read, whatever the umask says.
+    # `tempfile` is not used, since its files ignore the umask and are private.
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.part"
     try:
         with temporary.open("xb") as file:

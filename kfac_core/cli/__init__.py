@@ -84,7 +84,7 @@ class UnloadableCommand:
         parser.add_argument("arguments", nargs="*")
 
     def run(self, arguments: argparse.Namespace, /) -> int:
-        """Say why the command cannot be loaded, and return 2."""
+        """Return why the command cannot be loaded, and return 2."""
         return complain(self._name, self._problem)
 
 

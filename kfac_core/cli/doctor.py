@@ -116,7 +116,7 @@ def _backend(name: str) -> dict[str, Any]:
 
 
 def _asked(question: Callable[[], Any], member: str, trouble: list[str]) -> Any:
-    """Ask an adapter, which may be anybody's; note what it raises, and go on."""
+    """Call a member of an adapter, which may be third-party; record what it raises."""
     try:
         return question()
     except Exception as error:

@@ -40,11 +40,11 @@ class BackgroundRefresh:
 
     @property
     def done(self) -> bool:
-        """Whether it has been computed; `install` does not wait then."""
+        """Whether the refresh has finished, so that `install` does not block."""
         return self._made.done()
 
     def install(self) -> None:
-        """Let the estimator take over the operators, waiting for them if need be.
+        """Install the new operators in the estimator; blocks until they are computed.
 
         A second call does nothing.
 

@@ -120,7 +120,7 @@ def probe_images(statistics: Statistics, /, *, debias: bool) -> ProbeImages:
 
     Notes
     -----
-    ``2 n^2`` flops for a matrix of n rows; never waits for a device.
+    ``2 n^2`` flops for a matrix of n rows; never synchronizes with the device.
     """
     xp = statistics.namespace
     images: dict[str, Array] = {}

@@ -270,6 +270,6 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
 def _array_form(x: Any) -> Any:
     """Return what has to agree of arrays that are stacked."""
     if not hasattr(x, "shape"):
-        # No array: whoever takes it says so, with the name of its block.
+        # Not an array: validated later, where the block's name is known.
         return id(x)
     return type(x), x.shape, x.dtype, device_of(x)

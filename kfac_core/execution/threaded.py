@@ -134,7 +134,7 @@ def in_bundles(
     """Return what a function of several problems finds for all of them.
 
     The most work is begun first, so that no thread is left with it at the end.  But
-    small problems are mostly Python, for whose lock threads would wait in turn: the
+    small problems are mostly Python, where threads would only contend for the GIL: the
     smallest, up to half of one worker's share, are solved by one thread while others
     have large ones, half of them at the start and half at the end.
 

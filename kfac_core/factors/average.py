@@ -89,14 +89,14 @@ def _beside(weight: Scalar, x: Array, xp: Namespace, /) -> Scalar:
 
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
-    """Raise `DecayError` where a Python number lies outside [0, 1]."""
+    """Raise `DecayError` if a Python number lies outside [0, 1]."""
     number: Any = decay
     if isinstance(decay, NUMBER) and not 0.0 <= number <= 1.0:
         raise DecayError(f"Expected `{name}` in [0, 1], got {decay}.")
 
 
 def require_weight(weight: Scalar, /) -> None:
-    """Raise `DecayError` where a Python number is no weight of an update."""
+    """Raise `DecayError` if a Python number is no weight of an update."""
     number: Any = weight
     if isinstance(weight, NUMBER) and not 0.0 < number < math.inf:
         raise DecayError(
@@ -106,5 +106,5 @@ def require_weight(weight: Scalar, /) -> None:
 
 
 def zero_weight(xp: Namespace, *, dtype: Any, device: Any) -> Array:
-    """Return the weight of an average of nothing."""
+    """Return the weight of a zero average."""
     return xp.zeros((), dtype=dtype, device=device)

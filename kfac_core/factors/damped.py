@@ -165,9 +165,9 @@ def damped_factor(
     damping : float or 0-d array
         Damping ``lam``, finite and >= 0.
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
-        Factorizations to prepare now; the rest are made when asked for.
+        Factorizations to prepare now; the rest are made when needed.
     check : {"raise", "status"}
-        Whether trouble raises, or is in ``shifted.status()``.
+        Whether failures raise, or are reported in ``shifted.status()``.
     name : str
         Name used in error messages.
 

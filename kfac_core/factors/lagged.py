@@ -39,7 +39,7 @@ class LaggedFactor:
     def initial(
         self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Average:
-        """Return the average of nothing, for rows of n numbers: ``shape=(n,)``."""
+        """Return a zero average, for rows of n numbers: ``shape=(n,)``."""
         zeros = xp.zeros((*shape, shape[-1]), dtype=dtype, device=device)
         return Average(zeros, zero_weight(xp, dtype=dtype, device=device))
 

@@ -109,6 +109,6 @@ class LowRankAverage(Average):
 def low_rank_average(
     size: int, /, *, rank: int, dtype: Any, device: Any, xp: Namespace
 ) -> LowRankAverage:
-    """Return the average of nothing, for rows of d numbers and at most r columns."""
+    """Return a zero average, for rows of d numbers and at most r columns."""
     zero = low_rank_zero((size,), rank=rank, dtype=dtype, device=device, xp=xp)
     return LowRankAverage(zero, zero_weight(xp, dtype=dtype, device=device))

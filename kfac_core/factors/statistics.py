@@ -1,4 +1,4 @@
-"""The running statistics of one block: named averages, and how the last update went."""
+"""Running statistics of one block: named averages, and the status of the last update."""
 
 from __future__ import annotations
 

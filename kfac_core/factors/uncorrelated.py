@@ -70,7 +70,7 @@ class UncorrelatedFactor:
     def initial(
         self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Average:
-        """Return the average of nothing, for a factor of n rows; shape is (n,)."""
+        """Return a zero average, for a factor of n rows; shape is (n,)."""
         c = (shape[-1] - self.tail) // self.repeats
         zeros = xp.zeros((c, c), dtype=dtype, device=device)
         moments = ChannelMoments(zeros[0, :], SymmetricMatrix(zeros, full_storage=True))

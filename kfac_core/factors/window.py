@@ -151,7 +151,7 @@ def window_average(
     device: Any,
     xp: Namespace,
 ) -> WindowAverage:
-    """Return the average of nothing, for K gradients of S rows and shape (n, m)."""
+    """Return a zero average, for K gradients of S rows and shape (n, m)."""
     place: dict[str, Any] = {"dtype": dtype, "device": device}
     n, m = shape
     empty = WindowSum(

@@ -42,12 +42,12 @@ class Chunks(NamedTuple):
 
 
 class Report:
-    """Counts what is done, and tells whoever wants to know.
+    """Counts processed examples, and calls a progress callback.
 
     Parameters
     ----------
     progress : callable or None
-        Who wants to know.
+        Progress callback.
     total : int
         What there is to do.
     """

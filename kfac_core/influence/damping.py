@@ -82,7 +82,7 @@ def given_damping(
     Raises
     ------
     DampingError
-        For a number that is negative or not finite; arrays are not looked at.
+        For a number that is negative or not finite; values of arrays are not read.
     UnknownBlockError
         For a mapping with other names.
     """

@@ -36,7 +36,8 @@ class LayerGradients:
     layer : Layer
         Layer of any kind.
     fed : Batch, sequence of Batch, or mapping of str to array
-        What the layer saw, without sources; or gradients with an axis of examples.
+        Inputs and output gradients of the layer, without sources; or gradients with an axis
+        of examples.
     reduction : {"sum", "mean", "mean_rows"}
         Over what the loss that was differentiated is summed or averaged, in this batch.
 
@@ -126,7 +127,7 @@ class ExamplePart:
     matrices : array, shape (N, in(+1), out), or None
         The D, without their scale.
     rows : Rows, IdRows, ExampleGradients or None
-        What they are made of.
+        Rows or matrices.
     scale : float or 0-d array
         Factor ``c``.
     """

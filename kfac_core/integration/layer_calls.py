@@ -1,4 +1,4 @@
-"""What the calls of a network's layers saw, until it is fed as batches.
+"""Recorded calls of a network's layers, to become batches.
 
 For frameworks in which a layer may be called any number of times, and in which output
 gradients come back one after the other.

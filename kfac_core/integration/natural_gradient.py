@@ -81,7 +81,7 @@ class NaturalGradient:
         gradients : mapping of str to mapping of str to array
             Gradients by block and parameter, in the layers' layout; blocks may be left out.
         calls : iterable of LayerCall
-            What the layers saw, and the sources that came back.
+            Inputs of the layers, and the output gradients.
         rows : int
             R; 0 where nothing was observed.
 
@@ -102,7 +102,7 @@ class NaturalGradient:
 
         Notes
         -----
-        The gradients are looked at in one transfer from the device.
+        The gradients are checked in one transfer from the device.
         """
         batches = self._batches(calls, rows)
         if not rows or (self.wants_statistics and not batches):

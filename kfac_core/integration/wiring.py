@@ -31,7 +31,7 @@ Use: TypeAlias = tuple[str, Layer, Mapping[str, int]]
 
 
 def usual_approximation(name: str, layer: Layer, /) -> Any:
-    """Return what a layer has where nobody chose.
+    """Return the default approximation of a layer.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class Recorder:
 
 @structure(static=("reduction", "sources"))
 class Captured:
-    """What the blocks of a network saw in one batch.
+    """Batches of a network's blocks.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What layers check in common: parameters and masks."""
+"""Checks of parameters and masks that all layers share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def require_parameters(
     Parameters
     ----------
     parameters : mapping of str to array
-        What somebody gave.
+        Given parameters.
     shapes : mapping of str to tuple of int
         What is expected.
 

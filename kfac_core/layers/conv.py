@@ -81,7 +81,7 @@ class Conv:
     kernel_size : sequence of int
         One size for each of the d spatial axes.
     strides, dilation : sequence of int, optional
-        One for each spatial axis; all 1 where left out.
+        One for each spatial axis; all 1 by default.
     padding : {"same", "valid"} or sequence of pairs
         A rule, or the zeros ``(lo, hi)`` of each spatial axis.
     groups : int
@@ -247,7 +247,7 @@ class Conv:
         Parameters
         ----------
         batch : Batch
-            See `rows`; never modified.
+            See `rows`; not modified.
 
         Returns
         -------

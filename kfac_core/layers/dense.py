@@ -89,7 +89,7 @@ class Dense:
         Parameters
         ----------
         batch : Batch
-            Arrays of one library on one device, in any layout; never modified.
+            Arrays of one library on one device, in any layout; not modified.
         stack : tuple of int
             The shape of leading axes that both arrays have in common: what as many equal
             layers saw, without masks.

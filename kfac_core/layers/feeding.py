@@ -1,4 +1,4 @@
-"""What is done with batches at the estimator's door."""
+"""Preparation of batches: detaching, and checks of their status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["detached", "detached_array", "require_finite_rows"]
 
 
 _WITHOUT_GRAPHS: set[type[Any]] = {type(None), int, str, bool}
-"""Types of which it is known that nothing of them hangs on a gradient graph."""
+"""Types that never belong to a gradient graph."""
 
 
 def detached(batch: Any, /) -> Any:
@@ -46,7 +46,7 @@ def detached_array(x: Array, /) -> Array:
     try:
         xp = own_namespace(x)
     except TypeError:
-        return x  # Not an array; whoever takes it says so, with its name.
+        return x  # Not an array: validated later, where its name is known.
     detach = backend_of(xp).detach
     if getattr(detach, "__func__", None) is GenericBackend.detach:
         _WITHOUT_GRAPHS.add(type(x))

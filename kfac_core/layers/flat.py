@@ -48,7 +48,7 @@ def unflatten_parameters(
     matrix : array, shape (p, 1)
         The column.
     shapes : mapping of str to tuple of int
-        What it is made of.
+        Parts of it.
 
     Returns
     -------

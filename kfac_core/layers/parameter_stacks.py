@@ -38,7 +38,7 @@ def stack_to_matrices(layer: Layer, stack: Mapping[str, Array], /) -> Array:
     layer : Layer
         Layer whose layout is used.
     stack : mapping of str to array, shapes (*lead, *parameter shape)
-        The layer's parameters by name; never modified.
+        The layer's parameters by name; not modified.
 
     Returns
     -------

@@ -24,7 +24,7 @@ __all__ = ["Parameters"]
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """The geometry of arrays that nobody described as a layer.
+    """Geometry of arrays that belong to no known layer.
 
     Parameters
     ----------

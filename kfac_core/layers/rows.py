@@ -110,17 +110,17 @@ class Rows:
 
     @property
     def examples(self) -> int:
-        """N."""
+        """Number of examples N."""
         return int(self.inputs.shape[-3])
 
     @property
     def positions(self) -> int:
-        """S."""
+        """Number of shared positions S."""
         return int(self.inputs.shape[-2])
 
     @property
     def sources(self) -> int:
-        """M."""
+        """Number of backpropagated vectors M."""
         return int(self.output_grads.shape[-4])
 
     @property
@@ -129,7 +129,7 @@ class Rows:
         return self.inputs
 
     def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of rows that count: an int, or 0-d where masked."""
+        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
         if self.mask is None:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
@@ -181,7 +181,7 @@ class Rows:
         return mean, tail if self.homogeneous else None, g
 
     def require_all_positions(self) -> None:
-        """Raise `UnsupportedError` where an example's sum over positions is not at hand."""
+        """Raise `UnsupportedError` if an example's sum over positions is not at hand."""
         if self.partial:
             raise UnsupportedError(
                 "Only some positions of each example were selected, but this statistic "
@@ -406,17 +406,17 @@ class PixelRows:
 
     @property
     def examples(self) -> int:
-        """N."""
+        """Number of examples N."""
         return int(self.pixels.shape[0])
 
     @property
     def positions(self) -> int:
-        """S."""
+        """Number of shared positions S."""
         return int(self.output_grads.shape[-2])
 
     @property
     def sources(self) -> int:
-        """M."""
+        """Number of backpropagated vectors M."""
         return int(self.output_grads.shape[0])
 
     @property
@@ -425,7 +425,7 @@ class PixelRows:
         return self.pixels
 
     def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of rows that count: an int, or 0-d where masked."""
+        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
         if self.mask is None:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))

@@ -1,4 +1,4 @@
-"""Residuals: what a factorization is worth, for the price of O(n^2).
+"""Residual checks of factorizations, in O(n^2) operations.
 
 Conventions.  A residual is relative and is measured on one fixed, spread-out probe
 vector z, the same at every call: ``|X M z - z| / |z|`` for an inverse X of M.  For a
@@ -153,7 +153,7 @@ _kept_probe = functools.lru_cache(maxsize=64)(_new_probe)
 
 @dispatched
 def relative_norm(error: Array, scale: Array, /, *, xp: Namespace) -> Array:
-    """Return ``|error| / |scale|``: 0 for 0/0, infinity where it is no number.
+    """Return ``|error| / |scale|``: 0 for 0/0, infinity for NaN.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ def damped_cholesky(
     Parameters
     ----------
     matrix : SymmetricMatrix
-        B, finite; never modified.
+        B, finite; not modified.
     shift : float or array, shape () or (...)
         What is added to the diagonal.
     factor : float or array, shape () or (...)

@@ -1,4 +1,4 @@
-"""What is left of a layer's curvature when the next layer's is known.
+"""The curvature of a layer conditional on the next layer.
 
 Conventions.  ``A_i (x) G_i`` is the covariance of layer i, damped, ``A_x (x) G_x`` that
 between i and i + 1.  With Cholesky factors ``A_i = L_i L_i^T`` the correlation of the
@@ -140,11 +140,11 @@ def conditional(
     link : Link
         Transition Psi.
     conditional : Conditional
-        Sigma; trouble is in its flags.
+        Sigma; failures are in its flags.
 
     Notes
     -----
-    About ``13 n^3`` flops a side, and products with the moments; no value is looked at.
+    About ``13 n^3`` flops a side, and products with the moments; no value is read.
     """
     P_A, K_A, D_A, s_A, clipped_A, flags_A = _side(input_root, next_input_root, xp)
     P_G, K_G, D_G, s_G, clipped_G, flags_G = _side(output_root, next_output_root, xp)

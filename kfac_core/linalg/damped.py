@@ -2,7 +2,7 @@
 
 Conventions.  B is a running sum and c what makes an average of it, so that no copy of the
 average is ever made: factorizations multiply by c in the pass that adds the shift, products
-afterwards.  Each factorization is one formula that looks at no value, and is tried by
+afterwards.  Each factorization is one formula that reads no value, and is tried by
 `kfac_core.linalg.fallback.with_fallbacks`; one residual, of what is applied afterwards,
 decides whether it is accepted.  ``M z`` for the residual's vector z is finite only where
 all of M is, and is the one guard before LAPACK.
@@ -55,7 +55,7 @@ class DampedMatrix:
     Attributes
     ----------
     matrix : SymmetricMatrix
-        B; never modified.
+        B; not modified.
     factor : array, shape () or (...)
         Factor c, positive.
     shift : array, shape () or (...)

@@ -1,4 +1,4 @@
-"""What a fallback chain makes: factors, inverses and eigendecompositions.
+"""Results of a fallback chain: factors, inverses and eigendecompositions.
 
 Conventions.  Leading axes are a stack.  A ``residual`` is relative, measured as
 `kfac_core.linalg.certificate` says; a ``status`` holds `Status` flags; a ``fallback``

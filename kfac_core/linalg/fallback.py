@@ -1,11 +1,11 @@
-"""The one fallback chain: working precision, float64, and what is left after that.
+"""The fallback chain: working precision, float64, then clipped eigenvalues.
 
 Conventions.  A *problem* is a structure of arrays, and an *attempt* is one formula that
 makes a factorization of it together with the flags of what went wrong, looking at no
 value.  With ``check="status"`` that is all.  With ``check="raise"`` the flags are read,
 once, and where one is set the chain goes on:
 
-1. the attempt in the dtype that was asked for;
+1. the attempt in the requested dtype;
 2. the same attempt in float64, where the device has it, cast back;
 3. what the factorization names as its last resort, such as an eigendecomposition with
    negative eigenvalues set to zero; or an error that says what to do.
@@ -41,10 +41,10 @@ M = TypeVar("M")
 
 
 class Fallback(IntEnum):
-    """By which step of the fallback chain a factorization was made."""
+    """The step of the fallback chain that produced a factorization."""
 
     WORKING = 0
-    """In the dtype that was asked for: none was needed."""
+    """The requested dtype: no fallback was needed."""
     FLOAT64 = 1
     """In float64, cast back."""
     EIGENDECOMPOSITION = 2
@@ -62,7 +62,7 @@ def fallback_of(made: Any, /) -> Fallback:
     Returns
     -------
     Fallback
-        Whose name in small letters a report shows.
+        Fallback; reports show its name in lower case.
     """
     xp = own_namespace(made.fallback)
     return Fallback(int(xp.max(made.fallback)))
@@ -79,7 +79,7 @@ def with_fallbacks(
     made: M | None = None,
     xp: Namespace,
 ) -> M:
-    """Return a factorization by the first step of the chain that gives one.
+    """Return a factorization from the first step of the fallback chain that succeeds.
 
     Parameters
     ----------
@@ -87,16 +87,16 @@ def with_fallbacks(
         Takes a problem and a namespace; returns a structure with the fields ``status`` and
         ``fallback``, arrays of int32 of the shape of the stack.
     problem : structure
-        What is factorized; all floating arrays are of one dtype.
+        Problem to factorize; all floating-point arrays have one dtype.
     last : callable
-        The last resort: takes the problem in the widest dtype, what the attempt made of it,
-        the name and the namespace; raises where it fails too.
+        Last step: takes the problem in the widest dtype, the failed attempt, the name and
+        the namespace; raises if it fails.
     check : {"raise", "status"}
         Whether to use fallbacks and raise, or to return the first attempt with its flags.
     name : str
         Name of the matrix in error messages.
     made : structure, optional
-        The first attempt, where it was made already.
+        First attempt, if already computed.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -127,7 +127,7 @@ def with_fallbacks(
 
 
 def raise_invalid(flags: Status, name: str, /) -> None:
-    """Raise for a problem that holds what cannot be computed with.
+    """Raise for a problem that is not finite or has an invalid shift.
 
     Parameters
     ----------

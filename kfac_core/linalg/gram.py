@@ -41,7 +41,7 @@ def gram(
     rows : array, shape (n, d)
         The rows x_i.
     weights : array, shape (n,), optional
-        Nonnegative weights w_i; 1 where left out.
+        Nonnegative weights w_i; 1 by default.
     mask : array of bool, shape (n,), optional
         False for rows that count as absent, whatever they hold.
     homogeneous : bool

@@ -183,7 +183,7 @@ def kronecker_fit(
     -----
     The error never grows, and is at most that of `start` with any G.  ``1 - cos`` of the
     angle to the best A shrinks by ``(s_2 / s_1)^4`` an iteration.  Each costs two
-    products with every term; nothing is looked at.
+    products with every term; no value is read.
     """
     A = unit_norm(start, xp=xp)
     before = A
@@ -221,12 +221,12 @@ def _gram(rows: Array, scale: Scalar, xp: Namespace) -> Array:
 
 
 def _quadratic_forms(rows: Array, A: Array, xp: Namespace) -> Array:
-    """Return ``x^T A x`` of each row, not below zero whatever rounding does."""
+    """Return ``x^T A x`` of each row, clipped at zero against rounding."""
     forms = xp.sum(xp.matmul(rows, A) * rows, axis=-1)
     return xp.where(forms > 0, forms, xp.zeros_like(forms))
 
 
 def _overlap(first: Array, second: Array, xp: Namespace) -> Array:
-    """Return ``<A, B>``, shape (..., 1, 1), not below zero whatever rounding does."""
+    """Return ``<A, B>``, shape (..., 1, 1), clipped at zero against rounding."""
     overlap = xp.sum(first * second, axis=(-2, -1), keepdims=True)
     return xp.where(overlap > 0, overlap, xp.zeros_like(overlap))

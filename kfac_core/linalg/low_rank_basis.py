@@ -1,4 +1,4 @@
-"""``A = U diag(w) U^T`` with few columns: what a low-rank factor is applied by.
+"""``A = U diag(w) U^T`` with few columns: the form in which a low-rank factor is applied.
 
 Conventions.  U has shape ``(d, r)`` and orthonormal columns, w descends and is not
 negative; A is zero on the complement of U.  Adding a multiple of the identity changes w
@@ -215,7 +215,7 @@ def _residual(B: Array, w: Array, U: Array, xp: Namespace) -> Array:
 
 
 def _ratio(error: Array, scale: Array, xp: Namespace) -> Array:
-    """Return ``|error| / |scale|``: 0 for 0/0, infinity where it is no number."""
+    """Return ``|error| / |scale|``: 0 for 0/0, infinity for NaN."""
     largest = xp.max(xp.abs(scale))
     unit = xp.where(largest > 0, largest, xp.ones_like(largest))
     bottom = xp.linalg.vector_norm(scale / unit)

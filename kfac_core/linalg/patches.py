@@ -228,7 +228,7 @@ def choose_patches(
     -------
     numpy.ndarray of int, shape (R, P)
         The numbers ``n S + s``, ascending; each is equally likely, and each example
-        draws its positions anew.
+        draws its positions independently.
     """
     if min(keep) < 1:
         raise ShapeError(f"Expected `keep` to be two numbers >= 1, got {keep}.")

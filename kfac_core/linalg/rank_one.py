@@ -76,7 +76,7 @@ class ShiftedRankOne:
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         found = self.block.factorizations & {"inverse"}
         return found if self.whole is None else found | self.whole.factorizations
 
@@ -97,7 +97,7 @@ class ShiftedRankOne:
         return made
 
     def wide(self) -> ShiftedRankOne:
-        """Return the same in the dtype of computing, with nothing prepared."""
+        """Return the same in the computing dtype, without factorizations."""
         return replaced(self, block=self.block.wide(), whole=None)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:

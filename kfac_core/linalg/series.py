@@ -42,7 +42,7 @@ def series_gamma(
         T, or the largest of the lengths.
     lengths : array of int, shape (N,), optional
         The lengths of N sequences, each from 0 to T; W is averaged over them.  T for
-        all of them where left out.
+        all of them by default.
 
     Returns
     -------

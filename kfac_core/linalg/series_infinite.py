@@ -130,7 +130,7 @@ def infinite_chain(
     scale : array, 0-d
         S, the mean number of steps.
     check : {"raise", "status"}
-        Whether values may be looked at, for the number of doublings.
+        Whether values may be read, for the number of doublings.
     xp : namespace
         Array API namespace of the arrays.
 

@@ -60,7 +60,7 @@ Factorization = Literal["inverse", "cholesky", "eigenbasis"]
 
 
 class Reporting(TypedDict):
-    """How trouble in a factorization is told, as keyword arguments.
+    """How failures of a factorization are reported, as keyword arguments.
 
     Attributes
     ----------
@@ -123,7 +123,7 @@ class ShiftedMatrix:
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         made: dict[Factorization, Any] = {
             "inverse": self.inverse if self.solving == "inverse" else self.cholesky,
             "cholesky": self.cholesky,
@@ -179,7 +179,7 @@ class ShiftedMatrix:
         return made
 
     def wide(self) -> ShiftedMatrix:
-        """Return the same in the dtype of computing, with nothing prepared."""
+        """Return the same in the computing dtype, without factorizations."""
         return ShiftedMatrix(self.damped, self.damped.matrix)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
@@ -213,7 +213,7 @@ class ShiftedMatrix:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
 
         For a negative power of a matrix that was not found definite before, its
-        eigenvalues are looked at, which synchronizes with the device.
+        eigenvalues are checked, which synchronizes with the device.
         """
         xp = self._xp()
         basis = self._eigenbasis()
@@ -338,7 +338,7 @@ class ShiftedMatrix:
 
 
 def require_readable(like: Array, factorization: str, /) -> None:
-    """Raise `NotReadyError` where a factorization is missing and none can be made.
+    """Raise `NotReadyError` if a factorization is missing and none can be made.
 
     Parameters
     ----------
@@ -365,7 +365,7 @@ def shifted_matrix(
     name: str = "matrix",
     apply_dtype: Any = None,
 ) -> ShiftedMatrix:
-    """Make ``A + shift I`` with the factorizations asked for.
+    """Make ``A + shift I`` with the requested factorizations.
 
     Parameters
     ----------

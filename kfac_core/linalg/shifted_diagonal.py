@@ -67,7 +67,7 @@ class ShiftedDiagonal:
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         made: tuple[Factorization, ...] = ("inverse", "cholesky", "eigenbasis")
         return frozenset(made if self.definite else ("eigenbasis",))
 
@@ -196,7 +196,7 @@ def shifted_diagonal(
         As for `kfac_core.linalg.shifted.shifted_matrix`: with ``"inverse"`` or
         ``"cholesky"`` among them M must be definite.
     check : {"raise", "status"}
-        Whether trouble raises, or is reported in the status.
+        Whether failures raise, or are reported in the status.
     name : str
         Name used in error messages.
     apply_dtype : dtype, optional
@@ -210,7 +210,7 @@ def shifted_diagonal(
     Raises
     ------
     NotFiniteError, DampingError
-        If the entries or the shift are unfit (``check="raise"``).
+        If the entries or the shift are invalid (``check="raise"``).
     FactorizationError
         If an entry of ``a + shift`` is zero and M has to be definite
         (``check="raise"``).

@@ -1,4 +1,4 @@
-"""Lower triangular matrices: multiplying with them, solving with them, inverting them.
+"""Products, solves and inverses of lower triangular matrices.
 
 The standard has neither of the last two; both are written as recursions over halves, so
 that nearly all of their work is in matrix products.  The leaves are small general solves.

@@ -37,7 +37,7 @@ class Loss(Protocol):
     Attributes
     ----------
     noise_distribution : {"uniform", "normal"}
-        What `sample` wants: uniform in [0, 1), or standard normal.
+        Noise that `sample` needs: uniform in [0, 1), or standard normal.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""A network's outputs and what goes together with them: the checks every loss makes.
+"""Checks of a network's outputs and targets that all losses share.
 
 Conventions.  ``natural`` has shape ``(..., P)``; targets, noise and vectors have the
 axes that a loss says, and any number in front of them.  Half precision is widened to
@@ -77,7 +77,7 @@ def wide_companion(
     xp: Namespace,
     any_real: bool = False,
 ) -> Array:
-    """Check an array that goes together with outputs, and return it in their dtype.
+    """Check an array of the shape of outputs, and return it in their dtype.
 
     Parameters
     ----------

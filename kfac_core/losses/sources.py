@@ -1,4 +1,4 @@
-"""The vectors to back-propagate, of every estimation mode (`kfac_core.losses.modes`).
+"""The vectors to backpropagate, of every estimation mode (`kfac_core.losses.modes`).
 
 Conventions.  ``vectors`` has shape ``(M, N, ..., P)``: M sources, each a vector for every
 row of the network's outputs.  The sum or mean over sources of their outer products
@@ -39,7 +39,7 @@ __all__ = ["SourceVectors", "vectors", "with_random_signs"]
 
 @structure(static=("mode", "sources", "source_reduction"))
 class SourceVectors:
-    """Vectors to back-propagate, and how their outer products are to be combined.
+    """Vectors to backpropagate, and how their outer products are to be combined.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ def vectors(
     weight: Scalar | Array = 1.0,
     source_reduction: SourceReduction | None = None,
 ) -> SourceVectors:
-    """Return the vectors that an estimation mode back-propagates.
+    """Return the vectors that an estimation mode backpropagates.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def vectors(
     -----
     The exact modes make ``I N P`` numbers and need I backward passes.  Several losses of
     one network are independent, and their curvatures add up: with sampled modes
-    back-propagate one vector of each together, with exact modes one loss at a time.
+    backpropagate one vector of each together, with exact modes one loss at a time.
 
     References
     ----------

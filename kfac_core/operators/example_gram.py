@@ -89,7 +89,7 @@ class ExampleGramOperator(CurvatureOperator):
     flags : array of int32, 0-d
         `Status` flags of the damping.
     definite : bool
-        Whether lam was looked at and found positive, or, with ``check="status"``,
+        Whether lam was checked to be positive, or, with ``check="status"``,
         reported on in the flags.
     """
 
@@ -102,7 +102,7 @@ class ExampleGramOperator(CurvatureOperator):
 
     @property
     def unsupported_products(self) -> Mapping[str, str]:
-        """The products that the operator does not have, each with the reason."""
+        """Unsupported products, each with the reason."""
         return NO_TRIANGLE
 
     @property
@@ -122,7 +122,7 @@ class ExampleGramOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         return self.gram.factorizations
 
     def prepared(
@@ -260,11 +260,11 @@ def example_gram_operator(
     damping : float or 0-d array
         Damping ``lam``, finite and >= 0.
     truncated_trace : array, 0-d, optional
-        The trace of what the gradients leave out; zero where left out.
+        The trace of what the gradients leave out; zero by default.
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
         Factorizations of the Gram matrix to prepare now.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the operator's ``status()``.
+        Whether failures raise, or are reported in the operator's ``status()``.
     name : str
         Name used in error messages.
     apply_dtype : dtype, optional

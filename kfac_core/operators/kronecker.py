@@ -70,7 +70,7 @@ class FactoredKronecker(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         return self.input.factorizations & self.output.factorizations
 
     def prepared(
@@ -79,7 +79,7 @@ class FactoredKronecker(CurvatureOperator):
         check: Check = "raise",
         name: str = "block",
     ) -> FactoredKronecker:
-        """Return the same operator with factorizations made that were missing."""
+        """Return the operator with missing factorizations computed."""
         A = self.input.prepared(*factorizations, check=check, name=f"{name}/input")
         G = self.output.prepared(*factorizations, check=check, name=f"{name}/output")
         # In every step but the first nothing is missing.

@@ -80,7 +80,7 @@ class LowRankOperator(CurvatureOperator):
     exact : bool
         Whether damping is exact.
     definite : bool
-        Whether all eigenvalues were looked at and found positive, or, with
+        Whether all eigenvalues were checked to be positive, or, with
         ``check="status"``, reported on in the flags.
     """
 
@@ -96,7 +96,7 @@ class LowRankOperator(CurvatureOperator):
 
     @property
     def unsupported_products(self) -> Mapping[str, str]:
-        """The products that the operator does not have, each with the reason."""
+        """Unsupported products, each with the reason."""
         return NO_CHOLESKY
 
     @property
@@ -116,7 +116,7 @@ class LowRankOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         made: tuple[Factorization, ...] = ("eigenbasis", "inverse")
         return frozenset(made if self.definite else made[:1])
 
@@ -126,7 +126,7 @@ class LowRankOperator(CurvatureOperator):
         check: Check = "raise",
         name: str = "block",
     ) -> LowRankOperator:
-        """Return the same operator, known to be definite where anything is asked for."""
+        """Return the operator, checked to be definite if a factorization is requested."""
         if self.definite or not factorizations:
             return self
         xp, spectrum = own_namespace(self.scale), self._spectrum(True)
@@ -275,7 +275,7 @@ def low_rank_operator(
     factorizations : tuple of str
         Factorizations to prepare now.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the operator's status.
+        Whether failures raise, or are reported in the operator's status.
     name : str
         Name of the block in error messages.
     dtype : dtype

@@ -1,10 +1,10 @@
-"""What every curvature operator offers, and how vectors come in and go out.
+"""The interface of curvature operators, and the conversion of their vectors.
 
 Conventions.  An operator stands for one block's matrix at one moment with one damping,
 ``F_damped``; ``damped=False`` is the same without the damping.  Vectors are matrices V
 of shape ``(in(+1), out)``.  `CurvatureOperator.to_dense` flattens row-major, so that the
 input factor stands left in ``kron(A, G)``.  A product is computed in the operator's
-dtype and returned in the vector's; vectors are never modified.
+dtype and returned in the vector's; vectors are not modified.
 
 An operator may be a stack: of a layer's Q independent groups of columns, or of equal
 blocks that are computed together.  Its arrays then have leading axes ``lead``.
@@ -88,7 +88,7 @@ class CurvatureOperator(abc.ABC):
 
     @property
     def unsupported_products(self) -> Mapping[str, str]:
-        """The products that the operator does not have, each with the reason."""
+        """Unsupported products, each with the reason."""
         return EVERY_PRODUCT
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -128,7 +128,7 @@ class CurvatureOperator(abc.ABC):
         check: Check = "raise",
         name: str = "block",
     ) -> CurvatureOperator:
-        """Return the same operator with factorizations made that were missing.
+        """Return the operator with missing factorizations computed.
 
         Parameters
         ----------
@@ -136,7 +136,7 @@ class CurvatureOperator(abc.ABC):
             ``"inverse"`` serves `multiply_inverse`, ``"cholesky"`` the triangular
             products, ``"eigenbasis"`` all other powers.
         check : {"raise", "status"}
-            Whether trouble raises, which synchronizes with the device, or is in
+            Whether failures raise, which synchronizes with the device, or are in
             `status`.
         name : str
             Name of the block in error messages.

@@ -1,4 +1,4 @@
-"""What operators ask of the damped factors that they are made of."""
+"""The interface of damped factors that operators use."""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ class SpectralOperator(CurvatureOperator):
         computed by the factors, in ``2 n m (n + m)`` flops and without the bases, so
         that the residual of the inverse measures the decompositions too.
     lower : KroneckerCholesky or None
-        The Cholesky factor, where it was asked for.
+        The Cholesky factor, if requested.
     definite : bool
-        Whether ``s + lam`` has been looked at and found positive, or, with
+        Whether ``s + lam`` has been checked to be positive, or, with
         ``check="status"``, reported on in the flags.
 
     References
@@ -145,7 +145,7 @@ class SpectralOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         made: dict[Factorization, bool] = {
             "inverse": self.definite,
             "cholesky": self.lower is not None,
@@ -479,11 +479,11 @@ def spectral_operator(
     vector_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     input, output : Eigendecomposition, optional
-        With the eigenvectors Q_A and Q_G; the coordinates where left out.
+        With the eigenvectors Q_A and Q_G; the coordinate basis by default.
     factorizations : tuple of str
         Factorizations to prepare now.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the operator's status.
+        Whether failures raise, or are reported in the operator's status.
     name : str
         Name of the block in error messages.
     dtype : dtype

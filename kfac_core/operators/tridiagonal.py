@@ -49,7 +49,7 @@ TRIDIAGONAL_LACKS: Mapping[str, str] = MappingProxyType(
         "multiply_cholesky_inverse": _NO_FACTOR,
     }
 )
-"""The products that the operator does not have, each with the reason."""
+"""Unsupported products, each with the reason."""
 
 
 @structure(static=("names",))
@@ -84,7 +84,7 @@ class TridiagonalOperator(CurvatureOperator):
 
     @property
     def unsupported_products(self) -> Mapping[str, str]:
-        """The products that the operator does not have, each with the reason."""
+        """Unsupported products, each with the reason."""
         return TRIDIAGONAL_LACKS
 
     @property
@@ -99,7 +99,7 @@ class TridiagonalOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         return frozenset({"inverse", "cholesky"})
 
     def prepared(

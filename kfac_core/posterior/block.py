@@ -39,7 +39,7 @@ class BlockPosterior:
     examples, prior_precision : array, 0-d
         Number of examples N and prior precision tau.
     name, check
-        What a message should call it, and whether trouble raises.
+        Name used in error messages, and whether failures raise.
     """
 
     curvature: SpectralOperator
@@ -140,8 +140,7 @@ def block_posterior(
     prior_precision : float or 0-d array
         tau, finite and positive.
     check : {"raise", "status"}
-        Whether trouble raises, which synchronizes with the device where N or tau are
-        arrays, or is in ``status()``.
+        Whether failures raise, which synchronizes with the device, or are in ``status()``.
     name : str
         Name of the block in error messages.
 
@@ -174,7 +173,7 @@ def block_posterior(
 def _entered(
     value: Scalar, name: str, key: str, /, *, F: SpectralOperator, check: Check
 ) -> Array:
-    """Return N or tau as a 0-d array; an array is looked at where that may wait."""
+    """Return N or tau as a 0-d array; checks the value if that may synchronize."""
     entered = as_scalar(F.namespace, value, F.dtype, key)
     if isinstance(entered, float):
         good = math.isfinite(entered) and _in_range(entered, key)

@@ -44,7 +44,7 @@ def spectral_blocks(
     precision : Precision
         Dtypes of computing and applying.
     check : {"raise", "status"}
-        Whether trouble raises, or is in each block's ``status()``.
+        Whether failures raise, or are reported in each block's ``status()``.
 
     Returns
     -------

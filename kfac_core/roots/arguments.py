@@ -65,7 +65,7 @@ def damping_array(
     damping : float, or array of shape () or (...)
         One for all matrices of the stack, or one for each.
     matrix : SymmetricMatrix
-        What it goes together with.
+        Array that it is combined with.
     xp : namespace
         Array API namespace of the matrix.
 

@@ -89,7 +89,7 @@ class GradientFactors:
             )
 
     def initial(self, like: Array, /) -> Statistics:
-        """Return the statistics of nothing, of an array's library, device and dtype.
+        """Return zero statistics, of an array's library, device and dtype.
 
         Parameters
         ----------
@@ -261,7 +261,7 @@ def _flags(
     for R in roots:
         finite = xp.all(xp.isfinite(R))
         flags = flags | status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-    # Python numbers were looked at before.
+    # Python numbers were validated before.
     if not isinstance(decay, float):
         flags = flags | status_unless(xp, (decay >= 0) & (decay <= 1), Status.BAD_DECAY)
     if not isinstance(weight, float):

@@ -56,7 +56,7 @@ def ikfac_updated(
     Parameters
     ----------
     root : FactorRoot
-        K; never modified.
+        K; not modified.
     rows : array, shape (k, d)
         The x; a 1 appended to each where there is a homogeneous coordinate.
     scale : float or 0-d array
@@ -66,7 +66,7 @@ def ikfac_updated(
     step : float or 0-d array
         b, which is 1 less the decay of the average that is followed.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the flags, the root as it was.
+        Whether failures raise, or are reported in the flags, the root as it was.
     name : str
         Name used in error messages.
 

@@ -164,7 +164,7 @@ def refreshed_basis(
     basis : OrderedBasis
         Old basis; not modified.
     matrix : SymmetricMatrix, or array of shape (..., n, n)
-        A, of the shape and library of the basis; never modified.
+        A, of the shape and library of the basis; not modified.
     steps : int
         How many, at least 1; each multiplies the angle between two eigenvectors by
         about ``w_j / w_i``, for ``w_j < w_i``.
@@ -258,7 +258,7 @@ def _columns(Q: Array, order: Array, xp: Namespace) -> Array:
 
 
 def _orthogonality(Q: Array, xp: Namespace) -> Array:
-    """Return ``|Q Q^T z - z| / |z|``: infinity where it is no number."""
+    """Return ``|Q Q^T z - z| / |z|``: infinity for NaN."""
     z = probe(Q.shape[-1], dtype=Q.dtype, device=device_of(Q), xp=xp)
     error = xp.matmul(Q, xp.matmul(xp.matrix_transpose(Q), z)) - z
     return relative_norm(error, z, xp=xp)

@@ -9,7 +9,7 @@ against the matrix itself.
 A root is made from an eigendecomposition, by the chain of `kfac_core.linalg.fallback`: the
 working dtype, float64, and then an eigendecomposition in the widest dtype whose negative
 eigenvalues are set to zero and reported as the clipped mass.  With ``check="status"``
-only the first attempt is made and no value is looked at.
+only the first attempt is made and no value is read.
 
 A dense root is worth making where it is applied several times; one product with a
 power costs less by ``DampedFactor.multiply_left``, which needs no dense root.

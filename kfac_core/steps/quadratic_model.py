@@ -102,7 +102,7 @@ class QuadraticModel:
         damped : bool
             Whether ``lam/2 |delta|^2`` belongs to the model.  The paper's reduction
             ratio has it (section 6.5); TensorFlow's K-FAC and kfac-jax leave it out
-            unless told otherwise.
+            by default.
 
         Returns
         -------
@@ -142,8 +142,8 @@ class QuadraticModel:
             For each direction its coefficient, or None where that is free; all are free
             where left out.  ``(None, 0.9)`` is the best learning rate for that momentum.
         check : {"raise", "status"}
-            Whether a model that is not finite raises, for which the device is waited
-            for, or is left in the result's status.
+            Whether a model that is not finite raises, which synchronizes with the device,
+            or is left in the result's status.
 
         Returns
         -------
@@ -239,7 +239,8 @@ def quadratic_model(
         ``d_i . F d_j`` for the exact F of the batch, without damping.  Of a matrix
         that is not symmetric, the symmetric part counts.
     damping : float or 0-d array
-        Damping ``lam``, the multiple of I that is added to F; an array is not looked at.
+        Damping ``lam``, the multiple of I that is added to F; the value of an array is not
+        read.
 
     Returns
     -------

@@ -54,7 +54,7 @@ def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
     Parameters
     ----------
     accepted : bool or 0-d array of bool
-        Whether the step is taken.  An array is not looked at, and may be traced.
+        Whether the step is taken.  The value of an array is not read, and may be traced.
     proposed, current : tree of array
         States of one form, of equal shapes and dtypes.
 

@@ -39,7 +39,7 @@ def guarded_minimizer(
     Returns
     -------
     minimizer : dict of int to 0-d array
-        The c_i, zero where left out.
+        The c_i, zero by default.
     left_out : array of bool, 0-d
         Whether a c_i was left out along which the function is not flat.
     """

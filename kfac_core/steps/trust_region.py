@@ -85,7 +85,7 @@ def kl_clip(
     bound : float or 0-d array
         Bound ``kappa > 0``.
     check : {"raise", "status"}
-        Whether a size that is not finite raises, for which the device is waited for,
+        Whether a size that is not finite raises, which synchronizes with the device,
         or is left in the status.
 
     Returns

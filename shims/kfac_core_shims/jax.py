@@ -154,7 +154,7 @@ class KFAC:
         What is trained.
     reduction : {"sum", "mean", "mean_rows"}
         Reduction of the loss of the output gradients: ``"sum"`` for vectors of
-        `kfac_core.losses.vectors`, else as it was said to `Network.vjp`.
+        `kfac_core.losses.vectors`, else as given to `Network.vjp`.
     damping : float or mapping of str to float
         Damping of the operators, unless a step gives another.
     refresh_every : int
