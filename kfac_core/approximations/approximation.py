@@ -19,9 +19,8 @@ class Approximation(Protocol):
     """The statistics that are kept of the rows, and the operator made from them.
 
     The base class of all approximations.  A subclass is a frozen dataclass without
-    arrays, whose fields are its options.  It has a `name` and the methods `initial`,
-    `updated` and `operator`; everything else has a default here, which a subclass
-    overrides where it is not so.
+    arrays, whose fields are its options.  It defines `name`, `initial`, `updated` and
+    `operator`; all other members have defaults.
     """
 
     name: ClassVar[str]
@@ -68,11 +67,10 @@ class Approximation(Protocol):
         return {}
 
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
-        """Return the sizes of the full factors that a block is divided by.
+        """Return the sizes of the full factors that are factorized at a refresh.
 
-        The cost model of `kfac_core.execution.CostTable` is computed from them.  A
-        block that has
-        any offers both ways of solving: its operators have a method ``solved_by``.
+        `kfac_core.execution.CostTable` uses them.  Blocks with full factors support both
+        methods of solving: their operators have a method ``solved_by``.
 
         Parameters
         ----------
@@ -83,15 +81,15 @@ class Approximation(Protocol):
         -------
         mapping of str to tuple of int
             For each factor its number of rows, and the number of columns that its inverse
-            is multiplied with at each step, of one group of the layer.  Empty, as here,
-            where the costs are not known.
+            is multiplied with at each step, for one group of the layer.  Empty (the
+            default) if the costs are unknown.
         """
         return {}
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Return why it does not go together with a layer; None where it does.
+        """Return why a layer is not supported, or None if it is.
 
-        As here: with every layer but a chain of several.
+        By default every layer is supported, except a chain of several.
         """
         if layer.kind == "chain":
             return "is of one layer; take BlockTridiagonal"

@@ -1,4 +1,4 @@
-"""How many queries and examples are taken at a time, for a budget of memory.
+"""Numbers of queries and examples to process at a time, for a memory budget.
 
 Conventions.  The budget is a number of array elements that the temporaries of a call may
 hold at a time: what is made on the way and dropped.  Arguments, results (twice, while
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 class Chunks(NamedTuple):
-    """The largest numbers of queries and of examples at a time, and the way."""
+    """Largest numbers of queries and examples to process at a time, and the method."""
 
     queries: int
     examples: int
@@ -56,7 +56,7 @@ class Report:
         self.progress, self.total, self.done = progress, total, 0
 
     def add(self, number: int, /) -> None:
-        """Count that many more."""
+        """Count further examples."""
         self.done += number
         if self.progress is not None:
             self.progress(self.done, self.total)

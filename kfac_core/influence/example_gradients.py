@@ -120,7 +120,7 @@ class LayerGradients:
 
 @dataclass(frozen=True)
 class ExamplePart:
-    """Some examples' gradients: matrices, or the rows that they are made of.
+    """Gradients of some examples, as matrices or as rows x and g.
 
     Attributes
     ----------

@@ -23,18 +23,18 @@ __all__ = ["FactoredKronecker"]
 
 @structure()
 class FactoredKronecker(CurvatureOperator):
-    """The snapshot ``F_damped = S (A + a I) (x) (G + b I)``; see `CurvatureOperator`.
+    """The operator ``F_damped = S (A + a I) (x) (G + b I)``: K-FAC, factored damping.
 
-    A is the input factor and stands left, G the output factor, S a positive number (the
-    shared positions); a and b are the shifts that `kfac_core.damping.factored_shifts`
-    makes from the damping.  On a vector V of shape ``(in(+1), out)``
+    A is the input factor and stands left, G is the output factor, S is the number of
+    shared positions; a and b are the shifts of `kfac_core.damping.factored_shifts`.  On a
+    vector V of shape ``(in(+1), out)``
 
         F_damped v     =  S (A + a I) V (G + b I),
         F_damped^-1 v  =  (A + a I)^-1 V (G + b I)^-1 / S,
 
     and likewise for every power, and for the Cholesky factor ``S^1/2 L_A (x) L_G``.
-    Each takes ``2 n m (n + m)`` flops.  Where the factors are stacks, the block is made
-    of independent groups, each with columns of V of its own.
+    Each takes ``2 n m (n + m)`` flops.  If the factors are stacks, the block consists of
+    independent groups, each with its own columns of V.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class FactoredKronecker(CurvatureOperator):
         return replaced(self, input=A, output=G)
 
     def solved_by(self, solving: Solving, /) -> FactoredKronecker:
-        """Return the same operator, whose full factors are divided by in a given way."""
+        """Return the operator with another method of solving with its full factors."""
         sides: dict[str, Any] = {"input": self.input, "output": self.output}
         for side, part in sides.items():
             if isinstance(part, ShiftedMatrix):

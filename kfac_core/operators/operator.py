@@ -70,20 +70,20 @@ EVERY_PRODUCT: Mapping[str, str] = MappingProxyType({})
 
 
 class CurvatureOperator(abc.ABC):
-    """A damped curvature block at one moment: an immutable snapshot.
+    """An immutable damped curvature block, with its inverse and matrix functions.
 
-    The public functions here check a vector, bring it into the operator's dtype, and
-    call the operator's own formula.  A subclass gives the formulas: ``_multiply`` and
-    the like, which take a vector V of shape `inner_shape` and its namespace.
+    The public functions check a vector, cast it to the operator's dtype, and call the
+    formula of the subclass, such as ``_multiply``, which takes a vector V of shape
+    `inner_shape` and its namespace.
 
     Notes
     -----
-    A vector has the shape `shape`, or, where the operator is a stack, `stack_shape`;
-    the result has the same shape and dtype.  Every product raises `ShapeError`,
-    `DtypeError` or `MixedArraysError` for a vector that does not fit, `UnsupportedError`
-    where the operator does not have it, and `FactorizationError` where a factorization
-    that was not prepared cannot be made; `NotReadyError`, where it would have to be made
-    while a program is traced.
+    A vector has the shape `shape`, or `stack_shape` if the operator is a stack; the
+    result has the same shape and dtype.  Every product raises `ShapeError`,
+    `DtypeError` or `MixedArraysError` for an incompatible vector, `UnsupportedError`
+    for a product that the operator does not have, `FactorizationError` if a factorization
+    that was not prepared fails, and `NotReadyError` if it would have to be computed while
+    a program is traced.
     """
 
     @property
@@ -119,7 +119,7 @@ class CurvatureOperator(abc.ABC):
     @property
     @abc.abstractmethod
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared: products that need nothing else make none."""
+        """Factorizations that have been prepared."""
 
     @abc.abstractmethod
     def prepared(
@@ -144,12 +144,12 @@ class CurvatureOperator(abc.ABC):
         Returns
         -------
         CurvatureOperator
-            Itself where nothing is missing.
+            This operator, or a copy with more factorizations.
 
         Raises
         ------
         NotFiniteError, DampingError, FactorizationError
-            If one cannot be made (``check="raise"``).
+            If a factorization fails (``check="raise"``).
         """
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
@@ -206,25 +206,25 @@ class CurvatureOperator(abc.ABC):
 
     @abc.abstractmethod
     def status(self) -> Array:
-        """Return the `Status` flags, 0-d int32; zero where all is well."""
+        """Return the `Status` flags, 0-d int32; zero without failures."""
 
     def solved_by(self, solving: Solving, /) -> CurvatureOperator:
-        """Return the same operator, whose full factors are divided by in a given way.
+        """Return the operator with another method of solving with its full factors.
 
         Parameters
         ----------
         solving : {"inverse", "triangular"}
-            Whether by products with their inverses, or by triangular solves.
+            Products with explicit inverses, or triangular solves.
 
         Returns
         -------
         CurvatureOperator
-            Nothing more is prepared.
+            Operator with the same factorizations.
 
         Raises
         ------
         UnsupportedError
-            For an operator with one way of solving.
+            For an operator with a single method of solving.
         """
         raise UnsupportedError(
             f"{type(self).__name__} has one way of solving. Leave out `solving`."
@@ -236,7 +236,7 @@ class CurvatureOperator(abc.ABC):
         Parameters
         ----------
         check, name
-            As for `prepared`, for an eigenbasis that was not prepared.
+            See `prepared`; used if the eigenbasis was not prepared.
 
         Returns
         -------
@@ -256,7 +256,7 @@ class CurvatureOperator(abc.ABC):
         )
 
     def at_rows(self, indices: Array, /) -> CurvatureOperator:
-        """Return the operator on the rows of some ids alone; see `SparseRows`.
+        """Return the operator restricted to the rows of some ids; see `SparseRows`.
 
         Parameters
         ----------
@@ -271,7 +271,7 @@ class CurvatureOperator(abc.ABC):
         Raises
         ------
         UnsupportedError
-            If the block mixes rows, so that they do not stand alone.
+            If the block couples rows.
         """
         raise UnsupportedError(
             "A sparse gradient needs a block that does not mix rows: an embedding with a "
@@ -283,10 +283,10 @@ class CurvatureOperator(abc.ABC):
         return {}
 
     def _looked_at(self, factorization: Factorization, small: Array) -> Any:
-        """Return itself prepared for a product; as it is while a program is traced.
+        """Return the operator prepared for a product, or unchanged under a tracer.
 
-        A tracer could not see a failure.  What is missing then is refused by the factor
-        that lacks it.  ``small`` is any small array of the operator.
+        A traced program cannot report a failure, so that the factor without the
+        factorization raises instead.  ``small`` is any small array of the operator.
         """
         if is_readable(small, xp=own_namespace(small)):
             return self.prepared(factorization)
@@ -319,7 +319,7 @@ class CurvatureOperator(abc.ABC):
     def _enter(
         self, vector: Array, product: str, /, *, name: str = "vector"
     ) -> tuple[Array, Namespace]:
-        """Return a vector as a product's formula takes it, and its namespace."""
+        """Return a vector in the form that the formulas take, and its namespace."""
         if product in self.unsupported_products:
             raise UnsupportedError(
                 f"{type(self).__name__} has no {product}: "
@@ -347,7 +347,7 @@ class CurvatureOperator(abc.ABC):
         )
 
     def __repr__(self) -> str:
-        """Say what it is in a few lines; nothing is read from a device for it."""
+        """Return a short description, without reading values from a device."""
         told = {"shape": str(self.shape), "dtype": str(self.like.dtype)}
         if len(self.stack_shape) > 2:
             told["stack"] = str(self.stack_shape[:-2])
@@ -369,18 +369,18 @@ class CurvatureOperator(abc.ABC):
 def entering(
     vector: Array, shape: tuple[int, ...], like: Array, /, *, name: str
 ) -> tuple[Array, Namespace]:
-    """Check a vector and bring it into an operator's dtype.
+    """Check a vector and cast it to an operator's dtype.
 
     Parameters
     ----------
     vector : array
-        What was given.
+        Given vector.
     shape : tuple of int
-        What is expected.
+        Expected shape.
     like : array
         Array of the operator, for its library, device and dtype.
     name : str
-        What a message should call the vector.
+        Name of the vector in error messages.
 
     Returns
     -------
@@ -422,7 +422,7 @@ def raise_for(
     name : str
         Name of the block in error messages.
     remedy : str
-        What to do about an eigenvalue that is not positive.
+        Advice in the message for an eigenvalue that is not positive.
 
     Raises
     ------
@@ -444,6 +444,6 @@ def raise_for(
 
 
 def _told(value: Array) -> str:
-    """Return a number for people; only its shape where reading it would take time."""
+    """Return a number as text; only its shape if reading it would synchronize."""
     number = plain_number(value, xp=own_namespace(value))
     return f"array of shape {tuple(value.shape)}" if number is None else f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""gamma: a strength of its own for the factored damping, found by trying three.
+"""gamma: a separate strength of the factored damping, found by trying three values.
 
 Conventions.  The factored preconditioner is
 ``(A + pi gamma I) (x) (G + gamma/pi I)``, so that ``gamma^2`` is what the estimator
@@ -29,7 +29,7 @@ Step = TypeVar("Step")
 
 
 class Trial(NamedTuple, Generic[Step]):
-    """One gamma, and what it leads to.
+    """One gamma with its step and predicted change.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scal
     Parameters
     ----------
     gammas : sequence of float or 0-d array
-        The candidates, the present one first.
+        Candidates, the current one first.
     changes : sequence of float or 0-d array
         ``M(delta) - M(0)`` of the step made with each, in the same model.
 
@@ -177,7 +177,7 @@ def _bounded(gamma: Scalar, minimum: float, maximum: float) -> Scalar:
 
 
 def _best(trials: Sequence[Trial[Any]]) -> Trial[Any]:
-    """Fold over trials; what comes first wins unless what follows is less."""
+    """Return the best trial; ties go to the earlier one."""
     best = _unified(trials[0])
     for trial in map(_unified, trials[1:]):
         best = Trial(*select(_is_less(trial.change, best.change), trial, best))

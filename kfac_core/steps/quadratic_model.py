@@ -49,7 +49,7 @@ __all__ = ["Minimum", "QuadraticModel", "quadratic_model"]
 
 @structure()
 class Minimum:
-    """Where a quadratic model is least.
+    """The minimum of a quadratic model.
 
     Attributes
     ----------
@@ -67,7 +67,9 @@ class Minimum:
 
 @structure()
 class QuadraticModel:
-    """The model; see `kfac_core.steps.quadratic_model`.
+    """``M(delta) - M(0) = slope . c + 1/2 c . (curvature + lam gram) c``.
+
+    The quadratic model of the objective for ``delta = sum_i c_i d_i``.
 
     Attributes
     ----------
@@ -98,7 +100,7 @@ class QuadraticModel:
         Parameters
         ----------
         coefficients : array of shape (k,), or sequence of float or 0-d array
-            The c_i.
+            Coefficients c_i.
         damped : bool
             Whether ``lam/2 |delta|^2`` belongs to the model.  The paper's reduction
             ratio has it (section 6.5); TensorFlow's K-FAC and kfac-jax leave it out
@@ -127,7 +129,7 @@ class QuadraticModel:
         fixed: Sequence[Scalar | None] | None = None,
         check: Check = "raise",
     ) -> Minimum:
-        """Return the coefficients at which the damped model is least.
+        """Return the coefficients that minimize the damped model.
 
         The paper's ``[alpha, mu] = -(curvature + lam gram)^-1 slope``, guarded: in their
         order, each direction takes part while something positive is left of its

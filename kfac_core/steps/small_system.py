@@ -1,4 +1,4 @@
-"""Minimizers of quadratic functions of a few numbers, whatever their matrix is like.
+"""Minimizers of quadratic functions of a few variables, for any symmetric matrix.
 
 A step before that is zero, or parallel to the new direction, makes the system of
 K-FAC's momentum singular, and a Hessian in the place of F makes it indefinite.  The

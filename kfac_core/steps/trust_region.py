@@ -42,7 +42,7 @@ __all__ = ["TrustRegion", "kl_clip", "trust_region_rate"]
 
 @structure()
 class TrustRegion:
-    """What a step is to be multiplied with.
+    """Factor on a step.
 
     Attributes
     ----------

@@ -123,7 +123,7 @@ def l2_curvature(
 ) -> Array:
     """Return ``eta d_i . d_j`` over the parameters that decay.
 
-    It is what ``d_i . F d_j`` lacks where F was made from the loss alone.
+    To be added to ``d_i . F d_j`` if F is the curvature of the loss alone.
 
     Parameters
     ----------
