@@ -122,7 +122,7 @@ def dump_state(
 def parse_state(
     state: Any, network: Network, promises: Mapping[str, Any]
 ) -> tuple[Network, NetworkState, dict[str, Any]]:
-    """Check a state against a network and turn it back into structures.
+    """Check a state against a network, and return it as structures.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def parse_state(
 
 
 def _description(block: Block) -> dict[str, Any]:
-    """Return what a block is, as it comes out of JSON."""
+    """Return the description of a block in the form of parsed JSON."""
     layer: Any = block.layer
     approximation: Any = block.approximation
     found = {
@@ -200,7 +200,7 @@ def _values(held: BlockState) -> dict[str, Any]:
 
 
 def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
-    """Put what a structure holds under its paths."""
+    """Collect the fields of a structure by path."""
     cls = type(value)
     if cls is SymmetricMatrix:
         xp = own_namespace(value.array)
@@ -234,7 +234,7 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
 
 
 def _template(values: _Values, network: Network, name: str) -> BlockState:
-    """Return a state of nothing, with statistics and an operator where values are."""
+    """Return an empty state, with statistics and an operator if values exist for them."""
     held = [part for part in ("statistics", "operator") if values.holds(part)]
     if "operator" not in held and values.holds("damping"):
         raise StateError("damping belongs to no operator.")

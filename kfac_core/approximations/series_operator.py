@@ -1,4 +1,4 @@
-"""How the operator of a chain of time steps is made from its statistics.
+"""The operator of a chain of time steps, from its statistics.
 
 Conventions as in `kfac_core.operators.series`.  The chain of `kfac_core.linalg.fallback`
 makes the Cholesky factors of the damped moments of lag 0.  What is made from these and

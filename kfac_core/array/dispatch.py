@@ -54,7 +54,7 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
 
 
 def is_factorization_failure(error: Exception, /) -> bool:
-    """Whether an exception is some library's word for "not factorizable".
+    """Whether an exception means that a matrix cannot be factorized.
 
     The standard names no exception, and the libraries' have no common base: NumPy's
     derives from ValueError, PyTorch's from RuntimeError.  Their names agree.

@@ -1,4 +1,4 @@
-"""Whether an array holds NaN or infinity, and whether the host may look at it.
+"""Whether an array holds NaN or infinity, and whether the host can read it.
 
 Conventions.  A Gram matrix shows on its diagonal whether its rows are finite: the squares
 there cancel nothing.  So rows need not be read for it where their sums are at hand.

@@ -1,4 +1,4 @@
-"""The plumbing of a backend, for any library that follows the Array API standard.
+"""A generic backend for any library that follows the Array API standard.
 
 Making arrays, finding devices and bringing results to the host, by introspection: so
 that a library needs no adapter to be computed with, and an adapter only holds what is
@@ -204,7 +204,7 @@ class GenericBackend:
 
 
 class BrokenBackend(GenericBackend):
-    """What stands in for an adapter that is registered but could not be loaded.
+    """Placeholder for a registered adapter that could not be loaded.
 
     It cannot be chosen by its name.  Arrays of the library are computed with by the
     definitions all the same.
@@ -222,7 +222,7 @@ class BrokenBackend(GenericBackend):
         self._reason = reason
 
     def problem(self) -> str | None:
-        """Say which adapter is broken, and how."""
+        """Return a message that names the broken adapter."""
         return self._reason
 
 

@@ -1,4 +1,4 @@
-"""In which dtypes statistics are kept, factorized and applied.
+"""Dtypes of storing, factorizing and applying.
 
 Three separate choices, none of them hidden.  *Storage* is the dtype of the running
 sums: float32 or wider, whatever the data are.  *Computing* is the dtype in which a

@@ -1,4 +1,4 @@
-"""Which backend serves where no array is there to decide.
+"""The default backend, used only when no array argument determines it.
 
 Arrays in decide the library, always; nothing here changes that.  Only where an array
 is to be made from none (`asarray` of NumPy values, the demo, tests, the command line)
@@ -81,7 +81,7 @@ class Selection:
 
 
 def selected_backend(backend: str | None = None, /) -> Selection:
-    """Return the backend that serves where no array decides, and why.
+    """Return the default backend, and why it was chosen.
 
     Parameters
     ----------

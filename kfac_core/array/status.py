@@ -1,4 +1,4 @@
-"""What went wrong, as a number that an array can hold.
+"""Failures as flags that an array can hold.
 
 A traced computation (one inside a function compiler or a vectorizing transform)
 cannot raise.  Where a function is told ``check="status"`` it never reads a value:

@@ -1,4 +1,4 @@
-"""Frozen dataclasses whose fields are arrays, and which tracers can look into.
+"""Frozen dataclasses of arrays, which function compilers treat as pytrees.
 
 Statistics, symmetric matrices, factorizations and curvature operators are all of
 this kind: an immutable record of arrays (or of further structures), and a few
@@ -83,7 +83,7 @@ def structure(
 
 
 def register_structures_with(registrar: Registrar, /) -> None:
-    """Tell a library of every structure that there is or will be.
+    """Register all present and future structures with a library.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def register_structures_with(registrar: Registrar, /) -> None:
 
 
 def is_plain(value: object, /) -> bool:
-    """Whether a value is Python's own: a number, a name, a set of names or None.
+    """Whether a value is a Python number, string, set of strings or None.
 
     NumPy's scalars are not, which are its 0-d arrays in places.
     """
@@ -228,7 +228,7 @@ def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
-    """Return what two values have in common whose arrays can be put together.
+    """Return a key that is equal for values whose arrays can be combined.
 
     Parameters
     ----------
@@ -314,7 +314,7 @@ def replaced(value: T, /, **changes: Any) -> T:
 
 
 def combinable(first: Any, second: Any, /) -> bool:
-    """Whether `map_structure` takes two structures together, whatever their shapes.
+    """Whether `map_structure` accepts two structures together, for any shapes.
 
     Parameters
     ----------

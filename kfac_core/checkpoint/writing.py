@@ -1,4 +1,4 @@
-"""Writing an estimator to a file, all of it or nothing.
+"""Writing an estimator to a file, atomically.
 
 Conventions.  A ``.safetensors`` file whose metadata hold one JSON document under
 `METADATA_KEY`: format, version, the release that wrote it, the digest of each tensor, and
@@ -48,7 +48,7 @@ Parts: TypeAlias = Literal["all", "statistics", "operators"]
 def save_checkpoint(
     path: str | os.PathLike[str], estimator: Estimator, /, *, parts: Parts = "all"
 ) -> None:
-    """Write what an estimator holds to a file.
+    """Write the state of an estimator to a file.
 
     To a temporary file beside it, which takes its name when it is complete: a file of
     that name is the old one or the new one, never a part of one.  A link is followed.
@@ -130,7 +130,7 @@ def _only(state: dict[str, Any], parts: Parts) -> dict[str, Any]:
 
 
 def load_library() -> ModuleType:
-    """Import safetensors, which only files need.
+    """Import safetensors, which is needed only for files.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""A refresh that runs beside the steps, which go on with the operators that there are.
+"""A refresh in a thread, while steps continue with the current operators.
 
 Conventions.  The thread computes from statistics and dampings as they were when it was
 started; updates in the meantime count towards the age of what it makes.  Nothing changes
@@ -17,7 +17,7 @@ __all__ = ["BackgroundRefresh"]
 
 
 class BackgroundRefresh:
-    """A refresh under way; made by `kfac_core.Estimator.start_refresh`.
+    """A running refresh; made by `kfac_core.Estimator.start_refresh`.
 
     Parameters
     ----------

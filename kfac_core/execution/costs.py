@@ -13,7 +13,7 @@ eigenbasis             ``9 n^3 / eigh``                    ``4 n^2 k``
 =====================  ==================================  ====================
 
 Triangular solves are cheaper while there are fewer steps between refreshes than the
-break-even interval, at which the inverse has paid for itself.
+break-even interval, from which an explicit inverse is cheaper.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["BlockCosts", "CostTable", "Rates", "block_costs", "solving_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast operations are, relative to a matrix product of the same sizes.
+    """Rates of operations, relative to a matrix product of the same sizes.
 
     The defaults were measured in float32 on one core with OpenBLAS, at 500 to 3000 rows;
     `benchmarks` measures those of a machine.
@@ -90,13 +90,13 @@ class BlockCosts:
 
     @property
     def break_even(self) -> float:
-        """The steps between refreshes at which the inverse has paid for itself."""
+        """Number of steps between refreshes from which an explicit inverse is cheaper."""
         once = self.refresh["inverse"] - self.refresh["triangular"]
         each = self.precondition["triangular"] - self.precondition["inverse"]
         return once / each if each > 0 else math.inf
 
     def cheaper(self, interval: float, /) -> Solving:
-        """Return the cheaper way of solving for a number of steps between refreshes."""
+        """Return the cheaper method of solving for a number of steps between refreshes."""
         return "triangular" if interval < self.break_even else "inverse"
 
 
@@ -150,7 +150,7 @@ class CostTable:
 
 
 def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
-    """Return what the stages of a block cost; None where it declares no full factors.
+    """Return the costs of a block's stages; None if it declares no full factors.
 
     Parameters
     ----------

@@ -124,7 +124,7 @@ class Hosted:
 
 
 class _ElsewhereError(Exception):
-    """An array that NumPy cannot see."""
+    """An array whose memory NumPy cannot access."""
 
 
 class _Mapped:

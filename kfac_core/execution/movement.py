@@ -53,7 +53,7 @@ class Movement:
         *,
         damping: Scalar | Mapping[str, Scalar],
     ) -> list[str]:
-        """Return the blocks that moved, or that it is not known of.
+        """Return the blocks that moved, or of which it is unknown.
 
         Parameters
         ----------
@@ -136,7 +136,7 @@ def probe_images(statistics: Statistics, /, *, debias: bool) -> ProbeImages:
 
 
 def movement(now: ProbeImages, before: ProbeImages, /, *, xp: Namespace) -> Array:
-    """Return the largest relative change of a mark, 0-d; infinite from zero."""
+    """Return the largest relative change of a probe image, 0-d; infinite from zero."""
     changes = []
     for name, mark in now.items():
         old = before[name]

@@ -68,7 +68,7 @@ class Stacked:
         return {name: found[name] for name in tasks}
 
     def _together(self, function: Any, tasks: Tasks) -> dict[str, Any]:
-        """Return the results of equal tasks, where nothing is wrong with their stack."""
+        """Return the results of equal tasks, if their stack has no flag."""
         groups: dict[Any, list[str]] = {}
         for name, task in tasks.items():
             key = self._key(function, task)
@@ -157,7 +157,7 @@ class Stacked:
         return made
 
     def _remember(self, names: Names, whole: Any, pieces: list[Any]) -> None:
-        """Keep a stack and its pieces, in the place of the same blocks' last ones."""
+        """Cache a stack and its pieces, replacing the last ones of the same blocks."""
         if isinstance(whole, tuple):
             for place, part in enumerate(whole):
                 self._remember(names, part, [piece[place] for piece in pieces])
@@ -172,7 +172,7 @@ class Stacked:
             self._pieces[id(piece)] = piece, stack
 
     def _forget(self, stack: _Stack) -> None:
-        """Let go of a stack, some block of which is in another now."""
+        """Forget a stack if one of its blocks is now in another."""
         for piece in stack.pieces:
             self._pieces.pop(id(piece), None)
         stack.whole, stack.pieces = None, []
@@ -206,7 +206,7 @@ class _OfStack:
             return error
 
     def work(self, block: Any, *arguments: Any) -> int:
-        """Return how much a stack takes."""
+        """Return the work of a stack."""
         *own, length = arguments
         work: int = self._function.work(block, *own)
         return int(length) * work

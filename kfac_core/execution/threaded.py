@@ -131,7 +131,7 @@ def in_bundles(
     workers: int,
     library: Backend | None,
 ) -> dict[str, R]:
-    """Return what a function of several problems finds for all of them.
+    """Return the results of a function of several problems, computed on threads.
 
     The most work is begun first, so that no thread is left with it at the end.  But
     small problems are mostly Python, where threads would only contend for the GIL: the

@@ -60,7 +60,7 @@ class DampedFactor:
         check: Check = "raise",
         name: str = "factor",
     ) -> DampedFactor:
-        """Return the same with factorizations made that were missing.
+        """Return the factor with missing factorizations computed.
 
         Parameters
         ----------

@@ -64,7 +64,7 @@ class UpdateShares(NamedTuple):
 
 
 class SharingShares(NamedTuple):
-    """What the two sums of a Kronecker product are multiplied by, and what they weigh.
+    """Scales and weights of the two sums of a Kronecker product.
 
     Attributes
     ----------

@@ -20,7 +20,7 @@ _ALL_ALIKE: Mapping[str, Scalar] = MappingProxyType({})
 
 @structure()
 class Statistics:
-    """What an approximation keeps of a block's rows.
+    """Running averages of a block, with status and bases.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class Statistics:
     ) -> Statistics:
         """Return the statistics after one update with the averages of others.
 
-        Where the others' status is not zero, nothing is added and nothing decays.
+        If the status of `moments` is not zero, the statistics are unchanged.
         `decays` names the averages that decay in a way of their own.
         """
         averages = {

@@ -90,7 +90,7 @@ class UncorrelatedFactor:
     ) -> Average:
         """Return the average after an update with the pixels, shape (P, c).
 
-        `tail` and `scale` are not read: the moments are means over all pixels.
+        `tail` and `scale` are ignored: the moments are means over all pixels.
         """
         mean = xp.mean(rows, axis=0)
         covariance = gram(rows - mean) / rows.shape[0]

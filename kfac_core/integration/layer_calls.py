@@ -92,7 +92,7 @@ class LayerCall:
 def batches_of_calls(
     calls: Iterable[LayerCall], /, *, rows: int, scale: float = 1.0
 ) -> dict[str, Batch]:
-    """Return what each block's calls saw, as one batch a block.
+    """Return one batch per block from its recorded calls.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""An estimator on a schedule of steps: gradients in, natural gradients out.
+"""Natural gradients from an estimator, on a schedule of steps.
 
 What a shim of any framework does between its backward pass and its optimizer, without the
 framework.
@@ -26,7 +26,7 @@ __all__ = ["NaturalGradient"]
 
 
 class NaturalGradient:
-    """Turns gradients into natural gradients, step after step.
+    """Natural gradients, step by step.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class NaturalGradient:
         *,
         rows: int,
     ) -> dict[str, dict[str, Any]]:
-        """Take a step: feed what is due, refresh where it is due, and precondition.
+        """Take a step: update and refresh if due, and precondition.
 
         Parameters
         ----------
@@ -128,11 +128,11 @@ class NaturalGradient:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to go on: the steps, and the estimator's state."""
+        """Return the state needed to resume: the steps, and the estimator's state."""
         return {"steps": self.steps, "estimator": self.estimator.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take over a state that `state_dict` made.
+        """Restore a state that `state_dict` returned.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Which block each use of a layer belongs to, and where its parameters stand.
+"""The block of each use of a layer, and the place of its parameters.
 
 Conventions.  A framework that follows its own computation meets uses of layers one after
 the other, and has its parameters in a list.  A use is known by its layer and its *slots*,
@@ -88,7 +88,7 @@ class Recorder:
         y: Any,
         mask: Any = None,
     ) -> Any:
-        """Write a use down, and return its outputs, to which zeros may be added.
+        """Record a use, and return its outputs, to which zeros may be added.
 
         Parameters
         ----------
@@ -142,7 +142,7 @@ class Captured:
 
 
 class Wiring:
-    """The blocks of a network whose layers' uses were met.
+    """The blocks of a network, from the observed uses of its layers.
 
     Parameters
     ----------
@@ -231,7 +231,7 @@ class Wiring:
         reduction: LossReduction | None = None,
         made: SourceVectors | None = None,
     ) -> Captured:
-        """Return what the blocks saw, of what each use did.
+        """Return the batches of blocks from those of each use.
 
         Parameters
         ----------

@@ -42,7 +42,7 @@ def detached(batch: Any, /) -> Any:
 
 
 def detached_array(x: Array, /) -> Array:
-    """Return an array without its gradient graph; anything else as it is."""
+    """Return an array detached from its gradient graph; other values unchanged."""
     try:
         xp = own_namespace(x)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The homogeneous coordinate: a bias as one more row of the weight.
+"""The homogeneous coordinate: the bias as an additional row of the weight.
 
 Conventions.  A layer ``y = W^T x + b`` is ``y = V^T (x, 1)`` with the block's matrix
 ``V = (W; b)`` of shape ``(in + 1, out)``, the bias its last row.  The 1 that is appended

@@ -79,7 +79,7 @@ class DampedMatrix:
 
 
 Conditions = tuple[tuple[Array, Status], ...]
-"""What has to hold, each with the flag where it does not."""
+"""Conditions, each with the flag to set if it fails."""
 
 
 class _Probed(NamedTuple):

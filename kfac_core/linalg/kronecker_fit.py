@@ -1,4 +1,4 @@
-"""The nearest Kronecker product to a curvature matrix that is never formed.
+"""The nearest Kronecker product to a curvature matrix, without forming it.
 
 Conventions.  F is a sum of terms with nonnegative scales, each of which is one of
 

@@ -20,7 +20,7 @@ def drawn_vectors(
     seed: int,
     shared: bool,
 ) -> SourceVectors:
-    """Return the vectors that a mode backpropagates, with noise of its own.
+    """Return the vectors that a mode backpropagates, with its own noise.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The Gaussian distribution whose mean and variance a network both gives.
+"""The Gaussian distribution with mean and variance both from the network.
 
 Conventions.  ``natural`` is the concatenation, along the last axis, of the mean m and of
 the **logarithm** of the variance s (natural logarithm; not of the standard deviation):

@@ -1,4 +1,4 @@
-"""What a loss is: the `Loss` protocol.
+"""The `Loss` protocol.
 
 Conventions.  ``z`` stands for a network's outputs, which parametrize a distribution
 ``p(y | z)`` of targets: ``natural``, of shape ``(N, ..., P)``, one *row* of P numbers for

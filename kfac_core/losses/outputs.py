@@ -130,7 +130,7 @@ def require_positive(value: float, name: str, /) -> float:
 
 
 def is_integral(xp: Namespace, x: Array, /) -> bool:
-    """Whether an array holds integers; booleans are none."""
+    """Whether an array holds integers; booleans do not count."""
     try:
         return bool(xp.isdtype(x.dtype, "integral"))
     except TypeError:

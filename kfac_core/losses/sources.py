@@ -39,7 +39,7 @@ __all__ = ["SourceVectors", "vectors", "with_random_signs"]
 
 @structure(static=("mode", "sources", "source_reduction"))
 class SourceVectors:
-    """Vectors to backpropagate, and how their outer products are to be combined.
+    """Vectors to backpropagate, with the reduction of their outer products.
 
     Attributes
     ----------

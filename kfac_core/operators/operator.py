@@ -63,7 +63,7 @@ FACTORIZATION_OF: dict[str, Factorization] = {
     "multiply_cholesky_inverse": "cholesky",
     "sample": "cholesky",
 }
-"""What each product needs to be prepared."""
+"""The factorization that each product needs."""
 
 EVERY_PRODUCT: Mapping[str, str] = MappingProxyType({})
 """The `unsupported_products` of an operator that has every product."""

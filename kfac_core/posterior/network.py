@@ -120,7 +120,7 @@ class Posterior:
     def with_prior(
         self, prior_precision: Scalar | Mapping[str, Scalar], /
     ) -> Posterior:
-        """Return the posterior for other prior precisions; nothing is decomposed."""
+        """Return the posterior for other prior precisions, without decompositions."""
         taus = _by_block(prior_precision, self.posteriors)
         return Posterior(
             self.blocks,
@@ -128,7 +128,7 @@ class Posterior:
         )
 
     def with_examples(self, examples: Scalar, /) -> Posterior:
-        """Return the posterior for another N; nothing is decomposed."""
+        """Return the posterior for another N, without decompositions."""
         return Posterior(
             self.blocks,
             {name: p.with_examples(examples) for name, p in self.posteriors.items()},

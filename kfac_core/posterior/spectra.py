@@ -30,7 +30,7 @@ def spectral_blocks(
     precision: Precision = _FULL_PRECISION,
     check: Check = "raise",
 ) -> dict[str, SpectralOperator]:
-    """Decompose the curvature of each block, as its statistics are now.
+    """Decompose the curvature of each block from its current statistics.
 
     Parameters
     ----------

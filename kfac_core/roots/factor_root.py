@@ -105,7 +105,7 @@ class FactorRoot:
         return m if self.form == "dense" else xp.tril(m) + xp.tril(m, k=-1)
 
     def moved(self, direction: Array, step: Scalar, /) -> FactorRoot:
-        """Return ``K (I - b m)``; where the step is too long the root as it was, flagged.
+        """Return ``K (I - b m)``; if the step is too long, the old root with a flag.
 
         That is where an eigenvalue of ``b m`` is 1 or more.  For a dense root the largest
         one is estimated, from below, by a few products of m with a vector.

@@ -1,4 +1,4 @@
-"""Second moments of a gradient array along each of its axes: Shampoo's side of things.
+"""Second moments of a gradient array along each of its axes: as in Shampoo.
 
 Conventions.  V is the gradient of one parameter as an optimizer sees it, of shape
 ``(n_1, ..., n_k)``: of the loss that it descends, nearly always a mean over the batch.
@@ -256,7 +256,7 @@ class GradientFactors:
 def _flags(
     V: Array, roots: tuple[Array, ...], decay: Scalar, weight: Scalar, xp: Namespace
 ) -> Array:
-    """Return the flags of what an update is made of, 0-d."""
+    """Return the flags of the inputs of an update, 0-d."""
     flags = status_unless(xp, xp.all(xp.isfinite(V)), Status.OUTPUT_GRADS_NOT_FINITE)
     for R in roots:
         finite = xp.all(xp.isfinite(R))

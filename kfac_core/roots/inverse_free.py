@@ -150,7 +150,7 @@ def _accepted(
     name: str,
     xp: Namespace,
 ) -> FactorRoot:
-    """Return the new root where nothing is wrong, else the old one with the flags."""
+    """Return the new root if no flag is set, else the old one with the flags."""
     flags = xp.where(
         finite, new.flags, xp.full_like(new.flags, int(Status.INPUTS_NOT_FINITE))
     )

@@ -152,7 +152,7 @@ def refreshed_basis(
     check: Check = "raise",
     name: str = "matrix",
 ) -> OrderedBasis:
-    """Return the basis after a few steps ``Q <- qr(A Q)`` with the matrix as it is now.
+    """Return the basis after a few steps ``Q <- qr(A Q)`` for the current matrix.
 
     Before each step the columns are brought into descending order of their quotients
     for this A.  A refresh that would raise the off-diagonal ratio, or that lost

@@ -180,7 +180,7 @@ def _root(
     degree: int,
     xp: Namespace,
 ) -> InverseRoot:
-    """Return the root from an eigendecomposition of ``c B``, judged against M."""
+    """Return the root from an eigendecomposition of ``c B``, checked against M."""
     damped = basis.eigenvalues + problem.shift[..., None]
     positive = xp.all(damped > 0, axis=-1)
     safe = xp.where(damped > 0, damped, xp.ones_like(damped))
@@ -208,7 +208,7 @@ def _root(
 def _clipped_root(
     problem: DampedMatrix, degree: int, name: str, xp: Namespace
 ) -> InverseRoot:
-    """Return the root with A clipped, judged against the clipped matrix, or raise."""
+    """Return the root with A clipped, checked against the clipped matrix, or raise."""
     basis = eigendecomposition(problem, check="status", name=name)
     A = from_eigenbasis(basis.eigenvectors, basis.eigenvalues, xp)
     damped = basis.eigenvalues + problem.shift[..., None]

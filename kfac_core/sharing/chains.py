@@ -1,4 +1,4 @@
-"""Consecutive layers whose curvature is kept together.
+"""Chains of consecutive layers with a joint curvature.
 
 Conventions.  ``{"encoder": ("fc1", "fc2", "fc3")}`` says that the blocks of three layers,
 from the first to the last, are one block ``encoder``: a `Chain` with `BlockTridiagonal`.
@@ -21,7 +21,7 @@ __all__ = ["Chains"]
 
 
 class Chains:
-    """Which layers are together in which chain.
+    """The chains of layers in a network.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class Chains:
         return parts
 
     def _add(self, name: str, chain: str) -> None:
-        """Note a layer of a chain, or raise."""
+        """Record a layer of a chain, or raise."""
         if name not in self.given:
             raise UnknownBlockError(
                 f"`chains`: unknown block {name!r}; the blocks are "

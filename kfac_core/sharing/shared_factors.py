@@ -18,7 +18,7 @@ __all__ = ["SharedFactors"]
 
 
 class SharedFactors:
-    """Which factors are taken from which block.
+    """The factors that blocks take from other blocks.
 
     Parameters
     ----------

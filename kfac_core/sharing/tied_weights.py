@@ -1,4 +1,4 @@
-"""One weight that a network uses in several places, each place with a name.
+"""Tied weights: one weight used in several named places of a network.
 
 Conventions.  ``{"decoder.1": "decoder.0"}`` says that ``decoder.1`` is another use of the
 weight of block ``decoder.0``.  The curvature is that of the one weight: what the uses saw
@@ -20,7 +20,7 @@ __all__ = ["TiedWeights"]
 
 
 class TiedWeights:
-    """Which names are further uses of which block's weight.
+    """The names of further uses of each block's weight.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class TiedWeights:
         self.uses = dict(uses)
 
     def grouped(self, batches: Mapping[str, Any], /) -> dict[str, Any]:
-        """Return what each block was fed, its further uses included.
+        """Return the batches of each block, including its further uses.
 
         Parameters
         ----------
