@@ -66,7 +66,7 @@ class RunningProduct:
         return self.weight * decay + weight
 
     def merged(self, other: RunningProduct, /) -> NoReturn:
-        """Raise `UnsupportedError`: products of parts do not determine the best of a sum."""
+        """Raise `UnsupportedError`: a best product cannot be merged from parts."""
         raise UnsupportedError(
             "KFOC fits a product to a whole batch, and the best product of a sum is not "
             "made of the best products of its parts. Feed whole batches to `update`, "
