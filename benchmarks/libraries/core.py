@@ -218,6 +218,6 @@ class _Programs:
         return self._precondition(self.state, gradients)
 
     def _look(self, check: str) -> None:
-        """Raise for flags, as an estimator does; this waits for the stage."""
+        """Raise for flags, as an estimator does; this synchronizes with the device."""
         if check == "raise" and not bool(self.state.is_good()):
             raise kc.KFACError("a stage was flagged")

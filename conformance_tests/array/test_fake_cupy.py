@@ -87,7 +87,7 @@ def products(kind, rule, x, g, mask, V):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_product_is_that_of_numpy(to_cupy, rng, dtype, kind, rule, masked):
-    """The backend gives NumPy's results, in the dtype given, and waits for nothing."""
+    """The backend gives NumPy's results, in the dtype given, and never synchronizes."""
     given = arrays(rng, dtype)
     x, g, mask, V = map(to_cupy, given)
 

@@ -18,7 +18,7 @@ from ..builders.tolerances import CERTIFICATE_FACTOR, assert_close, tolerance
 
 
 def factorized(backend, dtype, A, shift, *, check="raise", inverse=True):
-    """Factorize ``A + shift I``; what is certified is the inverse where there is one."""
+    """Factorize ``A + shift I``; what is checked is the inverse, if there is one."""
     A = np.asarray(A)
     shift = backend.asarray(np.broadcast_to(shift, A.shape[:-2]), dtype)
     # Halved and doubled, so that the factor of the sum takes part exactly.
