@@ -112,15 +112,17 @@ class Run:
         self, other: Run, workload: str, stage: str, library: str, /
     ) -> float | None:
         """Return how many times as fast a stage is in another run, by the wall clock."""
-        ours = self.figure(workload, stage, library, "wall")
-        return ratio(ours, other.figure(workload, stage, library, "wall"))
+        stage_time = self.figure(workload, stage, library, "wall")
+        return ratio(stage_time, other.figure(workload, stage, library, "wall"))
 
     def product_gain(self, other: Run, /) -> str:
         """Return how many times as fast the other run's matrix product is, in words."""
-        ours, theirs = (
+        own_gemm, other_gemm = (
             max(run._plain["gemm"].values(), default=0.0) for run in (self, other)
         )
-        return f"a matrix product: {theirs / ours:.2f}" if ours and theirs else ""
+        if not own_gemm or not other_gemm:
+            return ""
+        return f"a matrix product: {other_gemm / own_gemm:.2f}"
 
     def by_kernels(self, core: str, figure: float | None, /, *, unit: str = "x") -> str:
         """Return what the same figure is of a core's kernels, in words."""

@@ -189,7 +189,7 @@ def _memory(run: Run) -> Iterator[Verdict]:
 
 
 def _waits(run: Run) -> Iterator[Verdict]:
-    """Judge how often a step waits for a GPU."""
+    """Judge how often a step synchronizes with a GPU."""
     if not run.on_gpu:
         return
     for where in PLACES:

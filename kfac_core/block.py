@@ -1,14 +1,13 @@
-"""A block: one layer and one approximation, and the pure functions of the pair.
+"""A block pairs a layer with an approximation; its functions are pure.
 
 Conventions.  A block holds no arrays.  Its functions take statistics and return new
-ones, or an operator; nothing they are given is modified.  They run inside function
-compilers and vectorizing transforms when told ``check="status"``: then they look at no
-value, an update with rows that are not finite leaves the statistics as they were, and
-the flags come back as an array.
+ones, or an operator, and modify no argument.  With ``check="status"`` they run inside
+function compilers and vectorizing transforms: they read no value, an update with
+non-finite rows leaves the statistics unchanged, and flags are returned as an array.
 
-The stages of a network are loops of the four functions at the end of this file over its
-blocks.  Each is a small description that is called with a name, a block and arguments, and
-says what an executor may want to know of it.
+The stages of a network are loops over blocks of the four functions at the end of this
+file.  Each is called with a name, a block and arguments, and describes itself to
+executors: whether tasks can be stacked, and how much work they are.
 """
 
 from __future__ import annotations
@@ -66,26 +65,28 @@ from kfac_core.options import DampingScaling
 __all__ = ["BatchLike", "Block", "Product", "Rebase", "RefreshBlock", "UpdateBlock"]
 
 BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch]
-"""What one block can be fed: a batch, or several uses of one layer."""
+"""A batch of one block: inputs and output gradients, or several uses of one layer."""
 
 _FULL_PRECISION = Precision()
 
 
 @dataclass(frozen=True)
 class Block:
-    """A layer's geometry and the approximation of its curvature.
+    """A layer paired with an approximation of its curvature.
 
     Parameters
     ----------
     layer : Layer
-        Turns what a framework has into rows, and parameters into a matrix.
+        Geometry of the layer, such as `Dense`: makes rows from batches, and a matrix from
+        parameters.
     approximation : Approximation
-        Which statistics are kept, and which operator they make.
+        Approximation, such as `Kronecker`: which statistics are kept, and which operator
+        is made from them.
 
     Raises
     ------
     UnsupportedError
-        Where the two do not go together, with the reason.
+        If the approximation does not support the layer; the message gives the reason.
     """
 
     layer: Layer
@@ -103,21 +104,21 @@ class Block:
     def initial(
         self, like: Array, /, *, precision: Precision = _FULL_PRECISION
     ) -> Statistics:
-        """Return the statistics of nothing, of an array's library and device.
+        """Return zero statistics in an array's library and on its device.
 
         Parameters
         ----------
         like : array
-            Any array of the library, such as a layer's inputs; its dtype, widened to
+            Array of the library, such as a layer's inputs; its dtype, widened to
             float32 where it is narrower, is that of the statistics unless `precision`
             says another.
         precision : Precision
-            Of which the storage is read.
+            Precision whose storage dtype is used.
 
         Returns
         -------
         Statistics
-            All zero.
+            Statistics that are zero throughout.
         """
         xp = namespace_of(like=like)
         dtype = precision.dtype(precision.storage, wide_dtype(xp, like.dtype), xp=xp)
@@ -144,36 +145,36 @@ class Block:
         Parameters
         ----------
         statistics : Statistics
-            As they were; never modified.
+            Old statistics; not modified.
         batch : Batch, GradientBatch or sequence of Batch
-            What the layer saw; a sequence is several uses of it in each example.
+            Inputs and output gradients; a sequence holds several uses in each example.
         conventions : Conventions
-            How the output gradients are scaled.
+            Scaling of the output gradients.
         decay : float or 0-d array
-            In [0, 1].
+            Factor on the old statistics, in [0, 1].
         weight : float or 0-d array
-            Positive.
+            Weight of this batch, positive.
         check : {"raise", "status"}
-            Whether trouble raises, which waits for the device, or is in the result's
-            ``status``.
+            ``"raise"`` raises on failure, and synchronizes with the device; ``"status"``
+            sets the result's ``status``.
         name : str
-            What a message should call the block.
+            Name of the block in error messages.
         skip : frozenset of str
-            The factors, ``"input"`` or ``"output"``, that are left as they are because
-            another block computes them.
+            Factors, ``"input"`` or ``"output"``, to leave unchanged because another block
+            computes them.
         max_patch_elements : int, optional
-            For a convolution: how many numbers its patches may hold at a time.  The
-            batch is then read in chunks of examples, with the same result.
+            Bound on the number of elements of a convolution's patches.  The batch is
+            processed in chunks of examples, with the same result.
 
         Returns
         -------
         Statistics
-            New; equal to the old where ``status`` is not zero.
+            New statistics; equal to the old ones where ``status`` is not zero.
 
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError, DecayError
-            For arguments that do not fit, in either mode.
+            For incompatible arguments, in either mode.
         NotFiniteError
             For rows that are not finite (``check="raise"``).
         """
@@ -198,32 +199,32 @@ class Block:
     ) -> Statistics:
         """Return the statistics of one batch alone, weighted by its number of rows.
 
-        What `merge` adds up over micro-batches, or over the shards of a batch, is then
-        exactly what the whole batch would have given, in any order and for any sizes.
+        Merged with `merge` over micro-batches, or over the shards of a batch, they equal
+        the statistics of the whole batch, in any order and for any sizes.
 
         Parameters
         ----------
         batch : Batch or GradientBatch
-            What the layer saw in one part of a batch.
+            Inputs and output gradients of one part of a batch.
         conventions : Conventions
-            How the output gradients are scaled.  With ``loss="mean"`` the N of this
-            part counts.
+            Scaling of the output gradients.  With ``reduction="mean"``, N is the number of
+            examples of this part.
         precision : Precision
-            Of which the storage is read.
+            Precision whose storage dtype is used.
         check : {"raise", "status"}
-            As for `update`.
+            See `update`.
         name : str
-            What a message should call the block.
+            Name of the block in error messages.
 
         Returns
         -------
         Statistics
-            To be merged, and absorbed by running statistics.
+            Statistics for `merge` and `absorb`.
 
         Raises
         ------
         KFACError
-            As `update`.
+            See `update`.
         """
         rows = self.rows(batch)
         empty = self.initial(rows.like, precision=precision)
@@ -254,16 +255,16 @@ class Block:
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         moments : Statistics
-            As `moments` and `merge` made them.
+            Statistics from `moments` and `merge`.
         decay, weight : float or 0-d array
-            As for `update`.
+            See `update`.
 
         Returns
         -------
         Statistics
-            What one update with the whole batch would have given.
+            Statistics equal to those of one update with the whole batch.
         """
         require_decay(decay)
         require_weight(weight)
@@ -289,34 +290,34 @@ class Block:
         name: str = "block",
         memo: dict[Any, Any] | None = None,
     ) -> CurvatureOperator:
-        """Make the curvature operator from the statistics as they are now.
+        """Return the curvature operator of the current statistics.
 
         Parameters
         ----------
         statistics : Statistics
-            Never modified, and not referred to afterwards.
+            Statistics of the block; not modified, and not referenced by the operator.
         damping : float or 0-d array
-            Finite and >= 0.
+            Damping, finite and >= 0.
         rule : {"factored", "factored_unit_pi", "exact"}
-            How the damping is applied; see `kfac_core.damping`.
+            How the damping is applied: split between the factors, split evenly, or added to
+            the block; see `kfac_core.damping`.
         debias : bool
             Whether sums are divided by their weights.
         factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
-            What is prepared now; the rest is prepared when asked for
+            Factorizations to prepare now; the rest are prepared when needed
             (``check="raise"`` only).
         check : {"raise", "status"}
-            Whether trouble raises, which waits for the device, or is in the
-            operator's ``status()``.
+            ``"raise"`` raises on failure, and synchronizes with the device; ``"status"``
+            sets the operator's ``status()``.
         solving : {"inverse", "triangular"}
-            Whether a factored block is divided by with inverses of its factors, or with
-            their Cholesky factors.
+            Whether a factored block is solved with inverses of its factors, or with their
+            Cholesky factors.
         precision : Precision
-            Of computing and applying.
+            Dtypes of computing and applying.
         name : str
-            What a message should call the block.
+            Name of the block in error messages.
         memo : dict, optional
-            Given to the operators of several blocks that share factors, so that what
-            they have in common is made once.
+            Cache for the operators of several blocks that share factors.
 
         Returns
         -------
@@ -330,7 +331,7 @@ class Block:
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
-            Where a factor cannot be factorized (``check="raise"``).
+            If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
         for factorization in factorizations:
@@ -356,7 +357,7 @@ class Block:
             name=name,
             memo={} if memo is None else memo,
         )
-        # What is infinite is found by its status; NumPy would also warn on the way.
+        # The status reports infinities; NumPy's warnings would repeat it.
         like = statistics.any_weight
         with _quiet(check, like, over="ignore", invalid="ignore"):
             made = self.approximation.operator(statistics, self.layer, options)
@@ -367,9 +368,9 @@ class Block:
     def rebased(
         self, statistics: Statistics, /, *, moments: Any, check: Check = "raise"
     ) -> Statistics:
-        """Return the statistics in the eigenbases of their factors as they are now.
+        """Return the statistics in the eigenbases of their current factors.
 
-        Of an approximation that ``has_bases``; `kfac_core.Eigen.rebased` documents it.
+        For an approximation that ``has_bases``; see `kfac_core.Eigen.rebased`.
         """
         approximation: Any = self.approximation
         made: Statistics = approximation.rebased(
@@ -378,25 +379,25 @@ class Block:
         return made
 
     def rows(self, batch: BatchLike, /, *, stack: tuple[int, ...] = ()) -> Any:
-        """Turn what the layer saw into the rows that the statistics are made of.
+        """Return the rows of a batch, from which statistics are computed.
 
         Parameters
         ----------
         batch : Batch, GradientBatch or sequence of Batch
-            Never modified.
+            Batch of the layer; not modified.
         stack : tuple of int
             The shape of leading axes of a stack of batches, for a layer that ``stacks``.
 
         Returns
         -------
         Rows, IdRows, PixelRows or ExampleGradients
-            As the layer and the approximation have it; several uses are shared
-            positions of one row set.
+            Rows in the form that the layer and the approximation use; several uses become
+            shared positions.
 
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError, UnsupportedError
-            For arrays that do not fit.
+            For arrays of incompatible shape, dtype, library or device.
         """
         if stack:
             layer: Any = self.layer
@@ -417,9 +418,9 @@ class Block:
         Parameters
         ----------
         batch : Batch, GradientBatch or sequence of Batch
-            What the layer saw.
+            Inputs and output gradients of the layer.
         conventions : Conventions
-            How the output gradients are scaled.
+            Scaling of the output gradients.
 
         Returns
         -------
@@ -458,14 +459,14 @@ class Block:
         Parameters
         ----------
         batch : Batch, GradientBatch or sequence of Batch
-            Never modified.
+            Batch of the layer; not modified.
         max_patch_elements : int or None
-            As for `update`; not read where there are no patches.
+            See `update`; ignored without patches.
 
         Yields
         ------
         Rows, IdRows, PixelRows or ExampleGradients
-            One after the other.
+            Rows of each chunk.
 
         Raises
         ------
@@ -494,9 +495,9 @@ class UpdateBlock:
     conventions : Conventions
         How output gradients are scaled.
     max_patch_elements : int or None
-        As for `Block.update`.
+        See `Block.update`.
     check : {"raise", "status"}
-        Whether whoever asked looks at the flags at once.
+        Whether the caller reads the flags immediately.
     """
 
     conventions: Conventions
@@ -520,14 +521,14 @@ class UpdateBlock:
         *,
         stack: tuple[int, ...] = (),
     ) -> Statistics:
-        """Return the statistics after an update, before their status is looked at.
+        """Return the statistics after an update, before their status is read.
 
         Parameters
         ----------
         name, block : str, Block
             What is updated.
         statistics, batch, decay, weight, skip
-            As for `Block.update`.
+            See `Block.update`.
         stack : tuple of int
             The shape of leading axes that all arrays have in common: as many equal
             blocks, updated together.
@@ -540,7 +541,7 @@ class UpdateBlock:
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError, DecayError
-            For arguments that do not fit.
+            For incompatible arguments.
         """
         like = statistics.any_weight
         xp = own_namespace(like)
@@ -556,10 +557,10 @@ class UpdateBlock:
         rows = block.rows(batch, stack=stack) if stack else block.rows(batch)
         _require_place(statistics, rows)
         if isinstance(rows, IdRows):
-            # Not every library says so when an index lies outside; some crash.
+            # Not every library raises for an index out of range; some crash.
             flags = flags | rows.status(xp=xp)
             rows = rows.with_ids_inside(xp=xp)
-        # What is infinite is found by its status; NumPy would also warn of inf - inf.
+        # The status reports infinities; NumPy would also warn of inf - inf.
         with _quiet(self.check, like, invalid="ignore"):
             new = block.approximation.updated(statistics, rows, block.layer, options)
             if not isinstance(rows, IdRows):
@@ -585,7 +586,7 @@ class UpdateBlock:
             with _quiet(self.check, rows.like, invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
                 total = part if total is None else total.merged(part)
-            # The loop's variable would hold this chunk while the next one is made.
+            # Otherwise the loop variable keeps this chunk alive while the next one is made.
             del rows
         assert total is not None
         new = statistics.absorbed(
@@ -615,11 +616,11 @@ class UpdateBlock:
             and not skip
             and isinstance(batch, Batch)
             and batch.mask is None
-            and batch.chosen is None
+            and batch.row_indices is None
         )
 
     def accepts(self, result: Statistics, /) -> bool:
-        """Return True: whoever asked for the update looks at its flags."""
+        """Return True: the caller reads the flags of an update."""
         return True
 
     def work(self, block: Block, /, *_: Any) -> int:
@@ -674,11 +675,11 @@ class RefreshBlock:
     Parameters
     ----------
     rule, debias, factorizations, precision, check
-        As for `Block.operator`.
+        See `Block.operator`.
     damping_scaling : {"none", "mean_eigenvalue"}
-        As in `kfac_core.Refreshing`.
+        See `kfac_core.Refreshing`.
     memo : dict
-        What blocks that share a factor have in common.
+        Cache for blocks that share a factor.
     """
 
     rule: DampingRule
@@ -704,14 +705,14 @@ class RefreshBlock:
         *,
         stack: tuple[int, ...] = (),
     ) -> tuple[CurvatureOperator, Scalar] | KFACError:
-        """Return the operator and the damping that it was made with, or why not.
+        """Return the operator and its damping, or the error of a failed factorization.
 
-        A failed factorization is returned and not raised, so that the others' are made.
+        The error is returned and not raised, so that the other blocks are refreshed.
         """
         options: dict[str, Any] = {
             "rule": self.rule,
             "debias": self.debias,
-            # A stack is looked at as a whole, by its flags.
+            # The flags of a stack are read once, by `accepts`.
             "check": "status" if stack else self.check,
             "precision": self.precision,
             "name": name,
@@ -767,7 +768,7 @@ class Product:
     arguments : tuple
         What the product takes besides the vector.
     options : mapping of str to object
-        Its keyword arguments.
+        Keyword arguments of the product.
     """
 
     product: str
@@ -826,9 +827,9 @@ class Product:
 
 
 def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManager[Any]:
-    """Return a context in which NumPy does not warn of what is found by its status.
+    """Return a context without NumPy warnings for what the status reports.
 
-    Function compilers know no such thing; what they look into is not NumPy's.
+    Traced arrays are not NumPy arrays, and function compilers do not support the context.
     """
     if check == "raise" or isinstance(like, (np.ndarray, np.generic)):
         return np.errstate(**errors)
@@ -836,10 +837,10 @@ def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManage
 
 
 def _with_status(statistics: Statistics, status: Any) -> Statistics:
-    """Return statistics with other flags, and no NumPy scalars in the place of arrays."""
+    """Return statistics with other flags, and 0-d arrays in place of NumPy scalars."""
     averages = statistics.averages
     if isinstance(status, (np.generic, np.ndarray)):
-        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
+        # NumPy operations return scalars for 0-d arrays; a state holds arrays only.
         status = np.asarray(status)
         averages = {name: _of_arrays(held) for name, held in averages.items()}
     return Statistics(averages, status, statistics.bases)
@@ -856,7 +857,7 @@ def _of_arrays(average: Any) -> Any:
 
 
 def _require_place(statistics: Statistics, rows: Any) -> None:
-    """Raise where a batch is not of one place with the statistics."""
+    """Raise if a batch and the statistics differ in library or device."""
     try:
         namespace_of(statistics=statistics.any_weight, batch=rows.like)
     except MixedArraysError as error:
@@ -874,8 +875,8 @@ def _finite_status(
 ) -> Any:
     """Return the flags of rows that are not finite.
 
-    A running sum whose diagonal is finite had finite rows: an entry of it is a sum of
-    squares.  Only arrays of which no sum says so are read.
+    Infer that a batch is finite from the diagonals of the updated Gram matrices, whose
+    entries are sums of squares.  Only arrays without such a sum are read.
     """
     xp = options.xp
     known = []
@@ -893,13 +894,13 @@ def _finite_status(
 
 
 def _emptied(statistics: Statistics) -> Statistics:
-    """Return statistics of nothing, in the same bases."""
+    """Return zero statistics in the same bases."""
     nothing = map_structure(lambda x: x * 0, statistics)
     return replaced(nothing, bases=statistics.bases)
 
 
 def _require_damping_value(damping: Array, name: str) -> None:
-    """Look at a 0-d array, which waits for its device."""
+    """Check the value of a 0-d array; synchronizes with the device."""
     require_damping(float(detached_array(damping)), name=f"damping` of block `{name}")
 
 
@@ -930,7 +931,7 @@ def _raise_for(status: Array, name: str) -> None:
 
 
 def _accepted(new: Statistics, old: Statistics) -> Statistics:
-    """Return the new statistics where nothing is wrong, else the old ones."""
+    """Return the new statistics if no flag is set, else the old ones."""
     xp, good = new.namespace, new.status == 0
     kept = map_structure(lambda a, b: xp.where(good, a, b), new, old)
     return replaced(kept, status=new.status)

@@ -1,10 +1,10 @@
-"""The conventions that a framework and this library must agree on.
+"""Conventions that a framework and this library must agree on.
 
-The most common defect in K-FAC code is a silent factor of N.  So nothing here has a
-default that hides one: how output gradients are scaled is said when an estimator is
-made, it is written into its state, and it is checked when the state is loaded.
+The most common defect in K-FAC code is a silent factor of N.  Loss reduction is therefore
+an explicit argument without a default; it is saved with the state of an estimator and
+checked when a state is loaded.
 
-Let ``g`` be the vector that a framework back-propagated to a layer's output for one
+Let ``g`` be the vector that a framework backpropagated to a layer's output for one
 example (and one shared position).  The output factor is an average of outer products of
 gradients of the *summed* loss, so ``g`` is multiplied by
 
@@ -15,7 +15,7 @@ gradients of the *summed* loss, so ``g`` is multiplied by
                            all examples and shared positions (tokens, time steps)
 =========================  =======================================================
 
-and the M sources (several vectors back-propagated for one batch) are combined by
+and the M sources (vectors backpropagated for one batch) are combined by
 
 ========================  ========================================================
 ``sources="sum"``         summing outer products: one vector an output coordinate,
@@ -40,12 +40,18 @@ SourceReduction = Literal["sum", "mean"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """How the output gradients that a framework gives are scaled.
+    """Scaling of the output gradients that a framework computes.
+
+    The output factor is an average of outer products of gradients of the *summed* loss, so
+    that each backpropagated vector g is multiplied by 1, by N, or by the number of rows.
 
     Parameters
     ----------
     reduction : {"sum", "mean", "mean_rows"}
-        Over what the loss that was differentiated is summed or averaged.
+        Reduction of the loss that was differentiated: the sum over the batch, the mean
+        over its N examples, or the mean over all unmasked rows (examples and shared
+        positions).  A wrong value scales G by N^2, indistinguishable from different
+        damping.
     sources : {"sum", "mean"}
         Whether the outer products of several sources are summed or averaged.
 
@@ -70,22 +76,22 @@ class Conventions:
         Parameters
         ----------
         examples : int
-            N.
+            Number of examples ``N``.
         rows : int or 0-d array
             The number of rows kept by the mask.
         sources : int
-            M.
+            Number of backpropagated vectors ``M``.
 
         Returns
         -------
         float or 0-d array
-            The square of the factor in the module's table, over M for averaged sources.
+            Square of `gradient_scale`, divided by M for ``sources="mean"``.
         """
         factor = self.gradient_scale(examples=examples, rows=rows)
         return factor * factor / (sources if self.sources == "mean" else 1)
 
     def gradient_scale(self, *, examples: int, rows: Scalar) -> Scalar:
-        """Return what each g is multiplied by; the factor in the module's table."""
+        """Return the factor on each g: 1, N or the number of rows, by ``reduction``."""
         return {"sum": 1.0, "mean": float(examples), "mean_rows": rows}[self.reduction]
 
 

@@ -1,4 +1,4 @@
-"""How damping is split over Kronecker factors, and how it is adapted.
+"""Damping: how it is split between Kronecker factors, and how it is adapted.
 
 Conventions.  ``lam >= 0`` is the Tikhonov damping of the whole block: exact damping is
 ``F + lam I``.  Factored damping approximates it for ``F = S F_1 (x) ... (x) F_k`` by
@@ -38,7 +38,7 @@ def factored_shifts(
     unit_pi: bool,
     xp: Namespace,
 ) -> list[Array]:
-    """Split a damping over the factors of a Kronecker product.
+    """Split a damping between the factors of a Kronecker product.
 
     With ``n_i = tr(F_i) / dim_i`` and c the geometric mean of the n_i,
 
@@ -50,20 +50,20 @@ def factored_shifts(
     Parameters
     ----------
     mean_eigenvalues : sequence of 0-d array
-        The n_i, nonnegative.
+        Mean eigenvalues n_i, nonnegative.
     damping : float or 0-d array
-        lam.
+        Damping ``lam``.
     scale : 0-d array
-        S.
+        Scale ``S``.
     unit_pi : bool
-        Whether all shifts are equal, whatever the n_i.
+        Whether all shifts are equal, independent of the n_i.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     list of 0-d array
-        The shifts.  Where any n_i is zero, all are equal.
+        Shifts of the factors; all are equal if any n_i is zero.
 
     Notes
     -----
@@ -77,14 +77,14 @@ def factored_shifts(
     rule as kfac-jax.
     """
     k = len(mean_eigenvalues)
-    # A negative damping becomes NaN or stays negative; it is reported where M is damped.
+    # A negative damping becomes NaN or stays negative; the factorization reports it.
     share = (damping / scale) ** (1.0 / k)
     if unit_pi:
         return [share + xp.zeros_like(n) for n in mean_eigenvalues]
     positive = mean_eigenvalues[0] > 0
     for n in mean_eigenvalues[1:]:
         positive = positive & (n > 0)
-    # The geometric mean is taken over logarithms, which neither over- nor underflow.
+    # Logarithms avoid overflow and underflow of the product of the n_i.
     logs = [xp.log(xp.where(positive, n, 1.0)) for n in mean_eigenvalues]
     center = sum(logs[1:], start=logs[0]) / k
     return [share * xp.exp(log - center) for log in logs]
@@ -101,29 +101,28 @@ def levenberg_marquardt(
     minimum: float = 0.0,
     maximum: float = math.inf,
 ) -> Scalar:
-    """Adapt the damping to how well the quadratic model predicted the loss.
+    """Adapt the damping by the Levenberg-Marquardt rule.
 
     Parameters
     ----------
     damping : float or 0-d array
-        lam as it is.
+        Current damping ``lam``.
     reduction_ratio : float or 0-d array
-        rho: the change of the loss over the change that the model predicted, as
-        `kfac_core.steps.reduction_ratio` gives it.  NaN counts as a prediction that
-        failed.
+        rho, the change of the loss divided by the change that the quadratic model
+        predicted; see `kfac_core.steps.reduction_ratio`.  NaN increases the damping.
     decay : float
-        What lam is multiplied with (``rho > upper``) or divided by (``rho < lower``),
-        in (0, 1]; the paper's is ``(19/20)**T`` for a rule applied every T steps.
+        Factor in (0, 1] by which lam is multiplied (``rho > upper``) or divided
+        (``rho < lower``); in the paper ``(19/20)**T`` for a rule applied every T steps.
     lower, upper : float
-        The two thresholds.
+        Thresholds of rho.
     minimum, maximum : float
-        The bounds of lam.
+        Bounds of lam.
 
     Returns
     -------
     float or 0-d array
-        The new damping.  An array where one of the two is, which may be traced and is
-        not looked at.
+        New damping; an array if either argument is one.  Arrays may be traced, and
+        their values are not read.
 
     Raises
     ------
@@ -160,10 +159,10 @@ def levenberg_marquardt(
 
 
 def require_damping(damping: Scalar, /, *, name: str = "damping") -> None:
-    """Raise `DampingError` where a Python number is negative or not finite.
+    """Raise `DampingError` if a Python number is negative or not finite.
 
-    A 0-d array is not looked at: it may be traced, or far away on a device.  What it
-    holds is checked where factors are damped with it.
+    The value of a 0-d array is not read, since it may be traced or on a device.  It is
+    checked when factors are damped with it.
     """
     if isinstance(damping, numbers.Real) and not (
         is_finite_number(damping) and float(damping) >= 0

@@ -1,9 +1,8 @@
-"""Every exception of the library, one class a situation.
+"""The exceptions of the library.
 
-Each class also derives from the builtin that somebody would catch who does not
-know this library, so ``except ValueError`` and ``except numpy.linalg.LinAlgError``
-do what they say.  A message names the argument in backticks, shows what came and
-what was expected, and says the next step.
+Each class also subclasses the matching builtin, so that ``except ValueError`` and
+``except numpy.linalg.LinAlgError`` work.  A message names the argument in backticks, shows
+the given and the expected value, and suggests the next step.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class UnsupportedError(KFACError, NotImplementedError):
 
 
 class NotReadyError(KFACError, RuntimeError):
-    """Something is asked for before what it is made from exists."""
+    """Something was requested before its prerequisites exist."""
 
 
 class StateError(KFACError, ValueError):
@@ -100,7 +99,7 @@ class RecordError(KFACError, ValueError):
 
 
 class FactorizationError(KFACError, np.linalg.LinAlgError):
-    """A matrix could not be factorized, on any rung of the ladder.
+    """A matrix could not be factorized by any fallback.
 
     Parameters
     ----------

@@ -1,12 +1,12 @@
-"""The estimator: a network, its state, and when a snapshot of it is taken.
+"""The estimator: a network together with its current state.
 
-The one object that holds a `NetworkState`, over functions that hold nothing.  Three objects
-in time: *statistics* change with every `Estimator.update`; an *operator* is made from them
-at `Estimator.refresh`, with the damping of that moment, and does not change afterwards; a
-product such as `Estimator.precondition` uses the operators as they are.
+`Estimator` is the only stateful object; it wraps the pure functions of `Network`.  There
+are three stages: `Estimator.update` accumulates *statistics*; `Estimator.refresh` makes an
+immutable *operator* from them, with the current damping; and products such as
+`Estimator.precondition` use the operators of the last refresh.
 
-A call that raises leaves every block as it was.  Results belong to no gradient graph: what
-is fed is detached first.
+A call that raises leaves every block unchanged.  Inputs are detached, so that results
+belong to no gradient graph.
 """
 
 from __future__ import annotations
@@ -46,52 +46,75 @@ __all__ = ["Estimator"]
 
 
 class Estimator:
-    """Keeps the curvature of a network, block by block.
+    r"""Block-diagonal curvature of a network, and its damped inverse.
+
+    `update` accumulates the statistics of each block (a layer with an approximation),
+    `refresh` makes operators from them, and `precondition` multiplies gradients V by the
+    damped inverses.  For K-FAC (`Kronecker`) with ``damping_rule="factored"``,
+
+    .. math:: (F + \lambda I)^{-1} V \approx
+        \frac{1}{S} \, (A + \alpha I)^{-1} \, V \, (G + \beta I)^{-1},
+        \qquad S \alpha \beta = \lambda .
 
     Parameters
     ----------
     blocks : mapping of str to Block
-        The blocks by name.
+        Blocks by name.
     reduction : {"sum", "mean", "mean_rows"}
-        Over what the loss that was differentiated is summed or averaged; see
-        `kfac_core.Conventions`.  A wrong value scales output factors by N^2.
+        Reduction of the loss that was differentiated: the sum over the batch, the mean
+        over its N examples, or the mean over all unmasked rows (tokens, time steps).  A
+        wrong value scales G by N^2, indistinguishable from different damping.
     damping : float, 0-d array, or mapping of str to these
-        Tikhonov damping, >= 0, of the whole network or of each block by name; a 0-d
-        array is never read on the host.
+        Tikhonov damping ``lam >= 0`` of all blocks, or of each block by name, in units of
+        the curvature of one example.  A 0-d array is used on its device and is not copied
+        to the host.
     decay : float
-        What old statistics are multiplied with at each update, in [0, 1].
+        Factor on the old statistics at each update, in [0, 1].
     damping_rule : {"factored", "factored_unit_pi", "exact"}
-        How the damping is applied; see `kfac_core.damping`.
+        How the damping is applied: split between the two factors by their mean
+        eigenvalues, split evenly, or added to the whole block (which needs
+        eigendecompositions); see `kfac_core.damping`.
     sources : {"sum", "mean"}
         Whether outer products of several backpropagated vectors are summed or averaged.
     mode : str, optional
-        The estimation mode that the output gradients come from, such as
-        ``"gradients"``; written into the state and checked when one is loaded.
+        Estimation mode of the output gradients, such as ``"gradients"``; saved with the
+        state and checked when a state is loaded.
     averaging : Averaging, optional
         Debiasing, burn-in and the weight of updates.
     refreshing : Refreshing, optional
-        What a refresh prepares, and what it does about failures.
+        Which factorizations a refresh prepares, and how failures are handled.
     sharing : Sharing, optional
-        Factors and weights that blocks have in common, and chains of layers.
+        Shared factors, tied weights and chains of layers.
     precision : Precision, optional
-        The dtypes of storage, computing and applying.
+        Dtypes of storing, computing and applying.  By default all are the dtype of a
+        block's first batch, or float32 if that is narrower.
     execution : Execution or Executor, optional
-        How the loops over blocks are run.  By default equal small blocks are computed as
-        stacks, on one thread.
+        How the loops over blocks are run.  By default equal small blocks are stacked,
+        on one thread.
     rates : Rates, optional
-        How fast this machine is at what, for ``Refreshing(solving="cheaper")``.
+        Measured rates of the hardware, for ``Refreshing(solving="cheaper")``.
 
     Attributes
     ----------
     network : Network
-        The description, with the pure functions.
+        Description of the blocks, with the pure functions.
     state : NetworkState
-        Everything that changes; ``state[name]`` is that of a block.
+        Statistics and operators; ``state[name]`` is the state of one block.
 
     Raises
     ------
     ConventionError, DampingError, DecayError, UnknownBlockError, UnsupportedError
         For options out of range.
+
+    Notes
+    -----
+    Cost for a block with an n x n and an m x m factor: ``R (n^2 + M m^2)`` flops for an
+    update with R rows and M backpropagated vectors, ``n^3 + m^3`` for a refresh,
+    ``2 n m (n + m)`` for `precondition`, which never synchronizes with the device.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671.
     """
 
     def __init__(
@@ -114,7 +137,7 @@ class Estimator:
         require_decay(decay)
         if mode is not None:
             require_one_of("mode", mode, get_args(EstimationMode))
-        chosen = execution if isinstance(execution, Execution) else Execution()
+        options = execution if isinstance(execution, Execution) else Execution()
         refreshing = refreshing or Refreshing()
         costs = {n: block_costs(b, rates or Rates()) for n, b in blocks.items()}
         self.network = Network(
@@ -133,7 +156,7 @@ class Estimator:
                 )
                 for name, cost in costs.items()
             },
-            max_patch_elements=chosen.max_patch_elements,
+            max_patch_elements=options.max_patch_elements,
         )
         self._costs = {
             name: cost
@@ -164,18 +187,18 @@ class Estimator:
 
     @property
     def conventions(self) -> Conventions:
-        """How output gradients are scaled."""
+        """Scaling of the output gradients."""
         return self.network.conventions
 
     @property
     def costs(self) -> CostTable:
-        """What each block's stages cost, and how it is solved; ``print`` shows a table."""
+        """Costs of each block's stages and its method of solving; prints as a table."""
         interval = self.network.refreshing.interval
         return CostTable(self._costs, self.network.solving, interval)
 
     @property
     def damping(self) -> Scalar | Mapping[str, Scalar]:
-        """The damping of the next refresh; assigning a bad one changes nothing."""
+        """Damping of the next refresh; assigning an invalid damping raises."""
         return self._damping
 
     @damping.setter
@@ -185,7 +208,7 @@ class Estimator:
 
     @property
     def decay(self) -> float:
-        """The decay of the next update; assigning a bad one changes nothing."""
+        """Decay of the next update; assigning an invalid decay raises."""
         return self._decay
 
     @decay.setter
@@ -199,8 +222,7 @@ class Estimator:
         Returns
         -------
         Report
-            A mapping by block, which prints as a table; this synchronizes with the
-            device.
+            Reports by block, which print as a table.  Synchronizes with the device.
         """
         return Report(
             {
@@ -212,29 +234,32 @@ class Estimator:
     def update(
         self, batches: Mapping[str, BatchLike], /, *, check: Check = "raise"
     ) -> None:
-        """Feed the statistics of some or all blocks; see `Network.update`.
+        """Accumulate the statistics of a batch, for some or all blocks.
+
+        ``sum <- decay * sum + weight * C``, with C the statistics of the batch.
 
         Parameters
         ----------
         batches : mapping of str to Batch, GradientBatch or sequence of Batch
-            What each block's layer saw; blocks that are left out stay as they are.  A
-            sequence is several uses of one layer in each example (tied weights), whose
-            rows are shared positions of one and the same weight; so are the batches of
-            the names in ``Sharing.weights``.
+            Inputs and output gradients of each block's layer; omitted blocks are
+            unchanged.  A sequence holds several uses of one layer in each example (tied
+            weights), which are treated as shared positions of one weight, as are the
+            batches of the names in ``Sharing.weights``.
         check : {"raise", "status"}
-            Whether rows that are not finite raise, for which the device is synchronized
-            with once, or leave every block as it was and set ``state[name].status``.
+            ``"raise"`` raises if rows are not finite, and synchronizes with the device
+            once.  ``"status"`` then leaves every block unchanged and sets
+            ``state[name].status``.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         ConventionError
-            Where some uses of a tied weight, or layers of a chain, are fed and others not.
+            If only some uses of a tied weight, or only some layers of a chain, are given.
         ShapeError, DtypeError, MixedArraysError
             For arrays that do not fit, in either mode.
         NotFiniteError
-            Naming the argument (``check="raise"``).
+            For arrays that are not finite (``check="raise"``); the message names them.
 
         Notes
         -----
@@ -250,19 +275,19 @@ class Estimator:
         )
 
     def absorb(self, moments: Mapping[str, Statistics], /) -> None:
-        """Feed statistics of batches that came in parts; see `Network.absorb`.
+        """Accumulate the merged statistics of a batch that was processed in parts.
 
         Parameters
         ----------
         moments : mapping of str to Statistics
-            As `kfac_core.Block.moments` makes them of a part, with this estimator's
-            ``conventions`` and precision, and `kfac_core.Block.merge` adds them up.  (The
-            N of a mean loss is then that of each part.)
+            Statistics of each part from `kfac_core.Block.moments`, with this estimator's
+            ``conventions`` and precision, added up by `kfac_core.Block.merge`.  The N of
+            a mean loss is that of each part.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         """
         self.state = self.network.absorb(self.state, moments, decay=self._decay)
 
@@ -274,30 +299,31 @@ class Estimator:
         moments: MomentStart,
         check: Check = "raise",
     ) -> None:
-        """Recompute the bases of `Eigen` blocks; see `Network.rebase`.
+        """Recompute the eigenbases of `Eigen` (EKFAC) blocks.
 
-        To be called before the first `refresh` of such a block, and again on a schedule
-        of its own: an eigendecomposition costs ten times what `refresh` does for them.
-        An operator stays as it was until the next refresh.
+        Call it before the first `refresh` of such a block, and from then on less often
+        than `refresh`: the eigendecompositions cost about ten times as much.  Operators are
+        unchanged until the next refresh.
 
         Parameters
         ----------
         names : iterable of str, optional
-            The blocks; all with `Eigen` that have statistics where left out.
+            Blocks to rebase; by default all `Eigen` blocks with statistics.
         moments : {"kronecker", "carried", "zero"}
-            What the second moments are in the new bases; see
-            `kfac_core.Eigen.rebased`.  After ``"zero"`` an update has to come before
-            the next refresh.
+            How the second moments start in the new bases: from the eigenvalues of the
+            factors, transformed from the old bases, or at zero; see
+            `kfac_core.Eigen.rebased`.  After ``"zero"``, call `update` before the next
+            refresh.
         check : {"raise", "status"}
-            Whether a failed eigendecomposition raises, for which the device is
-            synchronized with, or leaves the block's bases as they were, flagged.
+            ``"raise"`` raises if an eigendecomposition fails, and synchronizes with the
+            device.  ``"status"`` then keeps the old bases and sets a flag.
 
         Raises
         ------
         UnknownBlockError, UnsupportedError, NotReadyError
             For a name that is no block, a block without bases, or without statistics.
         NotFiniteError, FactorizationError
-            Where a factor has no certified basis; every block then keeps its bases.
+            If no accurate basis was found for a factor; all blocks then keep theirs.
         """
         self.state = self.network.rebase(
             self.state,
@@ -310,38 +336,47 @@ class Estimator:
     def refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
     ) -> None:
-        """Make new operators with the damping as it is now; see `Network.refresh`.
+        """Make new operators from the current statistics and damping.
 
         Parameters
         ----------
         names : iterable of str, optional
-            The blocks; all that have statistics where left out.
+            Blocks to refresh; by default all that have statistics.
         check : {"raise", "status"}
-            Whether a failed factorization climbs the fallback chain and then raises, for
-            which the device is synchronized with a few times a block; or is left in
-            ``state[name].status``, where a block keeps its previous operator.
+            With ``"raise"``, a failed factorization goes through the fallback chain
+            (working precision, then float64, then clipped eigenvalues) and raises if all
+            fail, which synchronizes with the device a few times per block.  With
+            ``"status"``, it sets ``state[name].status`` and the block keeps its previous
+            operator.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         NotReadyError
-            For a block without statistics, or with `Eigen` and no bases yet.
+            For a block without statistics, or an `Eigen` block before `rebase`.
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
-            Where a block has no earlier operator, or has failed as often in a row as
-            ``Refreshing.failure_budget`` allows.  Nothing changes then, the count of
-            failures included: it counts the refreshes that returned, with a block's
-            previous operator kept.
+            If a block that cannot be factorized has no previous operator, or exceeds
+            ``Refreshing.failure_budget`` consecutive failures.  The state is then
+            unchanged; the count of failures includes only refreshes that returned.
+
+        Notes
+        -----
+        ``n^3 + m^3`` flops for a block with inverses of two full factors.
+
+        References
+        ----------
+        Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
-        chosen = self.network.ready(self.state, names)
+        ready = self.network.ready(self.state, names)
         if check == "raise" and self._movement is not None:
-            chosen = self._movement.of(self.state, chosen, damping=self._damping)
+            ready = self._movement.of(self.state, ready, damping=self._damping)
         self.state = self.network.refresh(
             self.state,
             damping=self._damping,
-            names=chosen,
+            names=ready,
             check=check,
             executor=self._executor,
         )
@@ -349,43 +384,43 @@ class Estimator:
     def start_refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
     ) -> BackgroundRefresh:
-        """Start a refresh in a thread, while steps go on with the operators there are.
+        """Start a refresh in a thread; steps continue with the current operators.
 
-        With the statistics and dampings of this moment.  Array libraries compute outside
-        Python's lock, so that a refresh takes place beside the caller's own work where
-        there is a core (or a device) to spare.
+        It uses the statistics and damping at the time of the call.  Array libraries release
+        the GIL while they compute, so that a refresh overlaps with other work if a core or
+        a device is idle.
 
         Parameters
         ----------
         names, check
-            As for `refresh`.
+            See `refresh`.
 
         Returns
         -------
         BackgroundRefresh
-            Whose ``install()`` puts the new operators in place.  Their ages count the
-            updates since this call; what a failure means is as for `refresh`.
+            Its ``install()`` replaces the operators.  Their ages count the updates since
+            this call; failures are handled as by `refresh`.
 
         Raises
         ------
         UnknownBlockError, NotReadyError
-            As `refresh`.
+            For an unknown block name, or a block without statistics.
         """
         started = self.state
-        chosen = self.network.ready(started, names)
+        ready = self.network.ready(started, names)
 
         def refreshed() -> NetworkState:
             return self.network.refresh(
-                started, damping=damping, names=chosen, check=check, executor=executor
+                started, damping=damping, names=ready, check=check, executor=executor
             )
 
-        # An executor remembers what it computed, and the steps go on with this one's.
+        # An executor caches what it computed for the next step, so the thread gets its own.
         executor = self._new_executor()
         damping = self._damping
 
         def install(made: NetworkState) -> None:
             self.state = self.network.with_operators_of(
-                self.state, made, started, names=chosen
+                self.state, made, started, names=ready
             )
 
         return BackgroundRefresh(refreshed, install)
@@ -396,17 +431,17 @@ class Estimator:
         Parameters
         ----------
         name : str
-            The block.
+            Name of the block.
 
         Returns
         -------
         CurvatureOperator
-            Immutable.
+            Immutable operator.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         NotReadyError
             Before the block's first refresh.
         """
@@ -417,29 +452,31 @@ class Estimator:
     ) -> dict[str, dict[str, Any]]:
         """Multiply gradients by the inverse of each block's damped curvature.
 
+        For a Kronecker-factored block this is ``A^-1 V G^-1 / S`` with damped factors.
+
         Parameters
         ----------
         gradients : mapping of str to mapping of str to array
-            For some or all blocks, the parameters' gradients in the layer's layout.
+            Gradients of some or all blocks, by parameter, in the layer's layout.
 
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form, dtypes and devices; new arrays.
+            New arrays with the same names, shapes, dtypes and devices.
 
         Raises
         ------
         UnknownBlockError, NotReadyError
-            As `operator`.
+            For an unknown block name, or a block that was never refreshed.
         ConventionError
-            Where some layers of a chain are given, and others not.
+            If only some layers of a chain are given.
         ShapeError, DtypeError, MixedArraysError
-            For gradients that do not fit.
+            For gradients of incompatible shape, dtype, library or device.
 
         Notes
         -----
-        Two matrix products a block, ``2 n m (n + m)`` flops; never synchronizes with a
-        device.
+        Two matrix products per block, ``2 n m (n + m)`` flops.  Never synchronizes with
+        the device.
         """
         if "inverse" not in self.network.refreshing.factorizations:
             return self.apply("multiply_inverse", gradients)
@@ -457,8 +494,8 @@ class Estimator:
     ) -> dict[str, dict[str, Any]]:
         """Apply any product of `CurvatureOperator` to parameter-shaped vectors.
 
-        A factorization that the product needs and that no refresh prepared is made at
-        the first call, and kept.
+        A factorization that the last refresh did not prepare is computed at the first
+        call and kept.
 
         Parameters
         ----------
@@ -466,23 +503,22 @@ class Estimator:
             The name of a method of `CurvatureOperator` that takes and returns a
             vector, such as ``"multiply_matpower"``.
         vectors : mapping of str to mapping of str to array
-            For some or all blocks.  An embedding's weight may be `SparseRows`, and is
-            that in the result then.
+            Vectors of some or all blocks, by parameter.  An embedding's weight may be
+            `SparseRows`, and the result then has the same type.
         *arguments, **options
-            What the product takes besides the vector, such as an exponent.
+            Arguments of the product besides the vector, such as an exponent.
 
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form.
+            Arrays in the same structure.
 
         Raises
         ------
         ConventionError
-            For an unknown product, and where some layers of a chain are given and others
-            not.
+            For an unknown product, or if only some layers of a chain are given.
         KFACError
-            As `precondition` and the product itself.
+            See `precondition` and the product.
         """
         state = self.state
         needed = FACTORIZATION_OF.get(product)
@@ -524,14 +560,14 @@ class Estimator:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the estimator holds, as plain dicts and arrays.
+        """Return settings, statistics and operators as plain dicts and arrays.
 
         Returns
         -------
         dict
-            Descriptions, conventions and settings; and of each block's statistics and
-            operator the arrays by path, as copies of their library and device.  Counts
-            and dampings are Python's numbers, for which this waits for the device.
+            Descriptions, conventions and settings, and the arrays of each block's
+            statistics and operator by path, copied in their library and on their device.
+            Counts and dampings are Python numbers; this synchronizes with the device.
         """
         return dump_state(
             self.network,
@@ -542,17 +578,17 @@ class Estimator:
         )
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take over a state that `state_dict` made.
+        """Restore a state that `state_dict` returned.
 
         Parameters
         ----------
         state : mapping
-            Of an estimator with the same blocks and conventions.
+            State of an estimator with the same blocks and conventions.
 
         Raises
         ------
         StateError
-            Where anything does not fit; nothing was changed then.
+            If anything does not match; the estimator is then unchanged.
         """
         network, loaded, settings = parse_state(state, self.network, self._promises())
         self.network, self.state = network, loaded

@@ -1,17 +1,17 @@
-"""A network's curvature: what it consists of, what changes, and three pure functions.
+"""The curvature of a network: a description, a state, and pure functions of both.
 
-A `Network` is the description: blocks by name, conventions, what is shared.  It holds no
-arrays.  A `NetworkState` is everything that changes, as one structure of arrays.
-`Network.update`, `Network.refresh` and `Network.precondition` take a state and return a
-new one, or products; each is a loop over blocks, and that is all there is.
+A `Network` describes blocks by name, conventions and sharing, without arrays.  A
+`NetworkState` holds statistics and operators as one structure of arrays.
+`Network.update` and `Network.refresh` take a state and return a new one;
+`Network.precondition` returns products.  Each is a loop over blocks.
 
-The loop itself is an *executor*: `plain` is the definition, and those in
-`kfac_core.execution` compute the same by stacks of equal blocks or by threads.
+An *executor* runs the loop.  `plain` defines the result; those in `kfac_core.execution`
+compute the same in stacks of equal blocks or on threads.
 
-Function compilers look into a state: ``jax.jit(network.update)`` is a program.  Traced code
-cannot raise, so each stage takes ``check``.  With ``"raise"`` it looks at the flags once
-and raises; with ``"status"`` it looks at no value, keeps what it had where anything is
-wrong, and leaves the flags in ``state[name].status``.
+A state is a pytree: ``jax.jit(network.update)`` works.  Traced code cannot raise, so each
+stage takes ``check``.  With ``"raise"`` it reads the flags once and raises.  With
+``"status"`` it reads no value, keeps the old state of a block that failed, and leaves the
+flags in ``state[name].status``.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ from kfac_core.sharing.tied_weights import TiedWeights
 __all__ = ["BlockState", "Executor", "Network", "NetworkState", "plain"]
 
 Count: TypeAlias = Any
-"""An int, or a 0-d array of int32 in a state that function compilers look into."""
+"""An int, or a 0-d array of int32 in a state that is traced by a function compiler."""
 
 Tasks: TypeAlias = Mapping[str, tuple[Any, ...]]
-"""By block: the block, and the arguments of a function of it."""
+"""For each name, the block and the further arguments of a function of one block."""
 
 
 class Executor(Protocol):
     """Runs a function of one block for several blocks.
 
     ``executor(function, tasks)`` returns, by name, what ``function(name, *task)`` returns
-    for each task, up to rounding.  What an executor adds to the loop is how: together,
-    side by side, or elsewhere.
+    for each task, up to rounding.  Executors differ in how: as stacks, on threads, or in
+    another library.
     """
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
@@ -87,17 +87,17 @@ def plain(function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
     function : callable
         Takes a name, a block and arguments.
     tasks : mapping of str to tuple
-        By name: the block and its arguments.
+        For each name, the block and its arguments.
 
     Returns
     -------
     dict of str to object
-        What the function returned.
+        Results of the function, by name.
 
     Raises
     ------
     KFACError
-        As the function does, with the name of the block.
+        Errors of the function, with the name of the block added.
     """
     found: dict[str, Any] = {}
     for name, task in tasks.items():
@@ -111,24 +111,23 @@ def plain(function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
 
 @structure()
 class BlockState:
-    """What changes of one block.
+    """Statistics, operator and counts of one block.
 
     Attributes
     ----------
     statistics : Statistics or None
-        Running sums, and the bases of an approximation that has any; None before the
-        first update.
+        Running sums, and the bases of EKFAC blocks; None before the first update.
     operator : CurvatureOperator or None
-        The snapshot of the last refresh.
+        Operator of the last refresh; None before the first.
     damping : float, 0-d array or None
-        That the operator was made with.
+        Damping that the operator was made with.
     updates, age, refreshes, failures : int or 0-d array of int32
-        How many updates the statistics have seen, how many of them came after the
-        operator was made, how many refreshes there were, and how many failed in a row.
+        Number of updates, of updates since the operator was made, of refreshes, and of
+        consecutive failed refreshes.
     basis_age : int or 0-d array of int32
-        How many updates came after the bases were computed; -1 before that.
+        Number of updates since the bases were computed; -1 before that.
     moments_missing : int or 0-d array of int32
-        1 where the bases were computed with no moments and no update came since, else 0.
+        1 if the bases were computed with zero moments and no update came since, else 0.
     status : int or 0-d array of int32
         `kfac_core.Status` flags of the last update and refresh.
     """
@@ -147,12 +146,12 @@ class BlockState:
 
 @structure()
 class NetworkState:
-    """Everything that changes of a network's curvature, as one structure of arrays.
+    """Statistics and operators of all blocks, as one structure of arrays.
 
     Attributes
     ----------
     blocks : dict of str to BlockState
-        By name.
+        States by name of the block.
     """
 
     blocks: dict[str, BlockState]
@@ -167,7 +166,7 @@ class NetworkState:
         return self.blocks[name]
 
     def updated(self, blocks: Mapping[str, BlockState], /) -> NetworkState:
-        """Return a state in which some blocks have others' places."""
+        """Return a state in which some blocks are replaced."""
         return NetworkState({**self.blocks, **blocks})
 
     def is_good(self) -> Array:
@@ -186,35 +185,64 @@ class NetworkState:
 
 
 class Network:
-    """The blocks of a network, and the pure functions of its state.
+    r"""Description of a network's blocks, with pure functions of its state.
 
-    A description without arrays: hashable, and equal to another of the same parts.
+    Every function takes a `NetworkState` and returns a new one, or products; none modifies
+    its arguments.  `update` computes ``sum <- decay * sum + weight * C`` with the
+    statistics C of a batch, `refresh` makes operators, and `precondition` applies them.
+    For K-FAC (`Kronecker`) with ``damping_rule="factored"``,
+
+    .. math:: (F + \lambda I)^{-1} V \approx
+        \frac{1}{S} \, (A + \alpha I)^{-1} \, V \, (G + \beta I)^{-1},
+        \qquad S \alpha \beta = \lambda .
+
+    A network holds no arrays.  It is hashable, and equal to a network of equal parts.
 
     Parameters
     ----------
     blocks : mapping of str to Block
-        The blocks by name.
+        Blocks by name.
     conventions : Conventions
-        How output gradients are scaled.
+        Scaling of the output gradients: loss reduction, and sum or mean over
+        backpropagated vectors.
     damping_rule : {"factored", "factored_unit_pi", "exact"}
-        How the damping is applied; see `kfac_core.damping`.
-    sharing : Sharing
-        Factors and weights that blocks have in common, and chains of layers.
-    averaging : Averaging
-        How running averages are formed.
-    refreshing : Refreshing
-        How operators are made.
-    precision : Precision
-        The dtypes of storage, computing and applying.
+        How the damping is applied: split between the two factors by their mean
+        eigenvalues, split evenly, or added to the whole block; see `kfac_core.damping`.
+    sharing : Sharing, optional
+        Shared factors, tied weights and chains of layers.
+    averaging : Averaging, optional
+        Debiasing, burn-in and the weight of updates.
+    refreshing : Refreshing, optional
+        Which factorizations a refresh prepares, and how failures are handled.
+    precision : Precision, optional
+        Dtypes of storing, computing and applying.  By default all are the dtype of a
+        block's first batch, or float32 if that is narrower.
     solving : mapping of str to {"inverse", "triangular"}, optional
-        How each block's factors are divided by; inverses where left out.
+        Whether each block is applied with inverses of its factors (the default) or with
+        triangular solves.
     max_patch_elements : int, optional
-        As in `Execution`.
+        Bound on the number of elements of a convolution's patches; larger batches are
+        processed in chunks of examples.
 
     Raises
     ------
     ConventionError, UnknownBlockError, UnsupportedError
         For options out of range.
+
+    Notes
+    -----
+    Shapes: a block with an n x n and an m x m factor has a matrix V of n rows and m
+    columns; for a dense layer ``n = in`` (``in + 1`` with a bias) and ``m = out``.
+
+    Units: F is the curvature of the loss of one example; the damping has the same unit.
+
+    Cost of a block: ``R (n^2 + M m^2)`` flops for an update with R rows and M
+    backpropagated vectors, ``n^3 + m^3`` for a refresh, ``2 n m (n + m)`` for
+    `precondition`.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671.
     """
 
     def __init__(
@@ -280,27 +308,28 @@ class Network:
         return "\n".join([*lines, f"  damping_rule={self.damping_rule!r})"])
 
     def empty(self) -> NetworkState:
-        """Return the state before anything was seen, of no library yet."""
+        """Return a state without arrays, for before the first batch."""
         return NetworkState({name: BlockState() for name in self.blocks})
 
     def initial(self, like: Array, /, *, damping: Scalar) -> NetworkState:
-        """Return a first state of arrays alone, in the form that every stage returns.
+        """Return an initial state in the structure that every stage returns.
 
-        For function compilers: counts are 0-d arrays, and operators are there only for
-        their form.  Before the first refresh products are zero.
+        For function compilers, which need the same structure before and after a stage:
+        counts are 0-d arrays, and operators are placeholders.  Products are zero before
+        the first refresh.
 
         Parameters
         ----------
         like : array
-            Any array of the library, on the device and of the dtype that is wanted.
+            Array whose library, device and dtype the state takes.
         damping : float, 0-d array or mapping of str to these
-            lam.
+            Damping ``lam``.
 
         Returns
         -------
         NetworkState
-            Whose ``refreshes`` are zero.  No array is in it twice, so that all of it may
-            be donated.
+            State whose ``refreshes`` are zero.  No two of its arrays share memory, so that
+            all of them may be donated.
         """
         xp = namespace_of(like=like)
         device = device_of(like)
@@ -308,7 +337,7 @@ class Network:
         blocks: dict[str, BlockState] = {}
         for name, block in self.blocks.items():
             statistics = block.initial(like, precision=self.precision)
-            chosen = damping[name] if isinstance(damping, Mapping) else damping
+            own_damping = damping[name] if isinstance(damping, Mapping) else damping
             counts = {
                 count: xp.zeros((), **place)
                 for count in ("updates", "age", "refreshes", "failures", "status")
@@ -317,7 +346,7 @@ class Network:
                 statistics=map_structure(
                     lambda x: xp.asarray(x, copy=True), statistics
                 ),
-                damping=xp.asarray(chosen, dtype=statistics.dtype, device=device),
+                damping=xp.asarray(own_damping, dtype=statistics.dtype, device=device),
                 basis_age=xp.full((), -1, **place),
                 moments_missing=xp.zeros((), **place),
                 **counts,
@@ -352,51 +381,50 @@ class Network:
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         batches : mapping of str to Batch, GradientBatch or sequence of Batch
-            What each block's layer saw; blocks that are left out stay as they are.  A
-            sequence is several uses of one layer in each example, whose rows are shared
-            positions of one weight.
+            Inputs and output gradients of each block's layer; omitted blocks are
+            unchanged.  A sequence holds several uses of one layer in each example, which
+            are treated as shared positions of one weight.
         decay : float or 0-d array
-            In [0, 1].
+            Factor on the old statistics, in [0, 1].
         check : {"raise", "status"}
-            What happens to a batch that is not finite in any block: an error, for which
-            the device is synchronized with once; or flags, and every block as it was.
+            ``"raise"`` raises if a batch is not finite in any block, and synchronizes with
+            the device once.  ``"status"`` then sets flags and leaves all blocks unchanged.
         executor : Executor
             How the loop over blocks is run.
 
         Returns
         -------
         NetworkState
-            Of the form of `state`.
+            State with the structure of `state`.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         ConventionError
-            Where some uses of a tied weight, or some layers of a chain, are given, and
-            others not.
+            If only some uses of a tied weight, or only some layers of a chain, are given.
         ShapeError, DtypeError, MixedArraysError, DecayError
-            For arguments that do not fit, in either mode.
+            For incompatible arguments, in either mode.
         NotFiniteError
-            Naming the block and the argument (``check="raise"``).
+            If rows are not finite (``check="raise"``); names the block and the argument.
 
         Notes
         -----
-        ``R (n^2 + M m^2)`` flops a block for R rows; twice that where the backend has
-        no symmetric update.
+        ``R (n^2 + M m^2)`` flops per block for R rows; twice that if the backend has no
+        symmetric rank-k update.
 
         References
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, section 5.
         """
         require_decay(decay)
-        fed = self._fed(batches)
+        given = self._detached(batches)
         function = UpdateBlock(self.conventions, self.max_patch_elements, check)
         weight, burn_in = self.averaging.weight, self.averaging.burn_in
         tasks: dict[str, tuple[Any, ...]] = {}
-        for name, batch in fed.items():
+        for name, batch in given.items():
             held, own_decay, own_weight = state.blocks[name], decay, weight
             statistics = held.statistics
             if statistics is None:
@@ -438,27 +466,27 @@ class Network:
     ) -> NetworkState:
         """Return the state after an update with batches that came in parts.
 
-        To roundoff what one `update` with the whole batch would have done, whatever the
-        sizes of the parts.
+        Equal to one `update` with the whole batch up to rounding, for any sizes of the
+        parts.
 
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         moments : mapping of str to Statistics
-            As `Block.moments` makes them of a part and `Block.merge` adds them up.
+            Statistics of each part from `Block.moments`, added up by `Block.merge`.
         decay : float or 0-d array
-            As for `update`.
+            See `update`.
 
         Returns
         -------
         NetworkState
-            New.
+            New state.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         """
         blocks: dict[str, BlockState] = {}
         for name, given in moments.items():
@@ -486,56 +514,56 @@ class Network:
         check: Check = "raise",
         executor: Executor = plain,
     ) -> NetworkState:
-        """Return the state with bases recomputed from the factors as they are now.
+        """Return the state with eigenbases recomputed from the current factors.
 
-        For approximations that keep moments in a basis (EKFAC).  An operator stays as it
-        was until the next refresh.
+        For approximations with moments in a basis (`Eigen`, EKFAC).  Operators are
+        unchanged until the next refresh.
 
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         moments : {"kronecker", "carried", "zero"}
-            What the second moments are in the new bases; see `kfac_core.Eigen.rebased`.
+            How the second moments start in the new bases; see `kfac_core.Eigen.rebased`.
         names : iterable of str, optional
-            The blocks; all that have bases and statistics where left out.
+            Blocks to rebase; by default all that have bases and statistics.
         check : {"raise", "status"}
-            Whether a failed eigendecomposition raises, for which the device is
-            synchronized with, or leaves the block's bases as they were, flagged.
+            ``"raise"`` raises if an eigendecomposition fails, and synchronizes with the
+            device.  ``"status"`` then keeps the old bases and sets a flag.
         executor : Executor
             How the loop over blocks is run.
 
         Returns
         -------
         NetworkState
-            Of the form of `state`.
+            State with the structure of `state`.
 
         Raises
         ------
         UnknownBlockError, UnsupportedError, NotReadyError
             For a name that is no block, a block without bases, or without statistics.
         NotFiniteError, FactorizationError
-            Where a factor has no certified basis (``check="raise"``).
+            If no accurate basis was found for a factor (``check="raise"``).
 
         Notes
         -----
-        About ``9 (n^3 + m^3)`` flops a block.
+        About ``9 (n^3 + m^3)`` flops per block.
         """
-        chosen = [self.known(name) for name in names or ()]
+        with_bases = [self.known(name) for name in names or ()]
         if names is None:
-            chosen = [
+            with_bases = [
                 name
                 for name, block in self.blocks.items()
                 if block.approximation.has_bases
                 and state.blocks[name].statistics is not None
             ]
         tasks: dict[str, tuple[Any, ...]] = {}
-        for name in chosen:
+        for name in with_bases:
             block = self.blocks[name]
             if not block.approximation.has_bases:
                 raise UnsupportedError(
                     f"Block {name!r} ({block.approximation.name}) has no bases; only Eigen "
-                    "has."
+                    "blocks have bases."
                 )
             tasks[name] = (block, self._statistics_of(state, name))
         found = executor(Rebase(moments, check), tasks)
@@ -563,51 +591,52 @@ class Network:
         check: Check = "raise",
         executor: Executor = plain,
     ) -> NetworkState:
-        """Return the state with operators made from the statistics as they are now.
+        """Return the state with new operators, made from the current statistics.
 
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         damping : float, 0-d array, or mapping of str to these
-            lam >= 0 of the whole network, or of each block by name.
+            Damping ``lam >= 0`` of the whole network, or of each block by name.
         names : iterable of str, optional
-            The blocks; all that have statistics where left out.
+            Blocks to refresh; by default all that have statistics.
         check : {"raise", "status"}
-            Whether a failed factorization climbs the fallback chain and then raises, for
-            which the device is synchronized with a few times a block; or is flagged,
-            where a block keeps its previous operator.
+            With ``"raise"``, a failed factorization goes through the fallback chain
+            (working precision, then float64, then clipped eigenvalues) and raises if all
+            fail, which synchronizes with the device a few times per block.  With
+            ``"status"``, it sets a flag and the block keeps its previous operator.
         executor : Executor
             How the loop over blocks is run.
 
         Returns
         -------
         NetworkState
-            Of the form of `state`.
+            State with the structure of `state`.
 
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         NotReadyError
             For a block without statistics, or whose bases were never computed.
         DampingError
             For a damping that is negative or not finite.
         NotFiniteError, FactorizationError
-            Where a block has no earlier operator, or has failed as often in a row as
-            the budget allows (``check="raise"``).  Within it the block keeps its operator,
-            and its ``failures`` are one more.
+            If a block that cannot be factorized has no previous operator, or exceeds the
+            budget of consecutive failures (``check="raise"``).  Within the budget the
+            block keeps its operator and counts a failure.
 
         Notes
         -----
-        ``n^3 + m^3`` flops a block for inverses.
+        ``n^3 + m^3`` flops per block with inverses of two full factors.
 
         References
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
-        chosen = self.ready(state, names)
-        function, tasks = self._refresh_tasks(state, chosen, damping, check)
+        ready = self.ready(state, names)
+        function, tasks = self._refresh_tasks(state, ready, damping, check)
         made = executor(function, tasks)
         blocks: dict[str, BlockState] = {}
         for name, found in made.items():
@@ -641,34 +670,34 @@ class Network:
     ) -> dict[str, dict[str, Any]]:
         """Return each block's damped inverse times its gradient.
 
-        ``A^-1 V G^-1`` for a Kronecker-factored block.
+        For a Kronecker-factored block this is ``A^-1 V G^-1 / S`` with damped factors.
 
         Parameters
         ----------
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         gradients : mapping of str to mapping of str to array
-            For some or all blocks, the parameters' gradients in the layer's layout.
+            Gradients of some or all blocks, by parameter, in the layer's layout.
         executor : Executor
             How the loop over blocks is run.
 
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form, dtypes and devices.
+            Arrays with the same names, shapes, dtypes and devices.
 
         Raises
         ------
         UnknownBlockError, NotReadyError
             For a name that is no block, or a block that was never refreshed.
         ConventionError
-            Where some layers of a chain are given, and others not.
+            If only some layers of a chain are given.
         ShapeError, DtypeError, MixedArraysError
-            For gradients that do not fit.
+            For gradients of incompatible shape, dtype, library or device.
 
         Notes
         -----
-        ``2 n m (n + m)`` flops a block; never synchronizes with a device.
+        ``2 n m (n + m)`` flops per block; never synchronizes with the device.
 
         References
         ----------
@@ -694,26 +723,26 @@ class Network:
             The name of a method of `CurvatureOperator` that takes and returns a vector,
             such as ``"multiply_matpower"``.
         state : NetworkState
-            Never modified.
+            State to read; not modified.
         vectors : mapping of str to mapping of str to array
-            For some or all blocks.  An embedding's weight may be `SparseRows`.
+            Vectors of some or all blocks, by parameter.  An embedding's weight may be
+            `SparseRows`.
         *arguments, **options
-            What the product takes besides the vector, such as an exponent.
+            Arguments of the product besides the vector, such as an exponent.
         executor : Executor
             How the loop over blocks is run.
 
         Returns
         -------
         dict of str to dict of str to array
-            Of the same form.
+            Arrays in the same structure.
 
         Raises
         ------
         ConventionError
-            For an unknown product, and where some layers of a chain are given and others
-            not.
+            For an unknown product, or if only some layers of a chain are given.
         KFACError
-            As `precondition` and the product itself.
+            See `precondition` and the product.
         """
         require_one_of("product", product, VECTOR_PRODUCTS)
         given = self.chains.vectors(vectors) if self.chains.of else vectors
@@ -735,7 +764,7 @@ class Network:
         Raises
         ------
         UnknownBlockError
-            For a name that is no block.
+            For an unknown block name.
         NotReadyError
             Before the block's first refresh.
         """
@@ -750,14 +779,14 @@ class Network:
     def ready(
         self, state: NetworkState, names: Iterable[str] | None = None, /
     ) -> list[str]:
-        """Return the blocks of a refresh, or raise `NotReadyError`.
+        """Return the names of blocks that can be refreshed, or raise `NotReadyError`.
 
         Parameters
         ----------
         state : NetworkState
-            As it is.
+            Current state.
         names : iterable of str, optional
-            All that have statistics where left out.
+            Names to check; by default all blocks that have statistics.
 
         Returns
         -------
@@ -765,14 +794,14 @@ class Network:
             Names of blocks that an operator can be made for.
         """
         if names is None:
-            chosen = [n for n, held in state.blocks.items() if held.statistics]
-            if not chosen:
+            ready = [n for n, held in state.blocks.items() if held.statistics]
+            if not ready:
                 raise NotReadyError("No block has statistics yet; call `update` first.")
         else:
-            chosen = [self.known(name) for name in names]
-        for name in chosen:
+            ready = [self.known(name) for name in names]
+        for name in ready:
             self._require_ready(state, name)
-        return chosen
+        return ready
 
     def with_operators_of(
         self,
@@ -783,23 +812,23 @@ class Network:
         *,
         names: Iterable[str],
     ) -> NetworkState:
-        """Return a state with the operators of another, which was refreshed meanwhile.
+        """Return a state with the operators of a state that was refreshed in parallel.
 
         Parameters
         ----------
         state : NetworkState
-            As it is now.
+            Current state.
         made : NetworkState
-            What `refresh` made of `started`.
+            Result of `refresh` for `started`.
         started : NetworkState
-            As it was when the refresh was started.
+            State when the refresh was started.
         names : iterable of str
             The blocks that were refreshed.
 
         Returns
         -------
         NetworkState
-            In which ages count the updates since `started`.
+            State whose ages count the updates since `started`.
         """
         blocks: dict[str, BlockState] = {}
         for name in names:
@@ -817,7 +846,7 @@ class Network:
     def with_options(
         self, *, damping_rule: DampingRule, averaging: Averaging
     ) -> Network:
-        """Return the same network with another rule of damping and other averages."""
+        """Return the same network with another damping rule and other averaging."""
         return Network(
             self.chains.given,
             conventions=self.conventions,
@@ -831,7 +860,7 @@ class Network:
         )
 
     def known(self, name: str, /) -> str:
-        """Return a name that is a block's, or raise `UnknownBlockError`."""
+        """Return the name of a block, or raise `UnknownBlockError`."""
         if name in self.blocks:
             return name
         if name in self.tied_weights.uses:
@@ -851,11 +880,11 @@ class Network:
         )
 
     def block_of(self, name: str, /) -> str:
-        """Return the block that a layer is part of: its chain, or its own."""
+        """Return the name of a layer's block: its chain, or the layer itself."""
         return self.chains.of.get(name, name)
 
     def require_damping(self, damping: Scalar | Mapping[str, Scalar], /) -> None:
-        """Raise `DampingError` for a damping that is no number >= 0 of each block."""
+        """Raise `DampingError` for an invalid or missing damping of a block."""
         if not isinstance(damping, Mapping):
             require_damping(damping)
             return
@@ -868,25 +897,26 @@ class Network:
             )
 
     def in_form_of(self, state: NetworkState, form: NetworkState, /) -> NetworkState:
-        """Return a state as arrays alone, such as one that was loaded from a file.
+        """Return a state, such as one loaded from a file, in the structure of another.
 
         Parameters
         ----------
         state : NetworkState
-            Of this network, in which numbers may be Python's and blocks may have no
-            statistics or operators yet.
+            State of this network; numbers may be Python numbers, and blocks may be without
+            statistics or operators.
         form : NetworkState
-            As `initial` makes it, for what a block does not have.
+            State from `initial`, for what a block does not have.
 
         Returns
         -------
         NetworkState
-            Of the form of `form`; no array is in it twice, nor in either of the two.
+            State with the structure of `form`, which shares no array with itself or with
+            either argument.
 
         Raises
         ------
         StateError
-            Where a block is of another form.
+            If a block is of another form.
         """
         blocks: dict[str, BlockState] = {}
         for name, wanted in form.blocks.items():
@@ -912,8 +942,8 @@ class Network:
                 )
         return map_structure(_copied, NetworkState(blocks))
 
-    def _fed(self, batches: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what each block is fed, without gradient graphs."""
+    def _detached(self, batches: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the batches of each block, detached from gradient graphs."""
         uses = self.tied_weights.uses
         grouped = self.tied_weights.grouped(batches) if uses else batches
         grouped = self.chains.batches(grouped) if self.chains.of else grouped
@@ -923,10 +953,10 @@ class Network:
         }
 
     def _first_statistics(self, name: str, batch: Any) -> Statistics:
-        """Return a block's statistics of nothing, of its first batch's library."""
+        """Return zero statistics of a block, in its first batch's library."""
         block = self.blocks[name]
         try:
-            # Rows check what they are made of; their first part is enough.
+            # Making rows validates the batch; the first chunk of examples is enough.
             parts = block.row_parts(batch, max_patch_elements=self.max_patch_elements)
             return block.initial(next(iter(parts)).like, precision=self.precision)
         except KFACError as error:
@@ -941,12 +971,12 @@ class Network:
         return statistics
 
     def _require_ready(self, state: NetworkState, name: str) -> None:
-        """Raise `NotReadyError` where a block has nothing to make an operator from."""
+        """Raise `NotReadyError` if a block has nothing to make an operator from."""
         self._statistics_of(state, name)
         held = state.blocks[name]
         if not self.blocks[name].approximation.has_bases:
             return
-        # Counts that are arrays may be traced, and are not looked at.
+        # Counts that are arrays may be traced, and their values cannot be read.
         never = type(held.basis_age) is int and held.basis_age < 0
         missing = type(held.moments_missing) is int and held.moments_missing
         if never or missing:
@@ -977,14 +1007,14 @@ class Network:
             own = self._statistics_of(state, name)
             if self.shared_factors.pairs:
                 own = self.shared_factors.completed(name, own, everything)
-            chosen = damping[name] if isinstance(damping, Mapping) else damping
-            way = self.solving.get(name, "inverse")
-            tasks[name] = (self.blocks[name], own, chosen, way)
+            own_damping = damping[name] if isinstance(damping, Mapping) else damping
+            solving = self.solving.get(name, "inverse")
+            tasks[name] = (self.blocks[name], own, own_damping, solving)
         return function, tasks
 
 
 def _one_where(burning: Any, value: Scalar, statistics: Statistics) -> Scalar:
-    """Return 1 during the first updates, else the value."""
+    """Return 1 during burn-in, else the value."""
     if isinstance(burning, bool):
         return 1.0 if burning else value
     xp, like = statistics.namespace, statistics.any_weight
@@ -1024,8 +1054,8 @@ def _copied(x: Array) -> Array:
 
 
 def _in_form(value: Any, like: Any) -> Any:
-    """Return a number as an array where another is one; as it is otherwise."""
-    # NumPy's scalars are arrays here, though some are of Python's types, too.
+    """Return a number as an array if `like` is one, else unchanged."""
+    # NumPy scalars count as arrays here, though some are instances of float or int.
     if like is None or type(like) in (int, float):
         return value
     xp = own_namespace(like)
@@ -1033,7 +1063,7 @@ def _in_form(value: Any, like: Any) -> Any:
 
 
 def _unless_new(held: BlockState, vector: dict[str, Any]) -> dict[str, Any]:
-    """Return a product, zero where a count that is traced says: never refreshed."""
+    """Return a product, or zero for a traced state that was never refreshed."""
     if isinstance(held.refreshes, int):
         return vector
     xp, ready = own_namespace(held.refreshes), held.refreshes > 0
@@ -1041,7 +1071,7 @@ def _unless_new(held: BlockState, vector: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockState:
-    """Return a block's state with a new operator where that has no flags."""
+    """Return a block's state with the new operator if that has no flags."""
     status = operator.status()
     xp = own_namespace(status)
     good = status == 0

@@ -1,4 +1,4 @@
-"""Options of a network that are seldom set, in groups."""
+"""Less common options of a network, in groups."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Averaging:
     ----------
     debias : bool
         Whether running sums are divided by their weights, so that the first update gives
-        C itself, whatever the decay.
+        C for any decay.
     burn_in : int
-        The number of first updates of a block that are averaged plainly (decay 1,
+        Number of first updates of a block that are averaged with equal weights (decay 1,
         weight 1).
     weight : float
         The weight of each update, positive.
@@ -56,28 +56,28 @@ class Averaging:
 
 @dataclass(frozen=True, kw_only=True)
 class Refreshing:
-    """How operators are made from statistics.
+    """What a refresh computes, and how it handles failures.
 
     Parameters
     ----------
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
-        What a refresh prepares.  Other products prepare what they need when they are
-        first asked for.
+        Factorizations that a refresh prepares.  Other products compute theirs at their
+        first call.
     damping_scaling : {"none", "mean_eigenvalue"}
         Whether a block's damping is multiplied by the mean eigenvalue of its undamped
         matrix, ``tr F / dim F``, so that it is relative to the block's size.
     failure_budget : int
-        How many refreshes in a row may fail for a block, which then keeps its previous
-        operator, before the failure is raised.
+        Number of consecutive refreshes that may fail for a block, which then keeps its
+        previous operator, before the failure is raised.
     threshold : float, optional
-        Where given, a block of which no statistic has moved by more than this since its
-        operator was made keeps that operator; see `kfac_core.execution.movement`.
-        Looking synchronizes with the device.
+        A block keeps its operator if no statistic moved by more than this since the
+        operator was made; see `kfac_core.execution.movement`.  The check synchronizes with
+        the device.
     solving : {"inverse", "triangular", "cheaper"}
-        Whether a factor with factored damping is inverted at a refresh, or factorized
-        only and solved with at each step; or whichever costs less.
+        Whether a factor with factored damping is inverted at a refresh, or only factorized
+        and used in triangular solves at each step, or whichever costs less.
     interval : float, optional
-        The number of steps between refreshes that ``"cheaper"`` assumes.
+        Number of steps between refreshes that ``"cheaper"`` assumes.
 
     Raises
     ------
@@ -103,12 +103,12 @@ class Refreshing:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """What several blocks of a network have in common.
+    """Factors, weights and chains that blocks of a network share.
 
     Parameters
     ----------
     factors : mapping of str to str
-        Factors that a block takes from another: ``{"k/input": "q/input"}`` says that the
+        Factors that a block shares with another: ``{"k/input": "q/input"}`` says that the
         input factor of block ``k`` is that of block ``q``, which is computed once.
     weights : mapping of str to str
         Names of further uses of a block's weight: ``{"decoder.1": "decoder.0"}``.
@@ -131,17 +131,17 @@ class Execution:
     Parameters
     ----------
     workers : int
-        How many threads feed statistics, factorize at a refresh and apply products of
-        more than some milliseconds.  With more than one, the array library's own threads
+        Number of threads for updates, factorizations, and products of more than some
+        milliseconds.  With more than one, the array library's own threads
         are divided among them.
     max_patch_elements : int, optional
-        How many numbers the patches of a convolution may hold at a time.  A batch is
-        then read in chunks of examples.
+        Bound on the number of elements of a convolution's patches.  Larger batches are
+        processed in chunks of examples.
 
     Raises
     ------
     ConventionError
-        For fewer workers than one.
+        If `workers` is below 1.
     """
 
     workers: int = 1

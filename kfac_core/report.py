@@ -1,4 +1,4 @@
-"""What there is to say of each block: condition, damping, certificate and age.
+"""Reports of each block: condition, damping, residual check and age.
 
 Conventions.  A condition number is that of a damped matrix: exact from an eigenbasis or a
 diagonal, in the 1-norm from an inverse, and otherwise the estimate of
@@ -37,16 +37,17 @@ class FactorReport:
     Attributes
     ----------
     size : int
-        Its number of rows.
+        Number of rows.
     shift : float
-        What the damping added to its diagonal; the largest, of a stack.  Zero where the
+        Shift of the diagonal by the damping; the largest, of a stack.  Zero if the
         damping is added to the block instead.
     condition : float or None
-        Of the damped factor; None where nothing was prepared, and of a basis.
+        Condition number of the damped factor; None where nothing was prepared, and of a
+        basis.
     residual : float or None
-        The certificate of its factorization.
-    rung : str or None
-        The rung of the ladder on which it was made.
+        The relative residual of its factorization.
+    fallback : str or None
+        The name of the fallback by which it was made; ``"working"`` without one.
     clipped : float
         The sum of negative eigenvalues that were set to zero.
     """
@@ -55,7 +56,7 @@ class FactorReport:
     shift: float
     condition: float | None
     residual: float | None
-    rung: str | None
+    fallback: str | None
     clipped: float
 
 
@@ -66,20 +67,20 @@ class BlockReport:
     Attributes
     ----------
     layer, approximation : str
-        What it is.
+        Kind of layer, and name of the approximation.
     updates, age, failures : int
-        As in `BlockState`.
+        See `BlockState`.
     basis_age : int or None
         How many updates came after the bases were computed; None without bases.
     damping : float or None
         The damping of its operator.
     condition : float or None
-        Of the damped block, estimated; None before the first refresh.
+        Estimated condition number of the damped block; None before the first refresh.
     residual : float or None
         ``|F F^-1 z - z| / |z|`` of the damped block, for a fixed probe z; None where
         there is no inverse.
     factors : dict of str to FactorReport
-        By side; empty before the first refresh, and where a block has no factors.
+        Reports by side; empty before the first refresh, and where a block has no factors.
     """
 
     layer: str
@@ -118,12 +119,12 @@ class Report(dict[str, BlockReport]):
 
 
 def report_of(block: Block, state: BlockState, /) -> BlockReport:
-    """Return the report of one block; this waits for its device.
+    """Return the report of one block; this synchronizes with the device.
 
     Parameters
     ----------
     block : Block
-        Its description.
+        Description of the block.
     state : BlockState
         What the estimator holds for it.
 
@@ -195,8 +196,8 @@ def _basis(basis: Eigendecomposition) -> FactorReport:
     xp = array_api_compat.array_namespace(basis.eigenvalues)
     size = int(basis.eigenvalues.shape[-1])
     residual, clipped = float(xp.max(basis.residual)), float(xp.max(basis.clipped))
-    rung = fallback_of(basis).name.lower()
-    return FactorReport(size, 0.0, None, residual, rung, clipped)
+    fallback = fallback_of(basis).name.lower()
+    return FactorReport(size, 0.0, None, residual, fallback, clipped)
 
 
 def _factor(part: ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne) -> FactorReport:
@@ -235,7 +236,7 @@ def _rank_one(part: ShiftedRankOne, shift: float, xp: Namespace) -> FactorReport
         shift,
         _estimated_condition(product, part.solve, z, xp),
         measured_residual(product, part.solve, z, xp=xp),
-        block.rung,
+        block.fallback,
         block.clipped,
     )
 

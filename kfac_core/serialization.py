@@ -86,16 +86,17 @@ def dump_state(
     network : Network
         The description.
     state : NetworkState
-        Everything that changes; this waits for its device.
+        Everything that changes; this synchronizes with the device.
     promises : mapping of str to object
         What must be the same where the state is loaded.
     damping, decay
-        Of the next refresh and update, which are taken over where the state is loaded.
+        Damping of the next refresh and decay of the next update, restored when the state is
+        loaded.
 
     Returns
     -------
     dict
-        As the module's conventions say.
+        State in the documented form.
     """
     settings = {
         "damping": {name: float(value) for name, value in damping.items()}
@@ -121,14 +122,14 @@ def dump_state(
 def parse_state(
     state: Any, network: Network, promises: Mapping[str, Any]
 ) -> tuple[Network, NetworkState, dict[str, Any]]:
-    """Check a state against a network and turn it back into structures.
+    """Check a state against a network, and return it as structures.
 
     Parameters
     ----------
     state : mapping
-        As `dump_state` made it.
+        State made by `dump_state`.
     network : Network
-        Of the estimator that wants it.
+        Network of the estimator that loads it.
     promises : mapping of str to object
         The conventions of that estimator.
 
@@ -176,7 +177,7 @@ def parse_state(
 
 
 def _description(block: Block) -> dict[str, Any]:
-    """Return what a block is, as it comes out of JSON."""
+    """Return the description of a block in the form of parsed JSON."""
     layer: Any = block.layer
     approximation: Any = block.approximation
     found = {
@@ -199,7 +200,7 @@ def _values(held: BlockState) -> dict[str, Any]:
 
 
 def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
-    """Put what a structure holds under its paths."""
+    """Collect the fields of a structure by path."""
     cls = type(value)
     if cls is SymmetricMatrix:
         xp = own_namespace(value.array)
@@ -233,7 +234,7 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
 
 
 def _template(values: _Values, network: Network, name: str) -> BlockState:
-    """Return a state of nothing, with statistics and an operator where values are."""
+    """Return an empty state, with statistics and an operator if values exist for them."""
     held = [part for part in ("statistics", "operator") if values.holds(part)]
     if "operator" not in held and values.holds("damping"):
         raise StateError("damping belongs to no operator.")
@@ -261,7 +262,7 @@ class _Values:
     Parameters
     ----------
     values : mapping of str to object
-        By path.
+        Values by path.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """CuPy, on the current CUDA device.
 
 Conventions.  CuPy's linear algebra does not check LAPACK's return codes unless it is
-told to, since that waits for the device; what a failed factorization leaves is not
+told to, since that synchronizes with the device; what a failed factorization leaves is not
 specified, and the diagonal test of `kfac_core.linalg.cholesky` is what finds it.
 CuPy makes new arrays on the current device whatever ``device=`` says, so that another
 than the first is to be made current by the caller: ``with cupy.cuda.Device(1):``.
@@ -20,7 +20,7 @@ name = "cupy"
 
 
 def problem() -> str | None:
-    """Say why CuPy cannot compute here; None where it can."""
+    """Return why CuPy cannot compute here; None where it can."""
     if cupy.is_available():
         return None
     return "CuPy is installed, but finds no CUDA device"

@@ -201,9 +201,9 @@ if lapack is not None:
         if held is None or held.ndim != 3:
             return NotImplemented
         syrk, c = _SYRK[rows.dtype], np.multiply(held, beta, order="C")
-        for x, mine in zip(rows, c, strict=True):
+        for x, total in zip(rows, c, strict=True):
             # In C order BLAS sees the transpose, and its upper triangle.
-            syrk(alpha, x.T, beta=1.0, c=mine.T, lower=0, overwrite_c=1)
+            syrk(alpha, x.T, beta=1.0, c=total.T, lower=0, overwrite_c=1)
         return c, False
 
     def damped_cholesky(
@@ -249,11 +249,11 @@ if lapack is not None:
             factor = factor[..., None, None]
         lower = np.multiply(array, factor, order="C")
         np.einsum("...ii->...i", lower)[...] += np.asarray(shift)[..., None]
-        for mine in lower.reshape(-1, n, n):
+        for matrix in lower.reshape(-1, n, n):
             # In C order LAPACK sees the transpose, and its upper triangle.
-            _, info = wrapper(mine.T, lower=0, clean=1, overwrite_a=1)
+            _, info = wrapper(matrix.T, lower=0, clean=1, overwrite_a=1)
             if info != 0:
-                mine[...] = np.nan
+                matrix[...] = np.nan
         return lower
 
     def _inverse_of_stack(lower: Any) -> Any:
@@ -272,10 +272,10 @@ if lapack is not None:
         """
         n, trtri = x.shape[-1], _TRTRI[x.dtype]
         if n <= _LEAF // 2:
-            for mine in x:
+            for matrix in x:
                 # In C order LAPACK sees the transpose.
-                inverse, info = trtri(mine.T, lower=0)
-                mine[...] = np.nan if info != 0 else inverse.T
+                inverse, info = trtri(matrix.T, lower=0)
+                matrix[...] = np.nan if info != 0 else inverse.T
             return
         h = n // 2
         first, coupling, second = x[:, :h, :h], x[:, h:, :h], x[:, h:, h:]
@@ -338,18 +338,18 @@ if lapack is not None:
         """
         a, is_lower = _stored(lower)
         trans = int(transpose) if is_lower else 1 - int(transpose)
-        turned = v.flags.c_contiguous or not v.flags.f_contiguous
-        x = v.T if turned else v
+        transposed = v.flags.c_contiguous or not v.flags.f_contiguous
+        x = v.T if transposed else v
         if not (overwrite and _is_ours(x) and x.dtype == lower.dtype):
             x = empty(x.shape, lower.dtype)
-            x[...] = v.T if turned else v
-        trans ^= turned
+            x[...] = v.T if transposed else v
+        trans ^= transposed
         if routine is _TRSM and a.shape[0] > _LEAF:
-            trsm(a, x, right=turned, lower=bool(is_lower), trans=bool(trans))
-            return x.T if turned else x
+            trsm(a, x, right=transposed, lower=bool(is_lower), trans=bool(trans))
+            return x.T if transposed else x
         options = {"lower": is_lower, "trans_a": trans, "overwrite_b": 1}
-        x = routine[lower.dtype](1.0, a, x, side=int(turned), **options)
-        return x.T if turned else x
+        x = routine[lower.dtype](1.0, a, x, side=int(transposed), **options)
+        return x.T if transposed else x
 
     def eigh(matrix: Any, /, *, xp: Any) -> Any:
         """Return eigenvalues and eigenvectors by SYEVD."""

@@ -22,15 +22,15 @@ import numpy as np
 __all__ = ["empty"]
 
 _SMALLEST = 1 << 17
-"""Bytes from which on the system's own allocator maps memory anew."""
+"""Bytes from which on the system's own allocator maps fresh memory."""
 
 
 class _Store:
     """What is in use, in bytes, and what is kept for use, by size.
 
     Memory comes back from wherever garbage is collected, which may be in here: so
-    `give` waits for nobody, and what comes while another is in here is put in order by
-    whoever is next.
+    `give` never blocks: memory that arrives while another thread holds the lock is sorted
+    in by the next call.
     """
 
     def __init__(self) -> None:
@@ -84,9 +84,9 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], /) -> np.ndarray[Any, An
     Parameters
     ----------
     shape : tuple of int
-        Of the array.
+        Shape of the array.
     dtype : numpy.dtype
-        Of its numbers.
+        Dtype of the array.
 
     Returns
     -------

@@ -4,7 +4,7 @@ Conventions.  A running Gram matrix keeps its lower triangle (``addmm`` fuses th
 average, but its result is symmetric only up to rounding); inverses have both.  On the
 CPU, where PyTorch has no SYRK and its LAPACK calls are slow, matrices are worked through
 in panels, by products; on one thread by SciPy's routines, see `torch_lapack`.  Nothing
-here waits for a GPU, but for ``eigh``, which PyTorch itself lets wait on CUDA.
+here synchronizes with a GPU, except ``eigh``, which does so in PyTorch itself on CUDA.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ def all_finite(x: Any, /, *, xp: Any) -> Any:
 
 
 def known_true(condition: Any, /, *, xp: Any) -> bool:
-    """Whether all of a condition holds, where nothing is waited for."""
+    """Whether all of a condition holds, if that needs no synchronization."""
     return _plain(condition) and bool(condition.all())
 
 
@@ -332,7 +332,7 @@ def solve_triangular(
 
 
 def count_indices(indices: Any, weights: Any, /, *, size: int, xp: Any) -> Any:
-    """Sum the weights of equal indices; no wait, unlike ``bincount`` on CUDA."""
+    """Sum the weights of equal indices; does not synchronize, unlike ``bincount``."""
     return torch.zeros(size, dtype=weights.dtype, device=weights.device).index_add(
         0, indices, weights
     )

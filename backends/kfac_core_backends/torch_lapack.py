@@ -2,7 +2,7 @@
 
 Conventions.  PyTorch has no SYRK and no SYMM, and copies what it gives to LAPACK; the
 same routines of SciPy's OpenBLAS, on the same memory, take two thirds of the time.  Two
-libraries with several threads each would wait for each other's by spinning, so that this
+libraries with several threads each would spin while waiting for each other's, so that this
 is done only where both compute on one: where a program has said so, and in the workers
 of a refresh.  Every function here returns None where it does not apply.
 """

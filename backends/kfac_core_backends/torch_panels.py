@@ -58,21 +58,21 @@ def cholesky(array: Any, shift: Any, factor: float = 1.0) -> Any:
     n, width = array.shape[0], 64 if array.shape[0] < 2560 else 128
     lower = torch.empty((n, n), dtype=array.dtype)
     for start, stop in _panels(n, width):
-        mine, rest = slice(start, stop), slice(stop, n)
+        panel, rest = slice(start, stop), slice(stop, n)
         done = lower[:, :start]
         factors: dict[str, float] = {"beta": factor, "alpha": -1.0}
         column = torch.addmm(
-            array[start:, mine], done[start:], done[mine].mT, **factors
+            array[start:, panel], done[start:], done[panel].mT, **factors
         )
         column.diagonal().add_(shift)
         corner, info = torch.linalg.cholesky_ex(column[: stop - start])
         if int(info) != 0:
             return lower.fill_(torch.nan)
-        lower[mine, mine] = corner
-        lower[mine, rest] = 0.0
+        lower[panel, panel] = corner
+        lower[panel, rest] = 0.0
         # The inverse of so small a corner is as good as solving with it.
         solver = _corner_inverse(corner).mT
-        torch.mm(column[stop - start :], solver, out=lower[rest, mine])
+        torch.mm(column[stop - start :], solver, out=lower[rest, panel])
     return lower
 
 
@@ -146,12 +146,12 @@ def multiply_symmetric(array: Any, v: Any) -> Any:
     """Return ``S v``."""
     product = torch.zeros(v.shape, dtype=v.dtype)
     for start, stop in _panels(array.shape[0], 256):
-        left, mine = array[start:stop, :start], v[start:stop]
+        left, v_panel = array[start:stop, :start], v[start:stop]
         corner = array[start:stop, start:stop].tril()
-        product[start:stop] += corner @ mine + corner.tril(-1).mT @ mine
+        product[start:stop] += corner @ v_panel + corner.tril(-1).mT @ v_panel
         if start > 0:
             product[start:stop].addmm_(left, v[:start])
-            product[:start].addmm_(left.mT, mine)
+            product[:start].addmm_(left.mT, v_panel)
     return product
 
 

@@ -50,7 +50,7 @@ class Entry:
 _CPU, _BOTH = ("cpu",), ("cpu", "cuda")
 _CORE = (
     "Estimator.update, refresh and precondition, with the finite-input guards, the "
-    "certificates and the ladder on; gradients come and go as the framework's parameters"
+    "residual checks and fallbacks on; gradients come and go as the framework's parameters"
 )
 LIBRARIES = {
     "numpy": Entry(
@@ -80,7 +80,7 @@ LIBRARIES = {
         core=False,
         includes="the functions behind its hooks, fed rows, with no network, hooks or "
         "autograd; a sum over batches and no moving average; KFACInverseLinearOperator "
-        "with heuristic or exact damping; no certificates",
+        "with heuristic or exact damping; no residual checks",
     ),
     "kfac-jax": Entry(
         module="kfac_jax",
@@ -90,7 +90,7 @@ LIBRARIES = {
         devices=_BOTH,
         core=False,
         includes="DenseTwoKroneckerFactored blocks fed rows, each stage one compiled "
-        "function with donated states; inverses by LU, its default; no certificates",
+        "function with donated states; inverses by LU, its default; no residual checks",
     ),
     "kfac-jax-cholesky": Entry(
         module="kfac_jax",
@@ -110,7 +110,7 @@ LIBRARIES = {
         core=False,
         includes="no library but PyTorch's own calls in the plainest order: ADDMM with the "
         "average in beta (the column of ones is given), cholesky_ex, cholesky_inverse, "
-        "MM, eigh; no guards, no certificates, no layouts",
+        "MM, eigh; no guards, no residual checks, no layouts",
         kernels=True,
     ),
     "lapack": Entry(
@@ -122,7 +122,7 @@ LIBRARIES = {
         core=False,
         includes="no library but SciPy's bindings in the best plain order found: SYRK with "
         "the average in beta (the column of ones is given), POTRF, POTRI, SYMM, SYEVD on "
-        "one triangle; no guards, no certificates, no layouts",
+        "one triangle; no guards, no residual checks, no layouts",
         kernels=True,
     ),
 }

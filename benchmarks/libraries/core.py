@@ -136,7 +136,7 @@ class _Core:
         return lambda: self._xp.matmul(a, b)
 
     def _made(self, **settings: Any) -> Any:
-        """Return an estimator without statistics; guards and certificates are on."""
+        """Return an estimator without statistics; guards and residual checks are on."""
         chosen: dict[str, Any] = {"damping_rule": "factored", **settings}
         made = kc.Estimator(
             self._blocks,
@@ -218,6 +218,6 @@ class _Programs:
         return self._precondition(self.state, gradients)
 
     def _look(self, check: str) -> None:
-        """Raise for flags, as an estimator does; this waits for the stage."""
+        """Raise for flags, as an estimator does; this synchronizes with the device."""
         if check == "raise" and not bool(self.state.is_good()):
             raise kc.KFACError("a stage was flagged")

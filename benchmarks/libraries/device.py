@@ -85,7 +85,7 @@ def device_counts(
     if not torch.cuda.is_available():
         return None
     finish(call())
-    # The profiler waits for the device itself when it ends.
+    # The profiler synchronizes with the device when it ends.
     nothing, own = _counted(torch, lambda: None, finish), _counted(torch, call, finish)
     return {name: own[name] - nothing[name] for name in own}
 

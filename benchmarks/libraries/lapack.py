@@ -176,8 +176,8 @@ def _by_solves(L_A: Matrix, L_G: Matrix, V: Matrix) -> Matrix:
 
 def _by_bases(A: Any, G: Any, V: Matrix) -> Matrix:
     (a, Q_A, _), (g, Q_G, _) = A, G
-    turned = Q_A.T @ V @ Q_G
-    turned /= np.maximum(a, 0)[:, None] * np.maximum(g, 0)[None, :] + np.float32(
+    in_basis = Q_A.T @ V @ Q_G
+    in_basis /= np.maximum(a, 0)[:, None] * np.maximum(g, 0)[None, :] + np.float32(
         DAMPING
     )
-    return Q_A @ turned @ Q_G.T
+    return Q_A @ in_basis @ Q_G.T

@@ -144,6 +144,6 @@ def _by_inverses(A_inv: Matrix, G_inv: Matrix, V: Matrix) -> Matrix:
 
 def _by_bases(A: Any, G: Any, V: Matrix) -> Matrix:
     (a, Q_A), (g, Q_G) = A, G
-    turned = Q_A.mT @ V @ Q_G
-    turned /= a.clamp(min=0)[:, None] * g.clamp(min=0)[None, :] + DAMPING
-    return Q_A @ turned @ Q_G.mT
+    in_basis = Q_A.mT @ V @ Q_G
+    in_basis /= a.clamp(min=0)[:, None] * g.clamp(min=0)[None, :] + DAMPING
+    return Q_A @ in_basis @ Q_G.mT

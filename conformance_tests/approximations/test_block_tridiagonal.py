@@ -232,14 +232,14 @@ def test_undamped_it_is_invariant(backend, rng):
     T = [np.eye(n) + 0.3 * rng.normal(size=(n, n)) for n, _ in SHAPES]
     R = [np.eye(m) + 0.3 * rng.normal(size=(m, m)) for _, m in SHAPES]
     V = [rng.normal(size=shape) for shape in SHAPES]
-    turned = (
+    rotated = (
         [x @ t.T for x, t in zip(xs, T, strict=True)],
         [g @ r.T for g, r in zip(gs, R, strict=True)],
     )
 
     steps = {}
     for damping in (0.0, 0.2):
-        for which, rows in (("plain", (xs, gs)), ("turned", turned)):
+        for which, rows in (("plain", (xs, gs)), ("rotated", rotated)):
             statistics = statistics_of(bare, fed(backend, *rows))
             operator = bare.operator(statistics, damping=damping, rule="factored")
             v = [t @ v @ r.T for t, v, r in zip(T, V, R, strict=True)]
@@ -247,12 +247,12 @@ def test_undamped_it_is_invariant(backend, rng):
             made = operator.multiply_inverse(column(backend, given))
             parts = np.split(flattened(backend, made), EDGES[1:-1])
             host = [u.reshape(shape) for u, shape in zip(parts, SHAPES, strict=True)]
-            if which == "turned":
+            if which == "rotated":
                 host = [t.T @ u @ r for t, u, r in zip(T, host, R, strict=True)]
             steps[damping, which] = np.concatenate([u.ravel() for u in host])
 
-    assert_close(steps[0.0, "turned"], steps[0.0, "plain"], "inverse", "float64")
-    assert_differs(steps[0.2, "turned"], steps[0.2, "plain"])
+    assert_close(steps[0.0, "rotated"], steps[0.0, "plain"], "inverse", "float64")
+    assert_differs(steps[0.2, "rotated"], steps[0.2, "plain"])
 
 
 def test_what_is_left_of_a_layer_is_a_difference_of_products(backend, rng):
@@ -267,10 +267,10 @@ def test_what_is_left_of_a_layer_is_a_difference_of_products(backend, rng):
     dense = np.kron(A[0, 0], G[0, 0]) - np.kron(C, D)
     expected = np.linalg.solve(dense, V.ravel()).reshape(V.shape)
     part = operator.conditionals["0"]
-    mine = part.solve(backend.asarray(V), xp=backend.xp)
-    back = part.multiply(mine, xp=backend.xp)
+    solution = part.solve(backend.asarray(V), xp=backend.xp)
+    back = part.multiply(solution, xp=backend.xp)
 
-    got = backend.to_numpy(mine)
+    got = backend.to_numpy(solution)
     assert_close(got, expected, "inverse", "float64")
     assert_close(backend.to_numpy(back), V, "inverse", "float64")
 
@@ -436,7 +436,7 @@ def test_status_gives_what_raise_gives(backend, rng):
 def test_what_float32_cannot_certify_is_made_in_float64(
     backend, dtype, rng, monkeypatch
 ):
-    """The operator says on which rung it was made, and is in the statistics' dtype."""
+    """The operator says by which fallback it was made, and is in the statistics' dtype."""
     xs, gs = draw(rng)
     statistics = statistics_of(CHAIN, fed(backend, xs, gs, dtype))
     options = {"damping": 0.2, "rule": "factored"}
@@ -447,10 +447,10 @@ def test_what_float32_cannot_certify_is_made_in_float64(
     operator = CHAIN.operator(statistics, **options)
     flagged = CHAIN.operator(statistics, check="status", **options)
 
-    rung = {"float64": "working", "float32": "float64"}[dtype]
+    fallback = {"float64": "working", "float32": "float64"}[dtype]
     flags = {"float64": kc.Status.OK, "float32": kc.Status.INACCURATE}[dtype]
     found = [fallback_of(x).name.lower() for x in (easy, operator, flagged)]
-    assert found == ["working", rung, "working"]
+    assert found == ["working", fallback, "working"]
     assert int(flagged.status()) == flags
     assert operator.scale.dtype == backend.dtype(dtype)
     V = column(backend, rng.normal(size=EDGES[-1]), dtype)

@@ -87,8 +87,8 @@ def equal_eigenvalues(rng):
     return np.sqrt(N) * (U * np.sqrt([2.0, 2.0, 2.0, 0.5])) @ Q.T, g
 
 
-def turned(backend, basis, R):
-    """Return a basis with its vectors turned by R, columns to columns."""
+def rotated_basis(backend, basis, R):
+    """Return a basis with its vectors rotated by R, columns to columns."""
     vectors = backend.to_numpy(basis.eigenvectors) @ R
     return replaced(basis, eigenvectors=backend.asarray(vectors))
 
@@ -109,7 +109,7 @@ def test_a_rotation_in_an_eigenspace_changes_ekfac_and_not_kfac(backend, rng):
     statistics = eigen_bases(backend, x, g)
     basis = statistics.bases["input"]
     R = rotation(rng, backend.to_numpy(basis.eigenvalues))
-    bases = statistics.bases | {"input": turned(backend, basis, R)}
+    bases = statistics.bases | {"input": rotated_basis(backend, basis, R)}
     block = kc.Block(LAYER, kc.Kronecker())
     kfac = block.operator(
         update(backend, block, x, g),
@@ -119,7 +119,7 @@ def test_a_rotation_in_an_eigenspace_changes_ekfac_and_not_kfac(backend, rng):
     )
     own = kfac.input
     R = rotation(rng, backend.to_numpy(own.eigenvalues))
-    own = turned(backend, own, R)
+    own = rotated_basis(backend, own, R)
 
     ekfac = [
         eigen_operator(backend, replaced(statistics, bases=some), x, g)
@@ -145,8 +145,8 @@ def test_signs_and_order_of_eigenvectors_do_not_change_ekfac(backend, rng):
     statistics = eigen_bases(backend, x, g)
     R = np.eye(IN)[:, [2, 0, 3, 1]] * np.array([1.0, -1.0, -1.0, 1.0])
     bases = statistics.bases | {
-        "input": turned(backend, statistics.bases["input"], R),
-        "output": turned(backend, statistics.bases["output"], -np.eye(OUT)),
+        "input": rotated_basis(backend, statistics.bases["input"], R),
+        "output": rotated_basis(backend, statistics.bases["output"], -np.eye(OUT)),
     }
 
     first, second = (
@@ -272,11 +272,11 @@ def test_sigma_point_noise_gives_the_ggn_by_the_sampled_mode(backend, rng, name)
     assert spec.distribution == "normal"
     assert spec.shape == noise.shape
     exact = [curvature * F for F in network.ggn_blocks(net, x, "mse")]
-    for mine, dense in zip(learned(noise), exact, strict=True):
-        assert_close(mine.dense, dense, "identity", "float64")
+    for block, dense in zip(learned(noise), exact, strict=True):
+        assert_close(block.dense, dense, "identity", "float64")
     drawn = rng.normal(size=noise.shape)
-    for mine, dense in zip(learned(drawn), exact, strict=True):
-        assert_differs(mine.dense, dense)
+    for block, dense in zip(learned(drawn), exact, strict=True):
+        assert_differs(block.dense, dense)
 
 
 def test_a_grid_of_noise_gives_the_fisher_by_the_sampled_mode(backend, rng):
@@ -298,5 +298,5 @@ def test_a_grid_of_noise_gives_the_fisher_by_the_sampled_mode(backend, rng):
     host = backend.to_numpy(made.vectors)
     learned = network.feed(backend, net, x, host, loss="sum", sources="mean")
 
-    for mine, dense in zip(learned, network.ggn_blocks(net, x, "ce"), strict=True):
-        assert_close(mine.dense, dense, "identity", "float64")
+    for block, dense in zip(learned, network.ggn_blocks(net, x, "ce"), strict=True):
+        assert_close(block.dense, dense, "identity", "float64")

@@ -111,7 +111,7 @@ def test_float32_statistics_may_be_computed_in_float64(backend, data, rng, varia
 def test_what_float32_cannot_certify_is_made_in_float64(
     backend, data, rng, variant, monkeypatch
 ):
-    """The operator says on which rung it was made, and is in the statistics' dtype."""
+    """The operator says by which fallback it was made, and is in the statistics' dtype."""
     monkeypatch.setattr(series_chain, "RESIDUAL_LIMIT", 1e-9)
     statistics = statistics_of(backend, variant, data, "float32")
     V = rng.normal(size=(n, m))

@@ -3,8 +3,8 @@
 A fake tensor has a shape, a dtype and a device, but no numbers.  An operation that puts
 two devices together raises ``FakeTensorDeviceMismatchError``, and one that would bring a
 number to the host raises ``DataDependentOutputException``.  So these tests prove that
-nothing is left on the host and that nothing waits for the device in secret; they prove
-nothing about numbers, and no GPU runs.
+nothing is left on the host and that nothing synchronizes with the device in secret; they
+prove nothing about numbers, and no GPU runs.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def test_damping_on_the_device_is_never_looked_at(torch):
 
 @pytest.mark.parametrize("call", ["update", "refresh"])
 def test_raising_looks_at_a_value(torch, call):
-    """The row that must fail: ``check="raise"`` waits for the device, as documented."""
+    """The row that must fail: ``check="raise"`` synchronizes with the device."""
     kept = estimator()
     with fake_cuda(torch):
         rows, _ = batch(torch, "float32")

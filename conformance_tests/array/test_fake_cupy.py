@@ -87,7 +87,7 @@ def products(kind, rule, x, g, mask, V):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_product_is_that_of_numpy(to_cupy, rng, dtype, kind, rule, masked):
-    """The backend gives NumPy's results, in the dtype given, and waits for nothing."""
+    """The backend gives NumPy's results, in the dtype given, and never synchronizes."""
     given = arrays(rng, dtype)
     x, g, mask, V = map(to_cupy, given)
 
@@ -118,10 +118,10 @@ def estimator(rule):
 def test_the_estimator_waits_for_nothing(to_cupy, rng, rule):
     """Update, refresh with a status, precondition, Cholesky and power never wait."""
     given = arrays(rng, "float64")
-    ours, theirs = estimator(rule), estimator(rule)
+    on_device, reference = estimator(rule), estimator(rule)
     results = []
 
-    for kept, move in ((ours, to_cupy), (theirs, np.asarray)):
+    for kept, move in ((on_device, to_cupy), (reference, np.asarray)):
         x, g, _, V = map(move, given)
         vectors = {"fc": {"weight": V[:-1].T, "bias": V[-1]}}
         for _ in range(2):
@@ -134,7 +134,7 @@ def test_the_estimator_waits_for_nothing(to_cupy, rng, rule):
                 kept.apply("multiply_matpower", vectors, -0.5),
             ]
         )
-        if kept is ours:
+        if kept is on_device:
             assert fake_cupy.SYNCHRONIZATIONS == []
 
     for got, expected in zip(*results, strict=True):

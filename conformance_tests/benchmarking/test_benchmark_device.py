@@ -87,7 +87,7 @@ def test_a_step_without_exceptions_waits_for_nothing(cupy, stage, waits):
 
 
 def test_launches_and_waits_are_counted_without_those_of_counting(monkeypatch):
-    """PyTorch's profiler waits for the device when it ends, as its own code says."""
+    """PyTorch's profiler synchronizes with the device when it ends."""
     calls = []
 
     class Profile:

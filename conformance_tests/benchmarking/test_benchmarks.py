@@ -239,7 +239,7 @@ def test_a_library_that_takes_too_long_costs_its_own_figures_only():
     ("stage", "solving"), [("refresh-inverse", "inverse"), ("refresh-cholesky", "L")]
 )
 def test_guards_and_certificates_are_on_in_what_is_timed(stage, solving):
-    """Each factor has a residual on the first rung, and rows of NaN are refused."""
+    """Each factor has a residual without a fallback, and rows of NaN are refused."""
     worker = Worker("numpy", device="cpu", threads=1, clock="cpu")
     worker.answer_to({"do": "prepare", "workload": TINY.to_plain()})
     worker.answer_to({"do": "setup", "stage": stage})
@@ -248,7 +248,7 @@ def test_guards_and_certificates_are_on_in_what_is_timed(stage, solving):
     for name, block in estimator.report().items():
         residuals = [factor.residual for factor in block.factors.values()]
         assert 0 < max(residuals) < 1e-5
-        assert {factor.rung for factor in block.factors.values()} == {"working"}
+        assert {factor.fallback for factor in block.factors.values()} == {"working"}
         part = estimator.operator(name).input
         assert (part.inverse is None) == (solving == "L")
     x, g = (rows.copy() for rows in TINY.rows(0, 0))

@@ -1,7 +1,7 @@
 """A stand-in for CuPy that computes with NumPy, where there is no GPU.
 
 It proves which functions of CuPy are called, with arguments of which form, and that
-nothing waits for the device in secret.  It proves nothing about CuPy's numbers, its
+nothing synchronizes with the device in secret.  It proves nothing about CuPy's numbers, its
 speed or any hardware: no GPU code runs.
 
 Like CuPy, and unlike NumPy: arrays are of a class of their own, which NumPy refuses to

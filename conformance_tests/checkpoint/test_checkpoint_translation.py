@@ -160,12 +160,12 @@ def elsewhere(rng):
     there.refresh()
     W, V = rng.normal(size=(2, 2, 2, 3)), rng.normal(size=(n, m))
     b = rng.normal(size=3)
-    theirs = {
+    foreign = {
         "0": {"weight": np.transpose(W, (3, 2, 0, 1)), "bias": b},
         "2": {"weight": V.T, "bias": b},
     }
     ours = {"conv": {"weight": W, "bias": b}, "head": {"weight": V, "bias": b}}
-    return there, here, theirs, ours
+    return there, here, foreign, ours
 
 
 NAMES = {"0": "conv", "2": "head"}
@@ -173,14 +173,14 @@ NAMES = {"0": "conv", "2": "head"}
 
 def test_a_file_of_one_framework_is_read_by_another(tmp_path, elsewhere):
     """Names and layouts differ; statistics, operators and dampings are the same."""
-    there, here, theirs, ours = elsewhere
+    there, here, foreign, ours = elsewhere
     path = tmp_path / "state.safetensors"
     kc.save_checkpoint(path, there)
 
     kc.load_checkpoint(path, here, backend="numpy", names=NAMES, layouts="any")
 
     assert here.damping == {"conv": 0.3, "head": 0.1}
-    expected, got = there.precondition(theirs), here.precondition(ours)
+    expected, got = there.precondition(foreign), here.precondition(ours)
     weight = np.transpose(expected["0"]["weight"], (2, 3, 1, 0))
     assert_close(got["conv"]["weight"], weight, "product", "float64")
     assert_close(got["head"]["weight"], expected["2"]["weight"].T, "product", "float64")

@@ -230,8 +230,8 @@ def test_the_references_are_those_of_the_tests(loss, rng):
         ),
     ]
 
-    for ours, theirs in pairs:
-        for a, b in zip(ours, theirs, strict=True):
+    for ours, reference in pairs:
+        for a, b in zip(ours, reference, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
 
 

@@ -78,8 +78,8 @@ def eigenbasis(A):
 
 
 def squares(D, Q_A, Q_G):
-    turned = np.einsum("ik,nij,jl->nkl", Q_A, D, Q_G)
-    return np.mean(turned**2, axis=0)
+    in_basis = np.einsum("ik,nij,jl->nkl", Q_A, D, Q_G)
+    return np.mean(in_basis**2, axis=0)
 
 
 def dense_of(Q_A, Q_G, E):

@@ -26,8 +26,8 @@ activations = pytest.mark.parametrize("activation", ["tanh", "identity"])
 def assert_all_close(learned, expected):
     """Compare the blocks of every layer."""
     assert len(learned) == len(expected)
-    for mine, dense in zip(learned, expected, strict=True):
-        assert_close(mine.dense, dense, "identity", "float64")
+    for block, dense in zip(learned, expected, strict=True):
+        assert_close(block.dense, dense, "identity", "float64")
 
 
 def type2(net, x, kind):
@@ -83,8 +83,8 @@ def test_a_block_is_the_curvature_of_the_mean_loss(backend, rng, loss):
     learned = network.feed(backend, net, x, type2(net, x, "ce"), loss=loss)
 
     summed = network.ggn_blocks(net, x, "ce", loss="sum")
-    for mine, dense in zip(learned, summed, strict=True):
-        assert_close(EXAMPLES * mine.dense, dense, "identity", "float64")
+    for block, dense in zip(learned, summed, strict=True):
+        assert_close(EXAMPLES * block.dense, dense, "identity", "float64")
 
 
 @losses
@@ -98,8 +98,8 @@ def test_a_wrong_reduction_of_the_loss_is_seen(backend, rng, loss):
 
     learned = network.feed(backend, net, x, vectors, loss=loss)
 
-    for mine, dense in zip(learned, network.ggn_blocks(net, x, "mse"), strict=True):
-        assert_differs(mine.dense, dense)
+    for block, dense in zip(learned, network.ggn_blocks(net, x, "mse"), strict=True):
+        assert_differs(block.dense, dense)
 
 
 @kinds
@@ -140,8 +140,8 @@ def test_deep_linear_networks_do_not_give_the_empirical_fisher(backend, rng):
     learned = network.feed(backend, net, x, vectors, loss="sum")
 
     dense = network.empirical_fisher_blocks(net, x, "mse", y)
-    for mine, expected in zip(learned, dense, strict=True):
-        assert_differs(mine.dense, expected)
+    for block, expected in zip(learned, dense, strict=True):
+        assert_differs(block.dense, expected)
 
 
 @losses
@@ -155,8 +155,8 @@ def test_the_last_layer_with_squared_error_is_exact(backend, rng, loss):
     *hidden_dense, dense = network.ggn_blocks(net, x, "mse")
     assert_close(last.dense, dense, "identity", "float64")
     assert_close(last.output_factor, np.eye(DEEP[-1]), "identity", "float64")
-    for mine, expected in zip(hidden, hidden_dense, strict=True):
-        assert_differs(mine.dense, expected)
+    for block, expected in zip(hidden, hidden_dense, strict=True):
+        assert_differs(block.dense, expected)
 
 
 def exact_proportions(rng, N, C, total):
@@ -247,8 +247,10 @@ def test_random_or_summed_labels_do_not_give_the_ggn(backend, rng):
     summed = network.feed(backend, net, x, points, loss="sum", sources="sum")
 
     for learned in (random, summed):
-        for mine, dense in zip(learned, network.ggn_blocks(net, x, "mse"), strict=True):
-            assert_differs(mine.dense, dense)
+        for block, dense in zip(
+            learned, network.ggn_blocks(net, x, "mse"), strict=True
+        ):
+            assert_differs(block.dense, dense)
 
 
 @losses

@@ -222,7 +222,7 @@ def test_it_goes_to_an_estimator_and_back(backend, rng, n):
 
 
 def test_a_state_of_another_form_is_refused(backend, rng):
-    """Without operators, or with those that the ladder made, there is nothing to go on."""
+    """A state without operators, or with those of a fallback, is refused."""
     network, held = network_of(), estimator_of()
     start = network.initial(like(backend, "float64"), damping=0.2)
     assert same(backend, network.in_form_of(held.state, start), start)

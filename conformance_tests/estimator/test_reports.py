@@ -1,4 +1,4 @@
-"""What an estimator says of its blocks: conditions, splits, certificates and ages."""
+"""What an estimator says of its blocks: conditions, splits, residual checks and ages."""
 
 import numpy as np
 import pytest
@@ -51,7 +51,7 @@ def test_every_block_has_a_condition_and_a_certificate(backend, rng, pair):
 
 
 def test_the_report_says_what_was_done(backend, rng):
-    """Ages, dampings, splits, conditions and certificates are the dense ones."""
+    """Ages, dampings, splits, conditions and residuals are the dense ones."""
     estimator = make(
         kc.Block(DENSE, kc.Kronecker()), factorizations=("inverse", "eigenbasis")
     )
@@ -73,7 +73,7 @@ def test_the_report_says_what_was_done(backend, rng):
     condition = np.linalg.cond(A + shift * np.eye(4))
     assert_close(report.factors["input"].condition, condition, "inverse", "float64")
     assert 0.0 <= report.factors["input"].residual < 1e-10
-    assert report.factors["output"].rung == "working"
+    assert report.factors["output"].fallback == "working"
 
 
 def test_a_factor_of_uncorrelated_positions_has_its_own_condition(backend, rng):

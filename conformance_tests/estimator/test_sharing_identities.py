@@ -46,15 +46,15 @@ def type2(net, x):
 def assert_all_close(learned, expected):
     """Compare the blocks of every layer."""
     assert len(learned) == len(expected)
-    for mine, dense in zip(learned, expected, strict=True):
-        assert_close(mine.dense, dense, "identity", "float64")
+    for block, dense in zip(learned, expected, strict=True):
+        assert_close(block.dense, dense, "identity", "float64")
 
 
 def assert_all_differ(learned, expected):
     """Assert that no layer's block is the expected one."""
     assert len(learned) == len(expected)
-    for mine, dense in zip(learned, expected, strict=True):
-        assert_differs(mine.dense, dense)
+    for block, dense in zip(learned, expected, strict=True):
+        assert_differs(block.dense, dense)
 
 
 @every_loss
@@ -162,8 +162,8 @@ def test_expand_and_reduce_agree_after_the_reduction(backend, rng, reduction, be
 
     after = slice(behind + 1, None)
     assert_all_close(expanded[after], network.ggn_blocks(net, x, "mse")[after])
-    for mine, other in zip(expanded[after], together[after], strict=True):
-        for got, expected in zip(mine, other, strict=True):
+    for block, other in zip(expanded[after], together[after], strict=True):
+        for got, expected in zip(block, other, strict=True):
             assert_close(got, expected, "roundoff", "float64")
 
 
@@ -186,11 +186,11 @@ def test_before_the_reduction_only_the_input_factors_differ(
     dense = network.ggn_blocks(net, x, "mse")[before]
     assert_all_close(together[before], dense)
     assert_all_differ(expanded[before], dense)
-    for mine, other in zip(expanded[before], together[before], strict=True):
-        G = S**2 * mine.output_factor
+    for block, other in zip(expanded[before], together[before], strict=True):
+        G = S**2 * block.output_factor
         assert_close(other.output_factor, G, "identity", "float64")
         # Both have the corner 1 of the bias, so no scale can make them equal.
-        assert_differs(other.input_factor, mine.input_factor)
+        assert_differs(other.input_factor, block.input_factor)
 
 
 @pytest.mark.parametrize(("sharing", "behind"), [("expand", None), ("reduce", 1)])

@@ -252,8 +252,8 @@ def test_vmap_of_a_convolution_is_a_loop(torch, rng, groups, data_layout):
         )
         spectral = operator.spectral()
         coordinates = spectral.to_basis(V)
-        turned = spectral.from_basis(coordinates * spectral.spectrum)
-        return operator.multiply_inverse(V), turned, spectral.from_basis(coordinates)
+        scaled = spectral.from_basis(coordinates * spectral.spectrum)
+        return operator.multiply_inverse(V), scaled, spectral.from_basis(coordinates)
 
     got = torch.func.vmap(products)(xs, gs, vectors)
 

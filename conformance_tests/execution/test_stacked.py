@@ -135,12 +135,15 @@ def parts_of(value):
 def assert_same_statistics(backend, dtype, got, expected):
     """Sums, weights and statuses of every block, and their forms."""
     for name, held in expected.blocks.items():
-        ours, theirs = got[name].statistics, held.statistics
-        assert forms(ours) == forms(theirs)
-        assert int(ours.status) == int(theirs.status)
-        for side, average in theirs.averages.items():
-            mine = ours.averages[side]
-            pairs = (dense(mine), dense(average)), (mine.weight, average.weight)
+        ours, reference = got[name].statistics, held.statistics
+        assert forms(ours) == forms(reference)
+        assert int(ours.status) == int(reference.status)
+        for side, average in reference.averages.items():
+            got_average = ours.averages[side]
+            pairs = (
+                (dense(got_average), dense(average)),
+                (got_average.weight, average.weight),
+            )
             for a, b in pairs:
                 assert_close(backend.to_numpy(a), backend.to_numpy(b), "gram", dtype)
 
@@ -219,8 +222,8 @@ def test_what_a_stack_leaves_has_the_form_of_one(backend, rng):
     kind = type(gradients["a"]["weight"])
     for name in NAMES:
         for part in ("statistics", "operator"):
-            theirs, ours = (getattr(state[name], part) for state in states)
-            assert forms(ours) == forms(theirs)
+            reference, ours = (getattr(state[name], part) for state in states)
+            assert forms(ours) == forms(reference)
             assert {type(x) for _, x in leaves(ours)} == {kind}
 
 
@@ -420,16 +423,16 @@ def test_each_operator_is_that_of_its_block(backend, dtype, rng, rule, debias):
 
     assert inner.taken() == [1, 1, 1, 2]
     for name in names:
-        ours, theirs = got.blocks[name].operator, expected.blocks[name].operator
-        assert forms(ours) == forms(theirs)
+        ours, reference = got.blocks[name].operator, expected.blocks[name].operator
+        assert forms(ours) == forms(reference)
         assert got[name].damping is damping[name]
-        V = backend.asarray(rng.normal(size=theirs.shape), dtype)
+        V = backend.asarray(rng.normal(size=reference.shape), dtype)
         for product, kind in PRODUCTS.items():
             if len(wanted) > 1 or product == "multiply_inverse":
-                pair = (getattr(made, product)(V) for made in (ours, theirs))
+                pair = (getattr(made, product)(V) for made in (ours, reference))
                 assert_close(*map(backend.to_numpy, pair), kind, dtype)
         if len(wanted) > 1:
-            pair = (made.multiply_matpower(V, -0.5) for made in (ours, theirs))
+            pair = (made.multiply_matpower(V, -0.5) for made in (ours, reference))
             assert_close(*map(backend.to_numpy, pair), "power", dtype)
 
 
@@ -491,8 +494,8 @@ def test_a_bad_matrix_is_an_error_of_its_own_block(backend, rng):
         network.refresh(got, damping=0.1, executor=Stacked())
 
 
-def test_a_block_that_has_to_climb_does_so_alone(backend, rng):
-    """A negative eigenvalue is clipped for its block; the others stay on rung one."""
+def test_a_block_that_needs_a_fallback_gets_it_alone(backend, rng):
+    """A negative eigenvalue is clipped for its block; the others need no fallback."""
     network = network_of(
         {n: block_of() for n in NAMES}, damping_rule="factored_unit_pi"
     )
@@ -505,7 +508,7 @@ def test_a_block_that_has_to_climb_does_so_alone(backend, rng):
 
     reports = [
         {
-            n: kc.report.report_of(network.blocks[n], made[n]).factors["input"].rung
+            n: kc.report.report_of(network.blocks[n], made[n]).factors["input"].fallback
             for n in NAMES
         }
         for made in (expected, got)
@@ -520,7 +523,7 @@ def test_a_block_that_has_to_climb_does_so_alone(backend, rng):
 
 
 def test_a_singular_block_is_reported(backend, rng):
-    """Where no rung holds, the error is of the block and not of the stack."""
+    """Where no fallback holds, the error is of the block and not of the stack."""
     network = network_of({name: block_of() for name in NAMES})
     state = fed(backend, "float64", network, data(rng))
     empty = network.blocks["b"].initial(state["b"].statistics.any_weight)

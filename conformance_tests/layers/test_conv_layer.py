@@ -303,7 +303,7 @@ def test_budget_below_one_example_is_an_error(backend):
 
 @pytest.mark.parametrize("data", ["channels_last", "channels_first"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_chosen_rows_are_among_all_rows(backend, groups, data, rng):
+def test_selected_rows_are_among_all_rows(backend, groups, data, rng):
     """Chosen rows, in chunks or not, are the rows of those numbers, mask and all."""
     geometry = naive.Geometry((3, 2), (2, 1), "same", (1, 2), groups)
     x, g, _ = problem(geometry, (6, 5))
@@ -311,14 +311,16 @@ def test_chosen_rows_are_among_all_rows(backend, groups, data, rng):
     layer = layer_of(geometry, data=data)
     batch = batch_of(backend, x, g, data, mask=mask)
     whole = layer.rows(batch)
-    chosen = choose_patches((N, whole.positions), keep=(2, 4), seed=3)
+    row_indices = choose_patches((N, whole.positions), keep=(2, 4), seed=3)
 
-    some = layer.rows(replaced(batch, chosen=chosen))
+    some = layer.rows(replaced(batch, row_indices=row_indices))
     one = 4 * naive.elements(geometry.kernel) * C
-    chunks = layer.row_chunks(replaced(batch, chosen=chosen), max_patch_elements=one)
+    chunks = layer.row_chunks(
+        replaced(batch, row_indices=row_indices), max_patch_elements=one
+    )
 
-    n, s = np.divmod(chosen, whole.positions)
-    assert (some.examples, some.positions) == chosen.shape
+    n, s = np.divmod(row_indices, whole.positions)
+    assert (some.examples, some.positions) == row_indices.shape
     parts = list(chunks)
     assert len(parts) == 2
     for name, at in (("inputs", -3), ("output_grads", -3), ("mask", 0)):
@@ -330,8 +332,8 @@ def test_chosen_rows_are_among_all_rows(backend, groups, data, rng):
         assert_close(np.concatenate(pieces, axis=at), expected, "exact", "float64")
 
 
-def test_factors_of_chosen_rows_are_right_on_average(rng):
-    """Over many seeds the mean of the chosen rows' A is the A of the batch."""
+def test_factors_of_selected_rows_are_right_on_average(rng):
+    """Over many seeds the mean of the selected rows' A is the A of the batch."""
     geometry = naive.Geometry((2, 2), (1, 1), "same", (1, 1))
     x, g = rng.normal(size=(6, 6, 5, C)) + 0.5, rng.normal(size=(1, 6, 6, 5, OUT))
     layer, batch = layer_of(geometry), kc.Batch(x, g, sources=1)
@@ -339,8 +341,8 @@ def test_factors_of_chosen_rows_are_right_on_average(rng):
 
     total = np.zeros_like(A[0])
     for seed in range(3000):
-        chosen = choose_patches((6, 30), keep=(3, 10), seed=(8, seed))
-        P = layer.rows(replaced(batch, chosen=chosen)).inputs.reshape(30, -1)
+        row_indices = choose_patches((6, 30), keep=(3, 10), seed=(8, seed))
+        P = layer.rows(replaced(batch, row_indices=row_indices)).inputs.reshape(30, -1)
         total += P.T @ P / 30
 
     # One row differs from A by about 2.7 |A|, and these are 90000 of them.
@@ -449,8 +451,8 @@ def test_arguments_of_another_kind_are_refused(backend):
         layer.rows(kc.Batch(x, g, mask[:, :, 0] == 1))
     with pytest.raises(DtypeError, match="`inputs`"):
         layer.rows(kc.Batch(backend.asarray(np.ones((2, 6, 5, C), int)), g))
-    with pytest.raises(ShapeError, match=r"`chosen`.*below 60"):
-        layer.rows(kc.Batch(x, g, chosen=np.array([[60]])))
+    with pytest.raises(ShapeError, match=r"`row_indices`.*below 60"):
+        layer.rows(kc.Batch(x, g, row_indices=np.array([[60]])))
     with pytest.raises(ShapeError, match=r"\['bias', 'weight'\]"):
         layer.parameters_to_matrix({"weight": x})
     with pytest.raises(ShapeError, match="`weight`"):

@@ -1,4 +1,4 @@
-"""Statistics of convolutions: chunks within a budget, and chosen rows."""
+"""Statistics of convolutions: chunks within a budget, and selected rows."""
 
 import tracemalloc
 
@@ -110,15 +110,15 @@ def test_a_budget_below_one_example_is_refused(backend, rng):
 
 
 @pytest.mark.parametrize("loss", ["sum", "mean", "mean_rows"])
-def test_chosen_rows_keep_the_batchs_scale(backend, rng, loss):
-    """Factors of chosen rows estimate the batch's: no factor of N or of S is lost."""
+def test_selected_rows_keep_the_batchs_scale(backend, rng, loss):
+    """Factors of selected rows estimate the batch's: no factor of N or of S is missing."""
     x, g = np.ones((8, 3, 3, 2)), np.ones((8, 3, 3, 4))
     block = kc.Block(make_conv(padding="valid", kernel_size=(1, 1)), kc.Kronecker())
-    chosen = kc.layers.choose_patches((8, 9), keep=(4, 3), seed=0)
+    row_indices = kc.layers.choose_patches((8, 9), keep=(4, 3), seed=0)
     conventions = kc.Conventions(reduction=loss, sources="sum")
     results = []
-    for rows in (None, chosen):
-        batch = kc.Batch(backend.asarray(x), backend.asarray(g), chosen=rows)
+    for rows in (None, row_indices):
+        batch = kc.Batch(backend.asarray(x), backend.asarray(g), row_indices=rows)
         statistics = block.update(
             block.initial(batch.like), batch, conventions=conventions, decay=0.0
         )
@@ -140,9 +140,11 @@ def test_statistics_of_whole_examples_refuse_some_positions(rng, approximation):
     x, g = rng.normal(size=(6, 3, 3, 2)), rng.normal(size=(6, 3, 3, 4))
     conventions = kc.Conventions(reduction="sum", sources="sum")
     start = block.initial(x)
-    some = kc.Batch(x, g, chosen=kc.layers.choose_patches((6, 9), keep=(6, 4), seed=1))
+    some = kc.Batch(
+        x, g, row_indices=kc.layers.choose_patches((6, 9), keep=(6, 4), seed=1)
+    )
     examples = kc.Batch(
-        x, g, chosen=kc.layers.choose_patches((6, 9), keep=(3, 9), seed=1)
+        x, g, row_indices=kc.layers.choose_patches((6, 9), keep=(3, 9), seed=1)
     )
 
     block.update(start, examples, conventions=conventions, decay=0.0)
@@ -153,13 +155,13 @@ def test_statistics_of_whole_examples_refuse_some_positions(rng, approximation):
 def test_only_a_convolution_has_rows_to_choose(rng):
     """Chosen rows of a dense layer are an error, not passed over."""
     layer = kc.Dense(in_features=2, out_features=2, bias=False, weight_layout="io")
-    batch = kc.Batch(np.ones((3, 2)), np.ones((3, 2)), chosen=np.array([[0]]))
+    batch = kc.Batch(np.ones((3, 2)), np.ones((3, 2)), row_indices=np.array([[0]]))
 
-    with pytest.raises(kc.UnsupportedError, match="chosen"):
+    with pytest.raises(kc.UnsupportedError, match="row_indices"):
         layer.rows(batch)
 
 
-def test_the_seed_decides_which_rows_are_chosen(rng):
+def test_the_seed_decides_which_rows_are_selected(rng):
     """One seed gives one choice; another, or another step, gives another."""
     first = kc.layers.choose_patches((9, 9), keep=(4, 3), seed=5)
 

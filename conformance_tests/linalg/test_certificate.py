@@ -1,4 +1,4 @@
-"""Residual certificates: they tell the truth, and find a factorization that is wrong."""
+"""Residual checks: they tell the truth, and find a factorization that is wrong."""
 
 import numpy as np
 import pytest

@@ -17,8 +17,8 @@ from ..builders import reference
 from ..builders.tolerances import CERTIFICATE_FACTOR, assert_close, tolerance
 
 
-def climb(backend, dtype, A, shift, *, check="raise", inverse=True):
-    """Factorize ``A + shift I``; what is certified is the inverse where there is one."""
+def factorized(backend, dtype, A, shift, *, check="raise", inverse=True):
+    """Factorize ``A + shift I``; what is checked is the inverse, if there is one."""
     A = np.asarray(A)
     shift = backend.asarray(np.broadcast_to(shift, A.shape[:-2]), dtype)
     # Halved and doubled, so that the factor of the sum takes part exactly.
@@ -55,7 +55,7 @@ def test_an_ordinary_matrix_stays_on_the_first_rung(backend, dtype, rng, n, chec
     """L and the inverse are the dense ones, in working precision, nothing clipped."""
     A = reference.spd(rng, n)
 
-    made = climb(backend, dtype, A, 0.01, check=check)
+    made = factorized(backend, dtype, A, 0.01, check=check)
 
     M = A + 0.01 * np.eye(n)
     assert fallback_of(made) == Fallback.WORKING
@@ -71,7 +71,7 @@ def test_the_certificate_is_that_of_the_inverse(backend, dtype, rng, condition):
     """It is the true residual up to the stated factor and to its own rounding."""
     A = reference.spd(rng, 64, condition=condition)
 
-    made = climb(backend, dtype, A, 0.0)
+    made = factorized(backend, dtype, A, 0.0)
 
     M = np.asarray(A, dtype).astype(np.float64)
     X = inverse_of(backend, made)
@@ -83,7 +83,7 @@ def test_the_certificate_is_that_of_the_inverse(backend, dtype, rng, condition):
 
 def test_without_an_inverse_the_factor_is_certified(backend, dtype, rng):
     """The residual is then that of L, at roundoff."""
-    made = climb(backend, dtype, reference.spd(rng, 4), 0.0, inverse=False)
+    made = factorized(backend, dtype, reference.spd(rng, 4), 0.0, inverse=False)
 
     assert made.inverse is None
     assert float(made.residual) < tolerance("product", dtype)
@@ -94,7 +94,7 @@ def test_float64_helps_where_float32_fails(backend):
     A, shift = np.ones((4, 4)), 1e-9
     M = A + shift * np.eye(4)
 
-    made = climb(backend, "float32", A, shift)
+    made = factorized(backend, "float32", A, shift)
 
     assert fallback_of(made) == Fallback.FLOAT64
     assert made.lower.dtype == backend.dtype("float32")
@@ -108,7 +108,7 @@ def test_an_inaccurate_inverse_is_not_accepted(backend, rng):
     """Where Cholesky succeeds but the inverse is bad, float64 does it again."""
     A = reference.spd(rng, 64, condition=2e7) + 1e-7 * np.eye(64)
 
-    made = climb(backend, "float32", A, 0.0)
+    made = factorized(backend, "float32", A, 0.0)
 
     M = np.asarray(A, "float32").astype(np.float64)
     assert fallback_of(made) == Fallback.FLOAT64
@@ -119,7 +119,7 @@ def test_an_inaccurate_inverse_is_not_accepted(backend, rng):
 def test_what_a_certificate_refuses_is_not_taken(
     backend, dtype, rng, monkeypatch, wrong
 ):
-    """A factor or an inverse that is 5% off is found on each rung, and none is used."""
+    """A factor or an inverse that is 5% off is found in each fallback, and none is used."""
     A = reference.spd(rng, 4)
     right = getattr(damped, wrong)
 
@@ -130,7 +130,7 @@ def test_what_a_certificate_refuses_is_not_taken(
     monkeypatch.setattr(damped, wrong, off)
 
     inverse = wrong == "inverse_from_cholesky"
-    made = climb(backend, dtype, A, 0.01, inverse=inverse)
+    made = factorized(backend, dtype, A, 0.01, inverse=inverse)
 
     M = A + 0.01 * np.eye(4)
     assert fallback_of(made) == Fallback.EIGENDECOMPOSITION
@@ -142,12 +142,12 @@ def test_what_a_certificate_refuses_is_not_taken(
 
 
 def test_an_indefinite_matrix_is_clipped(backend, dtype, rng):
-    """The last rung inverts the nearest semidefinite A plus the shift, and says so."""
+    """The last fallback inverts the nearest semidefinite A plus the shift, and says so."""
     Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
     A = (Q * [1.0, 0.5, 0.25, -0.125]) @ Q.T
     clipped = (Q * [1.0, 0.5, 0.25, 0.0]) @ Q.T + 0.01 * np.eye(4)
 
-    made = climb(backend, dtype, A, 0.01)
+    made = factorized(backend, dtype, A, 0.01)
 
     assert fallback_of(made) == Fallback.EIGENDECOMPOSITION
     assert made.lower.dtype == backend.dtype(dtype)
@@ -183,7 +183,7 @@ def test_a_shift_that_makes_it_definite_clips_nothing(backend, dtype, rng):
     Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
     A = (Q * [1.0, 0.5, 0.25, -0.125]) @ Q.T
 
-    made = climb(backend, dtype, A, 0.5)
+    made = factorized(backend, dtype, A, 0.5)
 
     M = A + 0.5 * np.eye(4)
     assert fallback_of(made) == Fallback.WORKING
@@ -202,7 +202,7 @@ def test_a_shift_that_makes_it_definite_clips_nothing(backend, dtype, rng):
 def test_what_no_rung_can_invert_is_an_error(backend, dtype, A):
     """A singular matrix without damping raises, naming the factor and the remedy."""
     with pytest.raises(FactorizationError, match="Increase `damping`") as caught:
-        climb(backend, dtype, A, 0.0)
+        factorized(backend, dtype, A, 0.0)
 
     assert caught.value.factor == "fc1/input"
     assert "fc1/input" in str(caught.value)
@@ -217,14 +217,14 @@ def test_a_matrix_that_is_not_finite_is_refused(backend, dtype, bad, place):
     A[place] = A[place[::-1]] = bad
 
     with pytest.raises(NotFiniteError, match="fc1/input"):
-        climb(backend, dtype, A, 0.1)
+        factorized(backend, dtype, A, 0.1)
 
 
 @pytest.mark.parametrize("shift", [-0.1, np.nan, np.inf])
 def test_a_bad_shift_is_refused(backend, dtype, shift):
     """A shift that is negative or not finite is an error, naming the factor."""
     with pytest.raises(DampingError, match="fc1/input"):
-        climb(backend, dtype, np.eye(4), shift)
+        factorized(backend, dtype, np.eye(4), shift)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_bad_shift_is_refused(backend, dtype, shift):
 def test_status_mode_reports_and_never_raises(backend, dtype, A, shift, flag):
     """The flag says what is wrong, and L and the inverse are NaN throughout."""
     with np.errstate(invalid="ignore"):
-        made = climb(backend, dtype, A, shift, check="status")
+        made = factorized(backend, dtype, A, shift, check="status")
 
     assert int(made.status) == flag
     assert np.all(np.isnan(backend.to_numpy(made.lower)))
@@ -251,7 +251,7 @@ def test_status_mode_flags_an_inaccurate_inverse(backend, rng):
     """An inverse above the residual limit is kept, and flagged."""
     A = reference.spd(rng, 64, condition=2e7) + 1e-7 * np.eye(64)
 
-    made = climb(backend, "float32", A, 0.0, check="status")
+    made = factorized(backend, "float32", A, 0.0, check="status")
 
     assert fallback_of(made) == Fallback.WORKING
     assert int(made.status) in (Status.INACCURATE, Status.NOT_POSITIVE)
@@ -263,7 +263,7 @@ def test_a_stack_is_factorized_matrix_by_matrix(backend, dtype, rng, check):
     A = np.stack([reference.spd(rng, 4) for _ in range(3)])
     shifts = np.array([0.0, 0.5, 2.0])
 
-    made = climb(backend, dtype, A, shifts, check=check)
+    made = factorized(backend, dtype, A, shifts, check=check)
 
     expected = np.linalg.inv(A + shifts[:, None, None] * np.eye(4))
     assert backend.to_numpy(made.status).tolist() == [0, 0, 0]
@@ -271,13 +271,13 @@ def test_a_stack_is_factorized_matrix_by_matrix(backend, dtype, rng, check):
     assert_close(inverse_of(backend, made), expected, "inverse", dtype)
 
 
-def test_a_stack_climbs_together(backend, dtype, rng):
+def test_a_stack_falls_back_together(backend, dtype, rng):
     """With one indefinite matrix in it, a stack is clipped where it has to be."""
     Q, _ = np.linalg.qr(rng.normal(size=(4, 4)))
     w = np.array([[1.0, 0.5, 0.25, 0.125], [1.0, 0.5, 0.25, -0.125], [1, 1, 1, 1]])
     A = np.stack([(Q * values) @ Q.T for values in w])
 
-    made = climb(backend, dtype, A, 0.01)
+    made = factorized(backend, dtype, A, 0.01)
 
     expected = np.stack([(Q / (np.maximum(v, 0) + 0.01)) @ Q.T for v in w])
     assert_close(backend.to_numpy(made.clipped), [0.0, 0.125, 0.0], "product", dtype)
@@ -290,7 +290,7 @@ def test_status_of_a_stack_is_for_each_matrix(backend, dtype, rng):
     expected = np.linalg.inv(A + 0.1 * np.eye(4))
     A[1, 2, 2] = np.nan
 
-    made = climb(backend, dtype, A, 0.1, check="status")
+    made = factorized(backend, dtype, A, 0.1, check="status")
 
     flags = backend.to_numpy(made.status).tolist()
     X = inverse_of(backend, made)
@@ -304,7 +304,7 @@ def test_tiny_and_huge_shifts_are_ordinary(backend, dtype, rng, shift):
     """The inverse is right relative to its own size, however large the damping is."""
     A = reference.spd(rng, 4)
 
-    made = climb(backend, dtype, A, shift)
+    made = factorized(backend, dtype, A, shift)
 
     expected = np.linalg.inv(A + shift * np.eye(4))
     assert fallback_of(made) == Fallback.WORKING

@@ -181,7 +181,7 @@ def test_arrays_of_two_libraries_are_refused(backend):
     other = np.eye(2)
     if backend.name == "numpy":
         other = pytest.importorskip("array_api_strict").asarray(other)
-    mine = backend.asarray(np.eye(2))
+    local = backend.asarray(np.eye(2))
 
     with pytest.raises(MixedArraysError, match=r"factors\[1\]"):
-        kc.linalg.kronecker_multiply([mine, other], mine)
+        kc.linalg.kronecker_multiply([local, other], local)

@@ -225,12 +225,12 @@ def test_predictive_covariance_from_rotated_jacobians(plain, rng):
     host = plain.backend.to_numpy
 
     spectrum = plain.S * np.outer(host(a.eigenvalues), host(g.eigenvalues))
-    turned = host(operator.to_basis(plain.vector(J)))
+    in_basis = host(operator.to_basis(plain.vector(J)))
     roots = [host(operator.sample(plain.vector(row))) for row in J]
 
     expected = J.reshape(2, -1) @ np.linalg.inv(plain.dense("exact"))
     expected = expected @ J.reshape(2, -1).T
-    rotated = np.einsum("iab,jab,ab->ij", turned, turned, 1 / (spectrum + DAMPING))
+    rotated = np.einsum("iab,jab,ab->ij", in_basis, in_basis, 1 / (spectrum + DAMPING))
     sampled = np.einsum("iab,jab->ij", roots, roots)
     assert_close(rotated, expected, "inverse", plain.dtype)
     assert_close(sampled, expected, "inverse", plain.dtype)

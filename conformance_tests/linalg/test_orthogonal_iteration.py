@@ -1,4 +1,4 @@
-"""Warm-started eigenbases: descending order, certificates, and 200 steps of drift."""
+"""Warm-started eigenbases: descending order, residual checks, and 200 steps of drift."""
 
 import functools
 
@@ -125,8 +125,8 @@ def test_a_refresh_never_raises_the_ratio(backend):
         assert np.all(after < before)
 
         if t % 10 == 0:
-            w, _, certificate, refused, status = map(backend.to_numpy, basis)
-            assert_close(certificate, after, "cholesky", "float32")
+            w, _, residual, refused, status = map(backend.to_numpy, basis)
+            assert_close(residual, after, "cholesky", "float32")
             assert not np.any(refused)
             assert not np.any(status)
             assert np.all(np.diff(w, axis=-1) <= 0)

@@ -156,20 +156,20 @@ def test_one_pixel_kernels_need_no_copy(backend, rng):
     assert_close(backend.to_numpy(got), x[:, ::2], "exact", "float64")
 
 
-def test_chosen_patches_are_those_of_all(backend, dtype, rng):
+def test_selected_patches_are_those_of_all(backend, dtype, rng):
     """Extracting some equals extracting all and then choosing."""
     x = rng.normal(size=(2, 4, 6, 5, 3)).astype(dtype)
     for geometry in reference.geometries(2)[::5]:
         S = reference.elements(reference.output_size((6, 5), geometry))
-        chosen = choose_patches((4, S), keep=(3, 5), seed=7)
+        row_indices = choose_patches((4, S), keep=(3, 5), seed=7)
 
         got = extract_patches_at(
-            backend.asarray(x), chosen, **window(geometry), xp=backend.xp
+            backend.asarray(x), row_indices, **window(geometry), xp=backend.xp
         )
 
         for i in range(2):
             P = reference.patches(x[i], geometry).reshape(4 * S, -1)
-            assert_close(backend.to_numpy(got)[i], P[chosen], "exact", dtype)
+            assert_close(backend.to_numpy(got)[i], P[row_indices], "exact", dtype)
 
 
 def test_choice_depends_on_its_seed_alone():
@@ -187,18 +187,18 @@ def test_choice_depends_on_its_seed_alone():
 
 def test_choice_has_each_row_once_and_one_example_a_row():
     """Nothing is drawn twice, and each line of the choice is of one example."""
-    chosen = choose_patches((6, 20), keep=(4, 9), seed=3)
+    row_indices = choose_patches((6, 20), keep=(4, 9), seed=3)
 
-    assert chosen.shape == (4, 9)
-    assert len(np.unique(chosen)) == 36
-    assert np.all(chosen // 20 == chosen[:, :1] // 20)
+    assert row_indices.shape == (4, 9)
+    assert len(np.unique(row_indices)) == 36
+    assert np.all(row_indices // 20 == row_indices[:, :1] // 20)
 
 
 def test_choice_of_everything_is_everything():
     """Keeping as many as there are, or more, keeps all in order."""
-    chosen = choose_patches((3, 4), keep=(9, 4), seed=0)
+    row_indices = choose_patches((3, 4), keep=(9, 4), seed=0)
 
-    assert np.array_equal(chosen, np.arange(12).reshape(3, 4))
+    assert np.array_equal(row_indices, np.arange(12).reshape(3, 4))
 
 
 def test_every_row_is_equally_likely():
@@ -264,17 +264,17 @@ def test_patches_agree_with_unfold(backend, rng):
 
 
 def test_patches_are_traced_by_jit(backend, rng):
-    """The compiled function gives what the plain one does, chosen rows too."""
+    """The compiled function gives what the plain one does, selected rows too."""
     if backend.name != "jax":
         pytest.skip("needs --backend=jax")
     import jax
 
     x = backend.asarray(rng.normal(size=(3, 7, 6, 2)))
     geometry = Geometry((3, 2), (2, 1), "same", (1, 2))
-    chosen = choose_patches((3, 24), keep=(2, 5), seed=0)
+    row_indices = choose_patches((3, 24), keep=(2, 5), seed=0)
 
     def some(x):
-        return extract_patches_at(x, chosen, **window(geometry), xp=backend.xp)
+        return extract_patches_at(x, row_indices, **window(geometry), xp=backend.xp)
 
     for function in (lambda x: extract(x, geometry), some):
         assert np.array_equal(jax.jit(function)(x), function(x))

@@ -131,10 +131,10 @@ def test_the_basis_turns_there_and_back(backend, dtype, rng, make):
     A, v = reference.spd(rng, 4), rng.normal(size=(4, 3))
 
     M = make(backend, dtype, A, 0.05)
-    turned = M.to_basis(backend.asarray(v, dtype))
-    scaled = M.eigenvalues(shifted=False)[:, None] * turned
+    in_basis = M.to_basis(backend.asarray(v, dtype))
+    scaled = M.eigenvalues(shifted=False)[:, None] * in_basis
     product = M.from_basis(scaled)
-    back = backend.xp.matmul(M.eigenvectors(), turned)
+    back = backend.xp.matmul(M.eigenvectors(), in_basis)
 
     expected = dense_of(make, A) @ v
     assert_close(backend.to_numpy(product), expected, "eigenvalues", dtype)

@@ -137,8 +137,8 @@ def test_an_estimator_gives_what_numpys_gives(on_one_thread, calls, dtype, rng):
             found.setdefault(solving, []).append(kc.to_numpy(got))
 
     assert {"gram_update", "multiply_symmetric"} <= set(calls)
-    for ours, theirs in found.values():
-        assert_close(theirs, ours.astype(np.float64), "inverse", dtype)
+    for ours, reference in found.values():
+        assert_close(reference, ours.astype(np.float64), "inverse", dtype)
 
 
 def test_several_threads_or_a_gradient_keep_it_in_pytorch(on_one_thread, calls, rng):

@@ -120,12 +120,12 @@ def test_product_is_the_dense_one(backend, dtype, rng, n, k, transpose):
     L, v = lower(rng, n), rng.normal(size=(n, k))
     V = backend.asarray(v, dtype)
     plain = backend.asarray(L, dtype)
-    turned = backend.xp.matrix_transpose(backend.asarray(L.T, dtype))
+    transposed = backend.xp.matrix_transpose(backend.asarray(L.T, dtype))
 
     products = [
         function(held, V, transpose=transpose, xp=backend.xp)
         for function in (multiply_triangular, multiply_triangular.__wrapped__)
-        for held in (plain, turned)
+        for held in (plain, transposed)
     ]
 
     expected = (L.T if transpose else L) @ v

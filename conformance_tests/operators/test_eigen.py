@@ -104,7 +104,7 @@ def test_negative_eigenvalues_are_set_to_zero_and_reported(backend, dtype, rng, 
 
 
 def test_a_zero_matrix_has_a_basis(backend, dtype):
-    """All eigenvalues are zero, and the certificate is not 0/0."""
+    """All eigenvalues are zero, and the residual is not 0/0."""
     zero = problem(backend, backend.asarray(np.zeros((4, 4)), dtype))
 
     basis = eigendecomposition(zero, check="raise", name="fc/input")

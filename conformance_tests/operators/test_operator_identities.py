@@ -84,7 +84,7 @@ def test_no_result_depends_on_what_was_prepared(
 
 
 def rotated(case, factor, Q):
-    """Return a factor, or its basis, turned by Q (columns to columns)."""
+    """Return a factor, or its basis, rotated by Q (columns to columns)."""
     basis = getattr(factor, "basis", factor)
     vectors = case.backend.to_numpy(basis.eigenvectors) @ Q
     other = replaced(basis, eigenvectors=case.vector(vectors))

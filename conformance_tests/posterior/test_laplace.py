@@ -31,11 +31,11 @@ def statistics_of(blocks, batches):
             decay=0.0,
         )
         if isinstance(block.approximation, kc.Eigen):
-            turned = block.approximation.rebased(
+            rebased = block.approximation.rebased(
                 found[name], moments="zero", check="raise"
             )
             found[name] = block.update(
-                turned, batches[name], conventions=conventions, decay=0.0
+                rebased, batches[name], conventions=conventions, decay=0.0
             )
     return found
 

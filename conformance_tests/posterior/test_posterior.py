@@ -158,7 +158,7 @@ def test_functional_covariances_are_the_dense_ones(case):
 
 
 def test_coordinates_serve_every_prior(plain):
-    """A8: Jacobians that were turned once give the covariance of another tau."""
+    """A8: Jacobians that were transformed once give the covariance of another tau."""
     J = plain.jacobians
     posterior = posterior_of(plain)
     R = posterior.curvature.to_basis(plain.array(plain.matrices(J)))
@@ -266,8 +266,8 @@ def test_stacks_of_parameters_are_stacks_of_matrices(request, backend, rng, kind
     got = stack_to_matrices(layer, stack)
     back = matrices_to_stack(layer, got)
     single = stack_to_matrices(layer, {k: x[1, 2, ...] for k, x in stack.items()})
-    turned = {k: backend.xp.moveaxis(x, 0, 1) for k, x in stack.items()}
-    moved = stack_to_matrices(layer, turned)
+    transposed = {k: backend.xp.moveaxis(x, 0, 1) for k, x in stack.items()}
+    moved = stack_to_matrices(layer, transposed)
 
     assert_close(backend.to_numpy(got), V, "exact", "float64")
     assert_close(backend.to_numpy(single), V[1, 2], "exact", "float64")
@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused(plain):
     stack = plain.parameters(np.ones((2, *plain.shape)))
     uneven = stack | {"bias": stack["bias"][0, ...]}
     batch = plain.batch(plain.derivatives, sources=OUTPUTS)
-    some = replaced(batch, chosen=np.zeros((1, 1), int))
+    some = replaced(batch, row_indices=np.zeros((1, 1), int))
     blocks, statistics = {"a": plain.block}, {"a": plain.statistics}
     network = Posterior.of_statistics(
         blocks, statistics, examples=N, prior_precision=TAU
@@ -343,7 +343,7 @@ def test_what_does_not_fit_is_refused(plain):
         network.with_prior({"b": 1.0})
     with pytest.raises(kc.ShapeError, match="same leading axes"):
         network.functional_variance({"a": uneven})
-    with pytest.raises(kc.UnsupportedError, match="chosen"):
+    with pytest.raises(kc.UnsupportedError, match="row_indices"):
         network.functional_variance({"a": some})
 
 

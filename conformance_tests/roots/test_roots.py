@@ -1,4 +1,4 @@
-"""Inverse p-th roots against dense powers; their certificates and rungs."""
+"""Inverse p-th roots against dense powers; their residual checks and fallbacks."""
 
 import functools
 
@@ -47,7 +47,7 @@ def dense(backend, made):
 @pytest.mark.parametrize("check", ["raise", "status"])
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 def test_a_root_is_the_dense_one(backend, dtype, rng, degree, check):
-    """X is (A + lam I)^(-1/p), symmetric, on the first rung, with a small residual."""
+    """X is (A + lam I)^(-1/p), symmetric, without a fallback, with a small residual."""
     A = reference.spd(rng, 6)
 
     made = inverse_root(
@@ -172,7 +172,7 @@ def test_float64_helps_where_float32_does_not_hold(backend, rng):
 
 
 def test_a_condition_beyond_float32_is_reported(backend, rng):
-    """With check="status" the first rung is all there is, and it says so."""
+    """With check="status" there is no fallback, and it says so."""
     A = reference.spd(rng, 6, condition=1e8)
 
     made = inverse_root(
@@ -183,7 +183,7 @@ def test_a_condition_beyond_float32_is_reported(backend, rng):
 
 
 def test_an_indefinite_matrix_is_clipped(backend, dtype, rng):
-    """The last rung takes the nearest semidefinite A, and says what it cut off."""
+    """The last fallback takes the nearest semidefinite A, and says what it cut off."""
     Q, _ = np.linalg.qr(rng.normal(size=(6, 6)))
     w = np.array([1.0, 0.8, 0.5, 0.25, 0.1, -0.125])
     A = (Q * w) @ Q.T

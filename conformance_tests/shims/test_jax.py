@@ -599,7 +599,7 @@ def test_a_compiled_estimator_is_the_estimator(rng, kind):
 
 
 def test_what_a_compiled_estimator_flags_is_raised(rng):
-    """By name, with nothing changed; a singular factor is refused by the whole ladder."""
+    """By name, with nothing changed; a singular factor is refused by every fallback."""
     _, compiled = estimators(damping=0.0)
     ones = jnp.ones((2, 4)), jnp.ones((2, 3))
     compiled.update({"a": kc.Batch(*ones)})

@@ -45,12 +45,12 @@ def test_a_combination_is_that_of_the_flat_vectors(backend, dtype, rng):
 def test_the_order_of_names_means_nothing(backend, rng):
     """A vector whose blocks and parameters come in another order is the same."""
     a, b = rng.normal(size=(2, SIZE))
-    turned = {
+    transposed = {
         block: dict(reversed(parameters.items()))
         for block, parameters in reversed(put(backend, b, "float64").items())
     }
 
-    got = inner_product(put(backend, a, "float64"), turned)
+    got = inner_product(put(backend, a, "float64"), transposed)
 
     assert_close(backend.to_numpy(got), a @ b, "roundoff", "float64")
 

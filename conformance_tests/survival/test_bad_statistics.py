@@ -1,4 +1,4 @@
-"""Statistics of every bad kind: a finite, certified answer, or an error with a name."""
+"""Statistics that are singular, huge, tiny or damaged: accurate, or refused by name.
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def main() -> dict[str, float]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     estimators = {rule: fed(model, layers, x, rule) for rule in ("factored", "exact")}
 
-    theirs = KFACLinearOperator(
+    other = KFACLinearOperator(
         model,
         nn.CrossEntropyLoss(reduction="mean"),
         list(model.parameters()),
@@ -39,15 +39,15 @@ def main() -> dict[str, float]:
     factored = {"use_heuristic_damping": True, "damping": DAMPING}
     exact = {"use_exact_damping": True, "damping": DAMPING}
     questions = {
-        "multiply": (theirs, "exact", "multiply", {"damped": False}),
+        "multiply": (other, "exact", "multiply", {"damped": False}),
         "inverse, factored damping": (
-            KFACInverseLinearOperator(theirs, **factored),
+            KFACInverseLinearOperator(other, **factored),
             "factored",
             "multiply_inverse",
             {},
         ),
         "inverse, exact damping": (
-            KFACInverseLinearOperator(theirs, **exact),
+            KFACInverseLinearOperator(other, **exact),
             "exact",
             "multiply_inverse",
             {},

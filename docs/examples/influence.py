@@ -136,9 +136,9 @@ def kfac_scores(weights, train, query, *, eigenvalues_corrected, **damping):
         seen = block.moments(batches[name], conventions=conventions)
         if eigenvalues_corrected:
             # The bases of the factors, and then the second moments in them.
-            turned = kind.rebased(seen, moments="zero", check="raise")
+            rebased = kind.rebased(seen, moments="zero", check="raise")
             seen = block.update(
-                turned, batches[name], conventions=conventions, decay=0.0
+                rebased, batches[name], conventions=conventions, decay=0.0
             )
         statistics[name] = seen
     influence = Influence.of_statistics(blocks, statistics, **damping)

@@ -1,7 +1,7 @@
 """Approximations as mathematics: which statistics are kept, which operator they make.
 
-Here is what the author of an approximation needs beside `kfac_core.Approximation`: the
-options that its methods are given.
+This package holds what the author of an approximation needs besides
+`kfac_core.Approximation`: the options that its methods are given.
 """
 
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions

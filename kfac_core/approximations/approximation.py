@@ -1,4 +1,4 @@
-"""What every approximation offers."""
+"""The interface of approximations."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ __all__ = ["Approximation"]
 
 
 class Approximation(Protocol):
-    """Which statistics of the rows are kept, and which operator they make.
+    """The statistics that are kept of the rows, and the operator made from them.
 
     The base class of all approximations.  A subclass is a frozen dataclass without
-    arrays, whose fields are its options.  It has a `name` and the methods `initial`,
-    `updated` and `operator`; everything else has a default here, which a subclass
-    overrides where it is not so.
+    arrays, whose fields are its options.  It defines `name`, `initial`, `updated` and
+    `operator`; all other members have defaults.
     """
 
     name: ClassVar[str]
     """The name of the approximation, for reports and files."""
 
     unsupported_products: ClassVar[Mapping[str, str]] = EVERY_PRODUCT
-    """The products that its operators do not have, each with the reason."""
+    """Unsupported products of its operators, each with the reason."""
 
     has_bases: ClassVar[bool] = False
     """Whether the statistics hold bases, which a method ``rebased`` recomputes."""
@@ -64,15 +63,14 @@ class Approximation(Protocol):
 
     @property
     def decays(self) -> Mapping[str, float]:
-        """The averages that decay in a way of their own."""
+        """Decays of averages that differ from the decay of updates."""
         return {}
 
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
-        """Return the sizes of the full factors that a block is divided by.
+        """Return the sizes of the full factors that are factorized at a refresh.
 
-        The cost model of `kfac_core.execution.CostTable` is computed from them.  A
-        block that has
-        any offers both ways of solving: its operators have a method ``solved_by``.
+        `kfac_core.execution.CostTable` uses them.  Blocks with full factors support both
+        methods of solving: their operators have a method ``solved_by``.
 
         Parameters
         ----------
@@ -83,15 +81,15 @@ class Approximation(Protocol):
         -------
         mapping of str to tuple of int
             For each factor its number of rows, and the number of columns that its inverse
-            is multiplied with at each step, of one group of the layer.  Empty, as here,
-            where the costs are not known.
+            is multiplied with at each step, for one group of the layer.  Empty (the
+            default) if the costs are unknown.
         """
         return {}
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Return why it does not go together with a layer; None where it does.
+        """Return why a layer is not supported, or None if it is.
 
-        As here: with every layer but a chain of several.
+        By default every layer is supported, except a chain of several.
         """
         if layer.kind == "chain":
             return "is of one layer; take BlockTridiagonal"
@@ -101,10 +99,10 @@ class Approximation(Protocol):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing, of a dtype and on a device."""
+        """Return zero statistics, of a dtype and on a device."""
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw in the form that the statistics are made of."""
+        """Return the rows of a batch, from which statistics are computed."""
         return layer.rows(batch)
 
     @abstractmethod
@@ -116,10 +114,10 @@ class Approximation(Protocol):
         Parameters
         ----------
         statistics : Statistics
-            As they were; never modified.
+            Old statistics; not modified.
         rows : Rows, or what else `rows` returns
-            Of one batch.  They may hold NaN or infinity: whoever called looks at that,
-            and keeps the old statistics.
+            Rows of one batch.  They may hold NaN or infinity; the caller checks
+            for that and keeps the old statistics.
         layer : Layer
             Layer that they are of.
         options : UpdateOptions
@@ -128,7 +126,7 @@ class Approximation(Protocol):
         Returns
         -------
         Statistics
-            New, of the same form.
+            New statistics with the same structure.
         """
 
     @abstractmethod
@@ -140,7 +138,7 @@ class Approximation(Protocol):
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         layer : Layer
             Layer of the block.
         options : OperatorOptions
@@ -154,5 +152,5 @@ class Approximation(Protocol):
         Raises
         ------
         NotFiniteError, DampingError, FactorizationError
-            Where a factorization cannot be made (``check="raise"``).
+            If a factorization cannot be made (``check="raise"``).
         """

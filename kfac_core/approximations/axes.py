@@ -30,14 +30,14 @@ __all__ = ["axes_operator", "initial_axes", "updated_axes"]
 def initial_axes(
     layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
 ) -> Statistics:
-    """Return the statistics of nothing: one factor an axis.
+    """Return zero statistics: one factor an axis.
 
     Parameters
     ----------
     layer : Layer
-        Of one parameter.
+        Layer of one parameter.
     dtype, device, xp : dtype, device, namespace
-        Where and in which precision they are kept.
+        Dtype and device of the statistics.
 
     Returns
     -------
@@ -66,22 +66,22 @@ def updated_axes(
     Parameters
     ----------
     statistics : Statistics
-        Never modified.
+        Statistics of the block; not modified.
     rows : ExampleGradients
         One vector a source.
     layer : Layer
-        Of one parameter.
+        Layer of one parameter.
     shares : UpdateShares
-        Of the update.
+        Shares of the update.
     decay : float or 0-d array
         What the old sums are multiplied with.
     xp : namespace
-        Of all arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     Statistics
-        New.
+        New statistics.
     """
     V = xp.reshape(rows.vectors(statistics.dtype, xp=xp), (-1, *_shape(layer)))
     averages = {}
@@ -105,7 +105,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     Parameters
     ----------
     statistics : Statistics
-        Never modified.
+        Statistics of the block; not modified.
     options : OperatorOptions
         Damping and its rule, and how to compute.
 

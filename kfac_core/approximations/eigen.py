@@ -1,4 +1,4 @@
-"""Second moments in the factors' eigenbasis: EKFAC.
+"""EKFAC: second moments in the eigenbasis of the Kronecker factors.
 
 Conventions.  With ``A = Q_A diag(a) Q_A^T`` and ``G = Q_G diag(g) Q_G^T`` the factors of
 `kfac_core.approximations.kronecker`, and ``D = sum_s x g^T`` an example's gradient,
@@ -8,7 +8,7 @@ Conventions.  With ``A = Q_A diag(a) Q_A^T`` and ``G = Q_G diag(g) Q_G^T`` the f
 the best diagonal in that basis, in the Frobenius norm.  Shared positions are summed
 before they are squared.  Damping is exact.
 
-The bases are part of the statistics, with eigenvalues that descend and a certificate;
+The bases are part of the statistics, with eigenvalues that descend and a residual check;
 they are the coordinates at first.  An update adds to the factors and to E in the bases
 as they are; `Eigen.rebased` takes those of the factors at that moment.  A diagonal
 factor has the coordinates for its basis always, and so an embedding has a block too.
@@ -52,31 +52,65 @@ from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 __all__ = ["Eigen", "MomentStart"]
 
 MomentStart = Literal["kronecker", "carried", "zero"]
-"""What E is right after a change of basis; see `Eigen.rebased`."""
+"""How E starts after a change of basis; see `Eigen.rebased`."""
 
 _SIDES = ("input", "output")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eigen(Approximation):
-    """The eigenvalue-corrected approximation of a block.
+    r"""EKFAC: second moments in the eigenbasis of the Kronecker factors.
+
+    With the factors :math:`A = Q_A \mathrm{diag}(a) Q_A^T` and
+    :math:`G = Q_G \mathrm{diag}(g) Q_G^T` of `Kronecker`, and the gradient
+    :math:`D = \sum_s x g^T` of one example,
+
+    .. math:: F = (Q_A \otimes Q_G) \, \mathrm{diag}(E) \, (Q_A \otimes Q_G)^T, \qquad
+        E = \frac{1}{N} \sum_{m,n} (Q_A^T D Q_G)^2
+
+    with the square taken entry by entry.  E is the best diagonal in this basis in the
+    Frobenius norm.  Damping is always exact: ``F + lam I``.
 
     Parameters
     ----------
     input, output : {"full", "diagonal"}
-        Which kinds the factors are, which give the basis.
+        Structure of the factors that determine the basis.  The basis of a diagonal factor
+        is the identity.
     sharing : {"expand", "reduce"}
-        How the factors treat shared positions.
+        How the factors treat shared positions; see `Kronecker`.
     moment_decay : float, optional
-        What E's sum is multiplied with at each update, in [0, 1]; the decay of the
-        factors where left out.
+        Factor on the running sum of E at each update, in [0, 1]; by default the decay of
+        the factors.
 
     Raises
     ------
     ConventionError
-        For a kind or sharing that there is not.
+        For an unknown structure or sharing.
     DecayError
         For a decay outside [0, 1].
+
+    Notes
+    -----
+    Updates accumulate the factors, and E in the current bases.
+    `kfac_core.Estimator.rebase` recomputes the bases and has to be called before the first
+    `kfac_core.Estimator.refresh`.  If eigenvalues are repeated, F depends on which basis of
+    their eigenspace the array library returns.
+
+    Shapes: A is n x n, G is m x m and E is n x m, with ``n = in`` (``in + 1`` with a bias)
+    and ``m = out``.
+
+    Dtype: that of the first batch, or float32 if that is narrower; see
+    `kfac_core.Precision`.
+
+    Units: F is the curvature of the loss of one example, as for `Kronecker`.
+
+    Cost: for an update with R rows the ``R (n^2 + M m^2)`` flops of `Kronecker` and about
+    ``2 R (n^2 + M m^2 + M n m)`` for E; about ``9 (n^3 + m^3)`` to recompute the bases,
+    ``n m`` for a refresh, ``4 n m (n + m)`` for preconditioning.
+
+    References
+    ----------
+    George et al. (2018), arXiv:1806.03884, section 3.
     """
 
     input: Literal["full", "diagonal"] = "full"
@@ -96,11 +130,11 @@ class Eigen(Approximation):
 
     @property
     def decays(self) -> Mapping[str, float]:
-        """The averages that decay in a way of their own."""
+        """Decays of averages that differ from the decay of updates."""
         return {} if self.moment_decay is None else {"block": self.moment_decay}
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why the layer has no such block; None where it has."""
+        """Return why a layer is not supported, or None if it is."""
         problem = self._factors.problem_with(layer)
         if problem is not None and layer.kind == "embedding":
             return problem.replace("Kronecker", "Eigen")
@@ -109,7 +143,7 @@ class Eigen(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing, in the coordinate basis."""
+        """Return zero statistics, in the coordinate basis."""
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         factors = self._factors.initial(layer, **place, xp=xp)
         n, m = layer.matrix_shape
@@ -133,9 +167,9 @@ class Eigen(Approximation):
 
         Notes
         -----
-        Beside the factors, ``2 R (n^2 + M m^2)`` flops to turn R rows into the bases, and
-        ``2 M R n m`` to square the examples' gradients.  Of these no more are formed at a
-        time than take the memory of the rows, and none where an example is one row.
+        Beside the factors, ``2 R (n^2 + M m^2)`` flops to transform R rows to the bases,
+        and ``2 M R n m`` to square the examples' gradients.  Of these no more are formed at
+        a time than take the memory of the rows, and none where an example is one row.
         """
         factors = self._factors.updated(statistics, rows, layer, options)
         decay = self.decays.get("block", options.decay)
@@ -151,9 +185,9 @@ class Eigen(Approximation):
         Parameters
         ----------
         statistics : Statistics
-            Of which the factors are kept.
+            Statistics whose factors are kept.
         moments : {"kronecker", "carried", "zero"}
-            What E is in the new bases, until updates add to it: ``S a g^T`` from the
+            How E starts in the new bases: ``S a g^T`` from the
             factors' eigenvalues, with the weight of the input factor, so that the
             block is K-FAC's at first; the diagonal that the old F has in the new bases,
             ``(R_A^2)^T E R_G^2`` with ``R = Q_old^T Q_new`` squared entry by entry, with
@@ -173,7 +207,7 @@ class Eigen(Approximation):
         ConventionError
             For an unknown `moments`.
         NotFiniteError, FactorizationError
-            Where a factor has no certified basis (``check="raise"``).
+            If a factor has no certified basis (``check="raise"``).
 
         Notes
         -----
@@ -230,7 +264,7 @@ class Eigen(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> SpectralOperator:
-        """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` as it is now."""
+        """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` in its current state."""
         xp = options.namespace(statistics)
         _, apply = options.dtypes(statistics.dtype, xp=xp)
         E = cast(xp, statistics.averages["block"].value(debias=options.debias), apply)

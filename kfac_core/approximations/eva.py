@@ -11,7 +11,7 @@ of gradients of the summed loss, and S as for `Kronecker`.  Damping is always ex
 
 Since ``a a^T <= E[x x^T]`` and ``b b^T <= E[g g^T]``, the block is at most that of
 `Kronecker`.  The mean of output gradients for labels that are drawn from the model is
-zero but for noise: this approximation wants gradients for the labels of the data.
+zero but for noise: use gradients for the labels of the data.
 
 References
 ----------
@@ -52,7 +52,7 @@ class Eva(Approximation):
     unsupported_products = NO_CHOLESKY
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+        """Return why a layer is not supported, or None if it is."""
         if layer.kind not in ("dense", "conv"):
             return "needs pairs of inputs and output gradients; take Diagonal"
         if layer.groups > 1:
@@ -62,7 +62,7 @@ class Eva(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing; see `Kronecker.initial`."""
+        """Return zero statistics; see `Kronecker.initial`."""
         n, m = layer.matrix_shape
         zero = zero_weight(xp, dtype=dtype, device=device)
         averages = {

@@ -1,4 +1,4 @@
-"""``F = E[D D^T]`` of the examples' gradients, by their Gram matrix: SENG.
+"""SENG: ``F = E[D D^T]`` of per-example gradients, by their Gram matrix.
 
 Conventions.  With ``D = sum_s x g^T`` the gradient of one example (and source), one
 update's statistic is ``1/N sum_mn D D^T``, as for `Full`; of it the rows of the K
@@ -39,19 +39,49 @@ __all__ = ["ExampleGram"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleGram(Approximation):
-    """The block of the K gradients that weigh most: ``K S (in(+1) + out)`` numbers.
+    r"""SENG: the block of the K per-example gradients with the largest weights.
+
+    With the gradient :math:`D_k = \sum_s x g^T` of one example (and one backpropagated
+    vector) as a vector,
+
+    .. math:: F = \sum_{k=1}^K w_k \, D_k D_k^T
+
+    is inverted through the K x K Gram matrix of the gradients.  With K the number of
+    gradients in a batch and ``decay=0``, F is the empirical Fisher block of that batch.
+    Damping is always exact: ``F + lam I``.
 
     Parameters
     ----------
     gradients : int
-        K, counting each source of an example as one.
+        Number of gradients K to keep.  Each backpropagated vector of an example counts as
+        one.
     positions : int
-        S, the shared positions of an example; 1 where nothing is shared.
+        Number of shared positions S in each example; 1 for a layer without weight
+        sharing.
 
     Raises
     ------
     ShapeError
         For a number below 1.
+
+    Notes
+    -----
+    Memory: ``K S (n + m)`` numbers, with ``n = in`` (``in + 1`` with a bias) and
+    ``m = out``.  The D are never formed.
+
+    Dtype: that of the first batch, or float32 if that is narrower; see
+    `kfac_core.Precision`.
+
+    Units: F is the curvature of the loss of one example, as for `Kronecker`.
+
+    Cost: about ``K^2 S^2 (n + m)`` flops and a factorization of K x K for a refresh,
+    ``4 K S n m`` for preconditioning.
+
+    The sketches of the paper are not implemented.
+
+    References
+    ----------
+    Yang et al. (2020), arXiv:2006.05924.
     """
 
     gradients: int
@@ -68,7 +98,7 @@ class ExampleGram(Approximation):
                 )
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+        """Return why a layer is not supported, or None if it is."""
         if layer.kind not in ("dense", "conv"):
             return "needs pairs of inputs and output gradients; take Full or Diagonal"
         if layer.groups > 1:
@@ -80,7 +110,7 @@ class ExampleGram(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing; see `Kronecker.initial`."""
+        """Return zero statistics; see `Kronecker.initial`."""
         window = window_average(
             self.gradients,
             self.positions,

@@ -70,9 +70,9 @@ class KFOC(Approximation):
     Parameters
     ----------
     iterations : int
-        Of the power iteration in each update, at least 1.  The error of a factor falls by
-        ``(s_2 / s_1)^2`` an iteration, the ratio of the two largest singular values of the
-        rearranged block; a handful is enough for a preconditioner.
+        Number of power iterations in each update, at least 1.  The error of a factor falls
+        by ``(s_2 / s_1)^2`` an iteration, the ratio of the two largest singular values of
+        the rearranged block; a handful is enough for a preconditioner.
 
     Raises
     ------
@@ -91,7 +91,7 @@ class KFOC(Approximation):
             )
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+        """Return why a layer is not supported, or None if it is."""
         if layer.kind in ("dense", "conv"):
             return None
         return "needs pairs of inputs and output gradients, so a dense or conv layer"
@@ -99,7 +99,7 @@ class KFOC(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing: a `RunningProduct` named ``"block"``."""
+        """Return zero statistics: a `RunningProduct` named ``"block"``."""
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         n, m = layer.matrix_shape
         m, lead = m // layer.groups, (layer.groups,) if layer.groups > 1 else ()

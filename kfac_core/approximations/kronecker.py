@@ -60,21 +60,59 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Approximation):
-    """The approximation of a block by one Kronecker product.
+    r"""K-FAC: the block of a layer is one Kronecker product of two factors.
+
+    With inputs x (a 1 appended if the layer has a bias) and gradients g of the summed
+    loss with respect to the layer's outputs, for N examples, S shared positions (time
+    steps, pixels) and M backpropagated vectors,
+
+    .. math:: F = S \, A \otimes G, \qquad
+        A = \frac{1}{NS} \sum_{n,s} x x^T, \qquad
+        G = \frac{1}{NS} \sum_{m,n,s} g g^T
+
+    with ``sharing="expand"``, and
+
+    .. math:: F = A \otimes G, \qquad
+        A = \frac{1}{N} \sum_n \bar x_n \bar x_n^T, \qquad
+        G = \frac{1}{N} \sum_{m,n} \hat g_n \hat g_n^T
+
+    with ``sharing="reduce"``, where :math:`\bar x_n` is the mean of x over the positions
+    of an example and :math:`\hat g_n` is the sum of g.  With a mask, only unmasked rows
+    count.
 
     Parameters
     ----------
     input : {"full", "diagonal", "uncorrelated"}
-        Which kind the input factor is; the last is for conv layers.
+        Structure of the input factor A; ``"uncorrelated"`` is for conv layers without
+        groups, ``"diagonal"`` is required for embeddings.
     output : {"full", "diagonal"}
-        Which kind the output factor is.
+        Structure of the output factor G.
     sharing : {"expand", "reduce"}
-        How shared positions are treated; see the module's conventions.
+        How shared positions are treated; see the two formulas.
 
     Raises
     ------
     ConventionError
         For any other value.
+
+    Notes
+    -----
+    Shapes: with a weight matrix of ``(in, out)``, A has ``n = in`` rows (``in + 1`` with a
+    bias) and G has ``m = out`` rows.  A grouped convolution has one pair for each group.
+
+    Dtype: that of the first batch, or float32 if that is narrower; see
+    `kfac_core.Precision`.  Rows are cast to it before they are multiplied.
+
+    Units: F is the curvature of the loss of one example.  ``reduction`` of
+    `kfac_core.Estimator` rescales output gradients of an averaged loss.
+
+    Cost: ``R (n^2 + M m^2)`` flops for an update with R rows, ``n^3 + m^3`` for a refresh
+    with inverses, ``2 n m (n + m)`` for preconditioning.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, section 3.  Eschenhagen et al. (2023),
+    arXiv:2311.00636, sections 3.2 and 3.3, for ``"expand"`` and ``"reduce"``.
     """
 
     input: FactorKind = "full"
@@ -110,7 +148,7 @@ class Kronecker(Approximation):
         return kronecker_shapes(layer) if self.stacks else {}
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+        """Return why a layer is not supported, or None if it is."""
         if self.input == "uncorrelated" and (layer.kind != "conv" or layer.groups > 1):
             return "only a conv layer without groups has positions to be uncorrelated"
         if layer.kind in ("dense", "conv"):
@@ -125,7 +163,7 @@ class Kronecker(Approximation):
         return None
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
-        """Return what the layer saw as rows; with pixels as x where those are kept."""
+        """Return a batch as rows; with pixels as x where those are kept."""
         if self.input == "uncorrelated":
             geometry: Any = layer
             return geometry.pixel_rows(batch)
@@ -134,21 +172,21 @@ class Kronecker(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing.
+        """Return zero statistics.
 
         Parameters
         ----------
         layer : Layer
-            Of which the sizes are read.
+            Layer whose sizes fix the factors.
         dtype, device : dtype, device
-            Where and in which precision they are kept.
+            Dtype and device of the statistics.
         xp : namespace
-            Of what library.
+            Namespace to create arrays in.
 
         Returns
         -------
         Statistics
-            All zero.
+            Statistics that are zero throughout.
         """
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         repeats = Average(zero_weight(xp, **place), zero_weight(xp, **place))
@@ -170,18 +208,18 @@ class Kronecker(Approximation):
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         rows : Rows, IdRows or PixelRows
             Finite; cast to the statistics' dtype before anything is multiplied.
         layer : Layer
-            That they are of.
+            Layer that the rows come from.
         options : UpdateOptions
             Conventions, decay and weight, and what is skipped.
 
         Returns
         -------
         Statistics
-            New.
+            New statistics.
 
         Notes
         -----
@@ -213,14 +251,14 @@ class Kronecker(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> FactoredKronecker | SpectralOperator:
-        """Make the curvature operator from the statistics, at this moment.
+        """Return the curvature operator of the current statistics.
 
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         layer : Layer
-            Of the block.
+            Layer of the block.
         options : OperatorOptions
             Damping and its rule, and how to compute.
 
@@ -233,13 +271,13 @@ class Kronecker(Approximation):
         ------
         NotFiniteError, DampingError, FactorizationError
             For statistics that are not finite, a damping that is negative or not finite,
-            and a factor that no rung can factorize, with ``check="raise"``.
+            and a factor that no fallback can factorize, with ``check="raise"``.
 
         Notes
         -----
         ``n^3 + m^3`` flops for inverses, about ``9 (n^3 + m^3)`` for eigenbases.
         """
-        # Always debiased: it counts rows, and half a row is no row.
+        # Always debiased: S counts rows, and a biased mean would scale F.
         S = statistics.averages["repeats"].value(debias=True)
         kinds = factor_of(self.input, layer), factor_of(self.output, layer)
         return kronecker_operator(statistics, kinds, S, options)
@@ -256,7 +294,7 @@ def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
     Returns
     -------
     dict of str to tuple of int
-        As `Approximation.factor_shapes`.
+        Sizes as in `Approximation.factor_shapes`.
     """
     n, columns = layer.matrix_shape
     m = columns // layer.groups
@@ -277,9 +315,9 @@ def kronecker_operator(
     statistics : Statistics
         With the averages ``"input"`` and ``"output"``.
     kinds : tuple of Factor
-        Of the two.
+        Kinds of the two factors.
     scale : array, 0-d or one a group
-        S; zero counts as 1.
+        Scale ``S``; zero counts as 1.
     options : OperatorOptions
         Damping and its rule, and how to compute.
 
@@ -330,8 +368,8 @@ def kronecker_operator(
                     "eigenbasis", check=options.check, name=f"{options.name}/{side}"
                 )
             if part.basis is not None:
-                # Of the average itself, which no other block's refresh can change; the
-                # average is kept alive by the statistics.
+                # The key is the identity of the average, which the statistics keep alive,
+                # so that blocks that share a factor share its basis.
                 options.memo[key] = part.basis
         parts.append(part)
     S, lam = cast(xp, S, apply), cast(xp, lam, apply)

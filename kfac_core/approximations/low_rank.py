@@ -79,7 +79,7 @@ class LowRankKronecker(Approximation):
                 raise ShapeError(f"Expected `{name}` to be at least 1, got {value}.")
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+        """Return why a layer is not supported, or None if it is."""
         if layer.kind not in ("dense", "conv"):
             return "needs pairs of inputs and output gradients; take Diagonal"
         if layer.groups > 1:
@@ -89,7 +89,7 @@ class LowRankKronecker(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing; see `Kronecker.initial`."""
+        """Return zero statistics; see `Kronecker.initial`."""
         place: dict[str, Any] = {"dtype": dtype, "device": device, "xp": xp}
         n, m = layer.matrix_shape
         zero = zero_weight(xp, dtype=dtype, device=device)
@@ -135,7 +135,7 @@ class LowRankKronecker(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> LowRankOperator:
-        """Make the curvature operator from the statistics; see `Kronecker.operator`.
+        """Return the curvature operator of the statistics; see `Kronecker.operator`.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What an update and an operator are made with, besides the statistics."""
+"""Options of an update and of an operator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UpdateOptions:
     skip : frozenset of str
         The factors that are left as they are.
     xp : namespace
-        Of all arrays.
+        Array API namespace of the arrays.
     """
 
     conventions: Conventions
@@ -61,17 +61,17 @@ class OperatorOptions:
     Attributes
     ----------
     damping : float or 0-d array
-        lam.
+        Damping ``lam``.
     rule : {"factored", "factored_unit_pi", "exact"}
         How it is applied, where a block leaves a choice.
     debias : bool
         Whether sums are divided by their weights.
     factorizations : tuple of str
-        What is prepared now.
+        Factorizations to prepare now.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the operator's status.
+        Whether failures raise, or are reported in the operator's status.
     precision : Precision
-        Of computing and applying.
+        Dtypes of computing and applying.
     name : str
         The block's name, for messages.
     memo : dict

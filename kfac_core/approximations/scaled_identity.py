@@ -1,4 +1,4 @@
-"""``F = c I``, for parameters that nobody described."""
+"""``F = c I``, for parameters of an unknown layer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ScaledIdentity(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing: a count of examples."""
+        """Return zero statistics: a count of examples."""
         zero = xp.zeros((), dtype=dtype, device=device)
         status = xp.zeros((), dtype=xp.int32, device=device)
         return Statistics({"count": Average(zero, zero)}, status)

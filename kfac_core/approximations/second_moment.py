@@ -41,7 +41,7 @@ class Diagonal(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing."""
+        """Return zero statistics."""
         n, m = layer.matrix_shape
         average = DiagonalFactor().initial((n * m,), dtype=dtype, device=device, xp=xp)
         status = xp.zeros((), dtype=xp.int32, device=device)
@@ -72,7 +72,7 @@ class Diagonal(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> SpectralOperator:
-        """Return ``diag(D * D) + lam I`` as it is now."""
+        """Return ``diag(D * D) + lam I`` in its current state."""
         xp = options.namespace(statistics)
         compute, apply = options.dtypes(statistics.dtype, xp=xp)
         average = statistics.averages["block"]
@@ -98,7 +98,7 @@ class Full(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing."""
+        """Return zero statistics."""
         n, m = layer.matrix_shape
         average = FullFactor().initial((n * m,), dtype=dtype, device=device, xp=xp)
         status = xp.zeros((), dtype=xp.int32, device=device)
@@ -129,7 +129,7 @@ class Full(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> DenseOperator:
-        """Return ``F + lam I`` as it is now."""
+        """Return ``F + lam I`` in its current state."""
         xp = options.namespace(statistics)
         compute, apply = options.dtypes(statistics.dtype, xp=xp)
         average, factor = statistics.averages["block"], FullFactor()

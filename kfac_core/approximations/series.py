@@ -1,4 +1,4 @@
-"""A recurrent layer as a chain of time steps: ``series``, in three variants.
+"""Recurrent layers as a chain of time steps: ``Series``, in three variants.
 
 Conventions.  The shared positions of a row group are consecutive time steps, in order:
 ``(N, T, features)``, and never time first.  With the rows x (a 1 appended where there is
@@ -15,10 +15,10 @@ Both lags are updated together, with one decay and one weight.  The block is
 ``infinite``     option 2: that of infinitely many, times S over their number
 ===============  ====================================================================
 
-as `kfac_core.operators.series` has it.  With one step, or with lag 1 zero, each of them is
-``S A_0 (x) G_0``.  With a mask NS becomes the number of rows kept, S the mean number kept
-a sequence, and pairs count where both rows do; the symmetric variant keeps the shares of
-the lengths, over which it averages.  Only A_0 and G_0 are damped, by a factored rule.
+as `kfac_core.operators.series` defines it.  With one step, or with lag 1 zero, each of them
+is ``S A_0 (x) G_0``.  With a mask NS becomes the number of rows kept, S the mean number
+kept a sequence, and pairs count where both rows do; the symmetric variant keeps the shares
+of the lengths, over which it averages.  Only A_0 and G_0 are damped, by a factored rule.
 
 References
 ----------
@@ -62,7 +62,10 @@ class Series(Approximation):
     Parameters
     ----------
     variant : {"independent", "symmetric", "infinite"}
-        See the module's conventions.
+        ``"independent"``: ``S A_0 (x) G_0``, with uncorrelated time steps.
+        ``"symmetric"`` (option 1 of the paper): the covariance of T steps, with the
+        moments of lag 1 symmetrized.  ``"infinite"`` (option 2): the covariance of
+        infinitely many steps, times S over their number.
     steps : int or None
         The number of time steps of the longest sequence that there will be.  The
         symmetric variant needs it; the others take None only.
@@ -92,7 +95,7 @@ class Series(Approximation):
             )
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+        """Return why a layer is not supported, or None if it is."""
         if layer.kind == "dense":
             return None
         return "needs time steps in order, so a dense layer with one shared axis"
@@ -100,7 +103,7 @@ class Series(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing; see `Kronecker.initial`.
+        """Return zero statistics; see `Kronecker.initial`.
 
         Returns
         -------
@@ -121,12 +124,12 @@ class Series(Approximation):
         return Statistics(averages, base.status)
 
     def rows(self, layer: Layer, batch: Any, /) -> Rows:
-        """Return what the layer saw as rows, in the order of time.
+        """Return a batch as rows, in the order of time.
 
         Raises
         ------
         ShapeError
-            For several shared axes: which of them is time, nobody knows (but for the
+            For several shared axes: the time axis is ambiguous (but for the
             independent variant, where none is).
         """
         rows: Rows = layer.rows(batch)
@@ -195,7 +198,7 @@ class Series(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> CurvatureOperator:
-        """Make the curvature operator from the statistics; see `Kronecker.operator`.
+        """Return the curvature operator of the statistics; see `Kronecker.operator`.
 
         Raises
         ------
@@ -203,13 +206,13 @@ class Series(Approximation):
             For exact damping of the symmetric and infinite variants.
         NotFiniteError, DampingError, FactorizationError
             For statistics that are not finite, a damping that is negative or not finite,
-            a factor that no rung can factorize, and moments of lag 1 that do not belong
+            a factor that no fallback can factorize, and moments of lag 1 that do not belong
             to those of lag 0, with ``check="raise"``.
 
         Notes
         -----
         About ``20 (n^3 + m^3)`` flops; with ``check="raise"`` in float32 once more in
-        float64 where a certificate is above its limit.
+        float64 where a residual is above its limit.
         """
         if self.variant == "independent":
             return _LAG_0.operator(statistics, layer, options)

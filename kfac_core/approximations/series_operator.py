@@ -1,9 +1,9 @@
-"""How the operator of a chain of time steps is made from its statistics.
+"""The operator of a chain of time steps, from its statistics.
 
 Conventions as in `kfac_core.operators.series`.  The chain of `kfac_core.linalg.fallback`
 makes the Cholesky factors of the damped moments of lag 0.  What is made from these and
-lag 1 has a ladder of its own, of two rungs: working precision, then float64, each
-accepted only where no certificate is above its limit, no correlation is above 1 by more
+lag 1 has a fallback chain of its own: working precision, then float64, each
+accepted only where no residual is above its limit, no correlation is above 1 by more
 than that limit, and everything to be divided by is positive.
 """
 
@@ -56,7 +56,7 @@ def series_operator(
     """
     xp = options.namespace(statistics)
     compute, apply = options.dtypes(statistics.dtype, xp=xp)
-    make = _made if options.check == "status" else _climbed
+    make = _made if options.check == "status" else _with_fallbacks
     made = map_structure(
         lambda x: cast(xp, x, apply) if xp.isdtype(x.dtype, "real floating") else x,
         make(statistics, options, dtype=compute, xp=xp),
@@ -66,7 +66,7 @@ def series_operator(
     )
 
 
-def _climbed(
+def _with_fallbacks(
     statistics: Statistics, options: OperatorOptions, /, *, dtype: Any, xp: Namespace
 ) -> SeriesOperator:
     """Return the operator made in working precision, or in float64, or raise."""

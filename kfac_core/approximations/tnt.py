@@ -73,7 +73,7 @@ class TNT(Approximation):
         return {} if layer.kind == "parameters" else kronecker_shapes(layer)
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why the layer has no TNT block; None where it has."""
+        """Return why the layer has no TNT block; None where it has."""
         if layer.kind in ("dense", "conv"):
             return None
         if layer.kind == "parameters" and len(layer.parameter_shapes) == 1:
@@ -86,7 +86,7 @@ class TNT(Approximation):
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing."""
+        """Return zero statistics."""
         if layer.kind == "parameters":
             return initial_axes(layer, dtype=dtype, device=device, xp=xp)
         n, m = layer.matrix_shape
@@ -141,7 +141,7 @@ class TNT(Approximation):
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> CurvatureOperator:
-        """Return ``S A (x) G / tr A`` damped as the rule says, as it is now."""
+        """Return ``S A (x) G / tr A`` damped as the rule says, in its current state."""
         if layer.kind == "parameters":
             return axes_operator(statistics, options)
         xp = options.namespace(statistics)

@@ -13,7 +13,7 @@ moments of neighbors that are of other data than the layers' own make no covaria
 Only the layers' own moments are damped, by a factored rule, and the damped ones are used
 everywhere.  The chain of `kfac_core.linalg.fallback` makes their Cholesky factors.  What is
 made from these and the moments between layers is made in working precision or in float64,
-accepted only where no certificate is above its limit, no correlation is above 1 by more
+accepted only where no residual is above its limit, no correlation is above 1 by more
 than that limit, and everything to be divided by is positive.
 
 References
@@ -68,7 +68,7 @@ class BlockTridiagonal(Approximation):
     unsupported_products = TRIDIAGONAL_LACKS
 
     def problem_with(self, layer: Layer, /) -> str | None:
-        """Say why it does not go together with a layer; None where it does."""
+        """Return why a layer is not supported, or None if it is."""
         if layer.kind == "chain":
             return None
         return "one layer has no neighbors; name several in `Sharing(chains=...)`"
@@ -81,7 +81,7 @@ class BlockTridiagonal(Approximation):
     def initial(
         self, layer: Any, /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Statistics:
-        """Return the statistics of nothing; see `Kronecker.initial`."""
+        """Return zero statistics; see `Kronecker.initial`."""
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         averages: dict[str, Average] = {}
         for i, own in enumerate(layer.layers):
@@ -131,20 +131,20 @@ class BlockTridiagonal(Approximation):
     def operator(
         self, statistics: Statistics, layer: Any, options: OperatorOptions, /
     ) -> TridiagonalOperator:
-        """Make the curvature operator from the statistics; see `Kronecker.operator`.
+        """Return the curvature operator of the statistics; see `Kronecker.operator`.
 
         Raises
         ------
         UnsupportedError
             For exact damping.
         NotFiniteError, FactorizationError
-            Where a factor cannot be factorized, or where neighbors are correlated by more
+            If a factor cannot be factorized, or where neighbors are correlated by more
             than 1: their moments are then not of the same rows (``check="raise"``).
 
         Notes
         -----
         About ``14 (n^3 + m^3)`` flops a layer; in float32 with ``check="raise"`` once more
-        in float64 where a certificate is above its limit.
+        in float64 where a residual is above its limit.
         """
         if options.rule == "exact":
             raise UnsupportedError(
@@ -153,7 +153,7 @@ class BlockTridiagonal(Approximation):
             )
         xp = options.namespace(statistics)
         compute, apply = options.dtypes(statistics.dtype, xp=xp)
-        make = _made if options.check == "status" else _climbed
+        make = _made if options.check == "status" else _with_fallbacks
         made = make(statistics, layer, options, compute, xp)
         return map_structure(
             lambda x: cast(xp, x, apply) if xp.isdtype(x.dtype, "real floating") else x,
@@ -183,7 +183,7 @@ def _moments_between(
     }
 
 
-def _climbed(
+def _with_fallbacks(
     statistics: Statistics,
     chain: Chain,
     options: OperatorOptions,

@@ -1,4 +1,4 @@
-"""What an array library brings: the `Backend` protocol and the registry of backends.
+"""The `Backend` protocol, and the registry of backends.
 
 Conventions.  A backend has the name of its library's root package (``"torch"``), and
 arrays in decide which backend computes: an array whose namespace belongs to
@@ -86,7 +86,7 @@ OPERATIONS = (
 
 
 class Backend(Protocol):
-    """What the library asks of a backend, beyond the operations.
+    """The interface of backends, besides the operations.
 
     An adapter that leaves a member out gets the generic one; see `GenericBackend`,
     whose docstrings say what each must do.
@@ -95,7 +95,7 @@ class Backend(Protocol):
     name: str
 
     def problem(self) -> str | None:
-        """Say why the backend cannot be used here, and what to install; else None."""
+        """Return why the backend cannot be used here, and what to install; else None."""
 
     def versions(self) -> Mapping[str, str]:
         """Return the versions of the libraries behind the backend."""
@@ -116,13 +116,13 @@ class Backend(Protocol):
         """Copy an array to the host."""
 
     def detach(self, x: Array, /) -> Array:
-        """Return the array without the gradient graph that it may hang on."""
+        """Return the array detached from its gradient graph, if any."""
 
     def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
         """Return what a function returns, or something else of the same form."""
 
     def enable_float64(self) -> None:
-        """Let the library make 64-bit floats, where it does not by itself."""
+        """Enable 64-bit floats in the library, if it needs that."""
 
     def threads(self) -> int:
         """Return how many threads one call of the library computes on."""
@@ -162,7 +162,7 @@ def register_backend(adapter: Any, /) -> None:
 
 
 def get_backend(name: str, /) -> Backend:
-    """Return the backend of a name, importing its adapter if that is not done yet.
+    """Return the backend of a name, importing its adapter if necessary.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ def get_backend(name: str, /) -> Backend:
     Raises
     ------
     UnknownBackendError
-        Where nothing of that name is registered, and no importable package of that
+        If nothing of that name is registered, and no importable package of that
         name follows the Array API standard.
     """
     if name not in _loaded:
@@ -238,7 +238,7 @@ def load_adapters() -> None:
 
 
 def adapter_problem(name: str, /) -> str | None:
-    """Say why the adapter of a name could not be imported; None where it was."""
+    """Return why the adapter of a name could not be imported, or None."""
     return _problems.get(name)
 
 
@@ -251,7 +251,7 @@ class _Completed:
         self.name = generic.name
 
     def problem(self) -> str | None:
-        """Say what the adapter says; an adapter that cannot say it is the problem."""
+        """Return the adapter's message; an adapter that raises is broken."""
         asked = getattr(self._adapter, "problem", None) or self._generic.problem
         try:
             found: str | None = asked()
@@ -304,7 +304,7 @@ def _load(name: str) -> None:
                 _publish(name, {})
                 reason = _broken(entry, _problems[name])
                 _loaded[name] = BrokenBackend(name, reason)
-                # Arrays get this far without anybody asking what the problem is.
+                # The reason is kept for the error message when this backend is requested.
                 warnings.warn(f"Backend {name!r}: {reason}.", stacklevel=2)
                 return
             else:
@@ -323,7 +323,7 @@ def _adapter(entry: EntryPoint) -> Any:
 
 
 def _broken(entry: EntryPoint, error: str, use: str = "loaded") -> str:
-    """Say whose adapter is broken, and what to do."""
+    """Return a message that names a broken adapter, with advice."""
     package = "an unknown package"
     if entry.dist is not None:
         package = f"the package {entry.dist.name} {entry.dist.version}"

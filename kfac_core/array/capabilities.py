@@ -1,4 +1,4 @@
-"""One table: for each operation and backend, native or generic.
+"""Table of operations and backends: native or generic.
 
 The command ``kfac-core doctor`` prints it, the documentation is made from it, and the
 tests take their skip marks from it.
@@ -21,7 +21,7 @@ Capability = Literal["native", "generic", "unavailable"]
 
 
 def capability_table() -> dict[str, dict[str, Capability]]:
-    """Return how each operation is done, by operation and backend.
+    """Return whether each operation is native or generic, by operation and backend.
 
     Returns
     -------

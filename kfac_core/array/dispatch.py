@@ -24,8 +24,9 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
     Parameters
     ----------
     definition : callable
-        In the pure standard, with the namespace as the keyword ``xp``.  Its name is
-        one of `kfac_core.array.backend.OPERATIONS`.  It stays reachable as ``__wrapped__``.
+        Function in the pure standard, with the namespace as the keyword ``xp``.  Its name
+        is one of `kfac_core.array.backend.OPERATIONS`.  It stays reachable as
+        ``__wrapped__``.
 
     Returns
     -------
@@ -53,7 +54,7 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
 
 
 def is_factorization_failure(error: Exception, /) -> bool:
-    """Whether an exception is some library's word for "not factorizable".
+    """Whether an exception means that a matrix cannot be factorized.
 
     The standard names no exception, and the libraries' have no common base: NumPy's
     derives from ValueError, PyTorch's from RuntimeError.  Their names agree.

@@ -1,4 +1,4 @@
-"""Whether an array holds NaN or infinity, and whether the host may look at it.
+"""Whether an array holds NaN or infinity, and whether the host can read it.
 
 Conventions.  A Gram matrix shows on its diagonal whether its rows are finite: the squares
 there cancel nothing.  So rows need not be read for it where their sums are at hand.
@@ -27,14 +27,14 @@ def all_finite(x: Array, /, *, xp: Namespace) -> Array:
     Parameters
     ----------
     x : array
-        Of any shape and real floating dtype; true where it is empty.
+        Array of any shape and real floating dtype; true where it is empty.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
     array of bool, 0-d
-        Still on the device: turning it into a ``bool`` is what waits.
+        Result on the device; converting it to ``bool`` synchronizes with the device.
     """
     return xp.all(xp.isfinite(x))
 
@@ -46,9 +46,9 @@ def known_true(condition: Array, /, *, xp: Namespace) -> bool:
     Parameters
     ----------
     condition : array of bool
-        Of any shape.
+        Array of any shape.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -66,9 +66,9 @@ def is_plain(x: Array, /, *, xp: Namespace) -> bool:
     Parameters
     ----------
     x : array
-        Any.
+        Array.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -86,9 +86,9 @@ def truth_of(condition: Array, /, *, xp: Namespace) -> bool | None:
     Parameters
     ----------
     condition : array of bool, 0-d
-        Any.
+        Condition.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -111,7 +111,7 @@ def is_readable(x: Array, /, *, xp: Namespace) -> bool:
     x : array
         A small one, since all of it is compared.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -122,16 +122,16 @@ def is_readable(x: Array, /, *, xp: Namespace) -> bool:
 
 
 def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
-    """Return a scalar as a Python number, where nothing has to be waited for.
+    """Return a scalar as a Python number, if that needs no synchronization.
 
     A calculation with numbers takes a tenth of the time of one with 0-d arrays.
 
     Parameters
     ----------
     x : float or array
-        Any.
+        Scalar.
     xp : namespace
-        Of the arrays that the scalar goes together with.
+        Array API namespace of the arrays.
 
     Returns
     -------

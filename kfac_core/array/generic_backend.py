@@ -1,4 +1,4 @@
-"""The plumbing of a backend, for any library that follows the Array API standard.
+"""A generic backend for any library that follows the Array API standard.
 
 Making arrays, finding devices and bringing results to the host, by introspection: so
 that a library needs no adapter to be computed with, and an adapter only holds what is
@@ -34,7 +34,7 @@ class GenericBackend:
         return self._module is not None
 
     def problem(self) -> str | None:
-        """Say why the backend cannot be used here, and what to install; else None."""
+        """Return why the backend cannot be used here, and what to install; else None."""
         if self.is_known():
             return None
         return (
@@ -62,7 +62,7 @@ class GenericBackend:
         Raises
         ------
         ImportError
-            Where the package cannot be imported or does not follow the standard.
+            If the package cannot be imported or does not follow the standard.
         """
         if self._module is None:
             raise ImportError(self.problem())
@@ -84,7 +84,7 @@ class GenericBackend:
         Raises
         ------
         ValueError
-            Where the library has no device of that name.
+            If the library has no device of that name.
         """
         if spec is None:
             return None
@@ -109,19 +109,19 @@ class GenericBackend:
         Returns
         -------
         array
-            Of this library, independent of `values`.
+            Array of this library, independent of `values`.
         """
         return self.namespace().asarray(
             np.ascontiguousarray(values).reshape(values.shape), device=device, copy=True
         )
 
     def to_numpy(self, x: Any, /) -> np.ndarray[Any, Any]:
-        """Copy an array to the host, which waits for its device.
+        """Copy an array to the host, which synchronizes with the device.
 
         Parameters
         ----------
         x : array
-            Of this library.
+            Array of this library.
 
         Returns
         -------
@@ -147,7 +147,7 @@ class GenericBackend:
         function : callable
             Returns a structure of arrays.
         device : device
-            Of these.
+            One of these devices.
 
         Returns
         -------
@@ -204,7 +204,7 @@ class GenericBackend:
 
 
 class BrokenBackend(GenericBackend):
-    """What stands in for an adapter that is registered but could not be loaded.
+    """Placeholder for a registered adapter that could not be loaded.
 
     It cannot be chosen by its name.  Arrays of the library are computed with by the
     definitions all the same.
@@ -222,7 +222,7 @@ class BrokenBackend(GenericBackend):
         self._reason = reason
 
     def problem(self) -> str | None:
-        """Say which adapter is broken, and how."""
+        """Return a message that names the broken adapter."""
         return self._reason
 
 

@@ -1,8 +1,8 @@
-"""What is taken as an array: namespaces, devices, dtypes, and the checks at the door.
+"""Validation of array arguments: namespaces, devices and dtypes.
 
 Conventions.  Arrays decide the library; two arrays given together must be of one
 library and on one device.  Real floating dtypes only: integers are refused, since an
-average of integers is not what anybody means, and half precision is widened to
+average of integers is rarely intended, and half precision is widened to
 float32 before anything is computed with it.  A scalar (a damping, a decay) is a Python
 number or a 0-d array, possibly a traced one.
 """
@@ -88,11 +88,11 @@ def namespace_of(
     Raises
     ------
     DtypeError
-        Where an argument is no array.
+        If an argument is no array.
     MixedArraysError
-        Where two of them are of different libraries, or on different devices.
+        If two of them are of different libraries, or on different devices.
     BackendUnavailableError
-        Where the library follows too old a version of the standard.
+        If the library follows too old a version of the standard.
     """
     given = arrays
     if optional is not NO_ARRAYS:
@@ -121,7 +121,7 @@ def namespace_of(
 
 
 def own_namespace(x: Array, /) -> Namespace:
-    """Return the namespace of one thing that is known to be an array."""
+    """Return the namespace of a known array."""
     xp = _namespaces.get(type(x))
     if xp is None:
         xp = array_api_compat.array_namespace(x)
@@ -136,7 +136,7 @@ def same_place(**arrays: Array | None) -> None:
     Parameters
     ----------
     **arrays : array or None
-        As for `namespace_of`.
+        See `namespace_of`.
 
     Raises
     ------
@@ -157,7 +157,7 @@ def same_place(**arrays: Array | None) -> None:
 
 
 def _places_differ(first: str, place: Any, second: str, other: Any) -> MixedArraysError:
-    """Say which two arguments are on different devices."""
+    """Return a message that names two arguments on different devices."""
     return MixedArraysError(
         f"`{first}` is on {place} and `{second}` is on {other}: arrays given together must "
         "be on one device. Move one of them yourself; nothing is moved in silence."
@@ -183,11 +183,11 @@ def require_floating(xp: Namespace, x: Array, name: str, /) -> None:
     Parameters
     ----------
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
     x : array
-        Any shape.
+        Array of any shape.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Raises
     ------
@@ -225,13 +225,13 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
     Parameters
     ----------
     xp : namespace
-        Of the arrays that the scalar goes together with.
+        Array API namespace of the arrays.
     value : float or 0-d array
         NumPy scalars and other real numbers become Python floats.
     dtype : dtype
         What a 0-d array is cast to.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Returns
     -------
@@ -241,9 +241,9 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
     Raises
     ------
     ShapeError
-        Where an array is not 0-d.
+        If an array is not 0-d.
     DtypeError, MixedArraysError
-        Where it is neither a number nor an array of this library.
+        If it is neither a number nor an array of this library.
     """
     if isinstance(value, NUMBER):
         return float(value)
@@ -267,7 +267,7 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
 
 
 def moved_axis(x: Array, source: int, destination: int, /, *, xp: Namespace) -> Array:
-    """Return the array with one axis in another place, the others in their order.
+    """Return the array with one axis moved, and the others in order.
 
     As ``moveaxis`` of the standard, which PyTorch cannot do under ``torch.func.vmap``.
     """
@@ -313,7 +313,7 @@ def is_finite_number(value: object, /) -> bool:
 
 
 def _known_namespace(given: Mapping[str, Any]) -> Namespace | None:
-    """Return the namespace of arrays whose types were all met before."""
+    """Return the namespace of arrays whose types are all cached."""
     xp = None
     for x in given.values():
         found = _namespaces.get(type(x))
@@ -324,7 +324,7 @@ def _known_namespace(given: Mapping[str, Any]) -> Namespace | None:
 
 
 def _require_version(xp: Namespace) -> None:
-    """Raise for a library whose functions are not those of a version that is enough."""
+    """Raise for a library with too old a version of the standard."""
     version = getattr(xp, "__array_api_version__", None)
     if version is None:
         found = "does not say which version of the Array API standard it follows"
@@ -360,7 +360,7 @@ def _is_real_floating(xp: Namespace, dtype: Any) -> bool:
 
 
 def _explain(given: dict[str, Any]) -> Exception:
-    """Say which argument is no array, or which two are of different libraries."""
+    """Return a message that names a non-array, or two libraries that were mixed."""
     libraries: dict[str, str] = {}
     for name, x in given.items():
         try:

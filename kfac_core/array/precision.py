@@ -1,4 +1,4 @@
-"""In which dtypes statistics are kept, factorized and applied.
+"""Dtypes of storing, factorizing and applying.
 
 Three separate choices, none of them hidden.  *Storage* is the dtype of the running
 sums: float32 or wider, whatever the data are.  *Computing* is the dtype in which a
@@ -26,12 +26,12 @@ class Precision:
     Parameters
     ----------
     storage : {"float32", "float64"} or None
-        Of the statistics; None is the dtype of the first batch, or float32 where that
+        Dtype of the statistics; None is the dtype of the first batch, or float32 where that
         is narrower.
     compute : {"float32", "float64"} or None
-        Of the factorizations; None is the storage dtype.
+        Dtype of the factorizations; None is the storage dtype.
     apply : {"float32", "float64"} or None
-        Of the snapshot; None is the storage dtype.
+        Dtype of the snapshot; None is the storage dtype.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Which backend serves where no array is there to decide.
+"""The default backend, used only when no array argument determines it.
 
 Arrays in decide the library, always; nothing here changes that.  Only where an array
 is to be made from none (`asarray` of NumPy values, the demo, tests, the command line)
@@ -66,7 +66,7 @@ class Selection:
     spec : str
         The specification as it was given, ``name[:device]``.
     reason : str
-        Where it was given.
+        Where the choice was made.
     """
 
     backend: Backend
@@ -81,7 +81,7 @@ class Selection:
 
 
 def selected_backend(backend: str | None = None, /) -> Selection:
-    """Return the backend that serves where no array decides, and why.
+    """Return the default backend, and why it was chosen.
 
     Parameters
     ----------
@@ -96,9 +96,9 @@ def selected_backend(backend: str | None = None, /) -> Selection:
     Raises
     ------
     UnknownBackendError
-        Where no backend has that name.
+        If no backend has that name.
     BackendUnavailableError
-        Where the library or the device cannot be used here.
+        If the library or the device cannot be used here.
     """
     spec, reason = _choose(backend)
     name, _, device = spec.partition(":")
@@ -180,21 +180,21 @@ def asarray(values: np.ndarray[Any, Any], /, *, backend: str | None = None) -> A
     Returns
     -------
     array
-        Of the selected library.
+        Array of the selected library.
 
     Raises
     ------
     UnknownBackendError, BackendUnavailableError
-        As `selected_backend`.
+        See `selected_backend`.
     DtypeError
-        Where the library would narrow the dtype in silence (JAX without 64 bits).
+        If the library would narrow the dtype in silence (JAX without 64 bits).
     """
     selection = selected_backend(backend)
     return selection.backend.asarray(np.asarray(values), device=selection.device)
 
 
 def to_numpy(x: Array, /) -> np.ndarray[Any, Any]:
-    """Copy an array of any library to the host; waits for its device."""
+    """Copy an array of any library to the host; synchronizes with the device."""
     return backend_of(array_api_compat.array_namespace(x)).to_numpy(x)
 
 

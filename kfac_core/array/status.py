@@ -1,7 +1,7 @@
-"""What went wrong, as a number that an array can hold.
+"""Failures as flags that an array can hold.
 
 A traced computation (one inside a function compiler or a vectorizing transform)
-cannot raise.  Where a function is told ``check="status"`` it never looks at a value:
+cannot raise.  Where a function is told ``check="status"`` it never reads a value:
 it returns its result together with a 0-d integer array of these flags, zero where all
 is well.  With ``check="raise"`` the same conditions are exceptions, which costs one
 transfer from the device to the host.
@@ -15,11 +15,11 @@ from typing import Literal
 __all__ = ["Check", "Status"]
 
 Check = Literal["raise", "status"]
-"""Whether trouble is an exception, or a number in the result."""
+"""Whether a failure raises, or sets a flag in the result."""
 
 
 class Status(IntFlag):
-    """Flags of trouble; ``OK`` is zero, and several can stand together."""
+    """Flags of failures; ``OK`` is zero, and flags can be combined."""
 
     OK = 0
     INPUTS_NOT_FINITE = 1

@@ -1,4 +1,4 @@
-"""Frozen dataclasses whose fields are arrays, and which tracers can look into.
+"""Frozen dataclasses of arrays, which function compilers treat as pytrees.
 
 Statistics, symmetric matrices, factorizations and curvature operators are all of
 this kind: an immutable record of arrays (or of further structures), and a few
@@ -7,7 +7,7 @@ function compiler treats the arrays as its inputs and outputs and the static fie
 as part of the program.  How a library is told so is its backend's business
 (`register_structures_with`); nothing here names one.
 
-Conventions: a field that is None holds nothing (a factorization that nobody asked
+Conventions: a field that is None holds nothing (a factorization that was not requested
 for); a field may be a dict of structures; a path is the names joined by dots.
 """
 
@@ -83,7 +83,7 @@ def structure(
 
 
 def register_structures_with(registrar: Registrar, /) -> None:
-    """Tell a library of every structure that there is or will be.
+    """Register all present and future structures with a library.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def register_structures_with(registrar: Registrar, /) -> None:
 
 
 def is_plain(value: object, /) -> bool:
-    """Whether a value is Python's own: a number, a name, a set of names or None.
+    """Whether a value is a Python number, string, set of strings or None.
 
     NumPy's scalars are not, which are its 0-d arrays in places.
     """
@@ -182,7 +182,7 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
     Returns
     -------
     structure
-        Of the class of `first`.
+        Structure of the class of `first`.
 
     Raises
     ------
@@ -206,12 +206,12 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
     met = _met(first, others) if others else None
     values: list[Any] = []
     for name, static in fields:
-        mine = getattr(first, name)
+        value = getattr(first, name)
         if not static:
-            theirs = (getattr(other, name) for other in others)
-            values.append(map_structure(function, mine, *theirs))
+            other_values = (getattr(other, name) for other in others)
+            values.append(map_structure(function, value, *other_values))
         else:
-            values.append(mine if met is None else met[name])
+            values.append(value if met is None else met[name])
     return cls(*values)
 
 
@@ -228,12 +228,12 @@ def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def form_of(value: Any, leaf: Callable[[Any], Any], /) -> Any:
-    """Return what two values have in common whose arrays can be put together.
+    """Return a key that is equal for values whose arrays can be combined.
 
     Parameters
     ----------
     value : structure, dict, array, number or None
-        Any.
+        Value of any kind.
     leaf : callable
         What is to agree of an array, as something hashable.
 
@@ -260,7 +260,7 @@ def taken_apart(value: T, split: Callable[[Any], list[Any]], length: int, /) -> 
     Parameters
     ----------
     value : structure
-        Not modified.
+        Structure; not modified.
     split : callable
         Returns the parts of a field that is not static: a list of `length`.
     length : int
@@ -294,14 +294,14 @@ def replaced(value: T, /, **changes: Any) -> T:
     Parameters
     ----------
     value : structure
-        Not modified.
+        Structure; not modified.
     **changes
         The new fields.
 
     Returns
     -------
     structure
-        Of the same class.
+        Structure of the same class.
     """
     cls = type(value)
     fields = {name: getattr(value, name) for name, _ in _fields[cls]}
@@ -314,12 +314,12 @@ def replaced(value: T, /, **changes: Any) -> T:
 
 
 def combinable(first: Any, second: Any, /) -> bool:
-    """Whether `map_structure` takes two structures together, whatever their shapes.
+    """Whether `map_structure` accepts two structures together, for any shapes.
 
     Parameters
     ----------
     first, second : structure, dict, array or None
-        Anything.
+        Values of any kind.
 
     Returns
     -------

@@ -45,7 +45,7 @@ def load_checkpoint(
     names: Mapping[str, str] | None = None,
     layouts: Layouts = "same",
 ) -> None:
-    """Let an estimator take over what a file holds.
+    """Load a checkpoint file into an estimator.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def load_checkpoint(
         For a file that is damaged, incomplete, no checkpoint, of another version, or of
         an estimator with other blocks or conventions.
     UnknownBackendError, BackendUnavailableError
-        For a backend that there is not.
+        For an unknown backend.
     """
     require_one_of("layouts", layouts, get_args(Layouts))
     state = _read(path, backend)
@@ -88,12 +88,12 @@ def load_checkpoint(
 
 
 def read_header(path: str | os.PathLike[str], /) -> dict[str, Any]:
-    """Return what a file says of itself, and the shapes and dtypes of its tensors.
+    """Return the header of a file: its document, and shapes and dtypes of tensors.
 
     Parameters
     ----------
     path : path-like
-        A checkpoint.
+        Path of a checkpoint.
 
     Returns
     -------
@@ -186,7 +186,7 @@ def _document(file: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _is_block(part: Any) -> bool:
-    """Whether a part of a document is what a block is."""
+    """Whether a part of a document has the form of a block."""
     parts = ("layer", "approximation", "values")
     return isinstance(part, dict) and all(
         isinstance(part.get(name), dict) for name in parts

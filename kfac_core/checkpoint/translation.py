@@ -28,7 +28,7 @@ def renamed(state: dict[str, Any], names: Mapping[str, str], /) -> dict[str, Any
     Parameters
     ----------
     state : dict
-        Of an estimator, with blocks as `kfac_core.checkpoint.reading` leaves them.
+        State of an estimator, with blocks as `kfac_core.checkpoint.reading` leaves them.
     names : mapping of str to str
         New names by those of the state; a block that is left out keeps its own.
 
@@ -65,9 +65,9 @@ def with_layouts_of(
     Parameters
     ----------
     state : dict
-        Of an estimator, with blocks as `kfac_core.checkpoint.reading` leaves them.
+        State of an estimator, with blocks as `kfac_core.checkpoint.reading` leaves them.
     blocks : mapping of str to Block
-        Of the estimator that wants it.
+        Blocks of the estimator that loads it.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Writing an estimator to a file, all of it or nothing.
+"""Writing an estimator to a file, atomically.
 
 Conventions.  A ``.safetensors`` file whose metadata hold one JSON document under
 `METADATA_KEY`: format, version, the release that wrote it, the digest of each tensor, and
@@ -48,7 +48,7 @@ Parts: TypeAlias = Literal["all", "statistics", "operators"]
 def save_checkpoint(
     path: str | os.PathLike[str], estimator: Estimator, /, *, parts: Parts = "all"
 ) -> None:
-    """Write what an estimator holds to a file.
+    """Write the state of an estimator to a file.
 
     To a temporary file beside it, which takes its name when it is complete: a file of
     that name is the old one or the new one, never a part of one.  A link is followed.
@@ -58,7 +58,8 @@ def save_checkpoint(
     path : path-like
         The file, usually ``*.safetensors``; replaced where it exists.
     estimator : Estimator
-        Not modified.  This copies its arrays to the host, and waits for them.
+        Estimator; not modified.  Copying its arrays to the host synchronizes with the
+        device.
     parts : {"all", "statistics", "operators"}
         Everything; or the statistics alone, of which a refresh makes the operators
         again; or the operators with their factorizations alone, which multiply as they
@@ -69,7 +70,7 @@ def save_checkpoint(
     ConventionError
         For other `parts`.
     StateError
-        Where safetensors is not installed.
+        If safetensors is not installed.
     OSError
         As writing a file.
     """
@@ -93,7 +94,7 @@ def save_checkpoint(
     text = json.dumps(document, allow_nan=False)
     metadata = {METADATA_KEY: text, DIGEST_KEY: text_digest(text)}
     target = Path(os.path.realpath(path))
-    # Not of `tempfile`, whose files nobody else may read, whatever the umask says.
+    # `tempfile` is not used, since its files ignore the umask and are private.
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.part"
     try:
         with temporary.open("xb") as file:
@@ -129,12 +130,12 @@ def _only(state: dict[str, Any], parts: Parts) -> dict[str, Any]:
 
 
 def load_library() -> ModuleType:
-    """Import safetensors, which only files need.
+    """Import safetensors, which is needed only for files.
 
     Raises
     ------
     StateError
-        Where it is not installed, with what to do.
+        If it is not installed, with what to do.
     """
     try:
         import safetensors

@@ -84,7 +84,7 @@ class UnloadableCommand:
         parser.add_argument("arguments", nargs="*")
 
     def run(self, arguments: argparse.Namespace, /) -> int:
-        """Say why the command cannot be loaded, and return 2."""
+        """Return why the command cannot be loaded, and return 2."""
         return complain(self._name, self._problem)
 
 
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        Those of the process where left out.
+        Arguments; those of the process by default.
 
     Returns
     -------
@@ -155,7 +155,7 @@ def ended(
     run : callable
         Takes the arguments, and returns an exit code.
     arguments : argparse.Namespace
-        As parsed.
+        Parsed arguments.
 
     Returns
     -------

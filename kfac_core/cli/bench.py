@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     Parameters
     ----------
     arguments : argparse.Namespace
-        As `add_arguments` declared.
+        Parsed arguments of `add_arguments`.
 
     Returns
     -------

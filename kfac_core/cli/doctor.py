@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     Parameters
     ----------
     arguments : argparse.Namespace
-        As `add_arguments` declared.
+        Parsed arguments of `add_arguments`.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def diagnosis(progress: Progress | None = None, /) -> dict[str, Any]:
     Returns
     -------
     dict
-        Of ``kfac_core``, ``python``, ``selected``, ``backends`` and ``operations``.
+        Report of ``kfac_core``, ``python``, ``selected``, ``backends`` and ``operations``.
     """
     backends = {}
     for name in backend_names():
@@ -116,7 +116,7 @@ def _backend(name: str) -> dict[str, Any]:
 
 
 def _asked(question: Callable[[], Any], member: str, trouble: list[str]) -> Any:
-    """Ask an adapter, which may be anybody's; note what it raises, and go on."""
+    """Call a member of an adapter, which may be third-party; record what it raises."""
     try:
         return question()
     except Exception as error:

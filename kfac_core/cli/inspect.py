@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     Parameters
     ----------
     arguments : argparse.Namespace
-        As `add_arguments` declared.
+        Parsed arguments of `add_arguments`.
 
     Returns
     -------
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, /) -> int:
     Raises
     ------
     StateError
-        Where the file cannot be read.
+        If the file cannot be read.
     """
     found = contents(arguments.file)
     if arguments.json:
@@ -62,12 +62,12 @@ def contents(path: str, /) -> dict[str, Any]:
     Returns
     -------
     dict
-        Of its size, producer, conventions, settings, and each block.
+        Report of its size, producer, conventions, settings, and each block.
 
     Raises
     ------
     StateError
-        As `kfac_core.checkpoint.read_header`.
+        See `kfac_core.checkpoint.read_header`.
     """
     header = read_header(path)
     document = header["document"]

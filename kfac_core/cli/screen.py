@@ -73,7 +73,7 @@ def print_table(
     Parameters
     ----------
     title : str
-        One line.
+        Title, one line.
     columns : sequence of str
         The head of each column; the last is colored by what stands in it.
     rows : sequence of sequence of str

@@ -1,6 +1,6 @@
 """How the loops over blocks are run: stacks, threads, another library's memory, costs.
 
-An *executor* takes the loop over a network's blocks in hand: `kfac_core.Network.update`,
+An *executor* runs the loop over a network's blocks: `kfac_core.Network.update`,
 `~kfac_core.Network.refresh` and the products take one, and so does
 `kfac_core.Estimator`.  It is called with a function of one block and, by name, the
 arguments for each, and returns what the function returns for each, up to rounding:

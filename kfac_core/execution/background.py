@@ -1,4 +1,4 @@
-"""A refresh that runs beside the steps, which go on with the operators that there are.
+"""A refresh in a thread, while steps continue with the current operators.
 
 Conventions.  The thread computes from statistics and dampings as they were when it was
 started; updates in the meantime count towards the age of what it makes.  Nothing changes
@@ -17,7 +17,7 @@ __all__ = ["BackgroundRefresh"]
 
 
 class BackgroundRefresh:
-    """A refresh under way; made by `kfac_core.Estimator.start_refresh`.
+    """A running refresh; made by `kfac_core.Estimator.start_refresh`.
 
     Parameters
     ----------
@@ -40,18 +40,18 @@ class BackgroundRefresh:
 
     @property
     def done(self) -> bool:
-        """Whether it has been computed; `install` does not wait then."""
+        """Whether the refresh has finished, so that `install` does not block."""
         return self._made.done()
 
     def install(self) -> None:
-        """Let the estimator take over the operators, waiting for them if need be.
+        """Install the new operators in the estimator; blocks until they are computed.
 
         A second call does nothing.
 
         Raises
         ------
         KFACError
-            As `kfac_core.Estimator.refresh`.
+            See `kfac_core.Estimator.refresh`.
         """
         made = self._made.result()
         install, self._install = self._install, None

@@ -1,4 +1,4 @@
-"""What the stages of a block cost, and which way of solving is cheaper.
+"""Costs of a block's stages, and the cheaper method of solving.
 
 Conventions.  Costs are in flops of a matrix product: an operation of c flops at a rate r,
 relative to that of a matrix product on the same machine, costs ``c / r``.  For a damped
@@ -13,7 +13,7 @@ eigenbasis             ``9 n^3 / eigh``                    ``4 n^2 k``
 =====================  ==================================  ====================
 
 Triangular solves are cheaper while there are fewer steps between refreshes than the
-break-even interval, at which the inverse has paid for itself.
+break-even interval, from which an explicit inverse is cheaper.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["BlockCosts", "CostTable", "Rates", "block_costs", "solving_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast operations are, relative to a matrix product of the same sizes.
+    """Rates of operations, relative to a matrix product of the same sizes.
 
     The defaults were measured in float32 on one core with OpenBLAS, at 500 to 3000 rows;
     `benchmarks` measures those of a machine.
@@ -41,7 +41,7 @@ class Rates:
     Parameters
     ----------
     syrk, potrf, potri, symm, trsm, eigh : float
-        Positive.
+        Rate of each kernel, positive.
 
     Raises
     ------
@@ -75,11 +75,11 @@ class BlockCosts:
     groups : int
         How many there are.
     statistics_per_row : float
-        Of an update with a symmetric rank-k kernel.
+        Flops of an update with a symmetric rank-k kernel.
     refresh : dict of {"inverse", "triangular", "eigenbasis"} to float
-        By the way of solving.
+        Flops by method of solving.
     precondition : dict of {"inverse", "triangular", "eigenbasis"} to float
-        Likewise.
+        Flops by method of solving.
     """
 
     sizes: tuple[int, ...]
@@ -90,13 +90,13 @@ class BlockCosts:
 
     @property
     def break_even(self) -> float:
-        """The steps between refreshes at which the inverse has paid for itself."""
+        """Number of steps between refreshes from which an explicit inverse is cheaper."""
         once = self.refresh["inverse"] - self.refresh["triangular"]
         each = self.precondition["triangular"] - self.precondition["inverse"]
         return once / each if each > 0 else math.inf
 
     def cheaper(self, interval: float, /) -> Solving:
-        """Return the cheaper way of solving for a number of steps between refreshes."""
+        """Return the cheaper method of solving for a number of steps between refreshes."""
         return "triangular" if interval < self.break_even else "inverse"
 
 
@@ -107,7 +107,7 @@ class CostTable:
     Attributes
     ----------
     blocks : dict of str to BlockCosts
-        By name; blocks whose approximation declares no full factors are left out.
+        Costs by name; blocks whose approximation declares no full factors are left out.
     solving : dict of str to str
         What was chosen for each.
     interval : float or None
@@ -150,19 +150,19 @@ class CostTable:
 
 
 def block_costs(block: Block, rates: Rates, /) -> BlockCosts | None:
-    """Return what the stages of a block cost; None where it declares no full factors.
+    """Return the costs of a block's stages; None if it declares no full factors.
 
     Parameters
     ----------
     block : Block
-        Its description.
+        Description of the block.
     rates : Rates
-        Of the machine.
+        Rates of the machine.
 
     Returns
     -------
     BlockCosts or None
-        As the module's conventions say.
+        Costs in flops; None if the approximation declares no full factors.
     """
     shapes = block.approximation.factor_shapes(block.layer).values()
     if not shapes:
@@ -201,7 +201,7 @@ def solving_of(
     Parameters
     ----------
     costs : BlockCosts or None
-        Of the block.
+        Costs of the block.
     solving : {"inverse", "triangular", "cheaper"}
         What was asked for; the last asks `costs`.
     interval : float or None

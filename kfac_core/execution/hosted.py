@@ -1,10 +1,10 @@
-"""Whole stages by NumPy, on the memory of another library's arrays.
+"""Whole stages in NumPy, on the memory of another library's arrays.
 
 Conventions.  A library whose arrays lie in the host's memory may leave a stage to NumPy
 where that takes less time for the same: a refresh of a small layer is a hundred calls, and
-a call of NumPy takes a third of one of PyTorch.  The library's adapter says when.  What is
-*seen* are views of the same memory, and what is *returned* are arrays of the library on the
-memory of NumPy's results: nothing is copied either way, and nothing is written to.
+a call of NumPy takes a third of one of PyTorch.  The library's adapter says when.  Inputs
+are passed as NumPy views, and results are returned from NumPy views: nothing is copied
+either way, and nothing is written to.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def host_computes(*, xp: Namespace) -> bool:
     Parameters
     ----------
     xp : namespace
-        Of the arrays that would be seen.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -53,9 +53,9 @@ def host_view(x: Array, /, *, xp: Namespace) -> np.ndarray[Any, Any] | None:
     Parameters
     ----------
     x : array
-        Any.
+        Array.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -75,23 +75,26 @@ def from_host(x: np.ndarray[Any, Any], /, *, xp: Namespace) -> Array:
     x : numpy.ndarray
         Not to be written to afterwards.
     xp : namespace
-        Of the library.
+        Array API namespace of the library.
 
     Returns
     -------
     array
-        Of the same shape and dtype.
+        Array of the same shape and dtype.
     """
     return xp.asarray(x)
 
 
 class Hosted:
-    """An executor that leaves whole functions to NumPy; see the module's text.
+    """An executor that runs whole stages in NumPy, on the memory of the library's arrays.
+
+    For small layers, where calls dominate the cost, this is faster than a library whose
+    calls cost more.  Arrays in the host's memory are passed as views, without copies.
 
     Parameters
     ----------
     inner : Executor
-        Runs them.
+        Executor that runs the tasks.
     """
 
     def __init__(self, inner: Executor = plain) -> None:
@@ -121,7 +124,7 @@ class Hosted:
 
 
 class _ElsewhereError(Exception):
-    """An array that NumPy cannot see."""
+    """An array whose memory NumPy cannot access."""
 
 
 class _Mapped:

@@ -53,21 +53,21 @@ class Movement:
         *,
         damping: Scalar | Mapping[str, Scalar],
     ) -> list[str]:
-        """Return the blocks that moved, or that it is not known of.
+        """Return the blocks that moved, or of which it is unknown.
 
         Parameters
         ----------
         state : NetworkState
-            As it is now.
+            Current state.
         names : iterable of str
             The blocks to look at.
         damping : float, 0-d array or mapping of str to these
-            Of the next operators.
+            Damping of the next operators.
 
         Returns
         -------
         list of str
-            Those to be refreshed.
+            Blocks to refresh.
 
         Notes
         -----
@@ -109,7 +109,7 @@ def probe_images(statistics: Statistics, /, *, debias: bool) -> ProbeImages:
     Parameters
     ----------
     statistics : Statistics
-        Never modified.
+        Statistics of the block; not modified.
     debias : bool
         Whether sums are divided by their weights.
 
@@ -120,7 +120,7 @@ def probe_images(statistics: Statistics, /, *, debias: bool) -> ProbeImages:
 
     Notes
     -----
-    ``2 n^2`` flops for a matrix of n rows; never waits for a device.
+    ``2 n^2`` flops for a matrix of n rows; never synchronizes with the device.
     """
     xp = statistics.namespace
     images: dict[str, Array] = {}
@@ -136,7 +136,7 @@ def probe_images(statistics: Statistics, /, *, debias: bool) -> ProbeImages:
 
 
 def movement(now: ProbeImages, before: ProbeImages, /, *, xp: Namespace) -> Array:
-    """Return the largest relative change of a mark, 0-d; infinite from zero."""
+    """Return the largest relative change of a probe image, 0-d; infinite from zero."""
     changes = []
     for name, mark in now.items():
         old = before[name]

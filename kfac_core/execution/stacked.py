@@ -1,14 +1,14 @@
 """Equal small blocks as one: arrays with a leading axis, and the same function once.
 
-For matrices of few rows nearly all of the time goes into calls, not into numbers.  What
-equal blocks have is copied into arrays with one more axis, and the function of one block
-runs on those.  Which blocks are equal is told by the block, by the form, shapes, dtypes and
-devices of its arrays, and by the scalars among its arguments.
+For matrices of few rows, calls dominate the cost.  The arrays of equal blocks are copied
+into arrays with one more axis, and the function of one block runs on those.  Which blocks
+are equal is told by the block, by the form, shapes, dtypes and devices of its arrays, and
+by the scalars among its arguments.
 
 Pieces that a stack was taken apart into are recognized when they come back, so that
-statistics and operators stay stacked from one step to the next.  A stack in which something
-is flagged is done again, block by block, so that what comes out for a block is what it
-would have been alone, up to rounding.
+statistics and operators stay stacked from one step to the next.  A stack with a flagged
+block is recomputed block by block, so that each block's result is the same as without
+stacking, up to rounding.
 """
 
 from __future__ import annotations
@@ -37,17 +37,20 @@ Names = tuple[str, ...]
 
 
 class Stacked:
-    """An executor that runs equal small blocks as one; see the module's text.
+    """An executor that runs equal small blocks as one stack.
+
+    Arrays of equal blocks are copied into arrays with a leading axis, since calls dominate
+    the cost of small matrices.  A stack with a flagged block is recomputed block by block.
 
     Parameters
     ----------
     inner : Executor
-        Runs what comes of it: stacks, and blocks that are alone.
+        Executor that runs the stacks, and blocks without an equal.
     """
 
     def __init__(self, inner: Executor = plain) -> None:
         self._inner = inner
-        # By id, with what it is the id of, so that none is given away meanwhile.
+        # The objects are kept with their ids, so that no id is reused while it is a key.
         self._kinds: dict[int, tuple[Any, int | None]] = {}
         self._blocks: list[Any] = []
         self._forms: dict[Any, int] = {}
@@ -65,7 +68,7 @@ class Stacked:
         return {name: found[name] for name in tasks}
 
     def _together(self, function: Any, tasks: Tasks) -> dict[str, Any]:
-        """Return the results of equal tasks, where nothing is wrong with their stack."""
+        """Return the results of equal tasks, if their stack has no flag."""
         groups: dict[Any, list[str]] = {}
         for name, task in tasks.items():
             key = self._key(function, task)
@@ -154,7 +157,7 @@ class Stacked:
         return made
 
     def _remember(self, names: Names, whole: Any, pieces: list[Any]) -> None:
-        """Keep a stack and its pieces, in the place of the same blocks' last ones."""
+        """Cache a stack and its pieces, replacing the last ones of the same blocks."""
         if isinstance(whole, tuple):
             for place, part in enumerate(whole):
                 self._remember(names, part, [piece[place] for piece in pieces])
@@ -169,7 +172,7 @@ class Stacked:
             self._pieces[id(piece)] = piece, stack
 
     def _forget(self, stack: _Stack) -> None:
-        """Let go of a stack, some block of which is in another now."""
+        """Forget a stack if one of its blocks is now in another."""
         for piece in stack.pieces:
             self._pieces.pop(id(piece), None)
         stack.whole, stack.pieces = None, []
@@ -203,7 +206,7 @@ class _OfStack:
             return error
 
     def work(self, block: Any, *arguments: Any) -> int:
-        """Return how much a stack takes."""
+        """Return the work of a stack."""
         *own, length = arguments
         work: int = self._function.work(block, *own)
         return int(length) * work
@@ -215,7 +218,7 @@ def stacked(values: tuple[Any, ...], /) -> Any:
     Parameters
     ----------
     values : tuple of structure or dict
-        Of one form; never modified.
+        Values of one structure; not modified.
 
     Returns
     -------
@@ -267,6 +270,6 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
 def _array_form(x: Any) -> Any:
     """Return what has to agree of arrays that are stacked."""
     if not hasattr(x, "shape"):
-        # No array: whoever takes it says so, with the name of its block.
+        # Not an array: validated later, where the block's name is known.
         return id(x)
     return type(x), x.shape, x.dtype, device_of(x)

@@ -1,10 +1,10 @@
 """An executor that runs independent blocks on several threads.
 
-Conventions.  Many factorizations of a few hundred rows go faster side by side than one
-after the other on all processors.  Each then has its share of the threads that the
-library had: on PyTorch always, on NumPy where threadpoolctl is installed; else say
-``OPENBLAS_NUM_THREADS=1`` before the start.  Only what a library does without the
-interpreter's lock runs at the same time.
+Conventions.  Many factorizations of a few hundred rows are faster in parallel than one
+after the other on all cores.  The array library's own threads are divided among them: on
+PyTorch always, on NumPy if threadpoolctl is installed; otherwise set
+``OPENBLAS_NUM_THREADS=1`` before the start.  Only code that releases the GIL runs in
+parallel.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ _undo: dict[str, Callable[[], None]] = {}
 
 
 class Threaded:
-    """An executor that divides blocks among threads; see the module's text.
+    """An executor that divides blocks among threads.
+
+    Each thread gets its share of the array library's own threads.  Only code that releases
+    the GIL runs in parallel.
 
     Parameters
     ----------
     workers : int
         The number of threads, at least 1.
     inner : Executor
-        Runs each thread's share.
+        Executor that runs each thread's share.
     """
 
     def __init__(self, workers: int, inner: Executor = plain) -> None:
@@ -88,7 +91,7 @@ def in_threads(
     function : callable
         Changes nothing that another call reads.
     problems : sequence
-        Its arguments; started in this order.
+        Arguments of the function, started in this order.
     workers : int
         The number of threads, at least 1, which is the calling thread alone.
     library : Backend, optional
@@ -128,19 +131,19 @@ def in_bundles(
     workers: int,
     library: Backend | None,
 ) -> dict[str, R]:
-    """Return what a function of several problems finds for all of them.
+    """Return the results of a function of several problems, computed on threads.
 
     The most work is begun first, so that no thread is left with it at the end.  But
-    small problems are mostly Python, for whose lock threads would wait in turn: the
+    small problems are mostly Python, where threads would only contend for the GIL: the
     smallest, up to half of one worker's share, are solved by one thread while others
     have large ones, half of them at the start and half at the end.
 
     Parameters
     ----------
     function : callable
-        Of a list of problems; changes nothing that another call reads.
+        Function of a list of problems; changes nothing that another call reads.
     problems : sequence
-        Any.
+        Problems of any kind.
     work : callable
         How much a problem takes, in any unit.
     workers, library : int, Backend
@@ -149,7 +152,7 @@ def in_bundles(
     Returns
     -------
     dict
-        Of all names that were found, in no order.
+        Results by name, in no particular order.
     """
     if workers == 1 or len(problems) < 2:
         return function(list(problems))

@@ -1,8 +1,8 @@
 """Running statistics of rows: sums, each with the weight that belongs to it.
 
-Here is what the author of an approximation needs beside `kfac_core.Statistics` and
-`kfac_core.factors.Average`: the kinds of factors, whose functions start, update and damp an
-average, and the shares of one update.
+This package holds what the author of an approximation needs besides `kfac_core.Statistics`
+and `kfac_core.factors.Average`: the kinds of factors, whose functions start, update and
+damp an average, and the shares of one update.
 """
 
 from kfac_core.factors.average import Average, zero_weight

@@ -1,4 +1,4 @@
-"""A running sum with its weight: every statistic is one.
+"""Running sums with their weights, the form of every statistic.
 
 Conventions.  One update with a new mean C is
 
@@ -42,7 +42,7 @@ class Average:
     def value(self, *, debias: bool) -> Any:
         """Return the average, or the bare sum where `debias` is false.
 
-        An average of nothing is zero, never 0/0.
+        A zero average has the value zero, not 0/0.
         """
         if not debias:
             return self.sum
@@ -53,7 +53,7 @@ class Average:
         return map_structure(lambda x: x * _beside(factor, x, xp), self.sum)
 
     def factor(self, *, debias: bool) -> Array:
-        """Return what the sum is multiplied by to be the average, or 1, 0-d."""
+        """Return the factor that turns the sum into the average, or 1, 0-d."""
         xp = own_namespace(self.weight)
         if not debias:
             return xp.ones_like(self.weight)
@@ -82,21 +82,21 @@ class Average:
 
 
 def _beside(weight: Scalar, x: Array, xp: Namespace, /) -> Scalar:
-    """Return weights with as many axes as an array, whose first ones are theirs."""
+    """Return weights with trailing axes added, to broadcast with an array."""
     if isinstance(weight, float) or weight.ndim in (0, x.ndim):
         return weight
     return xp.reshape(weight, (*weight.shape, *(1,) * (x.ndim - weight.ndim)))
 
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
-    """Raise `DecayError` where a Python number lies outside [0, 1]."""
+    """Raise `DecayError` if a Python number lies outside [0, 1]."""
     number: Any = decay
     if isinstance(decay, NUMBER) and not 0.0 <= number <= 1.0:
         raise DecayError(f"Expected `{name}` in [0, 1], got {decay}.")
 
 
 def require_weight(weight: Scalar, /) -> None:
-    """Raise `DecayError` where a Python number is no weight of an update."""
+    """Raise `DecayError` if a Python number is no valid weight."""
     number: Any = weight
     if isinstance(weight, NUMBER) and not 0.0 < number < math.inf:
         raise DecayError(
@@ -106,5 +106,5 @@ def require_weight(weight: Scalar, /) -> None:
 
 
 def zero_weight(xp: Namespace, *, dtype: Any, device: Any) -> Array:
-    """Return the weight of an average of nothing."""
+    """Return the weight of a zero average."""
     return xp.zeros((), dtype=dtype, device=device)

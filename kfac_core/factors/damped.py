@@ -1,6 +1,6 @@
 """A factor on its own: a damped second moment, without a block.
 
-Conventions.  ``M = A + lam I`` with A a second moment, whole or diagonal (an
+Conventions.  ``M = A + lam I`` with A a second moment, full or diagonal (an
 embedding's is diagonal).  Products are with any real power of M, from the left, on
 vectors ``(n,)`` and matrices ``(n, k)``.
 
@@ -39,7 +39,7 @@ __all__ = ["DampedFactor", "damped_factor"]
 
 @structure()
 class DampedFactor:
-    """The damped second moment of the module's text, as a snapshot.
+    """A damped second moment ``M = A + lam I``, with products by its real powers.
 
     Attributes
     ----------
@@ -60,12 +60,12 @@ class DampedFactor:
         check: Check = "raise",
         name: str = "factor",
     ) -> DampedFactor:
-        """Return the same with factorizations made that were missing.
+        """Return the factor with missing factorizations computed.
 
         Parameters
         ----------
         *factorizations : {"inverse", "cholesky", "eigenbasis"}
-            Those that are wanted.
+            Factorizations to prepare.
         check : {"raise", "status"}
             Whether a failure raises, or is in ``shifted.status()``.
         name : str
@@ -74,12 +74,12 @@ class DampedFactor:
         Returns
         -------
         DampedFactor
-            New.
+            New factor.
 
         Raises
         ------
         NotFiniteError, DampingError, FactorizationError
-            Where M cannot be factorized (``check="raise"``).
+            If M cannot be factorized (``check="raise"``).
         """
         made = self.shifted.prepared(*factorizations, check=check, name=name)
         return replaced(self, shifted=made)
@@ -94,21 +94,21 @@ class DampedFactor:
         Parameters
         ----------
         v : array, shape (n,) or (n, k)
-            Of the factor's library and device.
+            Array of the factor's library and device.
         exponent : float
             p; 1 and -1 need no eigendecomposition.
 
         Returns
         -------
         array
-            Of the shape and dtype of `v`.
+            Product in the shape and dtype of `v`.
 
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            For a vector that does not fit.
+            For a vector of incompatible shape, dtype, library or device.
         FactorizationError
-            Where M has no such power.
+            If M has no such power.
         """
         xp = self._entering(v)
         if v.ndim not in (1, 2) or v.shape[0] != self.size:
@@ -163,25 +163,25 @@ def damped_factor(
         A: whole, or its diagonal (as of an embedding's ids).  What an `Average` of a
         block's statistics has for a value, or `kfac_core.gram` over a number of rows.
     damping : float or 0-d array
-        lam, finite and >= 0.
+        Damping ``lam``, finite and >= 0.
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
-        What is prepared now; the rest is made when asked for.
+        Factorizations to prepare now; the rest are made when needed.
     check : {"raise", "status"}
-        Whether trouble raises, or is in ``shifted.status()``.
+        Whether failures raise, or are reported in ``shifted.status()``.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Returns
     -------
     DampedFactor
-        In the dtype of the moment, or float32 where that is narrower.
+        Result in the dtype of the moment, or float32 where that is narrower.
 
     Raises
     ------
     ShapeError, DtypeError, DampingError
-        For arguments that do not fit.
+        For incompatible arguments.
     NotFiniteError, FactorizationError
-        Where M cannot be factorized (``check="raise"``).
+        If M cannot be factorized (``check="raise"``).
     """
     require_damping(damping)
     array = moment.array if isinstance(moment, SymmetricMatrix) else moment

@@ -26,7 +26,7 @@ class DiagonalFactor:
     def initial(
         self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Average:
-        """Return the average of nothing."""
+        """Return a zero average."""
         zeros = xp.zeros(shape, dtype=dtype, device=device)
         return Average(zeros, zero_weight(xp, dtype=dtype, device=device))
 

@@ -1,4 +1,4 @@
-"""What every kind of factor offers, and the kinds by name.
+"""The interface of kinds of factors, and the kinds by name.
 
 A factor is one side of a Kronecker product, kept as a running average of a second
 moment of rows.  Factors hold no state: they are descriptions, and their functions take
@@ -44,7 +44,7 @@ class Factor(Protocol):
     def initial(
         self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Average:
-        """Return the average of nothing, for rows of n numbers; shape is (..., n)."""
+        """Return a zero average, for rows of n numbers; shape is (..., n)."""
 
     def updated(
         self,
@@ -90,7 +90,7 @@ def factor_of(kind: FactorKind, layer: Layer, /) -> Factor:
     kind : {"full", "diagonal", "uncorrelated"}
         The kind.
     layer : Layer
-        Of which ``"uncorrelated"`` reads the kernel's size and the bias.
+        Layer; ``"uncorrelated"`` reads the kernel's size and the bias.
 
     Returns
     -------

@@ -26,7 +26,7 @@ class FullFactor:
     def initial(
         self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Average:
-        """Return the average of nothing."""
+        """Return a zero average."""
         zeros = xp.zeros((*shape, shape[-1]), dtype=dtype, device=device)
         weight = zero_weight(xp, dtype=dtype, device=device)
         # Sums that start so stay in the order in which LAPACK reads a lower triangle, and

@@ -39,7 +39,7 @@ class LaggedFactor:
     def initial(
         self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Average:
-        """Return the average of nothing, for rows of n numbers: ``shape=(n,)``."""
+        """Return a zero average, for rows of n numbers: ``shape=(n,)``."""
         zeros = xp.zeros((*shape, shape[-1]), dtype=dtype, device=device)
         return Average(zeros, zero_weight(xp, dtype=dtype, device=device))
 
@@ -71,12 +71,12 @@ class LaggedFactor:
             The new sum of weights: that of the moment of lag 0 after its own update, so
             that the two can never be of different data.
         xp : namespace
-            Of all arrays.
+            Array API namespace of the arrays.
 
         Returns
         -------
         Average
-            New; ``2 R n^2`` flops for R rows.
+            New average; ``2 R n^2`` flops for R rows.
         """
         if tail is not None:
             rows = xp.concat([rows, tail[..., None]], axis=-1)
@@ -93,11 +93,11 @@ def length_shares(rows: Rows, /, *, steps: int, dtype: Any, xp: Namespace) -> Ar
     rows : Rows
         N sequences of S <= T positions.
     steps : int
-        T.
+        Number of time steps ``T``.
     dtype : dtype
-        Of the result.
+        Dtype of the result.
     xp : namespace
-        Of the rows.
+        Array API namespace of the rows.
 
     Returns
     -------

@@ -77,22 +77,22 @@ class LowRankAverage(Average):
         Parameters
         ----------
         rows : array, shape (n, d)
-            Of the dtype of the sum.
+            Rows in the dtype of the sum.
         tail : array, shape (n,), or None
             A last column of the rows.
         decay, scale : float or 0-d array
             The two coefficients, not negative.
         weight : array, 0-d
-            Of the update.
+            Weight of the update.
         rows_at_once : int or None
             How many rows are joined at a time; None is all.
         xp : namespace
-            Of all arrays.
+            Array API namespace of the arrays.
 
         Returns
         -------
         LowRankAverage
-            New.
+            New average.
         """
         if tail is not None:
             rows = xp.concat([rows, tail[:, None]], axis=-1)
@@ -109,6 +109,6 @@ class LowRankAverage(Average):
 def low_rank_average(
     size: int, /, *, rank: int, dtype: Any, device: Any, xp: Namespace
 ) -> LowRankAverage:
-    """Return the average of nothing, for rows of d numbers and at most r columns."""
+    """Return a zero average, for rows of d numbers and at most r columns."""
     zero = low_rank_zero((size,), rank=rank, dtype=dtype, device=device, xp=xp)
     return LowRankAverage(zero, zero_weight(xp, dtype=dtype, device=device))

@@ -26,11 +26,11 @@ class RunningProduct:
     Attributes
     ----------
     input : array, shape (..., n, n)
-        A.
+        Factor A.
     output : array, shape (..., m, m)
-        G.
+        Factor G.
     change : array, shape (...)
-        The certificate of the last fit; see `kfac_core.linalg.kronecker_fit`.
+        The residual check of the last fit; see `kfac_core.linalg.kronecker_fit`.
     weight : array, 0-d
         The sum of weights.
     """
@@ -66,7 +66,7 @@ class RunningProduct:
         return self.weight * decay + weight
 
     def merged(self, other: RunningProduct, /) -> NoReturn:
-        """Raise `UnsupportedError`: the parts of a sum do not tell its best product."""
+        """Raise `UnsupportedError`: a best product cannot be merged from parts."""
         raise UnsupportedError(
             "KFOC fits a product to a whole batch, and the best product of a sum is not "
             "made of the best products of its parts. Feed whole batches to `update`, "

@@ -1,4 +1,4 @@
-"""By what one update's sums are multiplied, and what they weigh.
+"""Scales and weights of the sums in one update.
 
 Conventions.  One update adds ``weight * C`` to a running sum and ``weight`` to its
 weight, with C the mean of outer products: over the rows that count, or over examples.
@@ -20,7 +20,7 @@ __all__ = ["SharingShares", "UpdateShares", "update_shares"]
 
 
 class UpdateShares(NamedTuple):
-    """What sums are multiplied by, and what they weigh.
+    """Scales and weights of the sums in one update.
 
     Attributes
     ----------
@@ -64,14 +64,14 @@ class UpdateShares(NamedTuple):
 
 
 class SharingShares(NamedTuple):
-    """What the two sums of a Kronecker product are multiplied by, and what they weigh.
+    """Scales and weights of the two sums of a Kronecker product.
 
     Attributes
     ----------
     scale : float or 0-d array
         ``weight / R``, R the number of rows.
     weight : 0-d array
-        That goes with it.
+        Weight of the sum.
     outer : float or 0-d array
         What each ``g g^T`` is multiplied by besides.
     repeats : float or 0-d array
@@ -103,23 +103,23 @@ def update_shares(
     statistics : Statistics
         For the dtype and the device.
     rows : Rows, IdRows or ExampleGradients
-        Of the update.
+        Rows of the update.
     conventions : Conventions
         How the output gradients are scaled.
     weight : float, 0-d array or None
-        Of the update.
+        Weight of the update.
     xp : namespace
-        Of all arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     UpdateShares
-        As the module's conventions say.
+        Scales and weights for rows and for examples.
     """
     like = statistics.any_weight
     kept, N = rows.kept(statistics.dtype, xp=xp), rows.examples
     # The conventions, and the number of repeats, are those of the whole batch that a
-    # part (a chunk, or chosen rows) is of.
+    # part (a chunk, or selected rows) is of.
     part_of = getattr(rows, "batch_examples", None)
     whole, all_rows = (N, kept) if part_of is None else (part_of, rows.batch_rows)
     if not isinstance(all_rows, int):

@@ -1,4 +1,4 @@
-"""The running statistics of one block: named averages, and how the last update went."""
+"""Running statistics of one block: named averages, and the status of the last update."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ALL_ALIKE: Mapping[str, Scalar] = MappingProxyType({})
 
 @structure()
 class Statistics:
-    """What an approximation keeps of a block's rows.
+    """Running averages of a block, with status and bases.
 
     Attributes
     ----------
     averages : dict of str to Average
-        By the names that the approximation gives them, such as ``"input"``.
+        Averages by the names that the approximation gives them, such as ``"input"``.
     status : array of int32, 0-d
         The flags of the last update; nonzero where it was left out.
     bases : dict of str to Eigendecomposition
@@ -71,7 +71,7 @@ class Statistics:
     ) -> Statistics:
         """Return the statistics after one update with the averages of others.
 
-        Where the others' status is not zero, nothing is added and nothing decays.
+        If the status of `moments` is not zero, the statistics are unchanged.
         `decays` names the averages that decay in a way of their own.
         """
         averages = {

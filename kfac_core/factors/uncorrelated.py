@@ -41,9 +41,9 @@ class ChannelMoments:
     Attributes
     ----------
     mean : array, shape (c,)
-        mu.
+        Mean ``mu``.
     covariance : SymmetricMatrix
-        Sigma, c x c.
+        Covariance ``Sigma``, c x c.
     """
 
     mean: Array
@@ -57,7 +57,7 @@ class UncorrelatedFactor:
     Parameters
     ----------
     repeats : int
-        K.
+        Number of repetitions ``K``.
     tail : int
         1 where the layer has a bias, else 0.
     """
@@ -70,7 +70,7 @@ class UncorrelatedFactor:
     def initial(
         self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
     ) -> Average:
-        """Return the average of nothing, for a factor of n rows; shape is (n,)."""
+        """Return a zero average, for a factor of n rows; shape is (n,)."""
         c = (shape[-1] - self.tail) // self.repeats
         zeros = xp.zeros((c, c), dtype=dtype, device=device)
         moments = ChannelMoments(zeros[0, :], SymmetricMatrix(zeros, full_storage=True))
@@ -90,7 +90,7 @@ class UncorrelatedFactor:
     ) -> Average:
         """Return the average after an update with the pixels, shape (P, c).
 
-        `tail` and `scale` are not read: the moments are means over all pixels.
+        `tail` and `scale` are ignored: the moments are means over all pixels.
         """
         mean = xp.mean(rows, axis=0)
         covariance = gram(rows - mean) / rows.shape[0]

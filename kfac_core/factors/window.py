@@ -126,14 +126,14 @@ class WindowAverage(Average):
         decay, scale : float or 0-d array
             The two coefficients, not negative.
         weight : array, 0-d
-            Of the update.
+            Weight of the update.
         xp : namespace
-            Of all arrays.
+            Array API namespace of the arrays.
 
         Returns
         -------
         WindowAverage
-            New.
+            New average.
         """
         weights = xp.ones_like(x[:, 0, 0]) * scale
         new = WindowSum(x, g, weights, xp.zeros_like(self.sum.truncated_trace))
@@ -151,7 +151,7 @@ def window_average(
     device: Any,
     xp: Namespace,
 ) -> WindowAverage:
-    """Return the average of nothing, for K gradients of S rows and shape (n, m)."""
+    """Return a zero average, for K gradients of S rows and shape (n, m)."""
     place: dict[str, Any] = {"dtype": dtype, "device": device}
     n, m = shape
     empty = WindowSum(

@@ -1,4 +1,4 @@
-"""How many queries and examples are taken at a time, for a budget of memory.
+"""Numbers of queries and examples to process at a time, for a memory budget.
 
 Conventions.  The budget is a number of array elements that the temporaries of a call may
 hold at a time: what is made on the way and dropped.  Arguments, results (twice, while
@@ -34,7 +34,7 @@ Progress = Callable[[int, int], None]
 
 
 class Chunks(NamedTuple):
-    """The largest numbers of queries and of examples at a time, and the way."""
+    """Largest numbers of queries and examples to process at a time, and the method."""
 
     queries: int
     examples: int
@@ -42,12 +42,12 @@ class Chunks(NamedTuple):
 
 
 class Report:
-    """Counts what is done, and tells whoever wants to know.
+    """Counts processed examples, and calls a progress callback.
 
     Parameters
     ----------
     progress : callable or None
-        Who wants to know.
+        Progress callback.
     total : int
         What there is to do.
     """
@@ -56,7 +56,7 @@ class Report:
         self.progress, self.total, self.done = progress, total, 0
 
     def add(self, number: int, /) -> None:
-        """Count that many more."""
+        """Count further examples."""
         self.done += number
         if self.progress is not None:
             self.progress(self.done, self.total)
@@ -70,7 +70,7 @@ def score_chunks(
     Parameters
     ----------
     gradients : LayerGradients
-        Of the examples.
+        Gradients of the examples.
     queries : int
         How many there are.
     max_elements : int
@@ -79,12 +79,12 @@ def score_chunks(
     Returns
     -------
     Chunks
-        Of at least one query and one example.
+        Chunks of at least one query and one example.
 
     Raises
     ------
     ShapeError
-        Where not even these fit, with the number that would do.
+        If not even these fit, with the number that would do.
 
     Notes
     -----
@@ -109,12 +109,12 @@ def score_chunks(
 def example_chunk(
     gradients: LayerGradients, /, *, max_elements: int, matrices: int
 ) -> int:
-    """Choose how many examples are taken where each one's gradient is turned.
+    """Choose how many examples' gradients are transformed to a basis at a time.
 
     Parameters
     ----------
     gradients : LayerGradients
-        Of the examples.
+        Gradients of the examples.
     max_elements : int
         The budget.
     matrices : int
@@ -128,7 +128,7 @@ def example_chunk(
     Raises
     ------
     ShapeError
-        Where not even one fits.
+        If not even one fits.
     """
     size = _size(gradients.layer)
     each = 2 * _rows(gradients) + matrices * size

@@ -30,9 +30,9 @@ def mean_eigenvalue_damping(
     Parameters
     ----------
     blocks : mapping of str to SpectralOperator
-        As `kfac_core.posterior.spectral_blocks` gives them.
+        Operators from `kfac_core.posterior.spectral_blocks`.
     fraction : float or 0-d array
-        Of the mean eigenvalue; finite and >= 0.
+        Fraction of the mean eigenvalue; finite and >= 0.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def given_damping(
     blocks : mapping of str to SpectralOperator
         The blocks.
     damping : float, 0-d array, or mapping of str to these
-        lam, finite and >= 0.
+        Damping ``lam``, finite and >= 0.
 
     Returns
     -------
@@ -82,7 +82,7 @@ def given_damping(
     Raises
     ------
     DampingError
-        For a number that is negative or not finite; arrays are not looked at.
+        For a number that is negative or not finite; values of arrays are not read.
     UnknownBlockError
         For a mapping with other names.
     """

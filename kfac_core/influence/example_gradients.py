@@ -34,16 +34,17 @@ class LayerGradients:
     Parameters
     ----------
     layer : Layer
-        Of any kind.
+        Layer of any kind.
     fed : Batch, sequence of Batch, or mapping of str to array
-        What the layer saw, without sources; or gradients with an axis of examples.
+        Inputs and output gradients of the layer, without sources; or gradients with an axis
+        of examples.
     reduction : {"sum", "mean", "mean_rows"}
         Over what the loss that was differentiated is summed or averaged, in this batch.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For arrays that do not fit.
+        For arrays of incompatible shape, dtype, library or device.
     UnsupportedError
         For several sources: an example has one gradient.
     ConventionError
@@ -119,16 +120,16 @@ class LayerGradients:
 
 @dataclass(frozen=True)
 class ExamplePart:
-    """Some examples' gradients: matrices, or the rows that they are made of.
+    """Gradients of some examples, as matrices or as rows x and g.
 
     Attributes
     ----------
     matrices : array, shape (N, in(+1), out), or None
         The D, without their scale.
     rows : Rows, IdRows, ExampleGradients or None
-        What they are made of.
+        Rows or matrices.
     scale : float or 0-d array
-        c.
+        Factor ``c``.
     """
 
     matrices: Array | None
@@ -154,7 +155,7 @@ class ExamplePart:
         Parameters
         ----------
         P : array, shape (q, in(+1), out)
-            In the dtype of the sums.
+            Matrices in the dtype of the sums.
         by_rows : bool
             Whether ``x^T P g`` is computed, where there are x and g, and no D formed.
 

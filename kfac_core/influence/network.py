@@ -67,19 +67,19 @@ class Influence:
     Parameters
     ----------
     blocks : mapping of str to Block
-        Of which the layers are read.
+        Blocks whose layers are used.
     curvatures : mapping of str to SpectralOperator
         The F_b.
     damping : mapping of str to 0-d array
         The lam_b.
     check : {"raise", "status"}
-        Whether results that are not finite raise, which waits for the device, or come
-        back as they are.
+        Whether results that are not finite raise, which synchronizes with the device, or
+        come back as they are.
 
     Raises
     ------
     UnknownBlockError
-        Where the names differ.
+        If the names differ.
     """
 
     blocks: Mapping[str, Block]
@@ -109,29 +109,29 @@ class Influence:
         Parameters
         ----------
         blocks, statistics, debias, precision, check
-            As for `kfac_core.posterior.spectral_blocks`.
+            See `kfac_core.posterior.spectral_blocks`.
         damping : float, 0-d array, or mapping of str to these
-            lam, of all blocks or of each.
+            Damping ``lam`` of all blocks, or of each.
         damping_fraction : float or 0-d array
-            lam as a fraction of each block's mean eigenvalue; see
+            Damping as a fraction of each block's mean eigenvalue; see
             `kfac_core.influence.damping`.  Exactly one of the two is given.
 
         Returns
         -------
         Influence
-            Of which the curvature is decomposed once.
+            Influence whose curvature is decomposed once.
 
         Raises
         ------
         ConventionError
-            Where neither or both dampings are given.
+            If neither or both dampings are given.
         DampingError
             For a damping out of range.
         FactorizationError
-            Where a damped block has an eigenvalue that is not positive
+            If a damped block has an eigenvalue that is not positive
             (``check="raise"``).
         KFACError
-            As `spectral_blocks`.
+            See `spectral_blocks`.
         """
         curvatures = spectral_blocks(
             blocks, statistics, debias=debias, precision=precision, check=check
@@ -164,7 +164,7 @@ class Influence:
         Parameters
         ----------
         gradients : mapping of str to Batch, sequence of Batch, or mapping of arrays
-            Of the queries, for every block; see `Gradients`.
+            Gradients of the queries, for every block; see `Gradients`.
         reduction : {"sum", "mean", "mean_rows"}
             Over what the queries' loss was summed or averaged in this batch.
         storage : {"float16", "bfloat16", "float32", "float64"}
@@ -180,11 +180,11 @@ class Influence:
         Raises
         ------
         UnknownBlockError, ShapeError, DtypeError, MixedArraysError, UnsupportedError
-            For gradients that do not fit.
+            For gradients of incompatible shape, dtype, library or device.
         ShapeError
-            Where not even one query fits the budget.
+            If not even one query fits the budget.
         NotFiniteError
-            Where a gradient is not finite (``check="raise"``).
+            If a gradient is not finite (``check="raise"``).
 
         Notes
         -----
@@ -213,9 +213,9 @@ class Influence:
         Parameters
         ----------
         queries : Queries
-            As `precondition` made them.
+            Queries made by `precondition`.
         gradients : mapping of str to Batch, sequence of Batch, or mapping of arrays
-            Of the examples; as for `precondition`.
+            Gradients of the examples; as for `precondition`.
         reduction : {"sum", "mean", "mean_rows"}
             Over what their loss was summed or averaged in this batch.
         max_elements : int
@@ -232,11 +232,11 @@ class Influence:
         Raises
         ------
         UnknownBlockError, ShapeError, DtypeError, MixedArraysError, UnsupportedError
-            For gradients that do not fit.
+            For gradients of incompatible shape, dtype, library or device.
         ShapeError
-            Where not even one query and one example fit the budget.
+            If not even one query and one example fit the budget.
         NotFiniteError
-            Where a gradient is not finite (``check="raise"``).
+            If a gradient is not finite (``check="raise"``).
 
         Notes
         -----
@@ -276,7 +276,7 @@ class Influence:
         Raises
         ------
         KFACError
-            As `scores`.
+            See `scores`.
 
         Notes
         -----

@@ -29,7 +29,7 @@ class StoredQueries:
     Attributes
     ----------
     values : array, shape (queries, in(+1), out)
-        In the dtype of storage, divided by the scale.
+        Values in the dtype of storage, divided by the scale.
     scale : array, shape (queries,), or None
         The largest entries; None where values are kept as they are.
     """
@@ -53,7 +53,7 @@ class Queries:
     Attributes
     ----------
     blocks : dict of str to StoredQueries
-        By the names of the blocks.
+        Queries by name of the block.
     """
 
     blocks: dict[str, StoredQueries]
@@ -99,9 +99,9 @@ def stored_queries(P: Array, dtype: Any, /) -> StoredQueries:
     Parameters
     ----------
     P : array, shape (queries, in(+1), out)
-        In float32 or float64.
+        Matrices in float32 or float64.
     dtype : dtype
-        Of storage.
+        Dtype of storage.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What the integrations of frameworks have in common."""
+"""Building blocks for the integration of frameworks."""
 
 from kfac_core.integration.framework_conv import framework_conv
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls

@@ -31,17 +31,17 @@ def framework_conv(
     Parameters
     ----------
     kernel_shape : sequence of int
-        Of the weight: ``(*kernel_size, in_channels / groups, out_channels)``, or with
+        Shape of the weight: ``(*kernel_size, in_channels / groups, out_channels)``, or with
         ``channels="first"`` ``(out_channels, in_channels / groups, *kernel_size)``.
     strides, dilation : int or sequence of int, optional
-        One number for all spatial axes, or one for each; 1 where left out.
+        One number for all spatial axes, or one for each; 1 by default.
     padding : str, int, or sequence of int or of pairs
         ``"SAME"`` or ``"VALID"`` in any case; or the zeros before and after each axis:
         one number for all, one for each, or a pair for each.
     groups : int
-        As for `kfac_core.Conv`.
+        See `kfac_core.Conv`.
     bias : bool
-        Whether there is one.
+        Whether the layer has a bias.
     channels : {"last", "first"}
         Which axis of inputs, outputs and weight the channels are.
 
@@ -53,7 +53,7 @@ def framework_conv(
     Raises
     ------
     ShapeError
-        As `kfac_core.Conv`.
+        See `kfac_core.Conv`.
     ConventionError
         For unknown `channels`.
     """

@@ -1,4 +1,4 @@
-"""What the calls of a network's layers saw, until it is fed as batches.
+"""Recorded calls of a network's layers, to become batches.
 
 For frameworks in which a layer may be called any number of times, and in which output
 gradients come back one after the other.
@@ -32,7 +32,7 @@ class LayerCall:
     block : str
         The name of the block that the layer's weight is of.
     inputs : array, shape (N, ...)
-        As for `kfac_core.Batch`.
+        See `kfac_core.Batch`.
     mask : array of bool, shape (N, ...), optional
         Likewise.
     grad_shape : tuple of int
@@ -41,7 +41,7 @@ class LayerCall:
     Attributes
     ----------
     output_grads : list of array
-        Of one source each, in float32 or wider.
+        Output gradients of one source each, in float32 or wider.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LayerCall:
 def batches_of_calls(
     calls: Iterable[LayerCall], /, *, rows: int, scale: float = 1.0
 ) -> dict[str, Batch]:
-    """Return what each block's calls saw, as one batch a block.
+    """Return one batch per block from its recorded calls.
 
     Parameters
     ----------

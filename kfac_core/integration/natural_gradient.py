@@ -1,4 +1,4 @@
-"""An estimator on a schedule of steps: gradients in, natural gradients out.
+"""Natural gradients from an estimator, on a schedule of steps.
 
 What a shim of any framework does between its backward pass and its optimizer, without the
 framework.
@@ -26,7 +26,7 @@ __all__ = ["NaturalGradient"]
 
 
 class NaturalGradient:
-    """Turns gradients into natural gradients, step after step.
+    """Natural gradients, step by step.
 
     Parameters
     ----------
@@ -74,26 +74,27 @@ class NaturalGradient:
         *,
         rows: int,
     ) -> dict[str, dict[str, Any]]:
-        """Take a step: feed what is due, refresh where it is due, and precondition.
+        """Take a step: update and refresh if due, and precondition.
 
         Parameters
         ----------
         gradients : mapping of str to mapping of str to array
-            By block and parameter, in the layers' layout; blocks may be left out.
+            Gradients by block and parameter, in the layers' layout; blocks may be left out.
         calls : iterable of LayerCall
-            What the layers saw, and the sources that came back.
+            Inputs of the layers, and the output gradients.
         rows : int
             R; 0 where nothing was observed.
 
         Returns
         -------
         dict of str to dict of str to array
-            Of the loss's mean over rows, for those blocks that have an operator.
+            Natural gradient of the loss's mean over rows, for those blocks that have an
+            operator.
 
         Raises
         ------
         NotReadyError
-            Where nothing was observed, or no output gradient came back when due.
+            If nothing was observed, or no output gradient came back when due.
         NotFiniteError
             For a gradient or a row that is not finite; nothing has changed then.
         KFACError
@@ -101,7 +102,7 @@ class NaturalGradient:
 
         Notes
         -----
-        The gradients are looked at in one transfer from the device.
+        The gradients are checked in one transfer from the device.
         """
         batches = self._batches(calls, rows)
         if not rows or (self.wants_statistics and not batches):
@@ -127,16 +128,16 @@ class NaturalGradient:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a run needs to go on: the steps, and the estimator's state."""
+        """Return the state needed to resume: the steps, and the estimator's state."""
         return {"steps": self.steps, "estimator": self.estimator.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take over a state that `state_dict` made.
+        """Restore a state that `state_dict` returned.
 
         Raises
         ------
         StateError
-            Where anything does not fit; nothing was changed then.
+            If anything does not fit; nothing was changed then.
         """
         if type(state.get("steps")) is not int:
             raise StateError(f"Expected a number of `steps` in {[*state]}.")

@@ -1,4 +1,4 @@
-"""Which block each use of a layer belongs to, and where its parameters stand.
+"""The block of each use of a layer, and the place of its parameters.
 
 Conventions.  A framework that follows its own computation meets uses of layers one after
 the other, and has its parameters in a list.  A use is known by its layer and its *slots*,
@@ -31,14 +31,14 @@ Use: TypeAlias = tuple[str, Layer, Mapping[str, int]]
 
 
 def usual_approximation(name: str, layer: Layer, /) -> Any:
-    """Return what a layer has where nobody chose.
+    """Return the default approximation of a layer.
 
     Parameters
     ----------
     name : str
-        Not read.
+        Ignored.
     layer : Layer
-        Of any kind.
+        Layer of any kind.
 
     Returns
     -------
@@ -64,7 +64,7 @@ class Recorder:
     Attributes
     ----------
     uses : list of Use
-        What was met.
+        Observed uses.
     seen : list of tuple of array
         The inputs, mask (or None) and outputs of each.
     """
@@ -88,7 +88,7 @@ class Recorder:
         y: Any,
         mask: Any = None,
     ) -> Any:
-        """Write a use down, and return its outputs, to which zeros may be added.
+        """Record a use, and return its outputs, to which zeros may be added.
 
         Parameters
         ----------
@@ -100,7 +100,7 @@ class Recorder:
         Returns
         -------
         array
-            Equal to `y`.
+            Array equal to `y`.
 
         Raises
         ------
@@ -124,12 +124,12 @@ class Recorder:
 
 @structure(static=("reduction", "sources"))
 class Captured:
-    """What the blocks of a network saw in one batch.
+    """Batches of a network's blocks.
 
     Attributes
     ----------
     batches : dict of str to Batch or tuple of Batch
-        As `Estimator.update` takes them.
+        Batches to pass to `Estimator.update`.
     reduction : {"sum", "mean", "mean_rows"}
         The reduction of the loss that the output gradients are of.
     sources : {"sum", "mean"} or None
@@ -142,12 +142,12 @@ class Captured:
 
 
 class Wiring:
-    """The blocks of a network whose layers' uses were met.
+    """The blocks of a network, from the observed uses of its layers.
 
     Parameters
     ----------
     uses : sequence of Use
-        In the order in which they were met.
+        Uses in the order in which they were observed.
     leaves : mapping of str to tuple of int
         Each parameter's name and shape, in order.
     approximation : callable
@@ -158,7 +158,7 @@ class Wiring:
     Attributes
     ----------
     blocks : dict of str to Block
-        By the name of the first use.
+        Blocks by name of the first use.
 
     Raises
     ------
@@ -213,7 +213,7 @@ class Wiring:
         Raises
         ------
         ConventionError
-            Where a block has no use.
+            If a block has no use.
         """
         names = [self._names.get(_key(use)) for use in uses]
         unused = [name for name in self.blocks if name not in names]
@@ -231,12 +231,12 @@ class Wiring:
         reduction: LossReduction | None = None,
         made: SourceVectors | None = None,
     ) -> Captured:
-        """Return what the blocks saw, of what each use did.
+        """Return the batches of blocks from those of each use.
 
         Parameters
         ----------
         uses : sequence of Use
-            Those that are left out, too.
+            All uses, including those that are left out.
         seen : sequence of pairs
             The inputs and the mask (or None) of each use.
         grads : sequence of array
@@ -250,7 +250,7 @@ class Wiring:
         Returns
         -------
         Captured
-            Of every block.
+            Results of every block.
 
         Raises
         ------

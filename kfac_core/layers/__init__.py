@@ -1,4 +1,4 @@
-"""Layers as geometry: shapes, layouts, and what a framework has at hand as rows.
+"""Layers as geometry: shapes, layouts, and batches of a framework as rows.
 
 Here are the forms of rows that an approximation's `updated` is given; the layers
 themselves are names of `kfac_core`.

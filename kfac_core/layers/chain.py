@@ -127,7 +127,7 @@ class Chain:
         Parameters
         ----------
         batches : mapping of str to Batch
-            By layer; never modified.
+            Batches by layer; not modified.
 
         Returns
         -------
@@ -143,7 +143,7 @@ class Chain:
         ShapeError
             For shared positions, or examples and sources that differ between layers.
         KFACError
-            As `Dense.rows`.
+            See `Dense.rows`.
         """
         if set(batches) != set(self.names):
             raise UnknownBlockError(
@@ -183,12 +183,12 @@ class Chain:
         Returns
         -------
         array, shape (p, 1)
-            The column.
+            Column.
 
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            For parameters that do not fit.
+            For parameters of incompatible shape, dtype, library or device.
         """
         require_parameters(parameters, self.parameter_shapes)
         dtypes = {name: str(x.dtype) for name, x in parameters.items()}

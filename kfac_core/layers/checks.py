@@ -1,4 +1,4 @@
-"""What layers check in common: parameters and masks."""
+"""Checks of parameters and masks that all layers share."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def require_parameters(
     Parameters
     ----------
     parameters : mapping of str to array
-        What somebody gave.
+        Given parameters.
     shapes : mapping of str to tuple of int
         What is expected.
 
     Returns
     -------
     namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For parameters that do not fit.
+        For parameters of incompatible shape, dtype, library or device.
     """
     if set(parameters) != set(shapes):
         raise ShapeError(
@@ -54,7 +54,7 @@ def require_mask(mask: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Arr
     lead : tuple of int
         The shape that is expected, ``(N, *shared)``.
     xp : namespace
-        Of the mask.
+        Array API namespace of the mask.
 
     Returns
     -------

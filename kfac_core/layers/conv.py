@@ -12,8 +12,8 @@ With Q > 1 groups, group q owns the input channels ``q c`` to ``(q + 1) c`` and 
 channels ``q m`` to ``(q + 1) m``, ``m = out_channels / Q``; its rows are its own, and the
 arrays of `Rows` have a leading axis of groups.  Depthwise is ``Q = in_channels``.
 
-A part of a batch (`Conv.row_chunks`, or chosen rows) drops x and g of the other rows
-alike.  Means over rows need no rescaling: A and G of chosen rows estimate those of the
+A part of a batch (`Conv.row_chunks`, or selected rows) drops x and g of the other rows
+alike.  Means over rows need no rescaling: A and G of selected rows estimate those of the
 batch.  What is no mean over rows does not: the S of ``S A (x) G``, and the N of a mean
 loss, are those of the whole batch.  A statistic of an example's summed ``x g^T`` stays
 right only where all positions of its examples are there.
@@ -68,26 +68,32 @@ _Seen: TypeAlias = tuple[Array, Array, Array | None, Namespace]
 
 @dataclass(frozen=True, kw_only=True)
 class Conv:
-    """A convolution's geometry; sequences are kept as tuples.
+    """A convolution in any number of spatial axes: a dense layer on patches.
+
+    The block's matrix has shape ``(K c (+1), out)`` with ``K = prod(kernel_size)`` and
+    ``c = in_channels / groups``: kernel positions before channels, the bias as its last
+    row.  There is one row for each output position.
 
     Parameters
     ----------
     in_channels, out_channels : int
-        At least 1.
+        Numbers of channels, at least 1.
     kernel_size : sequence of int
         One size for each of the d spatial axes.
     strides, dilation : sequence of int, optional
-        One for each spatial axis; all 1 where left out.
+        One for each spatial axis; all 1 by default.
     padding : {"same", "valid"} or sequence of pairs
         A rule, or the zeros ``(lo, hi)`` of each spatial axis.
     groups : int
         Q, which divides both numbers of channels.
     bias : bool
-        Whether there is one.
+        Whether the layer has a bias.
     weight_layout : {"spatial_io", "oi_spatial"}
-        The order of the weight's axes; see the module's conventions.
+        ``"spatial_io"`` for weights ``(*kernel_size, c, out)`` (JAX, Keras),
+        ``"oi_spatial"`` for ``(out, c, *kernel_size)`` (PyTorch), with
+        ``c = in_channels / groups``.
     data_layout : {"channels_last", "channels_first"}
-        Where inputs and output gradients have their channels.
+        Position of the channels in inputs and output gradients.
 
     Raises
     ------
@@ -166,13 +172,13 @@ class Conv:
         batch : Batch
             Inputs ``(N, *spatial, C)`` or ``(N, C, *spatial)``, output gradients
             likewise after an axis of sources, a mask ``(N, *out_spatial)``, and the
-            chosen rows, if only some are to be made; see the module's conventions for
+            selected rows, if only some are to be made; see the module's conventions for
             what their statistics are.
 
         Returns
         -------
         Rows
-            Of N examples with S positions, or R with P; with a leading axis of groups
+            Rows of N examples with S positions, or R with P; with a leading axis of groups
             where there are several.
 
         Raises
@@ -189,9 +195,9 @@ class Conv:
         No flops; ``N S K C`` numbers, a second time where rows are masked.
         """
         seen = self._seen(batch)
-        if batch.chosen is None:
+        if batch.row_indices is None:
             return self._all_rows(seen, slice(None))
-        return self._chosen_rows(seen, batch.chosen)
+        return self._rows_at(seen, batch.row_indices)
 
     def row_chunks(self, batch: Batch, /, *, max_patch_elements: int) -> Iterator[Rows]:
         """Yield the rows of successive examples, few enough to fit a budget.
@@ -199,7 +205,7 @@ class Conv:
         Parameters
         ----------
         batch : Batch
-            As for `rows`.
+            See `rows`.
         max_patch_elements : int
             How many numbers the patches of one chunk, all channels together, may hold.
 
@@ -211,15 +217,16 @@ class Conv:
         Raises
         ------
         ShapeError
-            Where one example exceeds the budget; otherwise as `rows`, at once.
+            If one example exceeds the budget; otherwise as `rows`, at once.
 
         Notes
         -----
         A loop's variable keeps its chunk while the next is made: delete it at the end of
         the loop's body, or two are held.  Masking makes a chunk twice for a moment.
         """
-        seen, chosen = self._seen(batch), batch.chosen
-        examples, positions = seen[1].shape[-3:-1] if chosen is None else chosen.shape
+        seen, row_indices = self._seen(batch), batch.row_indices
+        shape = seen[1].shape[-3:-1] if row_indices is None else row_indices.shape
+        examples, positions = shape
         one = positions * self._patch_size * self.groups
         if one > max_patch_elements:
             raise ShapeError(
@@ -230,9 +237,9 @@ class Conv:
         step = max_patch_elements // one
         starts = range(0, examples, step)
         parts = (slice(i, min(i + step, examples)) for i in starts)
-        if chosen is None:
+        if row_indices is None:
             return (self._all_rows(seen, part) for part in parts)
-        return (self._chosen_rows(seen, chosen[part]) for part in parts)
+        return (self._rows_at(seen, row_indices[part]) for part in parts)
 
     def pixel_rows(self, batch: Batch, /) -> PixelRows:
         """Turn what the layer saw into its pixels and output gradients.
@@ -240,7 +247,7 @@ class Conv:
         Parameters
         ----------
         batch : Batch
-            As for `rows`; never modified.
+            See `rows`; not modified.
 
         Returns
         -------
@@ -251,7 +258,7 @@ class Conv:
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            For arrays that do not fit.
+            For arrays of incompatible shape, dtype, library or device.
         UnsupportedError
             For a convolution with groups.
         """
@@ -367,24 +374,29 @@ class Conv:
         rows = self._masked(x, g, None if mask is None else mask[part, :], xp)
         return rows if part == slice(None) else self._of_batch(rows, seen)
 
-    def _chosen_rows(self, seen: _Seen, chosen: Index) -> Rows:
-        """Return the chosen rows."""
+    def _rows_at(self, seen: _Seen, row_indices: Index) -> Rows:
+        """Return the rows at these indices."""
         x, g, mask, xp = seen
         number = math.prod(g.shape[-3:-1])
-        if chosen.ndim != 2 or chosen.min() < 0 or chosen.max() >= number:
+        if (
+            row_indices.ndim != 2
+            or row_indices.min() < 0
+            or row_indices.max() >= number
+        ):
             raise ShapeError(
-                f"Expected `chosen` to be numbers of rows below {number}, of shape (R, P), "
-                f"got shape {chosen.shape} with entries up to {chosen.max()}."
+                f"Expected `row_indices` to be numbers of rows below {number}, of shape "
+                f"(R, P), got shape {row_indices.shape} with entries up to "
+                f"{row_indices.max()}."
             )
-        x = extract_patches_at(x, chosen, **self._window, xp=xp)
+        x = extract_patches_at(x, row_indices, **self._window, xp=xp)
         flat = xp.reshape(g, (*g.shape[:-3], -1, g.shape[-1]))
-        g = take_rows(flat, chosen, xp=xp)
-        g = xp.reshape(g, (*flat.shape[:-2], *chosen.shape, -1))
+        g = take_rows(flat, row_indices, xp=xp)
+        g = xp.reshape(g, (*flat.shape[:-2], *row_indices.shape, -1))
         if mask is not None:
-            mask = take_rows(xp.reshape(mask, (-1, 1)), chosen, xp=xp)
-            mask = xp.reshape(mask, chosen.shape)
+            mask = take_rows(xp.reshape(mask, (-1, 1)), row_indices, xp=xp)
+            mask = xp.reshape(mask, row_indices.shape)
         rows = self._masked(x, g, mask, xp)
-        partial = chosen.shape[1] < seen[1].shape[-2]
+        partial = row_indices.shape[1] < seen[1].shape[-2]
         return replaced(self._of_batch(rows, seen), partial=partial)
 
     def _of_batch(self, rows: Rows, seen: _Seen) -> Rows:

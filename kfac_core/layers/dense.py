@@ -28,16 +28,19 @@ WeightLayout = Literal["io", "oi"]
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """A dense layer's geometry.
+    """A dense layer, ``y = x W + b``, with any number of shared axes.
+
+    The block's matrix has shape ``(in(+1), out)``, with the bias as its last row.
 
     Parameters
     ----------
     in_features, out_features : int
         The widths, at least 1.
     bias : bool
-        Whether there is one.
+        Whether the layer has a bias.
     weight_layout : {"io", "oi"}
-        The order of the weight's axes; see the module's conventions.
+        ``"io"`` for weights ``(in, out)`` (JAX, Keras), ``"oi"`` for ``(out, in)``
+        (PyTorch).
 
     Raises
     ------
@@ -86,7 +89,7 @@ class Dense:
         Parameters
         ----------
         batch : Batch
-            Arrays of one library on one device, in any layout; never modified.
+            Arrays of one library on one device, in any layout; not modified.
         stack : tuple of int
             The shape of leading axes that both arrays have in common: what as many equal
             layers saw, without masks.
@@ -145,7 +148,7 @@ class Dense:
         ShapeError
             For missing, unknown or misshapen parameters.
         DtypeError
-            For integers.
+            For integer arrays.
         MixedArraysError
             For arrays of several libraries or devices.
         """
@@ -168,7 +171,7 @@ class Dense:
         Parameters
         ----------
         matrix : array, shape (in(+1), out)
-            As `parameters_to_matrix` gives it.
+            Matrix from `parameters_to_matrix`.
         stack : tuple of int
             The shape of leading axes of a stack of matrices.
 

@@ -78,7 +78,7 @@ class Embedding:
         Parameters
         ----------
         batch : Batch
-            Never modified.
+            Batch of the layer; not modified.
 
         Returns
         -------

@@ -27,7 +27,7 @@ class GradientBatch:
         The gradients of the loss, added up (or averaged, as `Conventions.loss` says)
         over the batch; with a leading axis of length M where there are sources.
     batch_size : int
-        N.
+        Number of examples ``N``.
     sources : int, optional
         M; None where the gradients have no such axis.
     """
@@ -51,9 +51,9 @@ class ExampleGradients:
     gradients : array, shape (K, p)
         The v.
     examples : int
-        N.
+        Number of examples ``N``.
     sources : int
-        M.
+        Number of backpropagated vectors ``M``.
     """
 
     gradients: Array

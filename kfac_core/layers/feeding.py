@@ -1,4 +1,4 @@
-"""What is done with batches at the estimator's door."""
+"""Preparation of batches: detaching, and checks of their status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["detached", "detached_array", "require_finite_rows"]
 
 
 _WITHOUT_GRAPHS: set[type[Any]] = {type(None), int, str, bool}
-"""Types of which it is known that nothing of them hangs on a gradient graph."""
+"""Types that never belong to a gradient graph."""
 
 
 def detached(batch: Any, /) -> Any:
@@ -24,12 +24,12 @@ def detached(batch: Any, /) -> Any:
     Parameters
     ----------
     batch : Batch, GradientBatch, sequence of Batch or dict of str to Batch
-        What was fed.
+        Batch that was fed.
 
     Returns
     -------
     object
-        Of the same form.
+        Batch of the same form.
     """
     if isinstance(batch, list | tuple):
         return tuple([detached(use) for use in batch])
@@ -42,11 +42,11 @@ def detached(batch: Any, /) -> Any:
 
 
 def detached_array(x: Array, /) -> Array:
-    """Return an array without its gradient graph; anything else as it is."""
+    """Return an array detached from its gradient graph; other values unchanged."""
     try:
         xp = own_namespace(x)
     except TypeError:
-        return x  # Not an array; whoever takes it says so, with its name.
+        return x  # Not an array: validated later, where its name is known.
     detach = backend_of(xp).detach
     if getattr(detach, "__func__", None) is GenericBackend.detach:
         _WITHOUT_GRAPHS.add(type(x))
@@ -59,7 +59,7 @@ def require_finite_rows(statuses: Mapping[str, Array], /) -> None:
     Parameters
     ----------
     statuses : mapping of str to array
-        By block, as an update left them.
+        Statuses of the last update, by block.
 
     Raises
     ------

@@ -20,19 +20,19 @@ def flatten_parameters(
     Parameters
     ----------
     parameters : mapping of str to array
-        Of exactly these names and shapes.
+        Arrays with exactly these names and shapes.
     shapes : mapping of str to tuple of int
         What is expected.
 
     Returns
     -------
     array, shape (p, 1)
-        The column.
+        Column.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For parameters that do not fit.
+        For parameters of incompatible shape, dtype, library or device.
     """
     xp = require_parameters(parameters, shapes)
     return xp.concat([xp.reshape(parameters[name], (-1, 1)) for name in shapes], axis=0)
@@ -48,12 +48,12 @@ def unflatten_parameters(
     matrix : array, shape (p, 1)
         The column.
     shapes : mapping of str to tuple of int
-        What it is made of.
+        Parts of it.
 
     Returns
     -------
     dict of str to array
-        By name.
+        Arrays by name.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The homogeneous coordinate: a bias as one more row of the weight.
+"""The homogeneous coordinate: the bias as an additional row of the weight.
 
 Conventions.  A layer ``y = W^T x + b`` is ``y = V^T (x, 1)`` with the block's matrix
 ``V = (W; b)`` of shape ``(in + 1, out)``, the bias its last row.  The 1 that is appended
@@ -31,9 +31,9 @@ def homogeneous_coordinate(
     mask : array of bool, shape (N, S), or None
         The rows that count; all, where there is none.
     dtype : dtype
-        Of the result.
+        Dtype of the result.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -58,13 +58,13 @@ def join_bias(
     Parameters
     ----------
     weight : array, shape (..., in, out), or (..., out, in) where `transposed`
-        As it lies in memory: a transposed copy takes twenty times as long.
+        Weight as stored: a transposed copy takes twenty times as long.
     bias : array, shape (..., out), or None
         None where the layer has none.
     transposed : bool
         Whether the outputs stand first.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def split_bias(matrix: Array, features: int, /) -> tuple[Array, Array | None]:
     Parameters
     ----------
     matrix : array, shape (..., in(+1), out)
-        As `join_bias` gives it.
+        Matrix from `join_bias`.
     features : int
         The number ``in`` of rows that are the weight's.
 

@@ -30,7 +30,7 @@ class IdRows:
     mask : array of bool, shape (N, S), or None
         The rows that count; of one column for bags.
     size : int
-        V.
+        Vocabulary size ``V``.
     bag : bool
         Whether the k ids of an example make one row.
     binary : bool
@@ -48,17 +48,17 @@ class IdRows:
 
     @property
     def examples(self) -> int:
-        """N."""
+        """Number of examples N."""
         return int(self.output_grads.shape[1])
 
     @property
     def positions(self) -> int:
-        """S."""
+        """Number of shared positions S."""
         return int(self.output_grads.shape[2])
 
     @property
     def sources(self) -> int:
-        """M."""
+        """Number of backpropagated vectors M."""
         return int(self.output_grads.shape[0])
 
     @property
@@ -67,7 +67,7 @@ class IdRows:
         return self.output_grads
 
     def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of rows that count: an int, or 0-d where masked."""
+        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
         if self.mask is None:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))

@@ -1,4 +1,4 @@
-"""What every layer offers: shapes, rows, and parameters as one matrix."""
+"""The interface of layers: shapes, rows, and parameters as one matrix."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ def stack_to_matrices(layer: Layer, stack: Mapping[str, Array], /) -> Array:
     Parameters
     ----------
     layer : Layer
-        Of which the layout is read.
+        Layer whose layout is used.
     stack : mapping of str to array, shapes (*lead, *parameter shape)
-        The layer's parameters by name; never modified.
+        The layer's parameters by name; not modified.
 
     Returns
     -------
@@ -73,14 +73,14 @@ def matrices_to_stack(layer: Layer, matrices: Array, /) -> dict[str, Array]:
     Parameters
     ----------
     layer : Layer
-        Of which the layout is read.
+        Layer whose layout is used.
     matrices : array, shape (*lead, in(+1), out)
-        As `stack_to_matrices` gives them.
+        Matrices from `stack_to_matrices`.
 
     Returns
     -------
     dict of str to array, shapes (*lead, *parameter shape)
-        By name.
+        Arrays by name.
 
     Raises
     ------

@@ -24,7 +24,7 @@ __all__ = ["Parameters"]
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """The geometry of arrays that nobody described as a layer.
+    """Geometry of arrays that belong to no known layer.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Parameters:
         Parameters
         ----------
         batch : GradientBatch
-            Never modified.
+            Batch of the layer; not modified.
 
         Returns
         -------
@@ -81,7 +81,7 @@ class Parameters:
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            For gradients that do not fit.
+            For gradients of incompatible shape, dtype, library or device.
         UnsupportedError
             For a `Batch` of inputs and output gradients.
         """

@@ -1,8 +1,8 @@
-"""What a framework feeds (`Batch`), and the form that statistics read (`Rows`).
+"""Batches from a framework (`Batch`), and the rows that statistics read (`Rows`).
 
 Conventions.  N examples; S shared positions in each (time steps, tokens, pixels) at
 which the layer's weights are used again, 1 where nothing is shared; M sources, the
-vectors back-propagated for one and the same batch.  A mask is True for rows that count.
+vectors backpropagated for one batch.  A mask is True for rows that count.
 Rows that do not count are zero, the homogeneous coordinate included, whatever a
 framework's padding held.  A layer made of Q independent groups (a grouped convolution)
 has a leading axis of length Q in the rows; other layers have none.
@@ -48,28 +48,29 @@ WeightSharing = Literal["expand", "reduce"]
 
 @structure(static=("sources",))
 class Batch:
-    """What one layer saw in one batch.
+    """Inputs and output gradients of one layer in one batch.
 
     Parameters
     ----------
     inputs : array, shape (N, ..., features in)
-        The layer's inputs; the axes between are the shared ones.
+        Inputs of the layer; the axes between first and last are shared positions.
     output_grads : array, shape (N, ..., features out) or (M, N, ..., features out)
-        The vectors back-propagated to the layer's outputs, one for each example.
+        Vectors backpropagated to the layer's outputs, one for each example.
     mask : array of bool, shape (N, ...), optional
-        False for rows (padding) that count as absent.
+        False for rows to ignore (padding).
     sources : int, optional
-        M, where `output_grads` has a leading axis of sources; None where it has none.
-    chosen : numpy.ndarray of int, shape (R, P), optional
-        For a convolution: the rows that alone are made of the batch, as
-        `kfac_core.layers.choose_patches` draws them.
+        Number M of backpropagated vectors, if `output_grads` has a leading axis of them;
+        else None.
+    row_indices : numpy.ndarray of int, shape (R, P), optional
+        For a convolution: indices of the only rows to use, from
+        `kfac_core.layers.choose_patches`.
     """
 
     inputs: Array
     output_grads: Array
     mask: Array | None = None
     sources: int | None = None
-    chosen: Any = None
+    row_indices: Any = None
 
     @property
     def like(self) -> Array:
@@ -86,7 +87,7 @@ class Rows:
     inputs : array, shape ((Q,) N, S, n)
         The x, without their homogeneous coordinate; zero where masked.
     output_grads : array, shape ((Q,) M, N, S, m)
-        The g; likewise.
+        The g; zero where masked.
     mask : array of bool, shape (N, S), or None
         The rows that count.
     homogeneous : bool
@@ -109,17 +110,17 @@ class Rows:
 
     @property
     def examples(self) -> int:
-        """N."""
+        """Number of examples N."""
         return int(self.inputs.shape[-3])
 
     @property
     def positions(self) -> int:
-        """S."""
+        """Number of shared positions S."""
         return int(self.inputs.shape[-2])
 
     @property
     def sources(self) -> int:
-        """M."""
+        """Number of backpropagated vectors M."""
         return int(self.output_grads.shape[-4])
 
     @property
@@ -128,7 +129,7 @@ class Rows:
         return self.inputs
 
     def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of rows that count: an int, or 0-d where masked."""
+        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
         if self.mask is None:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
@@ -144,9 +145,9 @@ class Rows:
             Whether each position is a row; or each example, with the mean of its x and
             the sum of its g.
         dtype : dtype
-            Of the result.
+            Dtype of the result.
         xp : namespace
-            Of the rows.
+            Array API namespace of the rows.
 
         Returns
         -------
@@ -160,7 +161,7 @@ class Rows:
         Raises
         ------
         UnsupportedError
-            Where positions are missing that would be reduced.
+            If positions are missing that would be reduced.
 
         References
         ----------
@@ -180,11 +181,11 @@ class Rows:
         return mean, tail if self.homogeneous else None, g
 
     def require_all_positions(self) -> None:
-        """Raise `UnsupportedError` where an example's sum over positions is not at hand."""
+        """Raise `UnsupportedError` if an example's sum over positions is not at hand."""
         if self.partial:
             raise UnsupportedError(
-                "Only some positions of each example were chosen, but this statistic sums "
-                "over all of them. Choose whole examples, or take Kronecker() with "
+                "Only some positions of each example were selected, but this statistic "
+                "sums over all of them. Choose whole examples, or take Kronecker() with "
                 "sharing='expand'."
             )
 
@@ -229,9 +230,9 @@ class Rows:
         input_basis, output_basis : array, shapes ((Q,) n, n) and ((Q,) m, m), or None
             Orthogonal matrices; None leaves a side as it is.
         dtype : dtype
-            Of the result.
+            Dtype of the result.
         xp : namespace
-            Of all arrays.
+            Array API namespace of the arrays.
 
         Returns
         -------
@@ -326,11 +327,11 @@ class Rows:
 
 
 def require_no_choice(batch: Batch, /) -> None:
-    """Raise `UnsupportedError` for chosen rows, which only a convolution has."""
-    if batch.chosen is not None:
+    """Raise `UnsupportedError` for `row_indices`, which only a convolution has."""
+    if batch.row_indices is not None:
         raise UnsupportedError(
-            "Expected no `chosen` rows: only a convolution makes rows that can be chosen. "
-            "Slice the arrays instead."
+            "Expected no `row_indices`: only a convolution makes rows that can be "
+            "selected. Slice the arrays instead."
         )
 
 
@@ -340,7 +341,7 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     Parameters
     ----------
     uses : sequence of Rows
-        Of the same examples and sources.
+        Rows of the same examples and sources.
 
     Returns
     -------
@@ -350,7 +351,7 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
     Raises
     ------
     ShapeError
-        Where examples or sources differ.
+        If examples or sources differ.
     """
     first = uses[0]
     for use in uses:
@@ -405,17 +406,17 @@ class PixelRows:
 
     @property
     def examples(self) -> int:
-        """N."""
+        """Number of examples N."""
         return int(self.pixels.shape[0])
 
     @property
     def positions(self) -> int:
-        """S."""
+        """Number of shared positions S."""
         return int(self.output_grads.shape[-2])
 
     @property
     def sources(self) -> int:
-        """M."""
+        """Number of backpropagated vectors M."""
         return int(self.output_grads.shape[0])
 
     @property
@@ -424,7 +425,7 @@ class PixelRows:
         return self.pixels
 
     def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of rows that count: an int, or 0-d where masked."""
+        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
         if self.mask is None:
             return self.examples * self.positions
         return xp.sum(xp.astype(self.mask, dtype))
@@ -470,7 +471,7 @@ def require_finite(status: int, /, *, name: str) -> None:
     Raises
     ------
     NotFiniteError, IdRangeError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
     """
     flags = Status(status)
     if Status.IDS_OUT_OF_RANGE in flags:

@@ -34,7 +34,7 @@ class ScaleShift:
     Raises
     ------
     ShapeError
-        Where both are missing, or a length is below 1.
+        If both are missing, or a length is below 1.
     """
 
     scale_shape: tuple[int, ...] | None
@@ -84,7 +84,7 @@ class ScaleShift:
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            For arrays that do not fit.
+            For arrays of incompatible shape, dtype, library or device.
         """
         require_no_choice(batch)
         x, g = batch.inputs, batch.output_grads

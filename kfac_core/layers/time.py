@@ -31,9 +31,9 @@ def unfold_time(x: Array, /, *, steps: int, folding: Folding) -> Array:
     x : array, shape (T N, ...)
         The folded array.
     steps : int
-        T.
+        Number of time steps ``T``.
     folding : {"time_major", "batch_major"}
-        In which order it was folded.
+        Order in which the axes were folded.
 
     Returns
     -------
@@ -43,7 +43,7 @@ def unfold_time(x: Array, /, *, steps: int, folding: Folding) -> Array:
     Raises
     ------
     ShapeError
-        Where T does not divide the first axis.
+        If T does not divide the first axis.
     ConventionError
         For an unknown order.
     """
@@ -82,7 +82,7 @@ def steps_of(batch: Batch, /, *, mask_axes: int) -> tuple[Batch, ...]:
     Raises
     ------
     ShapeError
-        Where the axes of time differ.
+        If the axes of time differ.
     """
     x, g, mask = batch.inputs, batch.output_grads, batch.mask
     xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})

@@ -17,26 +17,26 @@ def whole_rows(layer: Layer, fed: Any, /) -> Any:
     Parameters
     ----------
     layer : Layer
-        Of any kind that has inputs.
+        Layer of any kind that has inputs.
     fed : Batch, or sequence of Batch
         A sequence is several uses of the layer in each example.
 
     Returns
     -------
     Rows, IdRows or ExampleGradients
-        Of N examples.
+        Rows of N examples.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For arrays that do not fit.
+        For arrays of incompatible shape, dtype, library or device.
     UnsupportedError
-        For several uses of a layer without rows x and g, and for chosen rows.
+        For several uses of a layer without rows x and g, and for `row_indices`.
     """
     uses = list(fed) if isinstance(fed, list | tuple) else [fed]
-    if not uses or any(getattr(use, "chosen", None) is not None for use in uses):
+    if not uses or any(getattr(use, "row_indices", None) is not None for use in uses):
         raise UnsupportedError(
-            "Expected at least one `Batch`, without `chosen` rows: the gradient of an "
+            "Expected at least one `Batch`, without `row_indices`: the gradient of an "
             "example is a sum over all its positions."
         )
     rows = [layer.rows(use) for use in uses]

@@ -1,4 +1,4 @@
-"""Linear algebra on arrays, which knows nothing of curvature.
+"""Linear algebra on arrays, independent of curvature.
 
 Each operation is written once in the pure Array API standard; `dispatch` lets a
 backend put a native one in its place.  Here are the symmetric matrices that averages and

@@ -1,4 +1,4 @@
-"""Residuals: what a factorization is worth, for the price of O(n^2).
+"""Residual checks of factorizations, in O(n^2) operations.
 
 Conventions.  A residual is relative and is measured on one fixed, spread-out probe
 vector z, the same at every call: ``|X M z - z| / |z|`` for an inverse X of M.  For a
@@ -40,11 +40,11 @@ def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
     Parameters
     ----------
     n : int
-        Its length.
+        Length.
     dtype, device : dtype, device
-        Where and in which precision it is made.
+        Dtype and device of the result.
     xp : namespace
-        Of the library.
+        Array API namespace of the library.
 
     Returns
     -------
@@ -72,13 +72,13 @@ def inverse_residual(
     Parameters
     ----------
     inverse : SymmetricMatrix
-        X.
+        Inverse X.
     z : array, shape (n, 1)
         The probe vector.
     image : array, shape (..., n, 1)
-        ``M z``.
+        Product ``M z``.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -132,9 +132,9 @@ def constant(
     n : int
         The size.
     dtype, device : dtype, device
-        Where and in which precision it is made.
+        Dtype and device of the result.
     xp : namespace
-        Of the library.
+        Array API namespace of the library.
 
     Returns
     -------
@@ -153,16 +153,16 @@ _kept_probe = functools.lru_cache(maxsize=64)(_new_probe)
 
 @dispatched
 def relative_norm(error: Array, scale: Array, /, *, xp: Namespace) -> Array:
-    """Return ``|error| / |scale|``: 0 for 0/0, infinity where it is no number.
+    """Return ``|error| / |scale|``: 0 for 0/0, infinity for NaN.
 
     Parameters
     ----------
     error : array, shape (..., n, 1)
-        Columns.
+        Error columns.
     scale : array, shape (..., n, 1) or (n, 1)
         What they are measured by.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------

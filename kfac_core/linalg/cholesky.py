@@ -37,18 +37,18 @@ def damped_cholesky(
     Parameters
     ----------
     matrix : SymmetricMatrix
-        B, finite; never modified.
+        B, finite; not modified.
     shift : float or array, shape () or (...)
         What is added to the diagonal.
     factor : float or array, shape () or (...)
-        c.
+        Factor c.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     array, shape (..., n, n)
-        L, zero above the diagonal; see the module's conventions for a failure.
+        L, zero above the diagonal; NaN on and below it if M is not definite.
         ``n^3 / 3`` flops.
     """
     scaled = matrix.full()
@@ -94,7 +94,7 @@ def cholesky_inverse(
     overwrite : bool
         Whether its memory may become the inverse's; it is then not to be used again.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -118,9 +118,9 @@ def is_positive_factor(lower: Array, /, *, xp: Namespace) -> Array:
     Parameters
     ----------
     lower : array, shape (..., n, n)
-        As `damped_cholesky` left it.
+        Factor as returned by `damped_cholesky`.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------

@@ -39,9 +39,9 @@ def estimated_norm(
     like : array
         For the dtype and the device.
     shape : tuple of int
-        Of a vector.
+        Shape of a vector.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------

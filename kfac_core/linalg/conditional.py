@@ -1,4 +1,4 @@
-"""What is left of a layer's curvature when the next layer's is known.
+"""The curvature of a layer conditional on the next layer.
 
 Conventions.  ``A_i (x) G_i`` is the covariance of layer i, damped, ``A_x (x) G_x`` that
 between i and i + 1.  With Cholesky factors ``A_i = L_i L_i^T`` the correlation of the
@@ -46,7 +46,7 @@ class Link:
     Attributes
     ----------
     input, output : array, shapes (n_i, n_(i+1)) and (m_i, m_(i+1))
-        P_A and P_G.
+        Correlations P_A and P_G.
     """
 
     input: Array
@@ -69,15 +69,15 @@ class Conditional:
     Attributes
     ----------
     input_root, output_root : array, shapes (n, n) and (m, m)
-        K.
+        Roots K.
     input_dual, output_dual : array, of the same shapes
-        ``K^-T``.
+        Dual roots ``K^-T``.
     spectrum : array, shape (n, m)
         W, between 0 and 1.
     clipped : array, 0-d
         By how much a correlation was above 1.
     flags : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     """
 
     input_root: Array
@@ -128,23 +128,23 @@ def conditional(
     Parameters
     ----------
     input_root, output_root : Root
-        Of the damped moments of layer i, with the moments between the two layers,
+        Roots of the damped moments of layer i, with the moments between the two layers,
         shapes (n_i, n_(i+1)) and (m_i, m_(i+1)), as ``lagged``.
     next_input_root, next_output_root : Root
-        Of the damped moments of layer i + 1.
+        Roots of the damped moments of layer i + 1.
     xp : namespace
-        Of all arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     link : Link
-        Psi.
+        Transition Psi.
     conditional : Conditional
-        Sigma; trouble is in its flags.
+        Sigma; failures are in its flags.
 
     Notes
     -----
-    About ``13 n^3`` flops a side, and products with the moments; no value is looked at.
+    About ``13 n^3`` flops a side, and products with the moments; no value is read.
     """
     P_A, K_A, D_A, s_A, clipped_A, flags_A = _side(input_root, next_input_root, xp)
     P_G, K_G, D_G, s_G, clipped_G, flags_G = _side(output_root, next_output_root, xp)

@@ -2,10 +2,10 @@
 
 Conventions.  B is a running sum and c what makes an average of it, so that no copy of the
 average is ever made: factorizations multiply by c in the pass that adds the shift, products
-afterwards.  Each factorization is one formula that looks at no value, and is tried by
-`kfac_core.linalg.fallback.climb`; one residual, of what is applied afterwards, decides
-whether it is accepted.  ``M z`` for the residual's vector z is finite only where all of M
-is, and is the one guard before LAPACK.
+afterwards.  Each factorization is one formula that reads no value, and is tried by
+`kfac_core.linalg.fallback.with_fallbacks`; one residual, of what is applied afterwards,
+decides whether it is accepted.  ``M z`` for the residual's vector z is finite only where
+all of M is, and is the one guard before LAPACK.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
 from kfac_core.linalg.fallback import (
     Fallback,
-    climb,
     fallback_of,
     first_flag,
     guarded,
     untouched,
+    with_fallbacks,
 )
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 
@@ -55,9 +55,9 @@ class DampedMatrix:
     Attributes
     ----------
     matrix : SymmetricMatrix
-        B; never modified.
+        B; not modified.
     factor : array, shape () or (...)
-        c, positive.
+        Factor c, positive.
     shift : array, shape () or (...)
         Finite and >= 0.
     """
@@ -79,7 +79,7 @@ class DampedMatrix:
 
 
 Conditions = tuple[tuple[Array, Status], ...]
-"""What has to hold, each with the flag where it does not."""
+"""Conditions, each with the flag to set if it fails."""
 
 
 class _Probed(NamedTuple):
@@ -102,30 +102,30 @@ def cholesky_factor(
     Parameters
     ----------
     problem : DampedMatrix
-        M.
+        Matrix M.
     check : {"raise", "status"}
-        Whether to climb the fallback chain and raise, or to report.
+        Whether to use the fallback chain and raise, or to report.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
 
     Returns
     -------
     CholeskyFactor
-        In the dtype of M; NaN throughout where it failed.
+        Result in the dtype of M; NaN throughout where it failed.
 
     Raises
     ------
     NotFiniteError, DampingError
-        Where M holds NaN or infinity, or the shift is invalid (``check="raise"``).
+        If M holds NaN or infinity, or the shift is invalid (``check="raise"``).
     FactorizationError
-        Where nothing in the chain holds (``check="raise"``).
+        If nothing in the chain holds (``check="raise"``).
 
     Notes
     -----
     ``n^3 / 3`` flops.  ``check="raise"`` synchronizes with the device once.
     """
     xp = own_namespace(problem.matrix.array)
-    return climb(
+    return with_fallbacks(
         _attempt_cholesky, problem, _clipped_cholesky, check=check, name=name, xp=xp
     )
 
@@ -151,7 +151,7 @@ def damped_inverse(
     Returns
     -------
     Inverse
-        In the dtype of M; NaN throughout where M is not positive definite.
+        Result in the dtype of M; NaN throughout where M is not positive definite.
 
     Notes
     -----
@@ -161,7 +161,9 @@ def damped_inverse(
     if factor is not None and (check == "status" or not fallback_of(factor)):
         made = _attempt_inverse(problem, xp, factor.lower)
     options: Any = {"check": check, "name": name, "made": made, "xp": xp}
-    inverse: Inverse = climb(_attempt_inverse, problem, _clipped_inverse, **options)
+    inverse: Inverse = with_fallbacks(
+        _attempt_inverse, problem, _clipped_inverse, **options
+    )
     return inverse
 
 
@@ -176,7 +178,7 @@ def eigendecomposition(
     Returns
     -------
     Eigendecomposition
-        In the dtype of B; NaN throughout where B is not finite.
+        Result in the dtype of B; NaN throughout where B is not finite.
 
     Notes
     -----
@@ -185,7 +187,7 @@ def eigendecomposition(
     accurate than one by Cholesky.
     """
     xp = own_namespace(problem.matrix.array)
-    return climb(
+    return with_fallbacks(
         _attempt_eigen, problem, _no_eigendecomposition, check=check, name=name, xp=xp
     )
 
@@ -196,11 +198,11 @@ def problem_flags(problem: DampedMatrix, finite: Array, xp: Namespace, /) -> Con
     Parameters
     ----------
     problem : DampedMatrix
-        M.
+        Matrix M.
     finite : array of bool, shape (...)
         Whether ``M z`` is finite.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------

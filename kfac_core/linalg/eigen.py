@@ -23,16 +23,16 @@ def eigh(matrix: SymmetricMatrix, /, *, xp: Namespace) -> tuple[Array, Array]:
     Parameters
     ----------
     matrix : SymmetricMatrix
-        A, finite.
+        Matrix A, finite.
     xp : namespace
-        Of its array.
+        Array API namespace of the arrays.
 
     Returns
     -------
     eigenvalues : array, shape (..., n)
         Ascending; NaN where the library gave up.
     eigenvectors : array, shape (..., n, n)
-        In the columns; likewise.
+        Eigenvectors in the columns, in the same order.
 
     Notes
     -----

@@ -31,7 +31,7 @@ def gradient_gram(x: Array, g: Array, /, *, xp: Namespace) -> SymmetricMatrix:
     g : array, shape (K, S, m)
         The output gradients' rows, of the same dtype.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -64,9 +64,9 @@ def gradient_products(x: Array, g: Array, v: Array, /, *, xp: Namespace) -> Arra
     x, g : array, shapes (K, S, n) and (K, S, m)
         The rows.
     v : array, shape (n, m)
-        V.
+        Matrix V.
     xp : namespace
-        Of all.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -87,7 +87,7 @@ def combined_gradients(x: Array, g: Array, c: Array, /, *, xp: Namespace) -> Arr
     c : array, shape (K,)
         The coefficients.
     xp : namespace
-        Of all.
+        Array API namespace of the arrays.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What a fallback chain makes: factors, inverses and eigendecompositions.
+"""Results of a fallback chain: factors, inverses and eigendecompositions.
 
 Conventions.  Leading axes are a stack.  A ``residual`` is relative, measured as
 `kfac_core.linalg.certificate` says; a ``status`` holds `Status` flags; a ``fallback``
@@ -24,13 +24,13 @@ class CholeskyFactor:
     lower : array, shape (..., n, n)
         ``L L^T = M``.
     status : array of int32, shape (...)
-        Of `Status` flags.
+        `Status` flags.
     residual : array, shape (...)
         ``|L L^T z - M z| / |M z|`` for a fixed vector z.
     clipped : array, shape (...)
         The sum of the negative eigenvalues that were set to zero, in magnitude.
     fallback : array of int32, shape (...)
-        Of `kfac_core.linalg.fallback.Fallback`.
+        `kfac_core.linalg.fallback.Fallback` that was used.
     """
 
     lower: Array
@@ -47,11 +47,11 @@ class Inverse:
     Attributes
     ----------
     matrix : SymmetricMatrix
-        ``M^-1``.
+        Inverse ``M^-1``.
     residual : array, shape (...)
         ``|M^-1 M z - z| / |z|`` for a fixed vector z.
     status, clipped, fallback
-        As in `CholeskyFactor`.
+        See `CholeskyFactor`.
     """
 
     matrix: SymmetricMatrix
@@ -70,11 +70,11 @@ class Eigendecomposition:
     eigenvalues : array, shape (..., n)
         Ascending, negative ones set to zero.
     eigenvectors : array, shape (..., n, n)
-        In the columns.
+        Eigenvectors in the columns.
     residual : array, shape (...)
         See `kfac_core.linalg.certificate.eigen_residual`.
     status, clipped, fallback
-        As in `CholeskyFactor`.
+        See `CholeskyFactor`.
     """
 
     eigenvalues: Array

@@ -1,11 +1,11 @@
-"""The one fallback chain: working precision, float64, and what is left after that.
+"""The fallback chain: working precision, float64, then clipped eigenvalues.
 
 Conventions.  A *problem* is a structure of arrays, and an *attempt* is one formula that
 makes a factorization of it together with the flags of what went wrong, looking at no
 value.  With ``check="status"`` that is all.  With ``check="raise"`` the flags are read,
 once, and where one is set the chain goes on:
 
-1. the attempt in the dtype that was asked for;
+1. the attempt in the requested dtype;
 2. the same attempt in float64, where the device has it, cast back;
 3. what the factorization names as its last resort, such as an eigendecomposition with
    negative eigenvalues set to zero; or an error that says what to do.
@@ -27,7 +27,7 @@ from kfac_core.errors import DampingError, NotFiniteError
 
 __all__ = [
     "Fallback",
-    "climb",
+    "with_fallbacks",
     "fallback_of",
     "first_flag",
     "guarded",
@@ -41,10 +41,10 @@ M = TypeVar("M")
 
 
 class Fallback(IntEnum):
-    """By which step of the fallback chain a factorization was made."""
+    """The step of the fallback chain that produced a factorization."""
 
     WORKING = 0
-    """In the dtype that was asked for: none was needed."""
+    """The requested dtype: no fallback was needed."""
     FLOAT64 = 1
     """In float64, cast back."""
     EIGENDECOMPOSITION = 2
@@ -57,18 +57,18 @@ def fallback_of(made: Any, /) -> Fallback:
     Parameters
     ----------
     made : structure with a ``fallback``
-        Of a stack, the last that any matrix of it needed.
+        Factorization; of a stack, the last that any matrix of it needed.
 
     Returns
     -------
     Fallback
-        Whose name in small letters a report shows.
+        Fallback; reports show its name in lower case.
     """
     xp = own_namespace(made.fallback)
     return Fallback(int(xp.max(made.fallback)))
 
 
-def climb(
+def with_fallbacks(
     attempt: Callable[[P, Namespace], M],
     problem: P,
     last: Callable[[P, M, str, Namespace], M],
@@ -79,7 +79,7 @@ def climb(
     made: M | None = None,
     xp: Namespace,
 ) -> M:
-    """Return a factorization by the first step of the chain that gives one.
+    """Return a factorization from the first step of the fallback chain that succeeds.
 
     Parameters
     ----------
@@ -87,23 +87,23 @@ def climb(
         Takes a problem and a namespace; returns a structure with the fields ``status`` and
         ``fallback``, arrays of int32 of the shape of the stack.
     problem : structure
-        What is factorized; all floating arrays are of one dtype.
+        Problem to factorize; all floating-point arrays have one dtype.
     last : callable
-        The last resort: takes the problem in the widest dtype, what the attempt made of it,
-        the name and the namespace; raises where it fails too.
+        Last step: takes the problem in the widest dtype, the failed attempt, the name and
+        the namespace; raises if it fails.
     check : {"raise", "status"}
-        Whether to climb and raise, or to return the first attempt with its flags.
+        Whether to use fallbacks and raise, or to return the first attempt with its flags.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
     made : structure, optional
-        The first attempt, where it was made already.
+        First attempt, if already computed.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     structure
-        In the dtype of the problem.
+        Factorization in the dtype of the problem.
 
     Raises
     ------
@@ -127,14 +127,14 @@ def climb(
 
 
 def raise_invalid(flags: Status, name: str, /) -> None:
-    """Raise for a problem that holds what cannot be computed with.
+    """Raise for a problem that is not finite or has an invalid shift.
 
     Parameters
     ----------
     flags : Status
-        Of the problem.
+        Flags of the problem.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Raises
     ------
@@ -160,13 +160,13 @@ def guarded(valid: Array, array: Array, fill: float, /, *, xp: Namespace) -> Arr
     Parameters
     ----------
     valid : array of bool, shape (...)
-        Of each matrix of the stack.
+        Whether each matrix of the stack is valid.
     array : array, shape (..., n, n)
         The matrices.
     fill : float
-        By what the identity is multiplied.
+        Factor on the identity.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -187,7 +187,7 @@ def first_flag(*conditions: tuple[Array, Status], xp: Namespace) -> Array:
     *conditions : tuple of array of bool and Status
         Of the shape of the stack.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -212,16 +212,16 @@ def untouched(residual: Array, xp: Namespace, /) -> tuple[Array, Array]:
     Parameters
     ----------
     residual : array, shape (...)
-        Of the attempt.
+        Residual of the attempt.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
     clipped : array
         Zeros of its shape and dtype; not to be written to.
     fallback : array of int32
-        Likewise.
+        `Fallback` of each matrix.
     """
     make = _same_zeros if is_plain(residual, xp=xp) else _zeros
     return make(tuple(residual.shape), residual.dtype, device_of(residual), xp)
@@ -233,14 +233,14 @@ def widened(problem: P, /, *, xp: Namespace) -> P | None:
     Parameters
     ----------
     problem : structure
-        Of floating arrays.
+        Structure of floating-point arrays.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     structure or None
-        A copy.
+        Copy of the problem.
     """
     first = _like(problem)
     if first.dtype == xp.float64:

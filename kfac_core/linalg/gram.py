@@ -41,7 +41,7 @@ def gram(
     rows : array, shape (n, d)
         The rows x_i.
     weights : array, shape (n,), optional
-        Nonnegative weights w_i; 1 where left out.
+        Nonnegative weights w_i; 1 by default.
     mask : array of bool, shape (n,), optional
         False for rows that count as absent, whatever they hold.
     homogeneous : bool
@@ -55,9 +55,9 @@ def gram(
     Raises
     ------
     ShapeError
-        Where `rows` is no matrix, or `weights` or `mask` is not one number a row.
+        If `rows` is no matrix, or `weights` or `mask` is not one number a row.
     DtypeError
-        For integers.
+        For integer arrays.
     MixedArraysError
         For arrays of several libraries or devices.
 
@@ -123,13 +123,13 @@ def gram_update(
     total : SymmetricMatrix or None
         The running sum, never modified; None stands for zero.
     rows : array, shape (..., n, d)
-        Of the dtype of `total`; leading axes are a stack of independent problems.
+        Rows in the dtype of `total`; leading axes are a stack of independent problems.
     tail : array, shape (..., n), or None
         A last column of the rows.
     decay, scale : float or 0-d array
         The two coefficients.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------

@@ -37,7 +37,7 @@ def dense_of_groups(A: Array, G: Array, /, *, xp: Namespace) -> Array:
     A, G : array, shapes ((Q,) n, n) and ((Q,) m, m)
         The factors.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -62,7 +62,7 @@ def dense_of_blocks(blocks: Array, /, *, n: int, xp: Namespace) -> Array:
     n : int
         The number of rows of a vector.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------

@@ -34,7 +34,7 @@ def count_indices(
     size : int
         The number of different indices.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -65,11 +65,11 @@ def sum_rows_at(rows: Array, indices: Array, /, *, size: int, xp: Namespace) -> 
     rows : array, shape (k, d)
         The rows.
     indices : array of int, shape (k,)
-        Where each goes.
+        Target position of each row.
     size : int
         The number of different indices.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------

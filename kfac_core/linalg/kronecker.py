@@ -36,7 +36,7 @@ def kronecker_multiply(factors: Sequence[Array], v: Array, /) -> Array:
     Raises
     ------
     ShapeError
-        Where the shapes do not match.
+        If the shapes do not match.
     MixedArraysError
         For arrays of several libraries or devices.
 

@@ -29,7 +29,7 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.cholesky import damped_cholesky, is_positive_factor
-from kfac_core.linalg.fallback import climb, first_flag, guarded
+from kfac_core.linalg.fallback import first_flag, guarded, with_fallbacks
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.linalg.triangular import solve_triangular
 
@@ -38,7 +38,10 @@ __all__ = ["KroneckerCholesky", "spectral_cholesky"]
 
 @structure()
 class KroneckerCholesky:
-    """The lower Cholesky factor L in the form that the module's text states.
+    """The lower Cholesky factor of a matrix that is diagonal in ``P (x) Q``.
+
+    ``L = B blockdiag_i(Q diag(1 / c_i) Q^T T_i)`` with ``B = (I (x) Q) [C_k]_k (I (x)
+    Q^T)``, ``c_i`` the entries (i, i) of all C_k, and ``T_i = chol(Q diag(c_i^2) Q^T)``.
 
     Attributes
     ----------
@@ -47,11 +50,11 @@ class KroneckerCholesky:
     corners : array, shape (..., n, m, m)
         The T_i.
     basis : array, shape (..., m, m)
-        Q.
+        Basis Q.
     status : array of int32, 0-d
-        Of `Status` flags.
+        `Status` flags.
     fallback : array of int32, 0-d
-        Of `kfac_core.linalg.fallback.Fallback`.
+        `kfac_core.linalg.fallback.Fallback` that was used.
     """
 
     columns: Array
@@ -123,7 +126,7 @@ def spectral_cholesky(
     check : {"raise", "status"}
         Whether a matrix that is not positive definite raises, or is reported.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
 
     Returns
     -------
@@ -133,11 +136,13 @@ def spectral_cholesky(
     Raises
     ------
     FactorizationError
-        Where the matrix is not positive definite (``check="raise"``).
+        If the matrix is not positive definite (``check="raise"``).
     """
     xp = array_api_compat.array_namespace(columns)
     problem = _Columns(columns, basis)
-    return climb(_attempt, problem, _not_positive, check=check, name=name, xp=xp)
+    return with_fallbacks(
+        _attempt, problem, _not_positive, check=check, name=name, xp=xp
+    )
 
 
 @structure()

@@ -1,4 +1,4 @@
-"""The nearest Kronecker product to a curvature matrix that is never formed.
+"""The nearest Kronecker product to a curvature matrix, without forming it.
 
 Conventions.  F is a sum of terms with nonnegative scales, each of which is one of
 
@@ -61,7 +61,7 @@ class RowTerm(NamedTuple):
     output_grads : array, shape (..., M, R, m)
         The g of each source.
     scale : float or 0-d array
-        c.
+        Factor ``c``.
     """
 
     inputs: Array
@@ -89,7 +89,7 @@ class GradientTerm(NamedTuple):
     gradients : array, shape (..., K, n, m)
         The D.
     scale : float or 0-d array
-        c.
+        Factor ``c``.
     """
 
     gradients: Array
@@ -123,7 +123,7 @@ class ProductTerm(NamedTuple):
     input, output : array, shapes (..., n, n) and (..., m, m)
         A_0 and G_0, positive semidefinite.
     scale : float or 0-d array
-        c.
+        Factor ``c``.
     """
 
     input: Array
@@ -149,8 +149,7 @@ class KroneckerFit(NamedTuple):
     output : array, shape (..., m, m)
         G, of which the Frobenius norm is the singular value.
     change : array, shape (...)
-        By how much A moved in the last iteration, in the Frobenius norm: the
-        certificate.
+        Change of A in the last iteration, in the Frobenius norm, which shows convergence.
     """
 
     input: Array
@@ -171,9 +170,9 @@ def kronecker_fit(
         A first A, positive semidefinite, of any norm.  It must not be orthogonal to the
         A that is looked for; any that is definite on the inputs of the terms is not.
     iterations : int
-        At least 1.
+        Number of iterations, at least 1.
     xp : namespace
-        Of all arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -184,7 +183,7 @@ def kronecker_fit(
     -----
     The error never grows, and is at most that of `start` with any G.  ``1 - cos`` of the
     angle to the best A shrinks by ``(s_2 / s_1)^4`` an iteration.  Each costs two
-    products with every term; nothing is looked at.
+    products with every term; no value is read.
     """
     A = unit_norm(start, xp=xp)
     before = A
@@ -222,12 +221,12 @@ def _gram(rows: Array, scale: Scalar, xp: Namespace) -> Array:
 
 
 def _quadratic_forms(rows: Array, A: Array, xp: Namespace) -> Array:
-    """Return ``x^T A x`` of each row, not below zero whatever rounding does."""
+    """Return ``x^T A x`` of each row, clipped at zero against rounding."""
     forms = xp.sum(xp.matmul(rows, A) * rows, axis=-1)
     return xp.where(forms > 0, forms, xp.zeros_like(forms))
 
 
 def _overlap(first: Array, second: Array, xp: Namespace) -> Array:
-    """Return ``<A, B>``, shape (..., 1, 1), not below zero whatever rounding does."""
+    """Return ``<A, B>``, shape (..., 1, 1), clipped at zero against rounding."""
     overlap = xp.sum(first * second, axis=(-2, -1), keepdims=True)
     return xp.where(overlap > 0, overlap, xp.zeros_like(overlap))

@@ -33,14 +33,14 @@ __all__ = ["LowRankSum", "low_rank_zero"]
 
 @structure()
 class LowRankSum:
-    """A positive-semidefinite matrix by a root of it, and what was cut off.
+    """A positive-semidefinite matrix ``C = B B^T + E``, of which the root B is kept.
 
     Attributes
     ----------
     root : array, shape (..., d, r)
-        B.
+        Root B.
     truncated_trace : array, shape (...)
-        The trace of E; see the module's conventions.
+        Trace of the truncated part E: the error in the trace norm.
     """
 
     root: Array
@@ -71,7 +71,7 @@ class LowRankSum:
         Parameters
         ----------
         columns : array, shape (..., d, k)
-            X.
+            Columns X.
 
         Returns
         -------

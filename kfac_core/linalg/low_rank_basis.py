@@ -1,4 +1,4 @@
-"""``A = U diag(w) U^T`` with few columns: what a low-rank factor is applied by.
+"""``A = U diag(w) U^T`` with few columns: the form in which a low-rank factor is applied.
 
 Conventions.  U has shape ``(d, r)`` and orthonormal columns, w descends and is not
 negative; A is zero on the complement of U.  Adding a multiple of the identity changes w
@@ -18,7 +18,7 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe
-from kfac_core.linalg.fallback import climb, first_flag
+from kfac_core.linalg.fallback import first_flag, with_fallbacks
 from kfac_core.linalg.low_rank import LowRankSum
 
 __all__ = ["LowRankBasis", "low_rank_basis", "rank_one_basis"]
@@ -33,16 +33,16 @@ class LowRankBasis:
     eigenvalues : array, shape (r,)
         w, descending.
     eigenvectors : array, shape (d, r)
-        U.
+        Eigenvectors U.
     truncated_trace : array, 0-d
         The trace of what the matrix was cut off from; see `LowRankSum`.
     residual : array, 0-d
         The larger of ``|U w U^T z - A z| / (w_1 |z|)`` and ``|U^T U y - y| / |y|``, of
         fixed z and y.
     status : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     fallback : array of int32, 0-d
-        Of `kfac_core.linalg.fallback.Fallback`.
+        `kfac_core.linalg.fallback.Fallback` that was used.
     """
 
     eigenvalues: Array
@@ -105,32 +105,32 @@ def low_rank_basis(
     Parameters
     ----------
     matrix : LowRankSum
-        Of one matrix, no stack.
+        Sum of a single matrix, not of a stack.
     check : {"raise", "status"}
         Whether to look, try float64 where float32 is not accurate and raise; or to
         report in the flags.
     name : str
-        What a message should call it.
+        Name used in error messages.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     LowRankBasis
-        In the dtype of B.
+        Result in the dtype of B.
 
     Raises
     ------
     NotFiniteError
         For a root that is not finite (``check="raise"``).
     FactorizationError
-        Where no precision gives an accurate one (``check="raise"``).
+        If no precision gives an accurate one (``check="raise"``).
 
     Notes
     -----
     A thin singular value decomposition, ``O(d r^2)`` flops.
     """
-    return climb(_attempt, matrix, _inaccurate, check=check, name=name, xp=xp)
+    return with_fallbacks(_attempt, matrix, _inaccurate, check=check, name=name, xp=xp)
 
 
 def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:
@@ -139,14 +139,14 @@ def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:
     Parameters
     ----------
     vector : array, shape (d,)
-        a.
+        Vector a.
     xp : namespace
-        Of it.
+        Array API namespace of the arrays.
 
     Returns
     -------
     LowRankBasis
-        Of rank one; flagged where the vector is not finite.
+        Basis of rank one; flagged where the vector is not finite.
     """
     finite = xp.all(xp.isfinite(vector))
     # Dividing by the largest entry first keeps the squares of huge and tiny vectors
@@ -215,7 +215,7 @@ def _residual(B: Array, w: Array, U: Array, xp: Namespace) -> Array:
 
 
 def _ratio(error: Array, scale: Array, xp: Namespace) -> Array:
-    """Return ``|error| / |scale|``: 0 for 0/0, infinity where it is no number."""
+    """Return ``|error| / |scale|``: 0 for 0/0, infinity for NaN."""
     largest = xp.max(xp.abs(scale))
     unit = xp.where(largest > 0, largest, xp.ones_like(largest))
     bottom = xp.linalg.vector_norm(scale / unit)

@@ -40,7 +40,7 @@ def pack_triangle(matrix: Array, /, *, xp: Namespace) -> Array:
     matrix : array, shape (..., n, n)
         What stands above its diagonal is not read.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -69,11 +69,11 @@ def unpack_triangle(packed: Array, n: int, /, *, xp: Namespace) -> Array:
     Parameters
     ----------
     packed : array, shape (..., rows, columns)
-        As `pack_triangle` made it.
+        Array made by `pack_triangle`.
     n : int
         The number of rows of the matrix.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------

@@ -100,7 +100,7 @@ def output_size(
     Parameters
     ----------
     spatial, kernel_size, strides, padding, dilation
-        As for `resolve_padding`.
+        See `resolve_padding`.
 
     Raises
     ------
@@ -136,19 +136,19 @@ def extract_patches(
     x : array, shape (..., *spatial, C)
         With as many spatial axes as `kernel_size` has entries.
     kernel_size, strides, padding, dilation
-        As for `resolve_padding`.
+        See `resolve_padding`.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------
     array, shape (..., *out_spatial, prod(kernel_size) C)
-        In the order of the module's conventions; a view where that is possible.
+        Patches with kernel positions before channels; a view if possible.
 
     Raises
     ------
     ShapeError, ConventionError
-        As `output_size`.
+        See `output_size`.
 
     Notes
     -----
@@ -165,7 +165,7 @@ def extract_patches(
 
 def extract_patches_at(
     x: Array,
-    chosen: Index,
+    row_indices: Index,
     /,
     *,
     kernel_size: Sizes,
@@ -180,10 +180,10 @@ def extract_patches_at(
     ----------
     x : array, shape (..., N, *spatial, C)
         As for `extract_patches`, S patches in each example.
-    chosen : numpy.ndarray of int, shape (R, P)
+    row_indices : numpy.ndarray of int, shape (R, P)
         The numbers ``n S + s`` of the patches, as `choose_patches` draws them.
     kernel_size, strides, padding, dilation, xp
-        As for `extract_patches`.
+        See `extract_patches`.
 
     Returns
     -------
@@ -194,17 +194,17 @@ def extract_patches_at(
     x, sizes = _prepared(x, kernel_size, strides, padding, dilation, xp)
     d, pixels = len(kernel_size), x.shape[-len(kernel_size) - 1 : -1]
     steps = np.array([math.prod(pixels[i + 1 :]) for i in range(d)])
-    examples, positions = np.divmod(chosen, math.prod(sizes))
+    examples, positions = np.divmod(row_indices, math.prod(sizes))
     corners = np.stack(np.unravel_index(positions, sizes), axis=-1) * strides @ steps
     taps = np.indices(kernel_size).reshape(d, -1).T * dilation @ steps
     index = (examples * math.prod(pixels) + corners)[..., None] + taps
     lead, C = x.shape[: -d - 2], x.shape[-1]
     found = take_rows(xp.reshape(x, (*lead, -1, C)), index, xp=xp)
-    return xp.reshape(found, (*lead, *chosen.shape, taps.size * C))
+    return xp.reshape(found, (*lead, *row_indices.shape, taps.size * C))
 
 
 def take_rows(x: Array, index: Index, /, *, xp: Namespace) -> Array:
-    """Return chosen rows of an array of shape (..., n, C): shape (..., index.size, C)."""
+    """Return rows of an array of shape (..., n, C) as one of (..., index.size, C)."""
     flat = index.reshape(-1).astype(np.int32 if x.shape[-2] < 2**31 else np.int64)
     placed = backend_of(xp).asarray(flat, device=device_of(x))
     return xp.take(x, placed, axis=-2)
@@ -222,13 +222,13 @@ def choose_patches(
     keep : tuple of int
         The numbers R and P to draw; all, where there are no more.
     seed : int or tuple of int
-        Of a generator of this call alone: ``(seed, step)`` for others in each update.
+        Seed of this call's own generator: ``(seed, step)`` for others in each update.
 
     Returns
     -------
     numpy.ndarray of int, shape (R, P)
         The numbers ``n S + s``, ascending; each is equally likely, and each example
-        draws its positions anew.
+        draws its positions independently.
     """
     if min(keep) < 1:
         raise ShapeError(f"Expected `keep` to be two numbers >= 1, got {keep}.")

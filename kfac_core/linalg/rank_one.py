@@ -30,18 +30,20 @@ __all__ = ["ShiftedRankOne"]
 
 @structure(static=("repeats", "tail"))
 class ShiftedRankOne:
-    """The matrix of the module's text, with the products of `ShiftedMatrix`.
+    """``M = blockdiag(I_K (x) (Sigma + d I), d) + u u^T``, with ``u = [1_K (x) mu, 1]``.
+
+    It has the products of `ShiftedMatrix`.
 
     Attributes
     ----------
     block : ShiftedMatrix
         ``Sigma + d I``, of size c.
     mean : array, shape (c,)
-        mu.
+        Mean ``mu``.
     whole : ShiftedMatrix or None
         The dense matrix, where a product needs it.
     repeats : int
-        K.
+        Number of repetitions ``K``.
     tail : int
         0, or 1 for the homogeneous coordinate.
     """
@@ -74,7 +76,7 @@ class ShiftedRankOne:
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         found = self.block.factorizations & {"inverse"}
         return found if self.whole is None else found | self.whole.factorizations
 
@@ -95,7 +97,7 @@ class ShiftedRankOne:
         return made
 
     def wide(self) -> ShiftedRankOne:
-        """Return the same in the dtype of computing, with nothing prepared."""
+        """Return the same in the computing dtype, without factorizations."""
         return replaced(self, block=self.block.wide(), whole=None)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:

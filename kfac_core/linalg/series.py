@@ -42,7 +42,7 @@ def series_gamma(
         T, or the largest of the lengths.
     lengths : array of int, shape (N,), optional
         The lengths of N sequences, each from 0 to T; W is averaged over them.  T for
-        all of them where left out.
+        all of them by default.
 
     Returns
     -------
@@ -54,7 +54,7 @@ def series_gamma(
     ConventionError
         For fewer steps than one.
     ShapeError, DtypeError, MixedArraysError
-        For arrays that do not fit.
+        For arrays of incompatible shape, dtype, library or device.
 
     Notes
     -----
@@ -80,9 +80,9 @@ def shares_of_lengths(lengths: Array, /, *, steps: int, dtype: Any) -> Array:
     lengths : array, shape (N,)
         Whole numbers from 0 to T, N at least 1.
     steps : int
-        T.
+        Number of time steps ``T``.
     dtype : dtype
-        Of the result.
+        Dtype of the result.
 
     Returns
     -------
@@ -122,7 +122,7 @@ def series_sum(correlation: Array, shares: Array, /, *, xp: Namespace) -> Array:
     shares : array, shape (T,)
         ``p_1, ..., p_T``, of the dtype of x.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------

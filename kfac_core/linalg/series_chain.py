@@ -46,7 +46,7 @@ class Root:
     Attributes
     ----------
     root : array, shape (n, n)
-        R.
+        Root R.
     dual : array, shape (n, n)
         ``R^-T``, or its pseudo-inverse.
     lagged : array, shape (n, n)
@@ -82,13 +82,13 @@ class SymmetricChain:
     input_root, output_root : array, shapes (n, n) and (m, m)
         ``K = R U``, with U the eigenvectors of P.
     input_dual, output_dual : array, of the same shapes
-        ``K^-T``.
+        Dual roots ``K^-T``.
     weights : array, shape (n, m)
         ``W(psi_A psi_G)``, the sum over all lags.
     clipped : array, 0-d
         By how much the largest ``|psi|`` was above 1.
     flags : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     """
 
     input_root: Array
@@ -140,11 +140,11 @@ def symmetric_chain(
     Parameters
     ----------
     input_root, output_root : Root
-        Of the two sides.
+        Roots of the two sides.
     shares : array, shape (T,)
-        As for `series_sum`.
+        See `series_sum`.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -153,7 +153,7 @@ def symmetric_chain(
 
     Notes
     -----
-    About ``15 (n^3 + m^3)`` flops; no value is looked at.
+    About ``15 (n^3 + m^3)`` flops; no value is read.
     """
     (psi_A, K_A, D_A, clipped_A, flags_A), (psi_G, K_G, D_G, clipped_G, flags_G) = (
         _symmetric_side(side, xp) for side in (input_root, output_root)

@@ -52,9 +52,9 @@ class InfiniteChain:
     Attributes
     ----------
     input_root, output_root : array, shapes (n, n) and (m, m)
-        R.
+        Roots R.
     input_correlation, output_correlation : array, of the same shapes
-        P.
+        Correlations P.
     input_dual, output_dual : array, of the same shapes
         ``R^-T E``, with E the eigenvectors of ``P^T P``.
     input_next, output_next : array, of the same shapes
@@ -62,7 +62,7 @@ class InfiniteChain:
     gaps : array, shape (n, m)
         The eigenvalues of ``I - Psi^T Psi``.
     scale : array, 0-d
-        S.
+        Scale ``S``.
     clipped, flags
         As in `SymmetricChain`, of the singular values of P, which is divided by the
         largest of them where that is above 1.
@@ -126,13 +126,13 @@ def infinite_chain(
     Parameters
     ----------
     input_root, output_root : Root
-        Of the two sides.
+        Roots of the two sides.
     scale : array, 0-d
         S, the mean number of steps.
     check : {"raise", "status"}
-        Whether values may be looked at, for the number of doublings.
+        Whether values may be read, for the number of doublings.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -142,7 +142,7 @@ def infinite_chain(
     Raises
     ------
     FactorizationError
-        Where the sum over lags does not converge (``check="raise"``).
+        If the sum over lags does not converge (``check="raise"``).
 
     Notes
     -----
@@ -174,15 +174,15 @@ def stein_solve(
     Parameters
     ----------
     left : array, shape (n, n)
-        P.
+        Matrix P.
     right : array, shape (m, m)
         Q; the spectral radii of P and Q have a product below 1.
     v : array, shape (n, m)
-        V.
+        Matrix V.
     doublings : int
         The number of passes.
     xp : namespace
-        Of all arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------

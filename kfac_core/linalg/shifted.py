@@ -1,4 +1,4 @@
-"""``M = A + shift I`` with ``A = c B`` symmetric, and everything that is done with it.
+"""``M = A + shift I`` with ``A = c B`` symmetric, with solves, powers and factorizations.
 
 Conventions.  Leading axes of all arrays are a stack of independent matrices.  Products
 are from the left, on a matrix V of shape ``(..., n, k)``; from the right they are the
@@ -53,21 +53,21 @@ __all__ = [
 T = TypeVar("T")
 
 Solving = Literal["inverse", "triangular"]
-"""How a damped matrix is divided by."""
+"""Whether solves use an explicit inverse or triangular factors."""
 
 Factorization = Literal["inverse", "cholesky", "eigenbasis"]
-"""What can be prepared: each serves the products that the module's text says."""
+"""Factorizations for solves, for triangular products, and for other powers."""
 
 
 class Reporting(TypedDict):
-    """How trouble in a factorization is told, as keyword arguments.
+    """How failures of a factorization are reported, as keyword arguments.
 
     Attributes
     ----------
     check : {"raise", "status"}
         Whether it raises, or is in the status.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
     """
 
     check: Check
@@ -85,9 +85,9 @@ class ShiftedMatrix:
     applied : SymmetricMatrix
         B, in the dtype of applying, as all that follow.
     cholesky : CholeskyFactor or None
-        L.
+        Factor L.
     inverse : Inverse or None
-        ``M^-1``.
+        Inverse ``M^-1``.
     basis : Eigendecomposition or None
         The eigendecomposition of A.
     solving : {"inverse", "triangular"}
@@ -123,7 +123,7 @@ class ShiftedMatrix:
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         made: dict[Factorization, Any] = {
             "inverse": self.inverse if self.solving == "inverse" else self.cholesky,
             "cholesky": self.cholesky,
@@ -145,16 +145,16 @@ class ShiftedMatrix:
         Parameters
         ----------
         *factorizations : {"inverse", "cholesky", "eigenbasis"}
-            Those that are wanted.
+            Factorizations to prepare.
         check : {"raise", "status"}
             Whether a failure raises, or is in the status.
         name : str
-            What a message should call the matrix.
+            Name of the matrix in error messages.
 
         Returns
         -------
         ShiftedMatrix
-            New, or itself where nothing was missing.
+            New matrix, or this one if nothing was missing.
 
         Raises
         ------
@@ -179,7 +179,7 @@ class ShiftedMatrix:
         return made
 
     def wide(self) -> ShiftedMatrix:
-        """Return the same in the dtype of computing, with nothing prepared."""
+        """Return the same in the computing dtype, without factorizations."""
         return ShiftedMatrix(self.damped, self.damped.matrix)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
@@ -213,7 +213,7 @@ class ShiftedMatrix:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
 
         For a negative power of a matrix that was not found definite before, its
-        eigenvalues are looked at, which synchronizes with the device.
+        eigenvalues are checked, which synchronizes with the device.
         """
         xp = self._xp()
         basis = self._eigenbasis()
@@ -338,7 +338,7 @@ class ShiftedMatrix:
 
 
 def require_readable(like: Array, factorization: str, /) -> None:
-    """Raise `NotReadyError` where a factorization is missing and none can be made.
+    """Raise `NotReadyError` if a factorization is missing and none can be made.
 
     Parameters
     ----------
@@ -365,7 +365,7 @@ def shifted_matrix(
     name: str = "matrix",
     apply_dtype: Any = None,
 ) -> ShiftedMatrix:
-    """Make ``A + shift I`` with the factorizations asked for.
+    """Make ``A + shift I`` with the requested factorizations.
 
     Parameters
     ----------
@@ -376,11 +376,11 @@ def shifted_matrix(
     factorizations : tuple of str
         Any of ``"inverse"``, ``"cholesky"``, ``"eigenbasis"``.
     check : {"raise", "status"}
-        As for `kfac_core.linalg.damped.cholesky_factor`.
+        See `kfac_core.linalg.damped.cholesky_factor`.
     name : str
-        What a message should call it.
+        Name used in error messages.
     apply_dtype : dtype, optional
-        In which the arrays are kept afterwards; that of A where left out.
+        Dtype of the stored arrays; that of A by default.
 
     Returns
     -------
@@ -390,7 +390,7 @@ def shifted_matrix(
     Raises
     ------
     NotFiniteError, DampingError, FactorizationError
-        As `kfac_core.linalg.damped.cholesky_factor`.
+        See `kfac_core.linalg.damped.cholesky_factor`.
     """
     if isinstance(matrix, SymmetricMatrix):
         xp = own_namespace(matrix.array)

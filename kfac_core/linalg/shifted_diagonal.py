@@ -39,7 +39,7 @@ class ShiftedDiagonal:
     shift : array, shape (...)
         Of the dtype of the entries.
     flags : array of int32, 0-d
-        Of `Status` flags.
+        `Status` flags.
     definite : bool
         Whether all of M's diagonal was found positive when it was prepared, or, with
         ``check="status"``, reported on in the flags.
@@ -67,7 +67,7 @@ class ShiftedDiagonal:
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         made: tuple[Factorization, ...] = ("inverse", "cholesky", "eigenbasis")
         return frozenset(made if self.definite else ("eigenbasis",))
 
@@ -196,11 +196,11 @@ def shifted_diagonal(
         As for `kfac_core.linalg.shifted.shifted_matrix`: with ``"inverse"`` or
         ``"cholesky"`` among them M must be definite.
     check : {"raise", "status"}
-        Whether trouble raises, or is reported in the status.
+        Whether failures raise, or are reported in the status.
     name : str
-        What a message should call it.
+        Name used in error messages.
     apply_dtype : dtype, optional
-        In which the arrays are kept.
+        Dtype of the stored arrays.
 
     Returns
     -------
@@ -210,9 +210,9 @@ def shifted_diagonal(
     Raises
     ------
     NotFiniteError, DampingError
-        Where the entries or the shift are unfit (``check="raise"``).
+        If the entries or the shift are invalid (``check="raise"``).
     FactorizationError
-        Where an entry of ``a + shift`` is zero and M has to be definite
+        If an entry of ``a + shift`` is zero and M has to be definite
         (``check="raise"``).
     """
     xp = own_namespace(entries)

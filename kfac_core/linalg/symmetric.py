@@ -80,9 +80,9 @@ class ScaledMatrix:
     Attributes
     ----------
     matrix : SymmetricMatrix
-        B.
+        Matrix B.
     factor : array, shape () or (...)
-        c.
+        Factor c.
 
     Notes
     -----
@@ -120,7 +120,7 @@ def scale_symmetric(
     factor : float or 0-d array
         The number.
     xp : namespace
-        Of the matrix.
+        Array API namespace of the matrix.
 
     Returns
     -------
@@ -139,11 +139,11 @@ def multiply_symmetric(matrix: SymmetricMatrix, v: Array, /, *, xp: Namespace) -
     Parameters
     ----------
     matrix : SymmetricMatrix
-        Of n rows.
+        Matrix of n rows.
     v : array, shape (..., n, k)
-        Of the same dtype.
+        Array of the same dtype.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------

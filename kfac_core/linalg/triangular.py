@@ -1,4 +1,4 @@
-"""Lower triangular matrices: multiplying with them, solving with them, inverting them.
+"""Products, solves and inverses of lower triangular matrices.
 
 The standard has neither of the last two; both are written as recursions over halves, so
 that nearly all of their work is in matrix products.  The leaves are small general solves.
@@ -41,7 +41,7 @@ def solve_triangular(
         Whether the memory of b may become the solution's; it is then not to be used
         again.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -77,11 +77,11 @@ def multiply_triangular(
     lower : array, shape (..., n, n)
         Lower triangular, zero above the diagonal.
     v : array, shape (..., n, k)
-        Of the same dtype.
+        Array of the same dtype.
     transpose : bool
         Whether to multiply with the transpose.
     xp : namespace
-        Of both.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -100,7 +100,7 @@ def triangular_inverse(lower: Array, /, *, xp: Namespace) -> Array:
     lower : array, shape (..., n, n)
         Zero above the diagonal, nonzero on it.
     xp : namespace
-        Of the array.
+        Array API namespace of the arrays.
 
     Returns
     -------

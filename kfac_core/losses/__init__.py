@@ -1,4 +1,4 @@
-"""The vectors to back-propagate, for each likelihood and estimation mode.
+"""The vectors to backpropagate, for each likelihood and estimation mode.
 
 A loss (`Categorical`, `Bernoulli`, `Gaussian`, `GaussianLearnedVariance`,
 `SquaredError`) knows the Fisher and the Gauss-Newton matrix of its network's outputs,

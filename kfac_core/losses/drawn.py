@@ -20,18 +20,18 @@ def drawn_vectors(
     seed: int,
     shared: bool,
 ) -> SourceVectors:
-    """Return the vectors that a mode back-propagates, with noise of its own.
+    """Return the vectors that a mode backpropagates, with its own noise.
 
     Parameters
     ----------
     loss : Loss
-        Of the network.
+        Loss of the network.
     natural : array, shape (N, ..., P)
         The network's outputs; never differentiated through.
     mode : EstimationMode
         Any but ``"empirical"``, which needs the data's targets.
     seed : int
-        Of all that is drawn: the same seed gives the same vectors.
+        Seed of all random numbers: the same seed gives the same vectors.
     shared : bool
         Whether some layer has fewer examples than there are rows of outputs.  Then the
         rows that share an example get random signs where the mode has none, since the
@@ -45,7 +45,7 @@ def drawn_vectors(
     Raises
     ------
     ConventionError, UnsupportedError, ShapeError, DtypeError
-        As `vectors`.
+        See `vectors`.
 
     Notes
     -----

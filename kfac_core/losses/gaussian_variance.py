@@ -1,4 +1,4 @@
-"""The Gaussian distribution whose mean and variance a network both gives.
+"""The Gaussian distribution with mean and variance both from the network.
 
 Conventions.  ``natural`` is the concatenation, along the last axis, of the mean m and of
 the **logarithm** of the variance s (natural logarithm; not of the standard deviation):
@@ -97,7 +97,7 @@ class GaussianLearnedVariance:
     fisher_factor_transpose_multiply = fisher_factor_multiply
 
     def ggn_multiply(self, natural: Array, v: Array, /) -> NoReturn:
-        """Raise `UnsupportedError`; see the module's conventions."""
+        """Raise `UnsupportedError`: the Hessian is never positive definite."""
         raise UnsupportedError(
             "The Gaussian loss with a learned variance has no Gauss-Newton matrix: the "
             "Hessian with respect to mean and log-variance depends on the targets and is "

@@ -1,4 +1,4 @@
-"""What a loss is: the `Loss` protocol.
+"""The `Loss` protocol.
 
 Conventions.  ``z`` stands for a network's outputs, which parametrize a distribution
 ``p(y | z)`` of targets: ``natural``, of shape ``(N, ..., P)``, one *row* of P numbers for
@@ -37,7 +37,7 @@ class Loss(Protocol):
     Attributes
     ----------
     noise_distribution : {"uniform", "normal"}
-        What `sample` wants: uniform in [0, 1), or standard normal.
+        Noise that `sample` needs: uniform in [0, 1), or standard normal.
 
     References
     ----------
@@ -76,9 +76,9 @@ class Loss(Protocol):
         Parameters
         ----------
         natural : array, shape (N, ..., P)
-            Real floating.
+            Natural parameters, real floating-point.
         targets : array
-            As the loss says.
+            Targets in the form that the loss expects.
 
         Returns
         -------
@@ -88,7 +88,7 @@ class Loss(Protocol):
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            Naming the argument.
+            For invalid arrays; the message names the argument.
         """
         ...
 
@@ -98,7 +98,7 @@ class Loss(Protocol):
         Parameters
         ----------
         natural, targets : array
-            As for `log_probability`.
+            See `log_probability`.
 
         Returns
         -------
@@ -108,7 +108,7 @@ class Loss(Protocol):
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            Naming the argument.
+            For invalid arrays; the message names the argument.
         """
         ...
 
@@ -118,7 +118,7 @@ class Loss(Protocol):
         Parameters
         ----------
         natural : array, shape (N, ..., P)
-            Real floating.
+            Natural parameters, real floating-point.
         noise : array, shape ``(..., *noise_shape(natural))``
             Independent draws from `noise_distribution`.
 
@@ -130,7 +130,7 @@ class Loss(Protocol):
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            Naming the argument.
+            For invalid arrays; the message names the argument.
         """
         ...
 
@@ -144,19 +144,19 @@ class Loss(Protocol):
         Parameters
         ----------
         natural : array, shape (N, ..., P)
-            Real floating.
+            Natural parameters, real floating-point.
         v : array, shape (..., N, ..., P)
             One vector a row, or several sources of them.
 
         Returns
         -------
         array
-            Of the shape of `v`.
+            Product in the shape of `v`.
 
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            Naming the argument.
+            For invalid arrays; the message names the argument.
         """
         ...
 
@@ -166,7 +166,7 @@ class Loss(Protocol):
         Parameters
         ----------
         natural : array, shape (N, ..., P)
-            Real floating.
+            Natural parameters, real floating-point.
         v : array, shape ``(..., *inner_shape(natural))``
             Inner vectors.
 
@@ -178,7 +178,7 @@ class Loss(Protocol):
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            Naming the argument.
+            For invalid arrays; the message names the argument.
         """
         ...
 
@@ -192,7 +192,7 @@ class Loss(Protocol):
         Raises
         ------
         UnsupportedError
-            Where H depends on the targets, or is not positive semidefinite.
+            If H depends on the targets, or is not positive semidefinite.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The estimation modes: which vectors a framework back-propagates, and on what scale.
+"""The estimation modes: which vectors a framework backpropagates, and on what scale.
 
 Conventions.  A mode gives M *sources*, output vectors ``v_1 .. v_M`` for every row, to be
 pulled back through the network one after the other.  With w the weight of a row's loss
@@ -87,7 +87,7 @@ def curvature_matrix(mode: EstimationMode, /) -> CurvatureMatrix:
 
 
 def source_reduction_of(mode: EstimationMode, /) -> SourceReduction:
-    """Return how a mode's sources are combined, where nothing else is asked for.
+    """Return how a mode's sources are combined, by default.
 
     Raises
     ------
@@ -101,14 +101,14 @@ def source_reduction_of(mode: EstimationMode, /) -> SourceReduction:
 def noise_spec(
     loss: Loss, natural: Array, /, *, mode: EstimationMode, samples: int = 1
 ) -> NoiseSpec | None:
-    """Return which noise an estimation mode wants.
+    """Return which noise an estimation mode needs.
 
     Parameters
     ----------
     loss : Loss
-        Of the network.
+        Loss of the network.
     natural : array, shape (N, ..., P)
-        Of which only the shape is looked at.
+        Natural parameters, of which only the shape is read.
     mode : EstimationMode
         The mode.
     samples : int
@@ -117,7 +117,7 @@ def noise_spec(
     Returns
     -------
     NoiseSpec or None
-        Of shape ``(samples, *loss.noise_shape(natural))`` for ``"gradients"`` and
+        Noise of shape ``(samples, *loss.noise_shape(natural))`` for ``"gradients"`` and
         ``(samples, *loss.inner_shape(natural))``, uniform, for curvature propagation;
         None for the modes without randomness.
 

@@ -1,4 +1,4 @@
-"""Where randomness comes from: always from the caller.
+"""Random numbers, which always come from the caller.
 
 Conventions.  The Array API standard has no random numbers, and a library that drew its
 own would be neither reproducible nor traceable.  So sampling functions take *noise*:
@@ -30,14 +30,14 @@ NoiseDistribution = Literal["uniform", "normal"]
 
 @dataclass(frozen=True)
 class NoiseSpec:
-    """Which random numbers are wanted.
+    """Distribution and shape of random numbers.
 
     Attributes
     ----------
     distribution : {"uniform", "normal"}
         Uniform in [0, 1), or standard normal.
     shape : tuple of int
-        Of the array; all its numbers are independent.
+        Shape of the array; all its numbers are independent.
     """
 
     distribution: NoiseDistribution
@@ -47,7 +47,7 @@ class NoiseSpec:
 def draw_noise(
     spec: NoiseSpec, /, *, like: Array, rng: np.random.Generator | int
 ) -> Array:
-    """Draw noise on the host, and put it where another array is.
+    """Draw noise on the host, and copy it to another array's device.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A network's outputs and what goes together with them: the checks every loss makes.
+"""Checks of a network's outputs and targets that all losses share.
 
 Conventions.  ``natural`` has shape ``(..., P)``; targets, noise and vectors have the
 axes that a loss says, and any number in front of them.  Half precision is widened to
@@ -36,7 +36,7 @@ def wide_natural(
     Parameters
     ----------
     natural : array, shape (..., P)
-        Real floating.
+        Natural parameters, real floating-point.
     multiple_of : int
         What P must be a multiple of.
     **others : array
@@ -47,12 +47,12 @@ def wide_natural(
     natural : array, shape (..., P)
         Cast where it is narrower.
     xp : namespace
-        Of all of them.
+        Array API namespace of the arrays.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
     """
     xp = namespace_of(natural=natural, **others)
     require_floating(xp, natural, "natural")
@@ -77,7 +77,7 @@ def wide_companion(
     xp: Namespace,
     any_real: bool = False,
 ) -> Array:
-    """Check an array that goes together with outputs, and return it in their dtype.
+    """Check an array of the shape of outputs, and return it in their dtype.
 
     Parameters
     ----------
@@ -86,23 +86,23 @@ def wide_companion(
     shape : tuple of int
         The last axes.
     name : str
-        What a message should call it.
+        Name used in error messages.
     dtype : dtype
         What it is cast to.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
     any_real : bool
         Whether integers and booleans will do.
 
     Returns
     -------
     array
-        Of that dtype.
+        Array of that dtype.
 
     Raises
     ------
     ShapeError, DtypeError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
     """
     if not (any_real and (x.dtype == xp.bool or is_integral(xp, x))):
         require_floating(xp, x, name)
@@ -130,7 +130,7 @@ def require_positive(value: float, name: str, /) -> float:
 
 
 def is_integral(xp: Namespace, x: Array, /) -> bool:
-    """Whether an array holds integers; booleans are none."""
+    """Whether an array holds integers; booleans do not count."""
     try:
         return bool(xp.isdtype(x.dtype, "integral"))
     except TypeError:

@@ -1,4 +1,4 @@
-"""The vectors to back-propagate, of every estimation mode (`kfac_core.losses.modes`).
+"""The vectors to backpropagate, of every estimation mode (`kfac_core.losses.modes`).
 
 Conventions.  ``vectors`` has shape ``(M, N, ..., P)``: M sources, each a vector for every
 row of the network's outputs.  The sum or mean over sources of their outer products
@@ -39,7 +39,7 @@ __all__ = ["SourceVectors", "vectors", "with_random_signs"]
 
 @structure(static=("mode", "sources", "source_reduction"))
 class SourceVectors:
-    """Vectors to back-propagate, and how their outer products are to be combined.
+    """Vectors to backpropagate, with the reduction of their outer products.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ class SourceVectors:
     mode : EstimationMode
         Which mode they are of; `curvature_matrix` says what it estimates.
     sources : int
-        M.
+        Number of backpropagated vectors ``M``.
     source_reduction : {"sum", "mean"}
         The ``sources`` of the `Conventions` under which they are on scale.
     """
@@ -71,12 +71,12 @@ def vectors(
     weight: Scalar | Array = 1.0,
     source_reduction: SourceReduction | None = None,
 ) -> SourceVectors:
-    """Return the vectors that an estimation mode back-propagates.
+    """Return the vectors that an estimation mode backpropagates.
 
     Parameters
     ----------
     loss : Loss
-        Of the network.
+        Loss of the network.
     natural : array, shape (N, ..., P)
         The network's outputs; never differentiated through.
     mode : EstimationMode
@@ -84,8 +84,8 @@ def vectors(
     targets : array, optional
         The data's targets, as the loss says; read by ``"empirical"`` alone.
     noise : array, shape (M, ...), optional
-        As `kfac_core.losses.modes.noise_spec` says: its first axis is that of the
-        samples.  Read by the sampled modes alone.
+        Noise in the form of `kfac_core.losses.modes.noise_spec`: its first axis is that of
+        the samples.  Read by the sampled modes alone.
     weight : float or array
         The weight of the loss, >= 0: a number, a 0-d array, one number for each
         example, shape (N,), or for each row, shape (N, ...).  Rows of weight zero have
@@ -97,7 +97,7 @@ def vectors(
     Returns
     -------
     SourceVectors
-        Of the dtype of `natural`, or float32 where that is narrower.
+        Vectors in the dtype of `natural`, or float32 where that is narrower.
 
     Raises
     ------
@@ -108,13 +108,13 @@ def vectors(
     UnsupportedError
         For a Gauss-Newton mode of a loss that has no such matrix.
     ShapeError, DtypeError, MixedArraysError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
 
     Notes
     -----
     The exact modes make ``I N P`` numbers and need I backward passes.  Several losses of
     one network are independent, and their curvatures add up: with sampled modes
-    back-propagate one vector of each together, with exact modes one loss at a time.
+    backpropagate one vector of each together, with exact modes one loss at a time.
 
     References
     ----------
@@ -168,19 +168,19 @@ def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
     Parameters
     ----------
     made : SourceVectors
-        Of any mode.
+        Vectors of any mode.
     noise : array, shape (M, N, ...)
         Uniform in [0, 1), of the shape of ``made.vectors`` without its last axis.
 
     Returns
     -------
     SourceVectors
-        New.
+        New vectors.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        Naming the argument.
+        For invalid arrays; the message names the argument.
     """
     v = made.vectors
     xp = namespace_of(vectors=v, noise=noise)

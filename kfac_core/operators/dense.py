@@ -55,7 +55,7 @@ class DenseOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         return self.block.factorizations
 
     def prepared(
@@ -64,7 +64,7 @@ class DenseOperator(CurvatureOperator):
         check: Check = "raise",
         name: str = "block",
     ) -> DenseOperator:
-        """Return the same operator with factorizations made that were missing."""
+        """Return the operator with missing factorizations computed."""
         block = self.block.prepared(*factorizations, check=check, name=name)
         return self if block is self.block else replaced(self, block=block)
 

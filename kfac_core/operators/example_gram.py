@@ -87,9 +87,9 @@ class ExampleGramOperator(CurvatureOperator):
     truncated_trace : array, 0-d
         The trace of the gradients that were left out; see `kfac_core.factors.window`.
     flags : array of int32, 0-d
-        Of `Status`, of the damping.
+        `Status` flags of the damping.
     definite : bool
-        Whether lam was looked at and found positive, or, with ``check="status"``,
+        Whether lam was checked to be positive, or, with ``check="status"``,
         reported on in the flags.
     """
 
@@ -102,7 +102,7 @@ class ExampleGramOperator(CurvatureOperator):
 
     @property
     def unsupported_products(self) -> Mapping[str, str]:
-        """The products that the operator does not have, each with the reason."""
+        """Unsupported products, each with the reason."""
         return NO_TRIANGLE
 
     @property
@@ -122,7 +122,7 @@ class ExampleGramOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         return self.gram.factorizations
 
     def prepared(
@@ -258,17 +258,17 @@ def example_gram_operator(
     weights : array, shape (K,)
         The w, not negative: 1/N each for a mean over N examples.
     damping : float or 0-d array
-        lam, finite and >= 0.
+        Damping ``lam``, finite and >= 0.
     truncated_trace : array, 0-d, optional
-        The trace of what the gradients leave out; zero where left out.
+        The trace of what the gradients leave out; zero by default.
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
-        Of the Gram matrix: what is prepared now.
+        Factorizations of the Gram matrix to prepare now.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the operator's ``status()``.
+        Whether failures raise, or are reported in the operator's ``status()``.
     name : str
-        What a message should call it.
+        Name used in error messages.
     apply_dtype : dtype, optional
-        In which the arrays are kept; that of the inputs, or float32 where it is narrower.
+        Dtype of the arrays; that of the inputs, or float32 where it is narrower.
 
     Returns
     -------
@@ -278,7 +278,7 @@ def example_gram_operator(
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For arrays that do not fit.
+        For arrays of incompatible shape, dtype, library or device.
     DampingError, NotFiniteError, FactorizationError
         As `kfac_core.linalg.damped.cholesky_factor` (``check="raise"``).
 

@@ -23,25 +23,25 @@ __all__ = ["FactoredKronecker"]
 
 @structure()
 class FactoredKronecker(CurvatureOperator):
-    """The snapshot ``F_damped = S (A + a I) (x) (G + b I)``; see `CurvatureOperator`.
+    """The operator ``F_damped = S (A + a I) (x) (G + b I)``: K-FAC, factored damping.
 
-    A is the input factor and stands left, G the output factor, S a positive number (the
-    shared positions); a and b are the shifts that `kfac_core.damping.factored_shifts`
-    makes from the damping.  On a vector V of shape ``(in(+1), out)``
+    A is the input factor and stands left, G is the output factor, S is the number of
+    shared positions; a and b are the shifts of `kfac_core.damping.factored_shifts`.  On a
+    vector V of shape ``(in(+1), out)``
 
         F_damped v     =  S (A + a I) V (G + b I),
         F_damped^-1 v  =  (A + a I)^-1 V (G + b I)^-1 / S,
 
     and likewise for every power, and for the Cholesky factor ``S^1/2 L_A (x) L_G``.
-    Each takes ``2 n m (n + m)`` flops.  Where the factors are stacks, the block is made
-    of independent groups, each with columns of V of its own.
+    Each takes ``2 n m (n + m)`` flops.  If the factors are stacks, the block consists of
+    independent groups, each with its own columns of V.
 
     Attributes
     ----------
     input, output : ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
         ``A + a I`` and ``G + b I``.
     scale : array, 0-d or one a group
-        S.
+        Scale ``S``.
 
     References
     ----------
@@ -70,7 +70,7 @@ class FactoredKronecker(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         return self.input.factorizations & self.output.factorizations
 
     def prepared(
@@ -79,7 +79,7 @@ class FactoredKronecker(CurvatureOperator):
         check: Check = "raise",
         name: str = "block",
     ) -> FactoredKronecker:
-        """Return the same operator with factorizations made that were missing."""
+        """Return the operator with missing factorizations computed."""
         A = self.input.prepared(*factorizations, check=check, name=f"{name}/input")
         G = self.output.prepared(*factorizations, check=check, name=f"{name}/output")
         # In every step but the first nothing is missing.
@@ -88,7 +88,7 @@ class FactoredKronecker(CurvatureOperator):
         return replaced(self, input=A, output=G)
 
     def solved_by(self, solving: Solving, /) -> FactoredKronecker:
-        """Return the same operator, whose full factors are divided by in a given way."""
+        """Return the operator with another method of solving with its full factors."""
         sides: dict[str, Any] = {"input": self.input, "output": self.output}
         for side, part in sides.items():
             if isinstance(part, ShiftedMatrix):

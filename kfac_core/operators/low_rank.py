@@ -62,24 +62,25 @@ class LowRankOperator(CurvatureOperator):
 
     With ``A = U diag(a) U^T`` of r columns and ``G = W diag(g) W^T`` of q columns,
     ``F_damped`` is ``S (A + s I) (x) (G + t I)``, or ``S A (x) G + lam I`` under exact
-    damping: diagonal in U, W and their complements, with the four kinds of eigenvalue
-    that the module's text lists.  Every function of it takes ``4 n m (r + q)`` flops,
-    and no n x n matrix is formed.  It has no triangular products.
+    damping: diagonal in U, W and their complements.  Its eigenvalues are
+    ``S (a_i + s) (g_j + t)``, ``S (a_i + s) t``, ``S s (g_j + t)`` and ``S s t``, or
+    ``S a_i g_j + lam`` and ``lam`` under exact damping.  Every function of it takes ``4 n m
+    (r + q)`` flops, and no n x n matrix is formed.  It has no triangular products.
 
     Attributes
     ----------
     input, output : LowRankBasis
-        Of A and of G.
+        Bases of A and of G.
     scale, damping : array, 0-d
         S and lam; lam is zero where damping is factored.
     input_shift, output_shift : array, 0-d
         s and t; zero under exact damping.
     flags : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     exact : bool
         Whether damping is exact.
     definite : bool
-        Whether all eigenvalues were looked at and found positive, or, with
+        Whether all eigenvalues were checked to be positive, or, with
         ``check="status"``, reported on in the flags.
     """
 
@@ -95,7 +96,7 @@ class LowRankOperator(CurvatureOperator):
 
     @property
     def unsupported_products(self) -> Mapping[str, str]:
-        """The products that the operator does not have, each with the reason."""
+        """Unsupported products, each with the reason."""
         return NO_CHOLESKY
 
     @property
@@ -115,7 +116,7 @@ class LowRankOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         made: tuple[Factorization, ...] = ("eigenbasis", "inverse")
         return frozenset(made if self.definite else made[:1])
 
@@ -125,7 +126,7 @@ class LowRankOperator(CurvatureOperator):
         check: Check = "raise",
         name: str = "block",
     ) -> LowRankOperator:
-        """Return the same operator, known to be definite where anything is asked for."""
+        """Return the operator, checked to be definite if a factorization is requested."""
         if self.definite or not factorizations:
             return self
         xp, spectrum = own_namespace(self.scale), self._spectrum(True)
@@ -264,21 +265,21 @@ def low_rank_operator(
     Parameters
     ----------
     input_basis, output_basis : LowRankBasis
-        Of A and G.
+        Bases of A and G.
     scale : array, 0-d
-        S, positive.
+        Scale ``S``, positive.
     damping : array, 0-d
-        lam.
+        Damping ``lam``.
     shifts : tuple of two arrays, 0-d, or None
         s and t, where damping is factored; None where lam is added to the block.
     factorizations : tuple of str
-        What is prepared now.
+        Factorizations to prepare now.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the operator's status.
+        Whether failures raise, or are reported in the operator's status.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
     dtype : dtype
-        In which the arrays are kept.
+        Dtype of the arrays.
 
     Returns
     -------

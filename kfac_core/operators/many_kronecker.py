@@ -48,13 +48,13 @@ class ManyKronecker(CurvatureOperator):
         ``F_i + s_i I`` by the names ``"axis0"``, ``"axis1"``, ...; the s_i are zero
         where the damping is exact.
     scale, damping : array, 0-d
-        S and lam.
+        Scale ``S`` and damping ``lam``.
     flags : array of int32, 0-d
-        Of `Status`, of the damped block itself.
+        `Status` flags of the damped block itself.
     exact : bool
         Whether damping is exact.
     definite : bool
-        Whether the exactly damped block was looked at and found positive, or, with
+        Whether the exactly damped block was checked to be positive, or, with
         ``check="status"``, reported on in the flags.
     """
 
@@ -67,7 +67,7 @@ class ManyKronecker(CurvatureOperator):
 
     @property
     def unsupported_products(self) -> Mapping[str, str]:
-        """The products that the operator does not have, each with the reason."""
+        """Unsupported products, each with the reason."""
         return _NO_CHOLESKY if self.exact else EVERY_PRODUCT
 
     @property
@@ -87,7 +87,7 @@ class ManyKronecker(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         parts = (part.factorizations for part in self.factors.values())
         common = frozenset.intersection(*parts)
         if not self.exact:
@@ -104,7 +104,7 @@ class ManyKronecker(CurvatureOperator):
         check: Check = "raise",
         name: str = "block",
     ) -> ManyKronecker:
-        """Return the same operator with factorizations made that were missing."""
+        """Return the operator with missing factorizations computed."""
         wanted = factorizations
         if self.exact:
             wanted = ("eigenbasis",) if factorizations else ()

@@ -1,10 +1,10 @@
-"""What every curvature operator offers, and how vectors come in and go out.
+"""The interface of curvature operators, and the conversion of their vectors.
 
 Conventions.  An operator stands for one block's matrix at one moment with one damping,
 ``F_damped``; ``damped=False`` is the same without the damping.  Vectors are matrices V
 of shape ``(in(+1), out)``.  `CurvatureOperator.to_dense` flattens row-major, so that the
 input factor stands left in ``kron(A, G)``.  A product is computed in the operator's
-dtype and returned in the vector's; vectors are never modified.
+dtype and returned in the vector's; vectors are not modified.
 
 An operator may be a stack: of a layer's Q independent groups of columns, or of equal
 blocks that are computed together.  Its arrays then have leading axes ``lead``.
@@ -63,32 +63,32 @@ FACTORIZATION_OF: dict[str, Factorization] = {
     "multiply_cholesky_inverse": "cholesky",
     "sample": "cholesky",
 }
-"""What each product needs to be prepared."""
+"""The factorization that each product needs."""
 
 EVERY_PRODUCT: Mapping[str, str] = MappingProxyType({})
 """The `unsupported_products` of an operator that has every product."""
 
 
 class CurvatureOperator(abc.ABC):
-    """A damped curvature block at one moment: an immutable snapshot.
+    """An immutable damped curvature block, with its inverse and matrix functions.
 
-    The public functions here check a vector, bring it into the operator's dtype, and
-    call the operator's own formula.  A subclass gives the formulas: ``_multiply`` and
-    the like, which take a vector V of shape `inner_shape` and its namespace.
+    The public functions check a vector, cast it to the operator's dtype, and call the
+    formula of the subclass, such as ``_multiply``, which takes a vector V of shape
+    `inner_shape` and its namespace.
 
     Notes
     -----
-    A vector has the shape `shape`, or, where the operator is a stack, `stack_shape`;
-    the result has the same shape and dtype.  Every product raises `ShapeError`,
-    `DtypeError` or `MixedArraysError` for a vector that does not fit, `UnsupportedError`
-    where the operator does not have it, and `FactorizationError` where a factorization
-    that was not prepared cannot be made; `NotReadyError`, where it would have to be made
-    while a program is traced.
+    A vector has the shape `shape`, or `stack_shape` if the operator is a stack; the
+    result has the same shape and dtype.  Every product raises `ShapeError`,
+    `DtypeError` or `MixedArraysError` for an incompatible vector, `UnsupportedError`
+    for a product that the operator does not have, `FactorizationError` if a factorization
+    that was not prepared fails, and `NotReadyError` if it would have to be computed while
+    a program is traced.
     """
 
     @property
     def unsupported_products(self) -> Mapping[str, str]:
-        """The products that the operator does not have, each with the reason."""
+        """Unsupported products, each with the reason."""
         return EVERY_PRODUCT
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -119,7 +119,7 @@ class CurvatureOperator(abc.ABC):
     @property
     @abc.abstractmethod
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared: products that need nothing else make none."""
+        """Factorizations that have been prepared."""
 
     @abc.abstractmethod
     def prepared(
@@ -128,7 +128,7 @@ class CurvatureOperator(abc.ABC):
         check: Check = "raise",
         name: str = "block",
     ) -> CurvatureOperator:
-        """Return the same operator with factorizations made that were missing.
+        """Return the operator with missing factorizations computed.
 
         Parameters
         ----------
@@ -136,20 +136,20 @@ class CurvatureOperator(abc.ABC):
             ``"inverse"`` serves `multiply_inverse`, ``"cholesky"`` the triangular
             products, ``"eigenbasis"`` all other powers.
         check : {"raise", "status"}
-            Whether trouble raises, which synchronizes with the device, or is in
+            Whether failures raise, which synchronizes with the device, or are in
             `status`.
         name : str
-            What a message should call the block.
+            Name of the block in error messages.
 
         Returns
         -------
         CurvatureOperator
-            Itself where nothing is missing.
+            This operator, or a copy with more factorizations.
 
         Raises
         ------
         NotFiniteError, DampingError, FactorizationError
-            Where one cannot be made (``check="raise"``).
+            If a factorization fails (``check="raise"``).
         """
 
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
@@ -206,25 +206,25 @@ class CurvatureOperator(abc.ABC):
 
     @abc.abstractmethod
     def status(self) -> Array:
-        """Return the `Status` flags, 0-d int32; zero where all is well."""
+        """Return the `Status` flags, 0-d int32; zero without failures."""
 
     def solved_by(self, solving: Solving, /) -> CurvatureOperator:
-        """Return the same operator, whose full factors are divided by in a given way.
+        """Return the operator with another method of solving with its full factors.
 
         Parameters
         ----------
         solving : {"inverse", "triangular"}
-            Whether by products with their inverses, or by triangular solves.
+            Products with explicit inverses, or triangular solves.
 
         Returns
         -------
         CurvatureOperator
-            Nothing more is prepared.
+            Operator with the same factorizations.
 
         Raises
         ------
         UnsupportedError
-            For an operator with one way of solving.
+            For an operator with a single method of solving.
         """
         raise UnsupportedError(
             f"{type(self).__name__} has one way of solving. Leave out `solving`."
@@ -236,7 +236,7 @@ class CurvatureOperator(abc.ABC):
         Parameters
         ----------
         check, name
-            As for `prepared`, for an eigenbasis that was not prepared.
+            See `prepared`; used if the eigenbasis was not prepared.
 
         Returns
         -------
@@ -248,7 +248,7 @@ class CurvatureOperator(abc.ABC):
         UnsupportedError
             For an operator without an eigenbasis of this form.
         NotFiniteError, FactorizationError
-            Where the eigenbasis cannot be made (``check="raise"``).
+            If the eigenbasis cannot be made (``check="raise"``).
         """
         raise UnsupportedError(
             f"{type(self).__name__} has no eigenbasis of the form Q_A (x) Q_G. Make the "
@@ -256,22 +256,22 @@ class CurvatureOperator(abc.ABC):
         )
 
     def at_rows(self, indices: Array, /) -> CurvatureOperator:
-        """Return the operator on the rows of some ids alone; see `SparseRows`.
+        """Return the operator restricted to the rows of some ids; see `SparseRows`.
 
         Parameters
         ----------
         indices : array of int, shape (k,)
-            Different ids.
+            Distinct ids.
 
         Returns
         -------
         CurvatureOperator
-            Of shape ``(k, out)``.
+            Operator of shape ``(k, out)``.
 
         Raises
         ------
         UnsupportedError
-            Where the block mixes rows, so that they do not stand alone.
+            If the block couples rows.
         """
         raise UnsupportedError(
             "A sparse gradient needs a block that does not mix rows: an embedding with a "
@@ -283,10 +283,10 @@ class CurvatureOperator(abc.ABC):
         return {}
 
     def _looked_at(self, factorization: Factorization, small: Array) -> Any:
-        """Return itself prepared for a product; as it is while a program is traced.
+        """Return the operator prepared for a product, or unchanged under a tracer.
 
-        A tracer could not see a failure.  What is missing then is refused by the factor
-        that lacks it.  ``small`` is any small array of the operator.
+        A traced program cannot report a failure, so that the factor without the
+        factorization raises instead.  ``small`` is any small array of the operator.
         """
         if is_readable(small, xp=own_namespace(small)):
             return self.prepared(factorization)
@@ -319,7 +319,7 @@ class CurvatureOperator(abc.ABC):
     def _enter(
         self, vector: Array, product: str, /, *, name: str = "vector"
     ) -> tuple[Array, Namespace]:
-        """Return a vector as a product's formula takes it, and its namespace."""
+        """Return a vector in the form that the formulas take, and its namespace."""
         if product in self.unsupported_products:
             raise UnsupportedError(
                 f"{type(self).__name__} has no {product}: "
@@ -347,7 +347,7 @@ class CurvatureOperator(abc.ABC):
         )
 
     def __repr__(self) -> str:
-        """Say what it is in a few lines; nothing is read from a device for it."""
+        """Return a short description, without reading values from a device."""
         told = {"shape": str(self.shape), "dtype": str(self.like.dtype)}
         if len(self.stack_shape) > 2:
             told["stack"] = str(self.stack_shape[:-2])
@@ -369,18 +369,18 @@ class CurvatureOperator(abc.ABC):
 def entering(
     vector: Array, shape: tuple[int, ...], like: Array, /, *, name: str
 ) -> tuple[Array, Namespace]:
-    """Check a vector and bring it into an operator's dtype.
+    """Check a vector and cast it to an operator's dtype.
 
     Parameters
     ----------
     vector : array
-        What was given.
+        Given vector.
     shape : tuple of int
-        What is expected.
+        Expected shape.
     like : array
-        Any array of the operator, for its library, device and dtype.
+        Array of the operator, for its library, device and dtype.
     name : str
-        What a message should call the vector.
+        Name of the vector in error messages.
 
     Returns
     -------
@@ -390,7 +390,7 @@ def entering(
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For a vector that does not fit.
+        For a vector of incompatible shape, dtype, library or device.
     """
     if (
         type(vector) is type(like)
@@ -418,11 +418,11 @@ def raise_for(
     Parameters
     ----------
     flags : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
     remedy : str
-        What to do about an eigenvalue that is not positive.
+        Advice in the message for an eigenvalue that is not positive.
 
     Raises
     ------
@@ -444,6 +444,6 @@ def raise_for(
 
 
 def _told(value: Array) -> str:
-    """Return a number for people; only its shape where reading it would take time."""
+    """Return a number as text; only its shape if reading it would synchronize."""
     number = plain_number(value, xp=own_namespace(value))
     return f"array of shape {tuple(value.shape)}" if number is None else f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""What operators ask of the damped factors that they are made of."""
+"""The interface of damped factors that operators use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def eigenbasis_of(part: Shifted, /) -> Eigendecomposition | None:
     Returns
     -------
     Eigendecomposition or None
-        Of the factor without its shift.
+        Eigendecomposition of the factor without its shift.
     """
     if isinstance(part, ShiftedDiagonal):
         return None

@@ -63,9 +63,9 @@ class SeriesOperator(CurvatureOperator):
     chain : SymmetricChain or InfiniteChain
         F, damped.
     dense : ShiftedMatrix or None
-        F as one matrix, where a factorization of it was asked for.
+        F as one matrix, if a factorization of it was requested.
     fallback : array of int32, 0-d
-        Of `kfac_core.linalg.fallback.Fallback`: in which precision the chain was
+        `kfac_core.linalg.fallback.Fallback` that was used: in which precision the chain was
         made.
 
     References
@@ -96,7 +96,7 @@ class SeriesOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         found: frozenset[Factorization] = frozenset({"inverse"})
         return found if self.dense is None else found | self.dense.factorizations
 
@@ -106,7 +106,7 @@ class SeriesOperator(CurvatureOperator):
         check: Check = "raise",
         name: str = "block",
     ) -> SeriesOperator:
-        """Return the same operator with factorizations made that were missing.
+        """Return the operator with missing factorizations computed.
 
         The inverse is there always.  ``"cholesky"`` and ``"eigenbasis"`` are of the
         dense matrix; a block above `DENSE_LIMIT` goes without.  ``"eigenbasis"`` also

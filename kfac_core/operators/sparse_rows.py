@@ -20,7 +20,7 @@ class SparseRows:
     Attributes
     ----------
     indices : array of int, shape (k,)
-        Different ids.
+        Distinct ids.
     rows : array, shape (k, features)
         The weight's (or its gradient's) row of each.
     """

@@ -11,7 +11,7 @@ the block             R                        s                            Q_A,
 ``S A (x) G``         ``(n, m)``               ``S a g^T``                  both
 EKFAC                 ``(n, m)``               the corrected E              both
 a diagonal            ``(n, m)``               its entries                  neither
-a whole matrix        ``(n m, 1)``             its eigenvalues              the first
+a full matrix         ``(n m, 1)``             its eigenvalues              the first
 Q groups of columns   ``(Q, n, m)``            a stack                      stacks
 ====================  =======================  ===========================  ===========
 """
@@ -46,7 +46,7 @@ __all__ = ["SpectralOperator", "spectral_operator"]
 
 @structure(static=("vector_shape", "definite"))
 class SpectralOperator(CurvatureOperator):
-    """The snapshot ``F_damped = (Q_A (x) Q_G) diag(s + lam) (Q_A (x) Q_G)^T``.
+    """The operator ``F_damped = (Q_A (x) Q_G) diag(s + lam) (Q_A (x) Q_G)^T``.
 
     With ``R = Q_A^T V Q_G``, the coordinates of a vector, every function f of the block
     is
@@ -61,21 +61,21 @@ class SpectralOperator(CurvatureOperator):
     input, output : Eigendecomposition or None
         With the eigenvectors Q_A and Q_G, orthogonal; None for the coordinates.
     spectrum : array, shape ((Q,) n, m) or (n m, 1), or None
-        s; None where it is yet to be made from the factors.
+        Spectrum s; None if it has not been computed from the factors.
     damping : array, 0-d or one a group
-        lam.
+        Damping ``lam``.
     flags : array of int32, 0-d
-        Of `Status`.
+        `Status` flags.
     vector_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     factors : CurvatureOperator or None
-        ``S A (x) G`` without damping, where the block is that product.  ``F v`` is then
+        ``S A (x) G`` without damping, if the block is that product.  ``F v`` is then
         computed by the factors, in ``2 n m (n + m)`` flops and without the bases, so
         that the residual of the inverse measures the decompositions too.
     lower : KroneckerCholesky or None
-        The Cholesky factor, where it was asked for.
+        The Cholesky factor, if requested.
     definite : bool
-        Whether ``s + lam`` has been looked at and found positive, or, with
+        Whether ``s + lam`` has been checked to be positive, or, with
         ``check="status"``, reported on in the flags.
 
     References
@@ -145,7 +145,7 @@ class SpectralOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         made: dict[Factorization, bool] = {
             "inverse": self.definite,
             "cholesky": self.lower is not None,
@@ -159,7 +159,7 @@ class SpectralOperator(CurvatureOperator):
         check: Check = "raise",
         name: str = "block",
     ) -> SpectralOperator:
-        """Return the same operator with what is missing made.
+        """Return the operator with missing factorizations computed.
 
         Everything but ``F v`` needs the spectrum: about ``9 (n^3 + m^3)`` flops, where
         the block was made from factors.  ``"inverse"`` makes sure that ``s + lam`` is
@@ -177,7 +177,7 @@ class SpectralOperator(CurvatureOperator):
     def spectral(
         self, *, check: Check = "raise", name: str = "block"
     ) -> SpectralOperator:
-        """Return itself, decomposed, and no longer with the factors."""
+        """Return the decomposed operator, without the factors."""
         made = self.prepared("eigenbasis", check=check, name=name)
         return replaced(made, factors=None, lower=None)
 
@@ -208,7 +208,7 @@ class SpectralOperator(CurvatureOperator):
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError
-            For vectors that do not fit.
+            For vectors of incompatible shape, dtype, library or device.
 
         Notes
         -----
@@ -475,19 +475,19 @@ def spectral_operator(
     spectrum : array, shape ((Q,) n, m)
         s; negative entries count as zero.
     damping : array, 0-d
-        lam, finite and >= 0.
+        Damping ``lam``, finite and >= 0.
     vector_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     input, output : Eigendecomposition, optional
-        With the eigenvectors Q_A and Q_G; the coordinates where left out.
+        With the eigenvectors Q_A and Q_G; the coordinate basis by default.
     factorizations : tuple of str
-        What is prepared now.
+        Factorizations to prepare now.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the operator's status.
+        Whether failures raise, or are reported in the operator's status.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
     dtype : dtype
-        In which the arrays are kept.
+        Dtype of the arrays.
 
     Returns
     -------
@@ -497,7 +497,7 @@ def spectral_operator(
     Raises
     ------
     NotFiniteError, DampingError, FactorizationError
-        For NaN or infinity in the block, a bad damping, and a block that is not
+        For NaN or infinity in the block, an invalid damping, and a block that is not
         positive definite where it has to be (``check="raise"``).
     """
     xp = own_namespace(spectrum)

@@ -29,7 +29,7 @@ def row_coordinates(block: SpectralOperator, rows: Any, /) -> Array:
     Parameters
     ----------
     block : SpectralOperator
-        Of the rows' layer.
+        Operator of the rows' layer.
     rows : Rows, IdRows or ExampleGradients
         N examples and M sources.
 
@@ -43,7 +43,7 @@ def row_coordinates(block: SpectralOperator, rows: Any, /) -> Array:
     MixedArraysError
         For rows of another library or device.
     UnsupportedError
-        Where positions of the examples are missing.
+        If positions of the examples are missing.
     """
     xp = namespace_of(rows=rows.like, block=block.damping)
     if not _is_rotated_apart(block, rows):
@@ -61,9 +61,9 @@ def row_squares(block: SpectralOperator, weights: Array, rows: Any, /) -> Array:
     Parameters
     ----------
     block : SpectralOperator
-        Of the rows' layer.
+        Operator of the rows' layer.
     weights : array, of the shape of the spectrum
-        w.
+        Weights w.
     rows : Rows, IdRows or ExampleGradients
         N examples and M sources.
 
@@ -75,7 +75,7 @@ def row_squares(block: SpectralOperator, weights: Array, rows: Any, /) -> Array:
     Raises
     ------
     MixedArraysError, UnsupportedError
-        As `row_coordinates`.
+        See `row_coordinates`.
 
     Notes
     -----
@@ -98,7 +98,7 @@ def row_products(block: SpectralOperator, weights: Array, rows: Any, /) -> Array
     Parameters
     ----------
     block, weights, rows
-        As for `row_squares`.
+        See `row_squares`.
 
     Returns
     -------
@@ -108,7 +108,7 @@ def row_products(block: SpectralOperator, weights: Array, rows: Any, /) -> Array
     Raises
     ------
     MixedArraysError, UnsupportedError
-        As `row_coordinates`.
+        See `row_coordinates`.
 
     Notes
     -----

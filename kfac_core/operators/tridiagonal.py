@@ -49,7 +49,7 @@ TRIDIAGONAL_LACKS: Mapping[str, str] = MappingProxyType(
         "multiply_cholesky_inverse": _NO_FACTOR,
     }
 )
-"""The products that the operator does not have, each with the reason."""
+"""Unsupported products, each with the reason."""
 
 
 @structure(static=("names",))
@@ -68,9 +68,9 @@ class TridiagonalOperator(CurvatureOperator):
     conditionals : dict of str to Conditional
         Sigma_i; of the last layer its own block.
     scale : array, 0-d
-        S.
+        Scale ``S``.
     fallback : array of int32, 0-d
-        Of `kfac_core.linalg.fallback.Fallback`: in which precision it was made.
+        `kfac_core.linalg.fallback.Fallback` that was used: in which precision it was made.
     names : tuple of str
         Of the layers, from the first to the last.
     """
@@ -84,7 +84,7 @@ class TridiagonalOperator(CurvatureOperator):
 
     @property
     def unsupported_products(self) -> Mapping[str, str]:
-        """The products that the operator does not have, each with the reason."""
+        """Unsupported products, each with the reason."""
         return TRIDIAGONAL_LACKS
 
     @property
@@ -99,7 +99,7 @@ class TridiagonalOperator(CurvatureOperator):
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
-        """What has been prepared."""
+        """Factorizations that have been prepared."""
         return frozenset({"inverse", "cholesky"})
 
     def prepared(

@@ -37,9 +37,9 @@ class BlockPosterior:
     curvature : SpectralOperator
         F in its eigenbasis.
     examples, prior_precision : array, 0-d
-        N and tau.
+        Number of examples N and prior precision tau.
     name, check
-        What a message should call it, and whether trouble raises.
+        Name used in error messages, and whether failures raise.
     """
 
     curvature: SpectralOperator
@@ -135,19 +135,19 @@ def block_posterior(
     operator : CurvatureOperator
         The curvature F, averaged over examples.  An operator's own damping is left out.
     examples : float or 0-d array
-        N, finite and >= 0; see the module's conventions for noise and temperature.
+        Number of examples N of the data set, finite and >= 0.  For Gaussian noise of
+        variance sigma^2 it is ``N / sigma^2``; at a temperature T it is ``N / T``.
     prior_precision : float or 0-d array
         tau, finite and positive.
     check : {"raise", "status"}
-        Whether trouble raises, which waits for the device where N or tau are arrays, or
-        is in ``status()``.
+        Whether failures raise, which synchronizes with the device, or are in ``status()``.
     name : str
-        What a message should call the block.
+        Name of the block in error messages.
 
     Returns
     -------
     BlockPosterior
-        In the dtype of the operator.
+        Result in the dtype of the operator.
 
     Raises
     ------
@@ -156,7 +156,7 @@ def block_posterior(
     UnsupportedError
         For an operator without an eigenbasis.
     NotFiniteError, FactorizationError
-        Where the eigenbasis cannot be made.
+        If the eigenbasis cannot be made.
 
     References
     ----------
@@ -173,7 +173,7 @@ def block_posterior(
 def _entered(
     value: Scalar, name: str, key: str, /, *, F: SpectralOperator, check: Check
 ) -> Array:
-    """Return N or tau as a 0-d array; an array is looked at where that may wait."""
+    """Return N or tau as a 0-d array; checks the value if that may synchronize."""
     entered = as_scalar(F.namespace, value, F.dtype, key)
     if isinstance(entered, float):
         good = math.isfinite(entered) and _in_range(entered, key)

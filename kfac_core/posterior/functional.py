@@ -36,9 +36,9 @@ def functional_covariance(posterior: BlockPosterior, jacobians: Array, /) -> Arr
     Parameters
     ----------
     posterior : BlockPosterior
-        Of the block.
+        Posterior of the block.
     jacobians : array, shape (..., K, in(+1), out)
-        J.
+        Jacobians J.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def covariance_of_coordinates(
     Parameters
     ----------
     posterior : BlockPosterior
-        Of the block, of any N and tau.
+        Posterior of the block, for any N and tau.
     coordinates : array, shape (..., K, (Q,) n, m) or (..., K, n m, 1)
         What ``posterior.curvature.to_basis`` made of the Jacobians.
 
@@ -103,7 +103,7 @@ def covariance_of_rows(posterior: BlockPosterior, rows: Any, /) -> Array:
     Parameters
     ----------
     posterior : BlockPosterior
-        Of the block.
+        Posterior of the block.
     rows : Rows, IdRows or ExampleGradients
         As the layer makes them of its inputs and of the derivatives of the K outputs
         with respect to its own output, which are the sources.

@@ -55,14 +55,14 @@ class Posterior:
     Parameters
     ----------
     blocks : mapping of str to Block
-        Of which the layers are read.
+        Blocks whose layers are used.
     posteriors : mapping of str to BlockPosterior
-        Of the same names.
+        Posteriors with the same names.
 
     Raises
     ------
     UnknownBlockError
-        Where the names differ.
+        If the names differ.
     """
 
     blocks: Mapping[str, Block]
@@ -89,7 +89,7 @@ class Posterior:
         Parameters
         ----------
         blocks, statistics, debias, precision, check
-            As for `kfac_core.posterior.spectral_blocks`.
+            See `kfac_core.posterior.spectral_blocks`.
         examples : float or 0-d array
             N; see `block_posterior`.
         prior_precision : float, 0-d array, or mapping of str to these
@@ -120,7 +120,7 @@ class Posterior:
     def with_prior(
         self, prior_precision: Scalar | Mapping[str, Scalar], /
     ) -> Posterior:
-        """Return the posterior for other prior precisions; nothing is decomposed."""
+        """Return the posterior for other prior precisions, without decompositions."""
         taus = _by_block(prior_precision, self.posteriors)
         return Posterior(
             self.blocks,
@@ -128,7 +128,7 @@ class Posterior:
         )
 
     def with_examples(self, examples: Scalar, /) -> Posterior:
-        """Return the posterior for another N; nothing is decomposed."""
+        """Return the posterior for another N, without decompositions."""
         return Posterior(
             self.blocks,
             {name: p.with_examples(examples) for name, p in self.posteriors.items()},
@@ -153,19 +153,19 @@ class Posterior:
         log_likelihood : float or 0-d array
             ``log p(D | theta*)``, summed over the data, with its constants.
         parameters : mapping of str to mapping of str to array
-            theta*.
+            Parameters ``theta*`` at the mode.
         prior_mean : mapping of str to mapping of str to array, or float
             mu, or one number for all its entries.
 
         Returns
         -------
         Evidence
-            Of 0-d arrays in the dtype of the posterior.
+            Evidence as 0-d arrays in the dtype of the posterior.
 
         Raises
         ------
         UnknownBlockError, ShapeError, DtypeError, MixedArraysError
-            For parameters that do not fit.
+            For parameters of incompatible shape, dtype, library or device.
         """
         require_same_blocks(self.blocks, parameters, "parameters")
         if isinstance(prior_mean, Mapping):
@@ -195,7 +195,7 @@ class Posterior:
         Parameters
         ----------
         mean : mapping of str to mapping of str to array
-            theta*.
+            Mean ``theta*``.
         noise : mapping of str to mapping of str to array
             z, independent standard normal numbers of the parameters' shapes; leading
             axes, the same for all, are as many samples.
@@ -208,7 +208,7 @@ class Posterior:
         Raises
         ------
         UnknownBlockError, ShapeError, DtypeError, MixedArraysError
-            For arrays that do not fit.
+            For arrays of incompatible shape, dtype, library or device.
         """
         require_same_blocks(self.blocks, mean, "mean")
         require_same_blocks(self.blocks, noise, "noise")

@@ -30,7 +30,7 @@ def spectral_blocks(
     precision: Precision = _FULL_PRECISION,
     check: Check = "raise",
 ) -> dict[str, SpectralOperator]:
-    """Decompose the curvature of each block, as its statistics are now.
+    """Decompose the curvature of each block from its current statistics.
 
     Parameters
     ----------
@@ -38,27 +38,27 @@ def spectral_blocks(
         With the approximations Kronecker, Eigen, Diagonal, Full, or any other whose
         operator has `kfac_core.CurvatureOperator.spectral`.
     statistics : mapping of str to Statistics
-        Of the same blocks; never modified.
+        Statistics of the same blocks; not modified.
     debias : bool
         Whether running sums are divided by their weights.
     precision : Precision
-        Of computing and applying.
+        Dtypes of computing and applying.
     check : {"raise", "status"}
-        Whether trouble raises, or is in each block's ``status()``.
+        Whether failures raise, or are reported in each block's ``status()``.
 
     Returns
     -------
     dict of str to SpectralOperator
-        By the names of the blocks.
+        Operators by name of the block.
 
     Raises
     ------
     UnknownBlockError
-        Where the two mappings have different names.
+        If the two mappings have different names.
     UnsupportedError
         For a block without such a basis.
     NotFiniteError, FactorizationError
-        Where a decomposition cannot be made (``check="raise"``).
+        If a decomposition cannot be made (``check="raise"``).
 
     Notes
     -----
@@ -96,9 +96,9 @@ def require_same_blocks(
     blocks : mapping of str
         What is expected.
     given : mapping of str
-        What came.
+        Given mapping.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Raises
     ------

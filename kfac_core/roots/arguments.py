@@ -27,14 +27,14 @@ def symmetric_argument(
     matrix : SymmetricMatrix, or array of shape (..., n, n)
         Never modified; of an array both triangles are read.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Returns
     -------
     matrix : SymmetricMatrix
         The same.
     xp : namespace
-        Of its array.
+        Array API namespace of the arrays.
 
     Raises
     ------
@@ -65,9 +65,9 @@ def damping_array(
     damping : float, or array of shape () or (...)
         One for all matrices of the stack, or one for each.
     matrix : SymmetricMatrix
-        What it goes together with.
+        Array that it is combined with.
     xp : namespace
-        Of the matrix.
+        Array API namespace of the matrix.
 
     Returns
     -------

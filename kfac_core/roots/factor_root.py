@@ -1,4 +1,4 @@
-"""A root of an inverse factor, and how it is moved: what IKFAC is made of.
+"""Roots of inverse factors and their multiplicative updates, for IKFAC.
 
 Conventions.  ``K K^T`` stands for the inverse of a damped factor of d rows.  A direction m
 is symmetric, and ``K <- K (I - b m)`` for a step b.  K may be kept dense, lower triangular
@@ -33,7 +33,7 @@ from kfac_core.linalg.gram import updated_gram
 __all__ = ["FactorRoot", "RootForm", "factor_root"]
 
 RootForm = Literal["dense", "lower", "diagonal"]
-"""What a root is kept as."""
+"""Storage of a root."""
 
 _POWER_STEPS = 8
 """The products with a vector, of d^2 flops each, that guard a dense root's step."""
@@ -41,20 +41,20 @@ _POWER_STEPS = 8
 
 @structure(static=("form",))
 class FactorRoot:
-    """A root K of an inverse factor; see the module's text.
+    """A root K of an inverse factor: ``K K^T`` approximates ``(F + lam I)^-1``.
 
     Attributes
     ----------
     root : array, shape (d, d), or (d,) where diagonal
-        K.
+        Root K.
     residual : array, 0-d
         ``|m| / sqrt(d)`` in the Frobenius norm, before the last update's step: zero where
         ``K K^T`` was what it moves to.
     flags : array of int32, 0-d
-        Of `Status`, of the last update: ``INACCURATE`` for a step too long to be taken,
+        `Status` flags of the last update: ``INACCURATE`` for a step too long to be taken,
         an eigenvalue of ``b m`` being 1 or more.
     form : {"dense", "lower", "diagonal"}
-        What K is kept as.
+        Storage of K.
     """
 
     root: Array
@@ -86,11 +86,11 @@ class FactorRoot:
         """Return ``H = scale K^T rows^T rows K``, or its diagonal."""
         xp = array_api_compat.array_namespace(self.root)
         if self.form == "diagonal":
-            turned = rows * self.root
-            return scale * xp.sum(turned * turned, axis=0)
-        turned = xp.matmul(rows, self.root)
+            rotated = rows * self.root
+            return scale * xp.sum(rotated * rotated, axis=0)
+        rotated = xp.matmul(rows, self.root)
         return updated_gram(
-            None, turned, tail=None, decay=0.0, scale=scale, xp=xp
+            None, rotated, tail=None, decay=0.0, scale=scale, xp=xp
         ).full()
 
     def direction(self, moment: Array, damping: Scalar, /) -> Array:
@@ -105,7 +105,7 @@ class FactorRoot:
         return m if self.form == "dense" else xp.tril(m) + xp.tril(m, k=-1)
 
     def moved(self, direction: Array, step: Scalar, /) -> FactorRoot:
-        """Return ``K (I - b m)``; where the step is too long the root as it was, flagged.
+        """Return ``K (I - b m)``; if the step is too long, the old root with a flag.
 
         That is where an eigenvalue of ``b m`` is 1 or more.  For a dense root the largest
         one is estimated, from below, by a few products of m with a vector.
@@ -155,7 +155,7 @@ def factor_root(
         that is too large makes the step too long: ``(a + lam)^-1/2``, with a the largest
         eigenvalue to be expected or its bound, the trace, is always safe.
     like : array
-        Any array of the library and device; its dtype, or float32 where that is
+        Array of the library and device; its dtype, or float32 where that is
         narrower, is that of K.
 
     Returns

@@ -1,4 +1,4 @@
-"""Second moments of a gradient array along each of its axes: Shampoo's side of things.
+"""Second moments of a gradient array along each of its axes: as in Shampoo.
 
 Conventions.  V is the gradient of one parameter as an optimizer sees it, of shape
 ``(n_1, ..., n_k)``: of the loss that it descends, nearly always a mean over the batch.
@@ -60,7 +60,7 @@ class GradientFactors:
     Parameters
     ----------
     shape : tuple of int
-        Of the array, at least one axis, all lengths positive.
+        Shape of the array: at least one axis, all lengths positive.
 
     Raises
     ------
@@ -89,22 +89,22 @@ class GradientFactors:
             )
 
     def initial(self, like: Array, /) -> Statistics:
-        """Return the statistics of nothing, of an array's library, device and dtype.
+        """Return zero statistics, of an array's library, device and dtype.
 
         Parameters
         ----------
         like : array
-            Of a real floating dtype; float32 is taken where it is narrower.
+            Array of a real floating dtype; float32 is taken where it is narrower.
 
         Returns
         -------
         Statistics
-            All zero.
+            Statistics that are zero throughout.
 
         Raises
         ------
         DtypeError
-            For integers.
+            For integer arrays.
         """
         xp = namespace_of(like=like)
         require_floating(xp, like, "like")
@@ -133,11 +133,11 @@ class GradientFactors:
         Parameters
         ----------
         statistics : Statistics
-            As they were; never modified.
+            Old statistics; not modified.
         gradient : array, shape (n_1, ..., n_k), or (samples, n_1, ..., n_k)
             V, or several of which the ``C_i`` are averaged.
         decay : float or 0-d array
-            In [0, 1].
+            Factor on the old statistics, in [0, 1].
         weight : float or 0-d array
             Positive: 1 for sums and debiased averages, ``1 - decay`` for averages that
             are not debiased.
@@ -147,20 +147,20 @@ class GradientFactors:
         samples : int, optional
             The length of a leading axis of the gradient; None where it has none.
         check : {"raise", "status"}
-            Whether a gradient that is not finite raises, which waits for the device, or
-            leaves the statistics as they were, with a flag.
+            Whether a gradient that is not finite raises, which synchronizes with the
+            device, or leaves the statistics as they were, with a flag.
         name : str
             What a message should call the gradient.
 
         Returns
         -------
         Statistics
-            New.
+            New statistics.
 
         Raises
         ------
         ShapeError, DtypeError, MixedArraysError, DecayError
-            For arguments that do not fit.
+            For incompatible arguments.
         NotFiniteError
             For a gradient or a root that is not finite (``check="raise"``).
 
@@ -210,15 +210,15 @@ class GradientFactors:
         Parameters
         ----------
         statistics : Statistics
-            Never modified.
+            Statistics of the block; not modified.
         debias : bool
             Whether sums are divided by their weights.
 
         Returns
         -------
         tuple of SymmetricMatrix
-            Of sizes ``n_1, ..., n_k``: to be damped (`kfac_core.damped_factor`), to have
-            a root of (`kfac_core.roots.inverse_root`), or a basis
+            Matrices of sizes ``n_1, ..., n_k``: to be damped (`kfac_core.damped_factor`),
+            to have a root of (`kfac_core.roots.inverse_root`), or a basis
             (`kfac_core.roots.ordered_basis`).
         """
         return tuple(
@@ -256,12 +256,12 @@ class GradientFactors:
 def _flags(
     V: Array, roots: tuple[Array, ...], decay: Scalar, weight: Scalar, xp: Namespace
 ) -> Array:
-    """Return the flags of what an update is made of, 0-d."""
+    """Return the flags of the inputs of an update, 0-d."""
     flags = status_unless(xp, xp.all(xp.isfinite(V)), Status.OUTPUT_GRADS_NOT_FINITE)
     for R in roots:
         finite = xp.all(xp.isfinite(R))
         flags = flags | status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-    # Python numbers were looked at before.
+    # Python numbers were validated before.
     if not isinstance(decay, float):
         flags = flags | status_unless(xp, (decay >= 0) & (decay <= 1), Status.BAD_DECAY)
     if not isinstance(weight, float):

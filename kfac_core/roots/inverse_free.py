@@ -56,29 +56,29 @@ def ikfac_updated(
     Parameters
     ----------
     root : FactorRoot
-        K; never modified.
+        K; not modified.
     rows : array, shape (k, d)
         The x; a 1 appended to each where there is a homogeneous coordinate.
     scale : float or 0-d array
         ``A = scale rows^T rows``; 1/k for a mean.
     damping : float or 0-d array
-        lam.
+        Damping ``lam``.
     step : float or 0-d array
         b, which is 1 less the decay of the average that is followed.
     check : {"raise", "status"}
-        Whether trouble raises, or is in the flags, the root as it was.
+        Whether failures raise, or are reported in the flags, the root as it was.
     name : str
-        What a message should call it.
+        Name used in error messages.
 
     Returns
     -------
     FactorRoot
-        New.
+        New root.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError, DampingError
-        For arguments that do not fit, in either mode.
+        For incompatible arguments, in either mode.
     NotFiniteError
         For rows that are not finite (``check="raise"``).
     FactorizationError
@@ -113,9 +113,9 @@ def precondition_by_roots(
     Parameters
     ----------
     input_root, output_root : FactorRoot
-        K and C.
+        Roots K and C.
     vector : array, shape (d, p)
-        V.
+        Matrix V.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def precondition_by_roots(
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError
-        For a vector that does not fit.
+        For a vector of incompatible shape, dtype, library or device.
     """
     xp = namespace_of(vector=vector, input_root=input_root.root)
     require_floating(xp, vector, "vector")
@@ -150,7 +150,7 @@ def _accepted(
     name: str,
     xp: Namespace,
 ) -> FactorRoot:
-    """Return the new root where nothing is wrong, else the old one with the flags."""
+    """Return the new root if no flag is set, else the old one with the flags."""
     flags = xp.where(
         finite, new.flags, xp.full_like(new.flags, int(Status.INPUTS_NOT_FINITE))
     )

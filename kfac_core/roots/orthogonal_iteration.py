@@ -51,7 +51,7 @@ __all__ = [
 
 @structure()
 class OrderedBasis:
-    """An approximate eigenbasis of a symmetric matrix, with its certificate.
+    """An approximate eigenbasis of a symmetric matrix, with its residual check.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class OrderedBasis:
     refused : array of bool, shape (...)
         Whether the last refresh was refused, and the columns are those of before.
     status : array of int32, shape (...)
-        Of `Status` flags.
+        `Status` flags.
     """
 
     eigenvalues: Array
@@ -81,11 +81,11 @@ class OrderedBasis:
         Parameters
         ----------
         v : array, shape (..., n, k)
-            Of the dtype of the basis.
+            Array in the dtype of the basis.
         exponent : float
-            p.
+            Exponent ``p``.
         damping : float or array of shape () or (...)
-            lam; where it is zero, no quotient may be for a negative p.
+            Damping ``lam``; where it is zero, no quotient may be for a negative p.
 
         Returns
         -------
@@ -95,8 +95,8 @@ class OrderedBasis:
         xp = array_api_compat.array_namespace(self.eigenvectors)
         shift = damping[..., None] if hasattr(damping, "shape") else damping
         powers = (self.eigenvalues + shift) ** exponent
-        turned = xp.matmul(xp.matrix_transpose(self.eigenvectors), v)
-        return xp.matmul(self.eigenvectors, powers[..., None] * turned)
+        in_basis = xp.matmul(xp.matrix_transpose(self.eigenvectors), v)
+        return xp.matmul(self.eigenvectors, powers[..., None] * in_basis)
 
 
 def ordered_basis(
@@ -111,23 +111,23 @@ def ordered_basis(
     Parameters
     ----------
     matrix : SymmetricMatrix, or array of shape (..., n, n)
-        A; never modified.
+        Matrix A; not modified.
     check : {"raise", "status"}
-        As for `kfac_core.linalg.damped.eigendecomposition`.
+        See `kfac_core.linalg.damped.eigendecomposition`.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
 
     Returns
     -------
     OrderedBasis
-        In the dtype of A, or float32 where that is narrower.
+        Result in the dtype of A, or float32 where that is narrower.
 
     Raises
     ------
     ShapeError, DtypeError
         For anything but square matrices of a real floating dtype.
     NotFiniteError, FactorizationError
-        Where A has no certified basis (``check="raise"``).
+        If A has no certified basis (``check="raise"``).
 
     Notes
     -----
@@ -152,7 +152,7 @@ def refreshed_basis(
     check: Check = "raise",
     name: str = "matrix",
 ) -> OrderedBasis:
-    """Return the basis after a few steps ``Q <- qr(A Q)`` with the matrix as it is now.
+    """Return the basis after a few steps ``Q <- qr(A Q)`` for the current matrix.
 
     Before each step the columns are brought into descending order of their quotients
     for this A.  A refresh that would raise the off-diagonal ratio, or that lost
@@ -162,22 +162,22 @@ def refreshed_basis(
     Parameters
     ----------
     basis : OrderedBasis
-        As it was; never modified.
+        Old basis; not modified.
     matrix : SymmetricMatrix, or array of shape (..., n, n)
-        A, of the shape and library of the basis; never modified.
+        A, of the shape and library of the basis; not modified.
     steps : int
         How many, at least 1; each multiplies the angle between two eigenvectors by
         about ``w_j / w_i``, for ``w_j < w_i``.
     check : {"raise", "status"}
-        Whether a matrix that is not finite raises, which waits for the device, or
+        Whether a matrix that is not finite raises, which synchronizes with the device, or
         leaves the basis as it was, with a flag.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
 
     Returns
     -------
     OrderedBasis
-        In the dtype of the basis.
+        Result in the dtype of the basis.
 
     Raises
     ------
@@ -258,7 +258,7 @@ def _columns(Q: Array, order: Array, xp: Namespace) -> Array:
 
 
 def _orthogonality(Q: Array, xp: Namespace) -> Array:
-    """Return ``|Q Q^T z - z| / |z|``: infinity where it is no number."""
+    """Return ``|Q Q^T z - z| / |z|``: infinity for NaN."""
     z = probe(Q.shape[-1], dtype=Q.dtype, device=device_of(Q), xp=xp)
     error = xp.matmul(Q, xp.matmul(xp.matrix_transpose(Q), z)) - z
     return relative_norm(error, z, xp=xp)

@@ -2,14 +2,14 @@
 
 Conventions.  ``M = A + lam I`` with A positive semidefinite up to rounding; what is
 wanted is the symmetric positive ``X = M^(-1/p)``, so that ``M X^p = I``.  Leading axes
-are a stack.  The certificate of X is the true residual on the fixed probe vector z of
+are a stack.  The residual check of X is the true residual on the fixed probe vector z of
 `kfac_core.linalg.certificate`, ``|M X^p z - z| / |z|``: p + 1 products with a vector,
 against the matrix itself.
 
 A root is made from an eigendecomposition, by the chain of `kfac_core.linalg.fallback`: the
 working dtype, float64, and then an eigendecomposition in the widest dtype whose negative
 eigenvalues are set to zero and reported as the clipped mass.  With ``check="status"``
-only the first attempt is made and no value is looked at.
+only the first attempt is made and no value is read.
 
 A dense root is worth making where it is applied several times; one product with a
 power costs less by ``DampedFactor.multiply_left``, which needs no dense root.
@@ -32,7 +32,7 @@ from kfac_core.linalg.damped import (
     problem_flags,
 )
 from kfac_core.linalg.factorizations import Eigendecomposition
-from kfac_core.linalg.fallback import Fallback, climb, first_flag
+from kfac_core.linalg.fallback import Fallback, first_flag, with_fallbacks
 from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
 from kfac_core.roots.arguments import damping_array, symmetric_argument
 
@@ -41,23 +41,23 @@ __all__ = ["InverseRoot", "inverse_root", "root_residual"]
 
 @structure(static=("degree",))
 class InverseRoot:
-    """An inverse p-th root, with its certificate.
+    """An inverse p-th root, with its residual check.
 
     Attributes
     ----------
     matrix : SymmetricMatrix
         ``X = (A + lam I)^(-1/p)``, both triangles.
     status : array of int32, shape (...)
-        Of `Status` flags.
+        `Status` flags.
     residual : array, shape (...)
         ``|M X^p z - z| / |z|``.
     clipped : array, shape (...)
         The sum of the negative eigenvalues that were set to zero, in magnitude; zero on
         every other step of the chain.
     fallback : array of int32, shape (...)
-        Of `kfac_core.linalg.fallback.Fallback`.
+        `kfac_core.linalg.fallback.Fallback` that was used.
     degree : int
-        p.
+        Degree ``p`` of the root.
     """
 
     matrix: SymmetricMatrix
@@ -84,34 +84,34 @@ def inverse_root(
     Parameters
     ----------
     matrix : SymmetricMatrix, or array of shape (..., n, n)
-        A; never modified.
+        Matrix A; not modified.
     damping : float, or array of shape () or (...)
-        lam, finite and >= 0.
+        Damping ``lam``, finite and >= 0.
     degree : int
-        p >= 1.
+        Degree ``p >= 1`` of the root.
     check : {"raise", "status"}
-        Whether to climb the fallback chain and raise, or to report.
+        Whether to use the fallback chain and raise, or to report.
     name : str
-        What a message should call the matrix.
+        Name of the matrix in error messages.
 
     Returns
     -------
     InverseRoot
-        In the dtype of A, or float32 where that is narrower.
+        Result in the dtype of A, or float32 where that is narrower.
 
     Raises
     ------
     ShapeError, DtypeError, MixedArraysError, ConventionError
-        For arguments that do not fit.
+        For incompatible arguments.
     NotFiniteError, DampingError
         For values that do not fit (``check="raise"``).
     FactorizationError
-        Where nothing in the chain holds (``check="raise"``).
+        If nothing in the chain holds (``check="raise"``).
 
     Notes
     -----
     About ``11 n^3`` flops.  A float32 eigendecomposition has an absolute error of about
-    ``1e-7 |A|`` in every eigenvalue, so that the certificate fails, and the chain goes
+    ``1e-7 |A|`` in every eigenvalue, so that the residual check fails, and the chain goes
     on to float64, where lam is below about ``1e-5 |A|``.
     """
     given: Any = degree
@@ -136,7 +136,7 @@ def inverse_root(
         return _clipped_root(problem, degree, name, xp)
 
     problem = DampedMatrix(A, xp.ones_like(shift), shift)
-    return climb(attempt, problem, last, check=check, name=name, xp=xp)
+    return with_fallbacks(attempt, problem, last, check=check, name=name, xp=xp)
 
 
 def root_residual(
@@ -153,15 +153,15 @@ def root_residual(
     Parameters
     ----------
     problem : DampedMatrix
-        M.
+        Matrix M.
     root : SymmetricMatrix
-        X.
+        Root X.
     z : array, shape (n, 1)
         The vector of `kfac_core.linalg.certificate.probe`.
     degree : int
-        p.
+        Degree ``p`` of the root.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
@@ -180,7 +180,7 @@ def _root(
     degree: int,
     xp: Namespace,
 ) -> InverseRoot:
-    """Return the root from an eigendecomposition of ``c B``, judged against M."""
+    """Return the root from an eigendecomposition of ``c B``, checked against M."""
     damped = basis.eigenvalues + problem.shift[..., None]
     positive = xp.all(damped > 0, axis=-1)
     safe = xp.where(damped > 0, damped, xp.ones_like(damped))
@@ -208,7 +208,7 @@ def _root(
 def _clipped_root(
     problem: DampedMatrix, degree: int, name: str, xp: Namespace
 ) -> InverseRoot:
-    """Return the root with A clipped, judged against the clipped matrix, or raise."""
+    """Return the root with A clipped, checked against the clipped matrix, or raise."""
     basis = eigendecomposition(problem, check="status", name=name)
     A = from_eigenbasis(basis.eigenvectors, basis.eigenvalues, xp)
     damped = basis.eigenvalues + problem.shift[..., None]

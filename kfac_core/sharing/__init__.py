@@ -1,1 +1,1 @@
-"""Factors and weights that several layers have in common."""
+"""Factors and weights that several layers share."""

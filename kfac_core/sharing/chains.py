@@ -1,4 +1,4 @@
-"""Consecutive layers whose curvature is kept together.
+"""Chains of consecutive layers with a joint curvature.
 
 Conventions.  ``{"encoder": ("fc1", "fc2", "fc3")}`` says that the blocks of three layers,
 from the first to the last, are one block ``encoder``: a `Chain` with `BlockTridiagonal`.
@@ -21,7 +21,7 @@ __all__ = ["Chains"]
 
 
 class Chains:
-    """Which layers are together in which chain.
+    """The chains of layers in a network.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Chains:
     Raises
     ------
     UnknownBlockError
-        For a name that is no block.
+        For an unknown block name.
     ConventionError
         For a chain of fewer than two layers, a layer that is named twice, and a chain with
         the name of a block.
@@ -78,7 +78,7 @@ class Chains:
         UnknownBlockError
             For the name of a chain.
         ConventionError
-            Where some layers of a chain are given, and others not.
+            If some layers of a chain are given, and others not.
         """
         grouped = {name: part for name, part in given.items() if name not in self.of}
         for chain, names in self._layers.items():
@@ -122,7 +122,7 @@ class Chains:
         return parts
 
     def _add(self, name: str, chain: str) -> None:
-        """Note a layer of a chain, or raise."""
+        """Record a layer of a chain, or raise."""
         if name not in self.given:
             raise UnknownBlockError(
                 f"`chains`: unknown block {name!r}; the blocks are "

@@ -18,7 +18,7 @@ __all__ = ["SharedFactors"]
 
 
 class SharedFactors:
-    """Which factors are taken from which block.
+    """The factors that blocks take from other blocks.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class SharedFactors:
     Raises
     ------
     UnknownBlockError
-        For a name that is no block.
+        For an unknown block name.
     ConventionError
         For a side that is none, factors of different kinds or sizes, a giver that is
         itself a taker, or a block without such a factor.
@@ -72,7 +72,7 @@ class SharedFactors:
         name : str
             The taker.
         statistics : Statistics
-            Its own.
+            Statistics of the block.
         all_of : mapping of str to Statistics or None
             Of all blocks.
 

@@ -1,4 +1,4 @@
-"""One weight that a network uses in several places, each place with a name.
+"""Tied weights: one weight used in several named places of a network.
 
 Conventions.  ``{"decoder.1": "decoder.0"}`` says that ``decoder.1`` is another use of the
 weight of block ``decoder.0``.  The curvature is that of the one weight: what the uses saw
@@ -20,7 +20,7 @@ __all__ = ["TiedWeights"]
 
 
 class TiedWeights:
-    """Which names are further uses of which block's weight.
+    """The names of further uses of each block's weight.
 
     Parameters
     ----------
@@ -32,7 +32,7 @@ class TiedWeights:
     Raises
     ------
     UnknownBlockError
-        For a name that is no block.
+        For an unknown block name.
     ConventionError
         For a further use that is a block itself.
     UnsupportedError
@@ -59,22 +59,22 @@ class TiedWeights:
         self.uses = dict(uses)
 
     def grouped(self, batches: Mapping[str, Any], /) -> dict[str, Any]:
-        """Return what each block was fed, its further uses included.
+        """Return the batches of each block, including its further uses.
 
         Parameters
         ----------
         batches : mapping of str to Batch, GradientBatch or sequence of Batch
-            By block, and by further use.
+            Batches by block, and by further use.
 
         Returns
         -------
         dict of str to Batch, GradientBatch or sequence of Batch
-            By block alone.
+            Batches by block alone.
 
         Raises
         ------
         ConventionError
-            Where some uses of a weight were fed, and others not.
+            If some uses of a weight were fed, and others not.
         """
         grouped = {name: fed for name, fed in batches.items() if name not in self.uses}
         for name in dict.fromkeys(self.uses.values()):

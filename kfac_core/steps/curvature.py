@@ -1,9 +1,9 @@
-"""The exact curvature on the span of a few directions, from the caller's products.
+"""The exact curvature on the span of a few directions, from given products.
 
 Conventions.  F is the Fisher or Gauss-Newton matrix of one batch, averaged over its N
 examples: the curvature that belongs to the gradient of the mean loss.  It is never
-formed; what is wanted is the small matrix ``d_i . F d_j``, for which a caller has one
-of two things:
+formed; only the small matrix ``d_i . F d_j`` is computed, from one
+of two inputs:
 
 * the products ``F d_j``, as vectors of parameters;
 * the changes ``J d_j`` of the network's outputs, one forward derivative each, and
@@ -42,14 +42,14 @@ def curvature_of_products(
     Parameters
     ----------
     directions : sequence of mapping of str to mapping of str to array
-        The d_i, k of them.
+        Directions d_i, k of them.
     products : sequence of mapping of str to mapping of str to array
         The ``F d_i``, in the same order.
 
     Returns
     -------
     array, shape (k, k)
-        In the widest dtype among the arrays, float32 at least.
+        Result in the widest dtype among the arrays, float32 at least.
 
     Raises
     ------
@@ -80,7 +80,7 @@ def curvature_of_outputs(
     Parameters
     ----------
     changes : sequence of array, shape (N, ...)
-        The ``J d_i``, k of them.
+        Changes ``J d_i``, k of them.
     multiplied : sequence of array, shape (N, ...)
         The ``H J d_i``.  Of ``B^T J d_i`` with ``B B^T = H``, give the same sequence
         twice.
@@ -90,8 +90,8 @@ def curvature_of_outputs(
     Returns
     -------
     array, shape (k, k)
-        In the widest dtype among the arrays, float32 at least.  The matrices of several
-        losses of one network are to be added.
+        Result in the widest dtype among the arrays, float32 at least.  The matrices of
+        several losses of one network are to be added.
 
     Raises
     ------

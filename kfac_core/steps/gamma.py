@@ -1,4 +1,4 @@
-"""gamma: a strength of its own for the factored damping, found by trying three.
+"""gamma: a separate strength of the factored damping, found by trying three values.
 
 Conventions.  The factored preconditioner is
 ``(A + pi gamma I) (x) (G + gamma/pi I)``, so that ``gamma^2`` is what the estimator
@@ -29,7 +29,7 @@ Step = TypeVar("Step")
 
 
 class Trial(NamedTuple, Generic[Step]):
-    """One gamma, and what it leads to.
+    """One gamma with its step and predicted change.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ def gamma_candidates(
     Parameters
     ----------
     gamma : float or 0-d array
-        As it is, > 0.
+        Current value, > 0.
     factor : float
         The paper's omega_2, in (0, 1): ``sqrt(19/20)**T`` for a search every T steps.
     minimum, maximum : float
@@ -99,7 +99,7 @@ def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scal
     Parameters
     ----------
     gammas : sequence of float or 0-d array
-        The candidates, the present one first.
+        Candidates, the current one first.
     changes : sequence of float or 0-d array
         ``M(delta) - M(0)`` of the step made with each, in the same model.
 
@@ -141,9 +141,9 @@ def search_gamma(
         anything, where changes are numbers).  Called three times; usually it refreshes
         a preconditioner with damping ``gamma**2`` each time.
     gamma : float or 0-d array
-        As it is, > 0.
+        Current value, > 0.
     factor, minimum, maximum : float
-        As for `gamma_candidates`.
+        See `gamma_candidates`.
 
     Returns
     -------
@@ -153,7 +153,7 @@ def search_gamma(
     Raises
     ------
     DampingError
-        As `gamma_candidates`.
+        See `gamma_candidates`.
     ShapeError, DtypeError
         For steps of different forms, where changes are arrays.
 
@@ -177,7 +177,7 @@ def _bounded(gamma: Scalar, minimum: float, maximum: float) -> Scalar:
 
 
 def _best(trials: Sequence[Trial[Any]]) -> Trial[Any]:
-    """Fold over trials; what comes first wins unless what follows is less."""
+    """Return the best trial; ties go to the earlier one."""
     best = _unified(trials[0])
     for trial in map(_unified, trials[1:]):
         best = Trial(*select(_is_less(trial.change, best.change), trial, best))

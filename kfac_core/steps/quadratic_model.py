@@ -49,7 +49,7 @@ __all__ = ["Minimum", "QuadraticModel", "quadratic_model"]
 
 @structure()
 class Minimum:
-    """Where a quadratic model is least.
+    """The minimum of a quadratic model.
 
     Attributes
     ----------
@@ -67,7 +67,9 @@ class Minimum:
 
 @structure()
 class QuadraticModel:
-    """The model; see `kfac_core.steps.quadratic_model`.
+    """``M(delta) - M(0) = slope . c + 1/2 c . (curvature + lam gram) c``.
+
+    The quadratic model of the objective for ``delta = sum_i c_i d_i``.
 
     Attributes
     ----------
@@ -78,7 +80,7 @@ class QuadraticModel:
     gram : array, shape (k, k)
         ``d_i . d_j``.
     damping : array, 0-d
-        lam.
+        Damping ``lam``.
     """
 
     slope: Array
@@ -98,11 +100,11 @@ class QuadraticModel:
         Parameters
         ----------
         coefficients : array of shape (k,), or sequence of float or 0-d array
-            The c_i.
+            Coefficients c_i.
         damped : bool
             Whether ``lam/2 |delta|^2`` belongs to the model.  The paper's reduction
             ratio has it (section 6.5); TensorFlow's K-FAC and kfac-jax leave it out
-            unless told otherwise.
+            by default.
 
         Returns
         -------
@@ -127,7 +129,7 @@ class QuadraticModel:
         fixed: Sequence[Scalar | None] | None = None,
         check: Check = "raise",
     ) -> Minimum:
-        """Return the coefficients at which the damped model is least.
+        """Return the coefficients that minimize the damped model.
 
         The paper's ``[alpha, mu] = -(curvature + lam gram)^-1 slope``, guarded: in their
         order, each direction takes part while something positive is left of its
@@ -142,8 +144,8 @@ class QuadraticModel:
             For each direction its coefficient, or None where that is free; all are free
             where left out.  ``(None, 0.9)`` is the best learning rate for that momentum.
         check : {"raise", "status"}
-            Whether a model that is not finite raises, for which the device is waited
-            for, or is left in the result's status.
+            Whether a model that is not finite raises, which synchronizes with the device,
+            or is left in the result's status.
 
         Returns
         -------
@@ -153,7 +155,7 @@ class QuadraticModel:
         Raises
         ------
         NotFiniteError
-            Where the model holds NaN or infinity (``check="raise"``).
+            If the model holds NaN or infinity (``check="raise"``).
         ConventionError, ShapeError
             For an unknown `check`, or another number of `fixed`.
 
@@ -232,19 +234,20 @@ def quadratic_model(
     Parameters
     ----------
     gradient : mapping of str to mapping of str to array
-        Of the objective that is averaged over the batch.
+        Gradient of the objective that is averaged over the batch.
     directions : sequence of mapping of str to mapping of str to array
         The d_i, usually ``D = -P grad`` and the step before.
     curvature : array, shape (k, k)
         ``d_i . F d_j`` for the exact F of the batch, without damping.  Of a matrix
         that is not symmetric, the symmetric part counts.
     damping : float or 0-d array
-        lam, the multiple of I that is added to F; an array is not looked at.
+        Damping ``lam``, the multiple of I that is added to F; the value of an array is not
+        read.
 
     Returns
     -------
     QuadraticModel
-        In the widest dtype among the arrays, float32 at least.
+        Result in the widest dtype among the arrays, float32 at least.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The reduction ratio: what a step did to the objective, over what was predicted.
+"""The reduction ratio: actual over predicted change of the objective.
 
 Conventions.  ``rho = (h(theta + delta) - h(theta)) / (M(delta) - M(0))``, both
 differences of the same objective h on the same batch, its l2 term included where it has
@@ -27,7 +27,7 @@ __all__ = ["reduction_ratio"]
 def reduction_ratio(
     loss_before: Scalar, loss_after: Scalar, /, *, predicted: Scalar
 ) -> Scalar:
-    """Return rho, minus infinity where there is nothing to compare with.
+    """Return rho; minus infinity if no change was predicted.
 
     Parameters
     ----------

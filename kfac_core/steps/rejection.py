@@ -1,4 +1,4 @@
-"""Taking a step back: the state after it, or the state before.
+"""Rejecting a step: select the state after it, or before.
 
 Conventions.  A state is a tree of arrays: nested dicts, tuples (named or not) and lists,
 and the library's structures, with None where there is nothing.  Parameters, velocity and
@@ -49,12 +49,12 @@ def is_accepted(loss_before: Scalar, loss_after: Scalar, /) -> bool | Array:
 
 
 def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
-    """Return the proposed state, or the current one where it is not accepted.
+    """Return the proposed state, or the current one if it is not accepted.
 
     Parameters
     ----------
     accepted : bool or 0-d array of bool
-        Whether the step is taken.  An array is not looked at, and may be traced.
+        Whether the step is taken.  The value of an array is not read, and may be traced.
     proposed, current : tree of array
         States of one form, of equal shapes and dtypes.
 

@@ -1,4 +1,4 @@
-"""Minimizers of quadratic functions of a few numbers, whatever their matrix is like.
+"""Minimizers of quadratic functions of a few variables, for any symmetric matrix.
 
 A step before that is zero, or parallel to the new direction, makes the system of
 K-FAC's momentum singular, and a Hessian in the place of F makes it indefinite.  The
@@ -34,12 +34,12 @@ def guarded_minimizer(
         The slopes of the c_i that are free, finite, the more important ones first; the
         others are not touched.
     xp : namespace
-        Of the arrays.
+        Array API namespace of the arrays.
 
     Returns
     -------
     minimizer : dict of int to 0-d array
-        The c_i, zero where left out.
+        The c_i, zero by default.
     left_out : array of bool, 0-d
         Whether a c_i was left out along which the function is not flat.
     """

@@ -42,7 +42,7 @@ __all__ = ["TrustRegion", "kl_clip", "trust_region_rate"]
 
 @structure()
 class TrustRegion:
-    """What a step is to be multiplied with.
+    """Factor on a step.
 
     Attributes
     ----------
@@ -79,13 +79,13 @@ def kl_clip(
     gradient : mapping of str to mapping of str to array
         grad, or whatever was preconditioned (a velocity).
     preconditioned : mapping of str to mapping of str to array
-        ``P grad``.
+        Preconditioned gradient ``P grad``.
     learning_rate : float or 0-d array
-        lr.
+        Learning rate.
     bound : float or 0-d array
-        kappa, > 0.
+        Bound ``kappa > 0``.
     check : {"raise", "status"}
-        Whether a size that is not finite raises, for which the device is waited for,
+        Whether a size that is not finite raises, which synchronizes with the device,
         or is left in the status.
 
     Returns
@@ -135,7 +135,7 @@ def trust_region_rate(
     maximum : float or 0-d array
         alpha_max, > 0.
     check : {"raise", "status"}
-        As for `kl_clip`.
+        See `kl_clip`.
 
     Returns
     -------

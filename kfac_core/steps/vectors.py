@@ -49,12 +49,12 @@ def inner_product(left: Vector, right: Vector, /) -> Array:
     Parameters
     ----------
     left, right : mapping of str to mapping of str to array
-        Two vectors.
+        The two vectors.
 
     Returns
     -------
     array, 0-d
-        In the widest dtype among the arrays, float32 at least.
+        Result in the widest dtype among the arrays, float32 at least.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def linear_combination(
     Parameters
     ----------
     coefficients : sequence of float or 0-d array, or array of shape (k,)
-        The c_i.
+        Coefficients c_i.
     vectors : sequence of mapping of str to mapping of str to array
         The v_i, at least one.
 
@@ -128,17 +128,17 @@ def linear_combination(
 
 
 def entered(**vectors: Vector) -> tuple[Namespace, list[dict[str, dict[str, Array]]]]:
-    """Check that vectors go together, and leave their gradient graphs behind.
+    """Check that vectors have the same structure, and detach them.
 
     Parameters
     ----------
     **vectors : mapping of str to mapping of str to array
-        By the names that a message should use.
+        Vectors by their names in error messages.
 
     Returns
     -------
     xp : namespace
-        Of every array.
+        Array API namespace of the arrays.
     vectors : list of dict of str to dict of str to array
         Without graphs.
 

@@ -38,16 +38,16 @@ def l2_penalty(
     Parameters
     ----------
     parameters : mapping of str to mapping of str to array
-        theta.
+        Parameters ``theta``.
     weight_decay : float or 0-d array
-        eta.
+        Coefficient ``eta``.
     only : callable, optional
         Whether a parameter, by the names of block and parameter, decays.
 
     Returns
     -------
     array, 0-d
-        In the widest dtype among the arrays, float32 at least.
+        Result in the widest dtype among the arrays, float32 at least.
 
     Raises
     ------
@@ -78,9 +78,9 @@ def add_l2(
     vector : mapping of str to mapping of str to array
         The gradient at theta, or ``F d``.
     parameters : mapping of str to mapping of str to array
-        theta, or d.
+        Parameters ``theta``, or a direction d.
     weight_decay : float or 0-d array
-        eta.
+        Coefficient ``eta``.
     only : callable, optional
         Whether a parameter, by the names of block and parameter, decays.
 
@@ -123,21 +123,21 @@ def l2_curvature(
 ) -> Array:
     """Return ``eta d_i . d_j`` over the parameters that decay.
 
-    It is what ``d_i . F d_j`` lacks where F was made from the loss alone.
+    To be added to ``d_i . F d_j`` if F is the curvature of the loss alone.
 
     Parameters
     ----------
     directions : sequence of mapping of str to mapping of str to array
         The d_i, k of them.
     weight_decay : float or 0-d array
-        eta.
+        Coefficient ``eta``.
     only : callable, optional
         Whether a parameter, by the names of block and parameter, decays.
 
     Returns
     -------
     array, shape (k, k)
-        In the widest dtype among the arrays, float32 at least.
+        Result in the widest dtype among the arrays, float32 at least.
 
     Raises
     ------
@@ -172,9 +172,9 @@ def decay_decoupled(
     step : mapping of str to mapping of str to array
         delta, after preconditioning, momentum and clipping.
     parameters : mapping of str to mapping of str to array
-        theta.
+        Parameters ``theta``.
     weight_decay : float or 0-d array
-        eta.
+        Coefficient ``eta``.
     learning_rate : float or 0-d array
         lr; one, where the quadratic model chose the step's length.
     only : callable, optional

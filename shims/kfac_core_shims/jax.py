@@ -2,7 +2,7 @@
 
 Conventions.  A network is a pure function ``(params, *inputs) -> outputs`` of a batch
 whose first axis is that of the examples.  Its layers are found while it is traced: those
-of Flax by themselves, others where `dense` or `tap` mark them.  Zeros are added to their
+of Flax automatically, others if marked by `dense` or `tap`.  Zeros are added to their
 outputs, and derivatives by these are the output gradients.
 """
 
@@ -38,16 +38,16 @@ def tap(
     Parameters
     ----------
     name, layer : str, Layer
-        Of the block, and its geometry, such as `kfac_core.Conv`.
+        Name of the block, and its geometry, such as `kfac_core.Conv`.
     x, y, mask : array, shape (N, ...)
-        As for `kfac_core.Batch`.
+        See `kfac_core.Batch`.
     **given : array
-        Its parameters by their names there, in any shape: leaves of ``params``.
+        Parameters of the layer by name, in any shape; must be leaves of ``params``.
 
     Raises
     ------
     ConventionError
-        For others.
+        For arrays that are not leaves of ``params``.
     """
     here = _current.get()
     return here.met(name, layer, given, x=x, y=y, mask=mask) if here else y
@@ -62,7 +62,7 @@ def dense(name: str, x: Any, weight: Any, bias: Any = None, /, mask: Any = None)
 
 
 class Network:
-    """A function, the ``blocks`` found in it, and its derivatives.
+    """A network function, the ``blocks`` found in it, and its derivatives.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Network:
     params, *inputs : pytree
         Arrays, or their shapes and dtypes; the function is traced with them.
     approximation, rest
-        As for `kfac_core.integration.Wiring`, which raises for layers that do not fit.
+        As for `kfac_core.integration.Wiring`, which raises for unsupported layers.
     """
 
     def __init__(
@@ -146,35 +146,39 @@ class Network:
 
 
 class KFAC:
-    """A gradient transformation; its state is a `kfac_core.NetworkState`.
+    """K-FAC as an optax gradient transformation.
+
+    Its state is a `kfac_core.NetworkState`; a whole step can be compiled by one
+    ``jax.jit``.
 
     Parameters
     ----------
     network : Network
-        What is trained.
+        Network to train.
     reduction : {"sum", "mean", "mean_rows"}
-        Of the loss that the output gradients are of: ``"sum"`` for vectors of
-        `kfac_core.losses.vectors`, else as it was said to `Network.vjp`.
+        Reduction of the loss of the output gradients: ``"sum"`` for vectors of
+        `kfac_core.losses.vectors`, else as given to `Network.vjp`.
     damping : float or mapping of str to float
-        Of the operators, where a step gives no other.
+        Damping of the operators, unless a step gives another.
     refresh_every : int
-        Operators are made at the first update, and each time after so many more.
+        Number of updates between refreshes; the first update refreshes.
     rebase_every : int, optional
-        The same of bases, for a network with `kfac_core.Eigen` blocks (EKFAC).
+        Number of updates between recomputations of the bases, required for a network with
+        `kfac_core.Eigen` (EKFAC) blocks.
     moments : {"kronecker", "carried"}
-        What second moments are in new bases; see `kfac_core.Eigen.rebased`.
+        How second moments start in new bases; see `kfac_core.Eigen.rebased`.
     **options : object
-        Of `kfac_core.Estimator`, such as `decay`, `damping_rule` or `sources`.
+        Options of `kfac_core.Estimator`, such as `decay`, `damping_rule` or `sources`.
 
     Attributes
     ----------
     curvature : kfac_core.Network
-        The description whose pure functions `update` calls.
+        Network whose pure functions `update` calls.
 
     Raises
     ------
     ConventionError
-        Where `rebase_every` is missing, or there are no bases.
+        If `rebase_every` is missing, or there are no bases.
     """
 
     def __init__(
@@ -204,7 +208,7 @@ class KFAC:
     def init(self, params: Any, /) -> kc.NetworkState:
         """Return the state before the first update.
 
-        A direction is zero until there are operators.
+        Directions are zero before the first refresh.
         """
         like = jax.tree.leaves(params)[0]
         return self.curvature.initial(like, damping=self.damping)
@@ -228,14 +232,14 @@ class KFAC:
         captured : Captured or None
             From `Network.vjp`; None for a step without statistics.
         damping : float, array, or mapping of str to these, optional
-            Of a refresh in this step.
+            Damping of a refresh in this step.
         **more
-            What other transformations of a chain are given; not read.
+            Arguments of other transformations in a chain; ignored.
 
         Raises
         ------
         ConventionError
-            For what was captured under other conventions.
+            For batches captured under other conventions.
         """
         if captured is not None:
             state = self._fed(
@@ -283,12 +287,12 @@ class KFAC:
     def estimator(self, state: kc.NetworkState | None = None, /) -> kc.Estimator:
         """Return an estimator of the same options, which holds a state if one is given.
 
-        To save a state, to load one into, and for its report.
+        For saving and loading a state, and for reports.
 
         Parameters
         ----------
         state : NetworkState, optional
-            Of arrays with values.  A block that was never refreshed is left out.
+            State whose arrays have values.  A block that was never refreshed is left out.
         """
         made = self._made()
         if state is not None:
@@ -309,17 +313,17 @@ class KFAC:
         estimator : kfac_core.Estimator
             Made by `estimator`.
         params : pytree
-            As for `init`.
+            See `init`.
 
         Returns
         -------
         NetworkState
-            For `update`.
+            State to pass to `update`.
 
         Raises
         ------
         StateError
-            Where statistics or operators are of another form.
+            If statistics or operators are of another form.
         """
         return self.curvature.in_form_of(estimator.state, self.init(params))
 
@@ -331,23 +335,23 @@ class KFAC:
 
 
 def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
-    """Run a function of one block for several blocks as one program: an executor.
+    """Run a function of several blocks as one compiled program: an executor.
 
-    ``kfac_core.Estimator(..., execution=compiled)`` computes each stage so.  Where that
-    flags what is to raise, the blocks are run one by one without a compiler, so that
-    factorizations climb the ladder, and errors have their names.
+    Pass it as ``kfac_core.Estimator(..., execution=compiled)``.  If a result is flagged,
+    the blocks are run one by one without the compiler, so that factorizations use the
+    fallback chain, and errors name the block.
 
     Parameters
     ----------
     function : callable
         Takes a name, a block and arguments.
     tasks : mapping of str to tuple
-        By name: the block and its arguments.
+        For each name, the block and its arguments.
 
     Returns
     -------
     dict of str to object
-        What the function returned.
+        Results of the function, by name.
     """
     raises = getattr(function, "check", "status") == "raise"
     traced = dataclasses.replace(function, check="status") if raises else function
@@ -393,8 +397,8 @@ def _program(options: tuple[tuple[str, str], ...] | None) -> Any:
             function = dataclasses.replace(function, memo={})
         tasks = {
             name: tuple(
-                theirs if own is None else own
-                for own, theirs in zip(parts, given[name], strict=True)
+                traced if own is None else own
+                for own, traced in zip(parts, given[name], strict=True)
             )
             for name, parts in fixed
         }

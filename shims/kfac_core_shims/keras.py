@@ -1,4 +1,4 @@
-"""K-FAC for Keras 3 models: it stands between the gradients and a Keras optimizer.
+"""K-FAC for Keras 3 models, applied between the gradients and a Keras optimizer.
 
 The model is run once more with its layers tapped: x is what a layer was called with, g
 what comes back to its output before the activation, times ``sqrt(N / R)`` where it saw N
@@ -30,22 +30,26 @@ WEIGHTS: dict[Any, dict[str, str]] = {
 
 
 class KFAC:
-    """Turns a built model's gradients into natural gradients, on PyTorch or JAX.
+    """K-FAC for a built Keras model: natural gradients, on PyTorch or JAX.
 
     Parameters
     ----------
     model : keras.Model
-        With layers of `WEIGHTS`; the gradients of others (``skipped``) stay as they are.
+        Built model.  Only layers of `WEIGHTS` have blocks; gradients of the others
+        (``skipped``) are unchanged.
     likelihood : kfac_core.losses.Loss
-        Of one row of outputs: ``Categorical()`` for cross-entropy.
+        Likelihood of one row of outputs: ``Categorical()`` for cross-entropy.
     reduction : {"mean", "sum"}
-        Over the rows, in the loss whose gradients are given.  Keras's default is "mean".
+        Reduction over the rows, in the loss whose gradients are given.  Keras's default is
+        "mean".
     fisher : {"sampled", "exact", "empirical"}
-        Of labels of the model, drawn or all, or of the targets of the data.
+        Whether labels are drawn from the model, all of its labels are used, or the
+        targets of the data.
     update_every, refresh_every : int
         Steps between statistics, and between factorizations.
     **options : object
-        Of the attribute ``estimator``: `damping`, `decay`; a "factored" `damping_rule`.
+        Options of the attribute ``estimator``: `damping`, `decay`; a "factored"
+        `damping_rule`.
     """
 
     def __init__(
@@ -99,7 +103,7 @@ class KFAC:
         return self.steps % self.update_every == 0
 
     def observe(self, x: Any, y: Any = None, /, *, state: Any = None) -> None:
-        """Feed a batch; `y` is for the empirical Fisher, `state` for stateless use."""
+        """Accumulate a batch; `y` is for empirical Fisher, `state` for stateless use."""
         x = keras.tree.map_structure(ops.convert_to_tensor, x)
         groups = self.model.trainable_variables, self.model.non_trainable_variables
         state = state or [[ops.stop_gradient(v.value) for v in g] for g in groups]

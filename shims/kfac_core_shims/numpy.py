@@ -46,20 +46,20 @@ class KFAC:
         By layer, to be written to.  ``{"fc": {"weight": W, "bias": b}}`` with W of shape
         ``(in, out)`` is dense, ``{"norm": {"scale": s, "shift": t}}`` a normalization.
     learning_rate, damping : float, or callable of the number of steps made
-        Read at every step; a damping takes effect at the next refresh.
+        Evaluated at every step; the damping takes effect at the next refresh.
     **options : object
-        Of `kfac_core.Estimator`: `reduction`, `decay` and any other.
+        Options of `kfac_core.Estimator`: `reduction`, `decay` and any other.
     layers : mapping of str to Layer or Block, optional
-        Other layers; a block where the approximation is to be another than Kronecker
-        factors, or the diagonal for a scale and shift.
+        Layers that cannot be inferred from their parameters; a block sets another
+        approximation than Kronecker factors (or the diagonal for a scale and shift).
     momentum, weight_decay, kl_clip : float
-        See above.
+        Momentum, weight decay and bound of the step.
     decayed : callable, optional
         Whether a parameter, by the names of layer and parameter, decays; all do.
     update_every, refresh_every : int
-        In steps; see `wants_statistics`, and `kfac_core.Estimator.refresh`.
+        Numbers of steps between statistics, and between refreshes.
 
-    Raises `KFACError` for layers that do not fit their parameters, and bad options.
+    Raises `KFACError` for layers that do not match their parameters, and invalid options.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class KFAC:
 
     @property
     def wants_statistics(self) -> bool:
-        """Whether the next step is one that the layers should be observed for."""
+        """Whether layers have to be observed for the next step."""
         return self.steps % self.update_every == 0
 
     def observe(self, name: str, batch: kc.Batch | list[kc.Batch], /) -> None:
-        """Take what a layer saw, for the statistics of the next step.
+        """Record inputs and output gradients of a layer for the next step.
 
         A list is one batch for each use of the layer in the network.  Several calls before
         a step are parts of one batch, of any sizes, each with a loss of its own.  Raises
@@ -125,11 +125,11 @@ class KFAC:
         self._seen[name] = block.merge(seen, moments) if seen else moments
 
     def step(self, gradients: Vector, /) -> dict[str, dict[str, Array]]:
-        """Feed what was observed, refresh if it is time, and move the parameters.
+        """Accumulate the observed batches, refresh if due, and update the parameters.
 
-        Returns what was added to them.  Raises `KFACError` for gradients or schedules
-        that cannot be used, and a layer that was never observed: nothing was changed
-        then.  Where a refresh fails (`FactorizationError`) the statistics were fed.
+        Returns the change of the parameters.  Raises `KFACError` for invalid gradients or
+        schedules, and for a layer that was never observed; parameters and state are then
+        unchanged.  If a refresh fails (`FactorizationError`), the statistics are updated.
         """
         self._require(gradients, "gradients")
         estimator, rate = self.estimator, _at(self.learning_rate, self.steps)
@@ -165,12 +165,12 @@ class KFAC:
         return dict(change)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all but the parameters and what the next step was given."""
+        """Return the state without the parameters and the pending observations."""
         own = {"velocity": self._velocity, "steps": self.steps}
         return {"estimator": self.estimator.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take a state over; raises `StateError`, changing nothing, if it does not fit."""
+        """Restore a state; raises `StateError`, changing nothing, if it does not match."""
         try:
             steps, velocity = int(state["steps"]), state["velocity"]
             if velocity is not None:
@@ -181,7 +181,7 @@ class KFAC:
         self._velocity, self.steps, self._seen = velocity, steps, {}
 
     def save(self, path: str | os.PathLike[str], /) -> None:
-        """Write the state to an ``.npz`` file, which is whole or not there."""
+        """Write the state atomically to an ``.npz`` file."""
         arrays: dict[str, Array] = {}
         tree = json.dumps(_folded(self.state_dict(), arrays), allow_nan=False)
         part = Path(f"{os.fspath(path)}.part")
@@ -192,7 +192,7 @@ class KFAC:
         part.replace(path)
 
     def load(self, path: str | os.PathLike[str], /) -> None:
-        """Take over what `save` wrote; raises `StateError` as `load_state_dict`."""
+        """Restore a state from `save`; raises `StateError` as `load_state_dict`."""
         try:
             with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 state = _unfolded(json.loads(str(file["tree"])), file)

@@ -1,7 +1,7 @@
 """K-FAC for PyTorch models: `observe` the outputs, then `step` before the optimizer.
 
 Conventions.  The rows are the elements of ``outputs[..., 0]``; see
-`kfac_core.integration.batches_of_calls`.  A module's call is remembered in its own
+`kfac_core.integration.batches_of_calls`.  A module's call is recorded in its own
 node of the graph.
 """
 
@@ -26,23 +26,27 @@ __all__ = ["KFAC"]
 
 
 class KFAC(kc.integration.NaturalGradient):
-    """Turns a model's gradients into natural gradients, by hooks on its modules.
+    """K-FAC for a PyTorch model: replaces gradients by natural gradients.
+
+    Call `observe` on the outputs in each forward pass, and `step` between
+    ``loss.backward()`` and ``optimizer.step()``.
 
     Parameters
     ----------
     model : torch.nn.Module
-        On its device; a compiled one too, before its first call.
+        Model on its device; if compiled, before its first call.
     likelihood : kfac_core.losses.Loss
-        Of one row of outputs: ``Categorical()`` for cross-entropy.
+        Likelihood of one row of outputs: ``Categorical()`` for cross-entropy.
     reduction : {"mean", "sum"}
-        Over the rows of outputs, in the loss that is differentiated.
+        Reduction over the rows of outputs, in the loss that is differentiated.
     fisher : kfac_core.losses.EstimationMode
-        ``"gradients"`` draws labels from the model, ``"exact"`` takes all of them,
-        ``"empirical"`` reads the caller's own backward pass.
+        ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of
+        them, ``"empirical"`` uses the gradients of the caller's backward pass.
     update_every, refresh_every : int
         Steps between statistics, and between factorizations.
     **options
-        Of `kfac_core.Estimator`: ``damping``, ``decay``, ``damping_rule`` and so on.
+        Options of `kfac_core.Estimator`: ``damping``, ``decay``, ``damping_rule`` and so
+        on.
     """
 
     approximations: ClassVar[dict[str, kc.Approximation]] = {
@@ -76,12 +80,12 @@ class KFAC(kc.integration.NaturalGradient):
         self._name_others(self._sites)
 
     def observe(self, outputs: Any, /) -> None:
-        """Take the statistics of a forward pass, before its loss is differentiated.
+        """Record a forward pass, before its loss is differentiated.
 
         Parameters
         ----------
         outputs : torch.Tensor, shape (N, ..., P)
-            What the likelihood is of, with its graph: the rows that the loss reads.
+            Outputs with their graph: the rows that the loss and the likelihood read.
         """
         if len(shape := tuple(outputs.shape)) < 2:
             raise kc.ShapeError(f"Expected `outputs` of (N, ..., P), got {shape}.")
@@ -102,10 +106,10 @@ class KFAC(kc.integration.NaturalGradient):
                 self._pull_back(outputs, *zip(*found, strict=True))
 
     def step(self) -> None:
-        """Replace ``.grad`` by the natural gradient, where there is a block for it.
+        """Replace ``.grad`` of parameters in a block by the natural gradient.
 
-        `NotReadyError` where nothing was observed, `NotFiniteError` where a gradient or
-        a row is not finite; nothing has changed then.
+        Raises `NotReadyError` if nothing was observed, and `NotFiniteError` if a gradient
+        or a row is not finite; gradients and state are then unchanged.
         """
         calls, rows, refreshes, given = self._calls, self._rows, self.wants_refresh, {}
         self._rows, self._calls = 0, {}
@@ -123,7 +127,7 @@ class KFAC(kc.integration.NaturalGradient):
             self._name_others(found)
 
     def remove(self) -> None:
-        """Take the hooks off the model again."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -143,7 +147,7 @@ class KFAC(kc.integration.NaturalGradient):
                 yield m.register_forward_hook(of_weight[key], with_kwargs=True)
 
     def _name_others(self, blocks: Iterable[str]) -> None:
-        """Warn, once of each, of trained parameters that are in none of these blocks."""
+        """Warn once of each trained parameter that is in none of these blocks."""
         known = {id(p) for n in blocks for p in self._sites[n].parameters.values()}
         others = []
         for name, p in self.model.named_parameters():
@@ -191,7 +195,7 @@ def _add(call: kc.integration.LayerCall, index: int, grads: Any) -> None:
 
 @dataclass(eq=False)
 class _Site:
-    """A weight's layer and parameters, and its modules' hook; a copy does nothing."""
+    """Layer and parameters of a weight, and the hook of its modules; copies are inert."""
 
     layer: Any = None
     parameters: dict[str, Any] = field(default_factory=dict)
@@ -207,14 +211,16 @@ class _Site:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, m: Any, a: Any, k: Any, y: Any) -> None:
-        """Remember a call, in the node of what it returned."""
+        """Record a call, in the graph node of its output."""
         if (kfac := self.kfac()) and y.requires_grad and kfac.wants_statistics:
             x = (*a, *k.values())[0].detach()
             mask = None if self.padding is None else x != self.padding
             if self.plain:
                 self.plain.training = m.training
-                for mine, its in zip(self.plain.buffers(), m.buffers(), strict=True):
-                    mine.copy_(its)
+                for copied, buffer in zip(
+                    self.plain.buffers(), m.buffers(), strict=True
+                ):
+                    copied.copy_(buffer)
                 x = self.plain.forward(x).reshape(len(x), *self.flat)
             shape = self.flat and x.shape
             call = kc.integration.LayerCall(self.name, x, mask=mask, grad_shape=shape)

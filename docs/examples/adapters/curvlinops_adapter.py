@@ -10,7 +10,7 @@ parameters.  What is translated:
   ``"mean"`` that of the mean over all output positions, while the kit asks for the mean
   over examples of the sum over positions.
 
-With k the ratio of the two, ``theirs = k F``, the damped inverse is ``k (theirs + k damping
+With k the ratio of the two, ``H = k F``, the damped inverse is ``k (H + k damping
 I)^-1``, by the factored rule as well.
 """
 

@@ -10,7 +10,7 @@ What is translated:
 * its squared error has no 1/2 before it, which ``weight=0.5`` puts there;
 * ``fisher_empirical`` has 1/N^2 before the sum over examples, where the kit has 1/N.
 
-With k the ratio of the two, ``theirs = k F``, the damped inverse is ``k (theirs + k damping
+With k the ratio of the two, ``H = k F``, the damped inverse is ``k (H + k damping
 I)^-1``, by the factored rule as well.
 """
 

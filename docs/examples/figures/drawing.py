@@ -134,7 +134,7 @@ def draw_roundoff(path: Path) -> None:
             [error[name] for error in errors],
             color=GREEN,
             linestyle=style,
-            label=f"kept in {name}, inverted by the ladder",
+            label=f"kept in {name}, inverted by the fallback chain",
         )
     axes[1].set_title("against the inverse before it was rounded", fontsize=9)
     for one in axes:

@@ -37,10 +37,10 @@ class Inverted:
     condition: float
     error: float | None
     """None where the factorization failed."""
-    rung: str | None
-    """Of the ladder, for the library's own."""
+    fallback: str | None
+    """The fallback that was used, for the library's own."""
     residual: float | None
-    """The library's certificate."""
+    """The library's residual check."""
 
 
 def inverted(condition: float, *, size: int = 96) -> list[Inverted]:
