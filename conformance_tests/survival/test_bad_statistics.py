@@ -1,4 +1,4 @@
-"""Statistics that are singular, huge, tiny or damaged: accurate, or refused by name.
+"""Statistics that are singular, huge, tiny or damaged: accurate, or refused by name."""
 
 from __future__ import annotations
 
