@@ -1,4 +1,4 @@
-"""Statistics of every bad kind: a finite answer with a residual check, or an error with a name."""
+"""Statistics of every bad kind: a finite, checked answer, or an error with a name."""
 
 from __future__ import annotations
 
