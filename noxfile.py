@@ -34,10 +34,10 @@ TORCH_CPU = ("-c", "constraints/torch-cpu.txt")
 KERNELS = ("SkylakeX", "Haswell", "Zen", "Nehalem")
 # What compares with published numbers, or goes through many steps.
 KERNEL_TESTS = (
-    "conformance_tests/test_figures.py",
-    "conformance_tests/test_posterior_examples.py",
-    "conformance_tests/test_documentation.py",
-    "conformance_tests/test_parallel.py",
+    "conformance_tests/documentation/test_figures.py",
+    "conformance_tests/posterior/test_posterior_examples.py",
+    "conformance_tests/documentation/test_documentation.py",
+    "conformance_tests/execution/test_parallel.py",
     "conformance_tests/survival",
 )
 # Prints the kernels that NumPy's BLAS computes with.

@@ -8,21 +8,26 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Of whose public names the modules' texts are shown.
+# The packages whose public names `api.md` shows.
 PACKAGES = (
     "kfac_core",
-    "kfac_core_conformance",
-    "kfac_core.approximations",
-    "kfac_core.array",
-    "kfac_core.factors",
-    "kfac_core.influence",
-    "kfac_core.layers",
-    "kfac_core.linalg",
+    "kfac_core.execution",
+    "kfac_core.integration",
     "kfac_core.losses",
-    "kfac_core.operators",
-    "kfac_core.posterior",
-    "kfac_core_conformance.records",
     "kfac_core.steps",
+    "kfac_core.damping",
+    "kfac_core.report",
+    "kfac_core.roots",
+    "kfac_core.posterior",
+    "kfac_core.influence",
+    "kfac_core.approximations",
+    "kfac_core.operators",
+    "kfac_core.layers",
+    "kfac_core.factors",
+    "kfac_core.linalg",
+    "kfac_core.array",
+    "kfac_core_conformance",
+    "kfac_core_conformance.records",
 )
 
 project = "kfac_core"

@@ -839,7 +839,7 @@ def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManage
 def _with_status(statistics: Statistics, status: Any) -> Statistics:
     """Return statistics with other flags, and 0-d arrays in place of NumPy scalars."""
     averages = statistics.averages
-    if isinstance(status, np.generic | np.ndarray):
+    if isinstance(status, (np.generic, np.ndarray)):
         # NumPy operations return scalars for 0-d arrays; a state holds arrays only.
         status = np.asarray(status)
         averages = {name: _of_arrays(held) for name, held in averages.items()}

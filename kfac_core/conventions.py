@@ -8,12 +8,12 @@ Let ``g`` be the vector that a framework backpropagated to a layer's output for 
 example (and one shared position).  The output factor is an average of outer products of
 gradients of the *summed* loss, so ``g`` is multiplied by
 
-========================  ========================================================
-``reduction="sum"``            1: the loss was a sum over the batch
-``reduction="mean"``           N: the loss was a mean over the N examples of the batch
-``reduction="mean_rows"``      the number of rows kept by the mask: the loss was a mean over
-                          all examples and shared positions (tokens, time steps)
-========================  ========================================================
+=========================  =======================================================
+``reduction="sum"``        1: the loss was a sum over the batch
+``reduction="mean"``       N: the loss was a mean over the N examples of the batch
+``reduction="mean_rows"``  the number of rows kept by the mask: the loss was a mean over
+                           all examples and shared positions (tokens, time steps)
+=========================  =======================================================
 
 and the M sources (vectors backpropagated for one batch) are combined by
 

@@ -182,7 +182,7 @@ class Estimator:
 
     @property
     def blocks(self) -> dict[str, Block]:
-        """Blocks by name."""
+        """Blocks by name; the layers of a chain are one block."""
         return self.network.blocks
 
     @property

@@ -36,7 +36,7 @@ def doubles(*shape):
 def attached(model, *, likelihood=None, fisher="exact", loss="mean", **options):
     likelihood = likelihood or SquaredError(scale=0.5)
     options = {**OPTIONS, **options}
-    return KFAC(model, likelihood=likelihood, fisher=fisher, loss=loss, **options)
+    return KFAC(model, likelihood=likelihood, fisher=fisher, reduction=loss, **options)
 
 
 def step(model, kfac, inputs, targets, loss_of):

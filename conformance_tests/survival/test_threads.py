@@ -135,7 +135,7 @@ def read(estimator: kc.Estimator, number: int) -> list[Any]:
         elif what == len(PRODUCTS):
             found[what] = frozen(estimator.precondition(given))
         elif what == len(PRODUCTS) + 1:
-            found[what] = frozen(estimator.state_dict()["blocks"]["0"]["statistics"])
+            found[what] = frozen(estimator.state_dict()["blocks"]["0"]["values"])
         else:
             found[what] = [
                 estimator.operator(name).trace().tobytes() for name in "0124"

@@ -33,9 +33,11 @@ from kfac_core.array import (
     device_of,
     full_of,
     own_namespace,
+    replaced,
 )
 from kfac_core.factors import FullFactor
 from kfac_core.linalg import Factorization, ShiftedMatrix, Solving, dense_of_groups
+from kfac_core.operators import SpectralOperator
 
 __all__ = ["IdentityGradients", "InputOperator"]
 
@@ -164,13 +166,11 @@ class InputOperator(kc.CurvatureOperator):
     ) -> InputOperator:
         """Return the same operator with factorizations made that were missing."""
         made = self.input.prepared(*factorizations, check=check, name=f"{name}/input")
-        return self if made is self.input else kc.array.replaced(self, input=made)
+        return self if made is self.input else replaced(self, input=made)
 
     def solved_by(self, solving: Solving, /) -> InputOperator:
         """Return the same operator, with A + lam I divided by in a given way."""
-        return kc.array.replaced(
-            self, input=kc.array.replaced(self.input, solving=solving)
-        )
+        return replaced(self, input=replaced(self.input, solving=solving))
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return ``m tr(A + lam I)``, summed over groups."""
@@ -206,12 +206,12 @@ class InputOperator(kc.CurvatureOperator):
 
     def spectral(
         self, *, check: Check = "raise", name: str = "block"
-    ) -> kc.operators.SpectralOperator:
+    ) -> SpectralOperator:
         """Return ``A (x) I`` in the eigenbasis of A, without damping."""
         made = self.prepared("eigenbasis", check=check, name=name).input
         xp = own_namespace(self.like)
         spectrum = made.eigenvalues(shifted=False)[..., :, None]
-        return kc.operators.SpectralOperator(
+        return SpectralOperator(
             made.basis,
             None,
             xp.broadcast_to(spectrum, self.stack_shape),

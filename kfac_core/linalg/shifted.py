@@ -400,7 +400,7 @@ def shifted_matrix(
     if apply_dtype is not None and apply_dtype != B.array.dtype:
         applied = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
     # NumPy makes scalars of its own of 0-d arrays.
-    shift = xp.asarray(full_of(xp, shift, B.array))
+    shift = full_of(xp, shift, B.array)
     damped = DampedMatrix(B, matrix.factor, shift)
     made = ShiftedMatrix(damped, applied)
     return made.prepared(*factorizations, check=check, name=name)

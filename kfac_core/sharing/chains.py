@@ -75,11 +75,18 @@ class Chains:
 
         Raises
         ------
+        UnknownBlockError
+            For the name of a chain.
         ConventionError
             If some layers of a chain are given, and others not.
         """
         grouped = {name: part for name, part in given.items() if name not in self.of}
         for chain, names in self._layers.items():
+            if chain in given:
+                raise UnknownBlockError(
+                    f"{chain!r} is a chain: give batches and gradients by the names of its "
+                    f"layers, {list(names)}."
+                )
             missing = [name for name in names if name not in given]
             if not missing:
                 grouped[chain] = {name: given[name] for name in names}
@@ -95,7 +102,7 @@ class Chains:
     ) -> dict[str, Mapping[str, Any]]:
         """Return parameter-shaped arrays by block, from those by layer; as `batches`."""
         grouped = self.batches(given)
-        for chain in self._layers.keys() & grouped.keys():
+        for chain in filter(grouped.__contains__, self._layers):
             grouped[chain] = {
                 f"{name}/{parameter}": x
                 for name, own in grouped[chain].items()
@@ -108,7 +115,7 @@ class Chains:
     ) -> dict[str, dict[str, Any]]:
         """Return parameter-shaped arrays by layer, from those by block."""
         parts = {name: own for name, own in found.items() if name not in self._layers}
-        for chain in self._layers.keys() & found.keys():
+        for chain in filter(found.__contains__, self._layers):
             for path, x in found[chain].items():
                 name, _, parameter = path.rpartition("/")
                 parts.setdefault(name, {})[parameter] = x

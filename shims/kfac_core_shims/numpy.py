@@ -117,7 +117,8 @@ class KFAC:
         """
         if name not in self.parameters:
             raise kc.UnknownBlockError(f"There are no parameters of {name!r}.")
-        block, known = self.estimator.blocks[name], self.estimator.network
+        known = self.estimator.network
+        block = known.blocks[known.known(name)]
         options: Any = {"conventions": known.conventions, "precision": known.precision}
         moments = block.moments(batch, **options, name=name)
         seen = self._seen.get(name)

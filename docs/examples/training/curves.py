@@ -11,7 +11,7 @@ class Curve:
     """One run of one method with one seed.
 
     `losses` are of the same training examples each time, at `steps`, after `seconds` of
-    training (measuring and compiling left out); `test` is the figure on held-out
+    training (measuring and compiling left out); `test` is the figure on test
     examples at the end.  Runs of one name are one method with several seeds.
     """
 
@@ -60,7 +60,7 @@ def best(runs: dict[float, list[Curve]]) -> float:
 
 
 def table(
-    curves: list[Curve], *, test: str = "held-out error", baseline: str = "Adam"
+    curves: list[Curve], *, test: str = "test error", baseline: str = "Adam"
 ) -> str:
     """Return a Markdown table: medians over seeds, one row a method.
 
