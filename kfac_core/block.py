@@ -42,7 +42,6 @@ from kfac_core.array.structure import map_structure, replaced
 from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
-    DecayError,
     FactorizationError,
     KFACError,
     MixedArraysError,
@@ -52,10 +51,10 @@ from kfac_core.errors import (
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import GradientBatch
-from kfac_core.layers.feeding import detached_array
+from kfac_core.layers.feeding import detached_array, raise_for_flags
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.rows import Batch, Rows, join_uses, require_finite
+from kfac_core.layers.rows import Batch, Rows, join_uses
 from kfac_core.linalg.shifted import Factorization, Solving
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.operator import CurvatureOperator
@@ -184,7 +183,7 @@ class Block:
         new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
             return _accepted(new, statistics)
-        _raise_for(new.status, name)
+        raise_for_flags(int(new.status), name=name)
         return new
 
     def moments(
@@ -231,7 +230,7 @@ class Block:
         xp = empty.namespace
         status = rows.status(xp=xp)
         if check == "raise":
-            _raise_for(status, name)
+            raise_for_flags(int(status), name=name)
         options = UpdateOptions(conventions=conventions, decay=0.0, weight=None, xp=xp)
         new = self.approximation.updated(empty, rows, self.layer, options)
         new = replaced(new, status=status)
@@ -919,15 +918,6 @@ def _coefficient_flags(decay: Any, weight: Any, like: Array, xp: Namespace) -> A
         good = (weight > 0) & xp.isfinite(weight)
         flags = flags | status_unless(xp, good, Status.BAD_DECAY)
     return flags
-
-
-def _raise_for(status: Array, name: str) -> None:
-    flags = int(status)
-    require_finite(flags, name=name)
-    if Status.BAD_DECAY in Status(flags):
-        raise DecayError(
-            f"Block {name!r}: expected `decay` in [0, 1] and `weight` > 0, both finite."
-        )
 
 
 def _accepted(new: Statistics, old: Statistics) -> Statistics:

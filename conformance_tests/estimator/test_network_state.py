@@ -437,3 +437,21 @@ def test_the_usual_approximation_goes_with_the_layer(layer, kind, input):
     assert type(chosen) is kind
     assert chosen.input == input
     assert chosen.problem_with(layer) is None
+
+
+@pytest.mark.parametrize("bad", [1.5, -0.5, float("nan")])
+def test_a_decay_in_an_array_is_refused_or_flagged(backend, rng, bad):
+    """A bad number in an array is found where its value is read, never installed."""
+    network = network_of()
+    start = network.initial(like(backend, "float64"), damping=0.2)
+    fed = batches(backend, "float64", rows_of(rng))
+    decay = backend.asarray(bad, "float64")
+
+    with pytest.raises(kc.DecayError, match="'a'.*`decay`"):
+        network.update(start, fed, decay=decay)
+    flagged = network.update(start, fed, decay=decay, check="status")
+
+    assert int(flagged["a"].status) == int(kc.Status.BAD_DECAY)
+    assert int(flagged["a"].updates) == 0
+    good = network.update(start, fed, decay=backend.asarray(0.5, "float64"))
+    assert int(good["a"].status) == 0

@@ -8,10 +8,12 @@ from typing import Any
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core.array.status import Status
 from kfac_core.array.structure import map_structure
+from kfac_core.errors import DecayError
 from kfac_core.layers.rows import require_finite
 
-__all__ = ["detached", "detached_array", "require_finite_rows"]
+__all__ = ["detached", "detached_array", "raise_for_flags", "require_finite_rows"]
 
 
 _WITHOUT_GRAPHS: set[type[Any]] = {type(None), int, str, bool}
@@ -63,12 +65,37 @@ def require_finite_rows(statuses: Mapping[str, Array], /) -> None:
 
     Raises
     ------
-    NotFiniteError, IdRangeError
+    NotFiniteError, IdRangeError, DecayError
         Naming the block and the argument.
     """
     for name, flags in _read(statuses).items():
         if flags:
-            require_finite(flags, name=name)
+            raise_for_flags(flags, name=name)
+
+
+def raise_for_flags(flags: int, /, *, name: str) -> None:
+    """Raise for the flags of one block's update.
+
+    Parameters
+    ----------
+    flags : int
+        `kfac_core.Status` flags.
+    name : str
+        Name of the block, for the message.
+
+    Raises
+    ------
+    NotFiniteError, IdRangeError
+        For rows that are not finite, or ids out of range.
+    DecayError
+        For a decay or weight, given as an array, that is out of range.
+    """
+    require_finite(flags, name=name)
+    if Status.BAD_DECAY in Status(flags):
+        raise DecayError(
+            f"Block {name!r}: expected `decay` in [0, 1] and `weight` > 0, both finite. "
+            "Nothing was changed."
+        )
 
 
 def _read(statuses: Mapping[str, Array]) -> dict[str, int]:
