@@ -32,6 +32,7 @@ import numpy as np
 from kfac_core.array.namespaces import (
     device_of,
     is_finite_number,
+    is_row_major,
     namespace_of,
     own_namespace,
 )
@@ -205,6 +206,8 @@ def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
     if cls is SymmetricMatrix:
         xp = own_namespace(value.array)
         found[path] = pack_triangle(value.array, xp=xp)
+        # A factorization's roundoff depends on it, and a run is resumed bit for bit.
+        found[_below(path, "row_major")] = is_row_major(value.array)
     elif fields_of(cls):
         for name, static in fields_of(cls):
             if not static or _choices(cls, name):
@@ -349,9 +352,11 @@ class _Values:
         n = packed_rows(tuple(packed.shape[-2:]))
         if n is None:
             raise _problem(path, "a packed triangle", f"shape {tuple(packed.shape)}")
+        row_major = self.choice(_below(path, "row_major"), (True, False))
         xp = own_namespace(packed)
         full = unpack_triangle(packed, n, xp=xp)
-        # In the order in which LAPACK reads a lower triangle, as sums start.
+        if row_major:
+            return SymmetricMatrix(full if whole else xp.tril(full), whole)
         return SymmetricMatrix(
             xp.matrix_transpose(full if whole else xp.triu(full)), whole
         )

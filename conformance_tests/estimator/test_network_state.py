@@ -447,7 +447,7 @@ def test_a_decay_in_an_array_is_refused_or_flagged(backend, rng, bad):
     fed = batches(backend, "float64", rows_of(rng))
     decay = backend.asarray(bad, "float64")
 
-    with pytest.raises(kc.DecayError, match="'a'.*`decay`"):
+    with pytest.raises(kc.DecayError, match=r"'a'.*`decay`"):
         network.update(start, fed, decay=decay)
     flagged = network.update(start, fed, decay=decay, check="status")
 

@@ -35,6 +35,7 @@ __all__ = [
     "device_of",
     "full_of",
     "is_finite_number",
+    "is_row_major",
     "moved_axis",
     "namespace_of",
     "own_namespace",
@@ -175,6 +176,18 @@ def device_of(x: Array, /) -> Any:
         return array_api_compat.device(x)
     except AttributeError:
         return None
+
+
+def is_row_major(x: Array, /) -> bool:
+    """Return whether the last axis of an array is contiguous in memory, if that is known.
+
+    The standard has no strides.  NumPy's and CuPy's arrays have an attribute, PyTorch's a
+    method; True for libraries that have neither.
+    """
+    strides = getattr(x, "strides", None)
+    if strides is None and hasattr(x, "stride"):
+        strides = x.stride()
+    return strides is None or len(strides) < 2 or strides[-1] <= strides[-2]
 
 
 def require_floating(xp: Namespace, x: Array, name: str, /) -> None:
