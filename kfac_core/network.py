@@ -1038,6 +1038,10 @@ def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockS
     else:
         xp = own_namespace(aged)
         aged = xp.where(aged < 0, aged, aged + one)
+    status = statistics.status
+    if not isinstance(held.status, int):
+        # An array of its own: a state whose arrays are donated holds none twice.
+        status = _copied(status)
     return replaced(
         held,
         statistics=statistics,
@@ -1045,7 +1049,7 @@ def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockS
         age=held.age + one,
         basis_age=aged,
         moments_missing=held.moments_missing * (1 - one),
-        status=statistics.status,
+        status=status,
     )
 
 
