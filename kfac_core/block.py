@@ -13,7 +13,6 @@ executors: whether tasks can be stacked, and how much work they are.
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
 from kfac_core.array.finite import known_true
 from kfac_core.array.namespaces import (
+    NUMBER,
     Scalar,
     as_scalar,
     device_of,
@@ -335,34 +335,19 @@ class Block:
         require_one_of("rule", rule, get_args(DampingRule))
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
-        require_damping(damping)
-        if isinstance(damping, numbers.Real):
-            damping = float(damping)
-        else:
-            same_place(statistics=statistics.any_weight, damping=damping)
-            if check == "raise":
-                _require_damping_value(damping, name)
-        wanted = factorizations
-        if solving == "triangular":
-            swapped = ("cholesky" if f == "inverse" else f for f in factorizations)
-            wanted = tuple(dict.fromkeys(swapped))
-        options = OperatorOptions(
-            damping=damping,
+        refresh = RefreshBlock(
             rule=rule,
             debias=debias,
-            factorizations=wanted,
-            check=check,
+            factorizations=factorizations,
+            damping_scaling="none",
             precision=precision,
-            name=name,
+            check=check,
             memo={} if memo is None else memo,
         )
-        # The status reports infinities; NumPy's warnings would repeat it.
-        like = statistics.any_weight
-        with _quiet(check, like, over="ignore", invalid="ignore"):
-            made = self.approximation.operator(statistics, self.layer, options)
-        if solving == "inverse":
-            return made
-        return made.solved_by(solving)
+        made = refresh(name, self, statistics, damping, solving)
+        if isinstance(made, KFACError):
+            raise made
+        return made[0]
 
     def rebased(
         self, statistics: Statistics, /, *, moments: Any, check: Check = "raise"
@@ -708,32 +693,44 @@ class RefreshBlock:
 
         The error is returned and not raised, so that the other blocks are refreshed.
         """
-        options: dict[str, Any] = {
-            "rule": self.rule,
-            "debias": self.debias,
-            # The flags of a stack are read once, by `accepts`.
-            "check": "status" if stack else self.check,
-            "precision": self.precision,
-            "name": name,
-            "memo": None if stack else self.memo,
-        }
+        like, layer, precision = statistics.any_weight, block.layer, self.precision
+        xp, storage = own_namespace(like), like.dtype
+        compute = precision.dtype(precision.compute, storage, xp=xp)
+        # The flags of a stack are read once, by `accepts`.
+        check: Check = "status" if stack else self.check
+        factorizations = self.factorizations
+        if solving == "triangular":
+            swapped = ["cholesky" if f == "inverse" else f for f in factorizations]
+            factorizations = tuple(dict.fromkeys(swapped))
+        options = OperatorOptions(
+            damping=_checked_damping(damping, like, compute, check, name),
+            rule=self.rule,
+            debias=self.debias,
+            factorizations=factorizations,
+            check=check,
+            compute=compute,
+            apply=precision.dtype(precision.apply, storage, xp=xp),
+            name=name,
+            memo={} if stack else self.memo,
+            xp=xp,
+        )
+        make = block.approximation.operator
         try:
-            if self.damping_scaling == "mean_eigenvalue":
-                bare = block.operator(
-                    statistics, damping=0.0, factorizations=(), **options
-                )
-                n, m = bare.shape
-                damping = damping * bare.trace(damped=False) / (n * m)
-            operator = block.operator(
-                statistics,
-                damping=damping,
-                factorizations=self.factorizations,
-                solving=solving,
-                **options,
-            )
+            # The status reports infinities; NumPy's warnings would repeat it.
+            with _quiet(check, like, over="ignore", invalid="ignore"):
+                if self.damping_scaling == "mean_eigenvalue":
+                    bare = dataclasses.replace(options, damping=0.0, factorizations=())
+                    undamped = make(statistics, layer, bare)
+                    n, m = undamped.shape
+                    damping = damping * undamped.trace(damped=False) / (n * m)
+                    own = _checked_damping(damping, like, compute, check, name)
+                    options = dataclasses.replace(options, damping=own)
+                operator = make(statistics, layer, options)
         except (FactorizationError, NotFiniteError) as error:
             return error
-        return operator, damping
+        return operator if solving == "inverse" else operator.solved_by(
+            solving
+        ), damping
 
     def stacks(
         self, block: Block, statistics: Statistics, damping: Scalar, solving: Solving, /
@@ -898,9 +895,18 @@ def _emptied(statistics: Statistics) -> Statistics:
     return replaced(nothing, bases=statistics.bases)
 
 
-def _require_damping_value(damping: Array, name: str) -> None:
-    """Check the value of a 0-d array; synchronizes with the device."""
-    require_damping(float(detached_array(damping)), name=f"damping` of block `{name}")
+def _checked_damping(
+    damping: Scalar, like: Array, dtype: Any, check: Check, name: str
+) -> Scalar:
+    """Return a damping in a dtype; reads the value of a 0-d array if it is to raise."""
+    require_damping(damping)
+    if isinstance(damping, NUMBER):
+        return float(damping)
+    same_place(statistics=like, damping=damping)
+    if check == "raise":
+        value = float(detached_array(damping))
+        require_damping(value, name=f"damping` of block `{name}")
+    return as_scalar(own_namespace(like), damping, dtype, "damping")
 
 
 def _coefficient_flags(decay: Any, weight: Any, like: Array, xp: Namespace) -> Array:

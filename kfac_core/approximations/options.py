@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import Scalar, own_namespace
-from kfac_core.array.precision import Precision
+from kfac_core.array.namespaces import Scalar
 from kfac_core.array.status import Check
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
@@ -61,7 +60,7 @@ class OperatorOptions:
     Attributes
     ----------
     damping : float or 0-d array
-        Damping ``lam``.
+        Damping ``lam``; an array is of the dtype `compute`.
     rule : {"factored", "factored_unit_pi", "exact"}
         How it is applied, where a block leaves a choice.
     debias : bool
@@ -70,13 +69,15 @@ class OperatorOptions:
         Factorizations to prepare now.
     check : {"raise", "status"}
         Whether failures raise, or are reported in the operator's status.
-    precision : Precision
-        Dtypes of computing and applying.
+    compute, apply : dtype
+        Dtypes of factorizing, and of the operator.
     name : str
         The block's name, for messages.
     memo : dict
         What operators that share factors have made already, by the identity of the
         average that it was made from.
+    xp : namespace
+        Array API namespace of the statistics.
     """
 
     damping: Scalar
@@ -84,15 +85,8 @@ class OperatorOptions:
     debias: bool
     factorizations: tuple[Factorization, ...]
     check: Check
-    precision: Precision
+    compute: Any
+    apply: Any
     name: str
     memo: dict[Any, Any]
-
-    def namespace(self, statistics: Statistics, /) -> Namespace:
-        """Return the namespace of the statistics' arrays."""
-        return own_namespace(statistics.any_weight)
-
-    def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
-        """Return the dtypes of computing and of applying."""
-        compute = self.precision.dtype(self.precision.compute, storage, xp=xp)
-        return compute, self.precision.dtype(self.precision.apply, storage, xp=xp)
+    xp: Namespace

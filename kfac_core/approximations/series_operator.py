@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import as_scalar, cast, device_of, full_of
+from kfac_core.array.namespaces import cast, device_of, full_of
 from kfac_core.array.status import Status
 from kfac_core.array.structure import map_structure, replaced
 from kfac_core.damping import factored_shifts
@@ -54,8 +54,7 @@ def series_operator(
     NotFiniteError, DampingError, FactorizationError
         With ``check="raise"``; see `Series.operator`.
     """
-    xp = options.namespace(statistics)
-    compute, apply = options.dtypes(statistics.dtype, xp=xp)
+    xp, compute, apply = options.xp, options.compute, options.apply
     make = _made if options.check == "status" else _with_fallbacks
     made = map_structure(
         lambda x: cast(xp, x, apply) if xp.isdtype(x.dtype, "real floating") else x,
@@ -110,7 +109,7 @@ def _made(
     S = xp.where(nothing, xp.ones_like(S), S)
     shifts = factored_shifts(
         [_FULL.mean_eigenvalue(A), _FULL.mean_eigenvalue(G)],
-        full_of(xp, as_scalar(xp, options.damping, dtype, "damping"), S),
+        full_of(xp, options.damping, S),
         scale=S,
         unit_pi=options.rule == "factored_unit_pi",
         xp=xp,

@@ -33,7 +33,6 @@ from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of
-from kfac_core.array.precision import Precision
 from kfac_core.array.status import Status
 from kfac_core.array.structure import map_structure, replaced
 from kfac_core.errors import FactorizationError, NotFiniteError, UnsupportedError
@@ -151,8 +150,7 @@ class BlockTridiagonal(Approximation):
                 f"Block {options.name!r}: a chain is damped in the moments of its layers, "
                 "and has no exact damping. Use the rule 'factored' or 'factored_unit_pi'."
             )
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        xp, compute, apply = options.xp, options.compute, options.apply
         make = _made if options.check == "status" else _with_fallbacks
         made = make(statistics, layer, options, compute, xp)
         return map_structure(
@@ -220,11 +218,11 @@ def _made(
     xp: Namespace,
 ) -> TridiagonalOperator:
     """Return the operator, computed in one dtype."""
-    name_of: Any = "float64" if dtype == xp.float64 else "float32"
     of_a_layer = dataclasses.replace(
         options,
         factorizations=("cholesky",),
-        precision=Precision(compute=name_of, apply=name_of),
+        compute=dtype,
+        apply=dtype,
         memo={},
     )
     layers: dict[str, Any] = {}

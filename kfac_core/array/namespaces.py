@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.status import Status
@@ -30,6 +31,7 @@ __all__ = [
     "NUMBER",
     "any_status",
     "Scalar",
+    "as_array",
     "as_scalar",
     "cast",
     "device_of",
@@ -290,8 +292,15 @@ def moved_axis(x: Array, source: int, destination: int, /, *, xp: Namespace) -> 
     return xp.permute_dims(x, tuple(axes))
 
 
+def as_array(x: Array, /) -> Array:
+    """Return an array that NumPy has made a scalar of, as it does of 0-d results."""
+    return np.asarray(x) if isinstance(x, np.generic) else x
+
+
 def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
     """Return a scalar as a 0-d array of the dtype and on the device of another array."""
+    if isinstance(value, np.generic) and isinstance(like, np.ndarray | np.generic):
+        return np.asarray(value, dtype=like.dtype)
     if isinstance(value, NUMBER):
         return xp.full((), float(value), dtype=like.dtype, device=device_of(like))
     return cast(xp, value, like.dtype)

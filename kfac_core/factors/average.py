@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import NUMBER, Scalar, own_namespace
+from kfac_core.array.namespaces import NUMBER, Scalar, as_array, own_namespace
 from kfac_core.array.structure import map_structure, structure
 from kfac_core.errors import DecayError
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -57,8 +57,7 @@ class Average:
         xp = own_namespace(self.weight)
         if not debias:
             return xp.ones_like(self.weight)
-        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
-        return xp.asarray(1.0 / xp.where(self.weight > 0, self.weight, 1.0))
+        return as_array(1.0 / xp.where(self.weight > 0, self.weight, 1.0))
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""

@@ -179,13 +179,17 @@ def guarded(valid: Array, array: Array, fill: float, /, *, xp: Namespace) -> Arr
     return xp.where(valid[..., None, None], array, fill * eye)
 
 
-def first_flag(*conditions: tuple[Array, Status], xp: Namespace) -> Array:
+def first_flag(
+    *conditions: tuple[Array, Status], none: Array | None = None, xp: Namespace
+) -> Array:
     """Return the flag of the first condition that does not hold, for each of a stack.
 
     Parameters
     ----------
     *conditions : tuple of array of bool and Status
         Of the shape of the stack.
+    none : array of int32, optional
+        Zeros of that shape, which are returned where the host knows that all hold.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -197,9 +201,8 @@ def first_flag(*conditions: tuple[Array, Status], xp: Namespace) -> Array:
     first = conditions[0][0]
     for condition, _ in conditions[1:]:
         first = first & condition
-    if known_true(first, xp=xp):
-        make = _same_zeros if is_plain(first, xp=xp) else _zeros
-        return make(tuple(first.shape), xp.int32, device_of(first), xp)[1]
+    if none is not None and known_true(first, xp=xp):
+        return none
     status = xp.zeros(first.shape, dtype=xp.int32, device=device_of(first))
     for condition, flag in reversed(conditions):
         status = xp.where(condition, status, xp.full_like(status, int(flag)))

@@ -166,17 +166,19 @@ class ShiftedMatrix:
                 "cholesky" if f == "inverse" else f for f in factorizations
             )
         options = Reporting(check=check, name=name)
-        made, factor = self, None
+        made: dict[str, Any] = {}
+        factor = None
         if "cholesky" in factorizations and self.cholesky is None:
-            factor = cholesky_factor(self.damped, **options)
-            made = replaced(made, cholesky=self._in_applied_dtype(factor))
+            made["cholesky"] = factor = cholesky_factor(self.damped, **options)
         if "inverse" in factorizations and self.inverse is None:
-            inverse = damped_inverse(self.damped, factor, **options)
-            made = replaced(made, inverse=self._in_applied_dtype(inverse))
+            made["inverse"] = damped_inverse(self.damped, factor, **options)
         if "eigenbasis" in factorizations and self.basis is None:
-            basis = eigendecomposition(self.damped, **options)
-            made = replaced(made, basis=self._in_applied_dtype(basis))
-        return made
+            made["basis"] = eigendecomposition(self.damped, **options)
+        if not made:
+            return self
+        if self.applied.array.dtype != self.damped.shift.dtype:
+            made = map_structure(self._in_applied_dtype, made)
+        return replaced(self, **made)
 
     def wide(self) -> ShiftedMatrix:
         """Return the same in the computing dtype, without factorizations."""
@@ -322,16 +324,10 @@ class ShiftedMatrix:
             self.applied, cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
         )
 
-    def _in_applied_dtype(self, made: T) -> T:
-        """Return a factorization in the dtype of applying."""
-        dtype = self.dtype
-        if dtype == self.damped.shift.dtype:
-            return made
+    def _in_applied_dtype(self, x: Array) -> Array:
+        """Return an array of a factorization in the dtype of applying."""
         xp = self._xp()
-        return map_structure(
-            lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
-            made,
-        )
+        return cast(xp, x, self.dtype) if xp.isdtype(x.dtype, "real floating") else x
 
     def _xp(self) -> Namespace:
         return own_namespace(self.damped.shift)
