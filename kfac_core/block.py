@@ -531,7 +531,9 @@ class UpdateBlock:
         xp = own_namespace(like)
         decay = as_scalar(xp, decay, like.dtype, "decay")
         weight = as_scalar(xp, weight, like.dtype, "weight")
-        flags = _coefficient_flags(decay, weight, like, xp)
+        flags = statistics.status * 0
+        if not (isinstance(decay, float) and isinstance(weight, float)):
+            flags = flags | _coefficient_flags(decay, weight, like, xp)
         options = UpdateOptions(
             conventions=self.conventions, decay=decay, weight=weight, skip=skip, xp=xp
         )
@@ -539,7 +541,7 @@ class UpdateBlock:
             new, status = self._by_parts(block, statistics, batch, options)
             return _with_status(new, flags | status)
         rows = block.rows(batch, stack=stack) if stack else block.rows(batch)
-        _require_place(statistics, rows)
+        _require_place(like, rows.like)
         if isinstance(rows, IdRows):
             # Not every library raises for an index out of range; some crash.
             flags = flags | rows.status(xp=xp)
@@ -565,7 +567,7 @@ class UpdateBlock:
         total: Statistics | None = None
         status: Any = 0
         for rows in parts:
-            _require_place(statistics, rows)
+            _require_place(statistics.any_weight, rows.like)
             status = status | rows.status(xp=options.xp)
             with _quiet(self.check, rows.like, invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
@@ -693,9 +695,9 @@ class RefreshBlock:
 
         The error is returned and not raised, so that the other blocks are refreshed.
         """
-        like, layer, precision = statistics.any_weight, block.layer, self.precision
-        xp, storage = own_namespace(like), like.dtype
-        compute = precision.dtype(precision.compute, storage, xp=xp)
+        like, layer = statistics.any_weight, block.layer
+        xp = own_namespace(like)
+        compute, apply = self.precision.dtypes(like.dtype, xp=xp)
         # The flags of a stack are read once, by `accepts`.
         check: Check = "status" if stack else self.check
         factorizations = self.factorizations
@@ -709,7 +711,7 @@ class RefreshBlock:
             factorizations=factorizations,
             check=check,
             compute=compute,
-            apply=precision.dtype(precision.apply, storage, xp=xp),
+            apply=apply,
             name=name,
             memo={} if stack else self.memo,
             xp=xp,
@@ -838,24 +840,20 @@ def _with_status(statistics: Statistics, status: Any) -> Statistics:
     if isinstance(status, (np.generic, np.ndarray)):
         # NumPy operations return scalars for 0-d arrays; a state holds arrays only.
         status = np.asarray(status)
-        averages = {name: _of_arrays(held) for name, held in averages.items()}
+        for held in averages.values():
+            plain = type(held) is Average and not isinstance(held.sum, np.generic)
+            if not plain or isinstance(held.weight, np.generic):
+                averages = map_structure(np.asarray, averages)
+                break
     return Statistics(averages, status, statistics.bases)
 
 
-def _of_arrays(average: Any) -> Any:
-    """Return an average without NumPy's scalars."""
-    if type(average) is not Average:
-        return map_structure(np.asarray, average)
-    total = average.sum
-    if isinstance(total, np.generic):
-        total = np.asarray(total)
-    return Average(total, np.asarray(average.weight))
-
-
-def _require_place(statistics: Statistics, rows: Any) -> None:
+def _require_place(held: Array, given: Array) -> None:
     """Raise if a batch and the statistics differ in library or device."""
+    if type(held) is type(given) and device_of(held) == device_of(given):
+        return
     try:
-        namespace_of(statistics=statistics.any_weight, batch=rows.like)
+        namespace_of(statistics=held, batch=given)
     except MixedArraysError as error:
         raise MixedArraysError(
             f"{error} (The statistics stay where their first batch was.)"
@@ -871,21 +869,22 @@ def _finite_status(
 ) -> Any:
     """Return the flags of rows that are not finite.
 
-    Infer that a batch is finite from the diagonals of the updated Gram matrices, whose
-    entries are sums of squares.  Only arrays without such a sum are read.
+    Infer that a batch is finite from the traces of the updated Gram matrices, which are
+    sums of squares.  Arrays are read only without such a sum, or where that is not finite.
     """
     xp = options.xp
-    known = []
+    summed, traces = set(), 0.0
     for name, argument in block.approximation.sums_of_squares:
         total = new.averages[name].sum
-        if name in options.skip or not isinstance(total, SymmetricMatrix):
-            continue
-        if known_true(xp.isfinite(xp.linalg.diagonal(total.array)), xp=xp):
-            known.append(argument)
+        if name not in options.skip and isinstance(total, SymmetricMatrix):
+            summed.add(argument)
+            traces = traces + xp.linalg.trace(total.array)
+    if not (summed and known_true(xp.isfinite(traces), xp=xp)):
+        summed = set()
     if stack:
-        return rows.status_of_stack(xp=xp, known=frozenset(known))
-    if known:
-        return rows.status(xp=xp, known=frozenset(known))
+        return rows.status_of_stack(xp=xp, known=frozenset(summed))
+    if summed:
+        return rows.status(xp=xp, known=frozenset(summed))
     return rows.status(xp=xp)
 
 
@@ -911,9 +910,7 @@ def _checked_damping(
 
 def _coefficient_flags(decay: Any, weight: Any, like: Array, xp: Namespace) -> Array:
     """Return the flags of traced coefficients; Python numbers were checked before."""
-    flags = xp.zeros((), dtype=xp.int32, device=device_of(like))
-    if isinstance(decay, float) and isinstance(weight, float):
-        return flags
+    flags: Any = 0
     for coefficient, value in (("decay", decay), ("weight", weight)):
         if not isinstance(value, float):
             same_place(**{"statistics": like, coefficient: value})

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import Scalar
+from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.array.status import Check
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
-from kfac_core.factors.shares import UpdateShares, update_shares
+from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.shifted import Factorization
 
@@ -43,14 +43,43 @@ class UpdateOptions:
     xp: Namespace
 
     def shares(self, statistics: Statistics, rows: Any, /) -> UpdateShares:
-        """Return the shares of the update with these rows; see `update_shares`."""
-        return update_shares(
-            statistics,
-            rows,
-            conventions=self.conventions,
-            weight=self.weight,
-            xp=self.xp,
+        """Return the scales and weights of an update with these rows.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            For the dtype.
+        rows : Rows, IdRows or ExampleGradients
+            Rows of the update.
+
+        Returns
+        -------
+        UpdateShares
+            Scales and weights for rows and for examples.
+        """
+        xp, dtype, weight = self.xp, statistics.dtype, self.weight
+        kept, N = rows.kept(dtype, xp=xp), rows.examples
+        # The conventions, and the number of repeats, are those of the whole batch that a
+        # part (a chunk, or selected rows) is of.
+        part_of = getattr(rows, "batch_examples", None)
+        whole, all_rows = (N, kept) if part_of is None else (part_of, rows.batch_rows)
+        if not isinstance(all_rows, int):
+            all_rows = cast(xp, all_rows, dtype)
+        scale = self.conventions.outer_product_scale(
+            examples=whole, rows=all_rows, sources=rows.sources
         )
+        repeats = all_rows / whole
+        if isinstance(kept, int):
+            some: Scalar = 1.0
+            nonzero: Scalar = kept
+        else:
+            some = xp.astype(kept > 0, kept.dtype)
+            nonzero = xp.where(kept > 0, kept, xp.ones_like(kept))
+        if weight is None:
+            # The examples of a part of which nothing counts are examples all the same.
+            return UpdateShares(some, 1.0, kept, N, scale, repeats)
+        own = some * weight
+        return UpdateShares(own / nonzero, own / N, own, own, scale, repeats)
 
 
 @dataclass(frozen=True, kw_only=True)

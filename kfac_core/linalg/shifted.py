@@ -399,4 +399,6 @@ def shifted_matrix(
     shift = full_of(xp, shift, B.array)
     damped = DampedMatrix(B, matrix.factor, shift)
     made = ShiftedMatrix(damped, applied)
+    if not factorizations:
+        return made
     return made.prepared(*factorizations, check=check, name=name)
