@@ -746,16 +746,13 @@ class Network:
         """
         require_one_of("product", product, VECTOR_PRODUCTS)
         given = self.chains.vectors(vectors) if self.chains.of else vectors
-        tasks = {
-            name: (self.blocks[self.known(name)], self.operator(state, name), own)
-            for name, own in given.items()
-        }
-        function = Product(product, arguments, options)
-        found = executor(function, tasks)
-        made = {
-            name: _unless_new(state.blocks[name], vector)
-            for name, vector in found.items()
-        }
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name, own in given.items():
+            operator = self.operator(state, name)
+            tasks[name] = self.blocks[name], operator, own
+        made = executor(Product(product, arguments, options), tasks)
+        for name, vector in made.items():
+            made[name] = _unless_new(state.blocks[name], vector)
         return self.chains.by_layer(made) if self.chains.of else made
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:

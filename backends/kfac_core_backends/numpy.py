@@ -391,7 +391,9 @@ if lapack is not None:
         if v.shape[1] == 1:
             a, is_lower = _stored(array)
             return _SYMV[a.dtype](1.0, a, v[:, 0], lower=is_lower)[:, None]
-        if matrix.full_storage or v.size == 0:
+        if matrix.full_storage:
+            return np.matmul(array, v)
+        if v.size == 0:
             return NotImplemented
         a, is_lower = _stored(array)
         transposed = v.flags.c_contiguous or not v.flags.f_contiguous

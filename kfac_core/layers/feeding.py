@@ -45,6 +45,8 @@ def detached(batch: Any, /) -> Any:
 
 def detached_array(x: Array, /) -> Array:
     """Return an array detached from its gradient graph; other values unchanged."""
+    if type(x) in _WITHOUT_GRAPHS:
+        return x
     try:
         xp = own_namespace(x)
     except TypeError:

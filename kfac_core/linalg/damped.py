@@ -221,11 +221,11 @@ def _validity(
     Nothing and None where the host knows that all of a stack is valid.
     """
     shift, finite = problem.shift, xp.isfinite(image)
-    good_shift = (shift >= 0) & xp.isfinite(shift)
-    if known_true(finite & good_shift[..., None, None], xp=xp):
+    # The image of an infinite shift is not finite.
+    if known_true(finite & (shift >= 0)[..., None, None], xp=xp):
         return image, (), None
     finite = xp.all(finite, axis=(-2, -1))
-    valid = good_shift & finite
+    valid = finite & (shift >= 0)
     image = xp.where(valid[..., None, None], image, xp.zeros_like(image))
     return image, problem_flags(problem, finite, xp), valid
 

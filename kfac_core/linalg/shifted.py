@@ -104,7 +104,7 @@ class ShiftedMatrix:
     @property
     def size(self) -> int:
         """The number n of rows."""
-        return self.applied.size
+        return int(self.applied.array.shape[-1])
 
     @property
     def shift(self) -> Array:
@@ -196,18 +196,15 @@ class ShiftedMatrix:
         if self.solving == "triangular":
             half = self._lower_solve(v, transpose=False, overwrite=overwrite)
             return self._lower_solve(half, transpose=True, overwrite=True)
-        made = self._having("inverse").inverse
-        assert made is not None
-        return multiply_symmetric(made.matrix, v, xp=self._xp())
+        return multiply_symmetric(self._inverse(), v, xp=self._xp())
 
     def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
         """Return ``v M^-1``; of a whole inverse without turning anything around."""
         xp = self._xp()
         if self.solving == "inverse":
-            made = self._having("inverse").inverse
-            assert made is not None
-            if made.matrix.full_storage:
-                return xp.matmul(v, made.matrix.array)
+            inverse = self._inverse()
+            if inverse.full_storage:
+                return xp.matmul(v, inverse.array)
         solved = self.solve(xp.matrix_transpose(v), overwrite=overwrite)
         return xp.matrix_transpose(solved)
 
@@ -287,24 +284,22 @@ class ShiftedMatrix:
         return status
 
     def _having(self, factorization: Factorization) -> ShiftedMatrix:
-        """Return the same with a factorization, made now where that can raise."""
-        held = {
-            "cholesky": self.cholesky,
-            "inverse": self.inverse,
-            "eigenbasis": self.basis,
-        }
-        if held[factorization] is not None:
-            return self
+        """Return the same with a missing factorization, made now where that can raise."""
         require_readable(self.shift, factorization)
         return self.prepared(factorization)
 
+    def _inverse(self) -> SymmetricMatrix:
+        made = self.inverse or self._having("inverse").inverse
+        assert made is not None
+        return made.matrix
+
     def _lower(self) -> Array:
-        made = self._having("cholesky").cholesky
+        made = self.cholesky or self._having("cholesky").cholesky
         assert made is not None
         return made.lower
 
     def _eigenbasis(self) -> Eigendecomposition:
-        made = self._having("eigenbasis").basis
+        made = self.basis or self._having("eigenbasis").basis
         assert made is not None
         return made
 
