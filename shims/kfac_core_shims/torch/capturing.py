@@ -63,11 +63,17 @@ class Observation:
         Number of their rows, or the sum of the rows' weights.
     differentiated : bool
         Whether a backward pass went through any of the calls.
+    model_call : object
+        What was kept of the call of the model, or None.
+    weight : torch.Tensor or None
+        Weights of the rows, where they have any.
     """
 
     calls: list[kc.integration.LayerCall] = field(default_factory=list)
     rows: float = 0.0
     differentiated: bool = False
+    model_call: Any = None
+    weight: Any = None
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:
         """Note when a backward pass reaches a call, and take its gradient if empirical."""

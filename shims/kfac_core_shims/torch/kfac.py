@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from warnings import warn
 
@@ -117,6 +117,9 @@ class KFAC(kc.integration.NaturalGradient):
     >>> optimizer.step()
     """
 
+    call_of: Callable[[Any, Any], Any] | None = None
+    """Makes what observations keep of a call of the model, from its arguments."""
+
     def __init__(
         self,
         model: Any,
@@ -177,13 +180,16 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations: list[Observation] = []
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
+        self._written: list[str] = []
         found.users = [
             (module, [n for n in names if n in self._sites], context)
             for module, names, context in found.users
         ]
         self._hooks = capturing.install(self, found)
         if output is not None and not criterion.weighted:
-            self._hooks.append(self.model.register_forward_hook(OutputHook(self)))
+            self._hooks.append(
+                self.model.register_forward_hook(OutputHook(self), with_kwargs=True)
+            )
         for name in alone:
             for own in self._names(found.sites[name]):
                 self._reasons[own] = _ASKED
@@ -220,7 +226,9 @@ class KFAC(kc.integration.NaturalGradient):
     @property
     def wants_outputs(self) -> bool:
         """Whether a forward pass now is to be observed."""
-        return self.wants_statistics or self.reduction == "sum"
+        return (
+            self.wants_statistics or self.reduction == "sum" or self.call_of is not None
+        )
 
     def observe(self, outputs: Any, /, weight: Any = None) -> None:
         """Record a forward pass by hand, before its loss is differentiated.
@@ -301,7 +309,7 @@ class KFAC(kc.integration.NaturalGradient):
             If a gradient or a row is not finite.  Gradients and state are then unchanged.
         """
         parallel.require_one_process()
-        seen = [o for o in self._observations if o.differentiated]
+        seen = self.observations()
         try:
             if self._is_overflow():
                 return
@@ -322,6 +330,17 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations, self._passes = [], []
         self._drawn, self._by_hand = 0, False
         self._notes.clear()
+
+    def observations(self) -> list[Observation]:
+        """Return the passes since the last step that a backward pass went through."""
+        return [o for o in self._observations if o.differentiated]
+
+    def covered(self) -> list[Any]:
+        """Return the parameters whose gradients the last step replaced."""
+        found = {
+            id(p): p for n in self._written for p in self._sites[n].parameters.values()
+        }
+        return list(found.values())
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -358,7 +377,9 @@ class KFAC(kc.integration.NaturalGradient):
         """Hold a pass whose gradient is on its way, until the step."""
         self._passes.append(started)
 
-    def observe_pass(self, edge: Any, z: Any, gradient: Any, /) -> None:
+    def observe_pass(
+        self, edge: Any, z: Any, gradient: Any, /, *, call: Any = None
+    ) -> None:
         """Observe a pass of the model whose loss is being differentiated.
 
         Parameters
@@ -369,6 +390,8 @@ class KFAC(kc.integration.NaturalGradient):
             The outputs.
         gradient : torch.Tensor or None
             What the loss sent back to them; None where the loss reads others.
+        call : object, optional
+            What `call_of` made, kept with the observation.
         """
         if not self.wants_outputs or self._by_hand:
             return
@@ -387,6 +410,7 @@ class KFAC(kc.integration.NaturalGradient):
             weight = None if unread is None else (~unread).to(z.dtype)
         observation = self._record(edge, z, reached, weight)
         observation.differentiated = observation.rows > 0
+        observation.model_call, observation.weight = call, weight
         if self.estimator.mode == "empirical":
             self._require_unscaled(z, gradient, observation.rows)
             for r in reached:
@@ -465,6 +489,7 @@ class KFAC(kc.integration.NaturalGradient):
                 raise
             for name, direction in found.items():
                 self._sites[name].write(direction)
+        self._written = list(found)
         if refreshes:
             self._name_others(found)
 

@@ -70,7 +70,7 @@ class OutputHook:
         return _Inert, ()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: Any, arguments: Any, returned: Any) -> Any:
+    def __call__(self, module: Any, args: Any, kwargs: Any, returned: Any) -> Any:
         """Return the outputs as views of themselves, where they are to be observed."""
         kfac = self.kfac()
         if kfac is None or not torch.is_grad_enabled() or not kfac.wants_outputs:
@@ -85,6 +85,8 @@ class OutputHook:
         if not picked.requires_grad:
             return None
         started = Pass(kfac, picked, plain=picked is returned)
+        if kfac.call_of is not None:
+            started.call = kfac.call_of(args, kwargs)
         return _viewed(returned, started)
 
 
@@ -102,6 +104,7 @@ class Pass:
         self.z = picked.detach()
         self.version = self.z._version
         self.derived = False
+        self.call: Any = None
         self.handle: Any = None
         self.done = False
 
@@ -129,7 +132,7 @@ class Pass:
 
     def finish(self, gradient: Any) -> None:
         """Observe, once, and let go of the graph."""
-        kfac, edge, z = self.kfac(), self.edge, self.z
+        kfac, edge, z, call = self.kfac(), self.edge, self.z, self.call
         self.drop()
         if kfac is None or edge is None:
             return
@@ -138,13 +141,13 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
-        kfac.observe_pass(edge, z, gradient)
+        kfac.observe_pass(edge, z, gradient, call=call)
 
     def drop(self) -> None:
         """Let go of the graph."""
         if self.handle is not None:
             self.handle.remove()
-        self.edge = self.z = self.handle = None
+        self.edge = self.z = self.call = self.handle = None
 
 
 def _entry(returned: Any, name: str) -> Any:
