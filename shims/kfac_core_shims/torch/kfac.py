@@ -427,7 +427,8 @@ class KFAC(kc.integration.NaturalGradient):
                 r.call.grad_scale /= scale
         elif reached and rows:
             # Where the rows of one example share a source, they must not add up.
-            shared = min(len(r.call.inputs) for r in reached) < z[..., 0].numel()
+            fewest = min(len(r.call.inputs) for r in reached)
+            shared = z.ndim > 2 or fewest < len(z)
             # A seed of its own for each pass of each step, and the same in a resumed run.
             seed = (self.steps << 40) + self._drawn
             with torch.no_grad(), torch.autocast(z.device.type, enabled=False):

@@ -13,8 +13,8 @@ weights itself, the inputs are those of the matrix products in the graph (``read
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -100,8 +100,11 @@ class Parts:
     around: Callable[[], AbstractContextManager[Any]] | None = None
 
 
-Describe = Callable[[Any, bool], Parts | str]
-"""``(module, bias) -> Parts``, or the reason why a module is left alone."""
+Owns = Callable[[str], bool]
+"""Whether a parameter is there, trained, and used wherever the weight is."""
+
+Describe = Callable[[Any, Owns], Parts | str]
+"""``(module, owns) -> Parts``, or the reason why a module is left alone."""
 
 _BY_TYPE: dict[type, Describe] = {}
 _BY_NAME: dict[str, Describe] = {}
@@ -126,7 +129,8 @@ def register_layer(
     how : {"linear", "norm"} or callable
         ``"linear"``: ``y = x W + b`` along the last axis.  ``"norm"``: the weight
         multiplies a normalized input, and the bias is added, along the last axes.  Or
-        ``(module, bias) -> Parts`` for anything else.
+        ``(module, owns) -> Parts`` for anything else, where ``owns(name)`` says whether a
+        parameter is trained and belongs to the weight.
     weight, bias : str
         Attributes of the module that hold the parameters.
     weight_layout : {"oi", "io"}
@@ -179,15 +183,15 @@ def registered_names() -> list[str]:
     return [*types, *_BY_NAME]
 
 
-def describe(module: Any, /, *, bias: bool) -> Parts | str | None:
+def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:
     """Return the parts of a module, a reason why it has none, or None if it is not known.
 
     Parameters
     ----------
     module : torch.nn.Module
         Module with parameters of its own.
-    bias : bool
-        Whether the bias belongs to the weight alone.
+    owns : callable
+        Whether a parameter of the module belongs to its weight.
 
     Returns
     -------
@@ -199,11 +203,11 @@ def describe(module: Any, /, *, bias: bool) -> Parts | str | None:
         if kind.__dict__.get("forward") is not forward:
             continue
         if kind in _BY_TYPE:
-            return _BY_TYPE[kind](module, bias)
+            return _BY_TYPE[kind](module, owns)
         name = f"{kind.__module__}.{kind.__qualname__}"
         for pattern, how in _BY_NAME.items():
             if fnmatch.fnmatchcase(name, pattern):
-                return how(module, bias)
+                return how(module, owns)
     return None
 
 
@@ -217,7 +221,8 @@ def _whole(layer: Any, read: Reader | None, *, bias: bool, **options: Any) -> Pa
 
 
 def _linear_of(weight: str, bias: str, layout: Literal["oi", "io"]) -> Describe:
-    def described(module: Any, own_bias: bool) -> Parts | str:
+    def described(module: Any, owns: Owns) -> Parts | str:
+        own_bias = owns(bias)
         first, second = getattr(module, weight).shape
         out, inputs = (first, second) if layout == "oi" else (second, first)
         layer = kc.Dense(
@@ -240,8 +245,9 @@ def _read_features(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
     return Reading(inputs=x)
 
 
-def _bilinear(module: Any, bias: bool) -> Parts | str:
+def _bilinear(module: Any, owns: Owns) -> Parts | str:
     """``y_o = x_i W_oij z_j``: a linear layer of all products of the two inputs."""
+    bias = owns("bias")
     out, first, second = module.weight.shape
     layer = kc.Dense(
         in_features=first * second, out_features=out, bias=bias, weight_layout="oi"
@@ -258,7 +264,8 @@ def _bilinear(module: Any, bias: bool) -> Parts | str:
 # Convolutions.
 
 
-def _conv(module: Any, bias: bool) -> Parts | str:
+def _conv(module: Any, owns: Owns) -> Parts | str:
+    bias = owns("bias")
     padded = module.padding_mode != "zeros"
     layer = kc.integration.framework_conv(
         module.weight.shape,
@@ -281,11 +288,12 @@ def _conv(module: Any, bias: bool) -> Parts | str:
     return _whole(layer, read, bias=bias)
 
 
-def _transposed_conv(module: Any, bias: bool) -> Parts | str:
+def _transposed_conv(module: Any, owns: Owns) -> Parts | str:
     """Describe it as a convolution of the inputs with zeros between them.
 
     The kernel is flipped.
     """
+    bias = owns("bias")
     inputs, out, *kernel = module.weight.shape
     groups, d = module.groups, len(kernel)
     spatial = tuple(range(-d, 0))
@@ -332,7 +340,7 @@ def _batched(x: Any, y: Any, d: int) -> Reading:
 # Embeddings.
 
 
-def _embedding(module: Any, bias: bool) -> Parts | str:
+def _embedding(module: Any, owns: Owns) -> Parts | str:
     if module.sparse:
         return "its gradients are sparse; take sparse=False"
     if module.scale_grad_by_freq:
@@ -350,7 +358,7 @@ def _embedding(module: Any, bias: bool) -> Parts | str:
     return _whole(layer, read, bias=False)
 
 
-def _embedding_bag(module: Any, bias: bool) -> Parts | str:
+def _embedding_bag(module: Any, owns: Owns) -> Parts | str:
     if module.sparse or module.scale_grad_by_freq or module.padding_idx is not None:
         return "it has sparse gradients, scale_grad_by_freq or padding_idx"
     if module.mode == "max":
@@ -412,7 +420,8 @@ def _filled(module: Any, weight: str, bias: str, value: float) -> Any:
 def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
     """Norms of the last axes: every position counts as an example, in any layout."""
 
-    def described(module: Any, own_bias: bool) -> Parts | str:
+    def described(module: Any, owns: Owns) -> Parts | str:
+        own_bias = owns(bias)
         shape = tuple(getattr(module, weight).shape)
         unit = _Unit(module, weight, bias, plain=plain)
         layer = kc.ScaleShift(
@@ -430,8 +439,9 @@ def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
     return described
 
 
-def _channel_norm(module: Any, bias: bool) -> Parts | str:
+def _channel_norm(module: Any, owns: Owns) -> Parts | str:
     """Norms with one scale a channel, which is the axis after the examples."""
+    bias = owns("bias")
     channels = len(module.weight)
     unit = _Unit(module, "weight", "bias", plain=True)
     shape = (channels, 1)
@@ -449,7 +459,7 @@ def _channel_norm(module: Any, bias: bool) -> Parts | str:
     return Parts(of={"": Part(layer=layer, parameters=names, read=read)})
 
 
-def _prelu(module: Any, bias: bool) -> Parts | str:
+def _prelu(module: Any, owns: Owns) -> Parts | str:
     """``max(x, 0) + a min(x, 0)``: a scale on the negative part."""
     channels = len(module.weight)
 
@@ -466,10 +476,10 @@ def _prelu(module: Any, bias: bool) -> Parts | str:
 # Modules that read their weights themselves.
 
 
-def _attention(module: Any, bias: bool) -> Parts | str:
+def _attention(module: Any, owns: Owns) -> Parts | str:
     """Describe the three projections of the inputs; ``out_proj`` is a module."""
     width = module.embed_dim
-    biased = module.in_proj_bias is not None and module.in_proj_bias.requires_grad
+    biased = owns("in_proj_bias")
     packed = module.in_proj_weight is not None
     sizes = {"q": width, "k": module.kdim, "v": module.vdim}
     parts: dict[str, Part] = {}
@@ -487,14 +497,13 @@ def _attention(module: Any, bias: bool) -> Parts | str:
     return Parts(of=parts)
 
 
-def _recurrent(module: Any, bias: bool) -> Parts | str:
+def _recurrent(module: Any, owns: Owns) -> Parts | str:
     """Each weight of each layer and direction, as a linear layer shared over time."""
     parts: dict[str, Part] = {}
     for name, weight in module.named_parameters(recurse=False):
         if not name.startswith("weight"):
             continue
-        own = getattr(module, name.replace("weight", "bias"), None)
-        biased = own is not None and own.requires_grad
+        biased = owns(name.replace("weight", "bias"))
         layer = kc.Dense(
             in_features=weight.shape[1],
             out_features=weight.shape[0],
@@ -505,8 +514,18 @@ def _recurrent(module: Any, bias: bool) -> Parts | str:
         if biased:
             names["bias"] = name.replace("weight", "bias")
         parts[name.removeprefix("weight_")] = Part(layer=layer, parameters=names)
-    fused = torch.backends.mkldnn.flags
-    return Parts(of=parts, around=lambda: fused(enabled=False))
+    return Parts(of=parts, around=_without_fused_kernels)
+
+
+@contextmanager
+def _without_fused_kernels() -> Iterator[None]:
+    """Have recurrent modules computed by matrix products, which the graph then shows."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
