@@ -358,7 +358,9 @@ class KFAC(kc.integration.NaturalGradient):
         """Hold a pass whose gradient is on its way, until the step."""
         self._passes.append(started)
 
-    def observe_pass(self, edge: Any, z: Any, gradient: Any, /) -> None:
+    def observe_pass(
+        self, edge: Any, z: Any, gradient: Any, passing: Any = None, /
+    ) -> None:
         """Observe a pass of the model whose loss is being differentiated.
 
         Parameters
@@ -369,6 +371,8 @@ class KFAC(kc.integration.NaturalGradient):
             The outputs.
         gradient : torch.Tensor or None
             What the loss sent back to them; None where the loss reads others.
+        passing : tuple of torch.Tensor, optional
+            Gradients of all outputs of the node of `edge`, if it is the next to be called.
         """
         if not self.wants_outputs or self._by_hand:
             return
@@ -390,7 +394,10 @@ class KFAC(kc.integration.NaturalGradient):
         if self.estimator.mode == "empirical":
             self._require_unscaled(z, gradient, observation.rows)
             for r in reached:
-                observation.watch(r, empirical=True)
+                if passing is not None and r.edge.node is edge.node:
+                    observation.take(r, passing)
+                else:
+                    observation.watch(r, empirical=True)
 
     def _reached(self, edge: Any) -> list[capturing.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
@@ -460,9 +467,11 @@ class KFAC(kc.integration.NaturalGradient):
             try:
                 found = self.directions(given, calls, rows=sum(o.rows for o in seen))
             except kc.NotReadyError as error:
-                if self._notes:
-                    why = "; ".join(self._notes)
-                    error.args = (f"{error.args[0]} What was seen: {why}.",)
+                why = "; ".join(self._notes) or (
+                    "no pass of the model was differentiated, or its outputs were modified "
+                    "in place"
+                )
+                error.args = (f"{error.args[0]} What was seen: {why}.",)
                 raise
             for name, direction in found.items():
                 self._sites[name].write(direction)
