@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import register_layer  # noqa: E402
+from kfac_core_shims.torch.layers import covered_modules  # noqa: E402
 
 from .test_torch import (  # noqa: E402
     DAMPING,
@@ -30,6 +32,17 @@ from .test_torch import (  # noqa: E402
 )
 
 __all__ = ["seeded"]  # used by itself, in every test
+
+PAGE = Path(__file__).parents[2] / "docs" / "quickstart_torch.md"
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not here")
+def test_the_page_has_the_table_of_the_code():
+    """Every covered module, in the order of the code, and no other."""
+    page = PAGE.read_text(encoding="utf-8")
+    table = page.split("| modules | layer | remark |\n| --- | --- | --- |\n")[1]
+    rows = ["| " + " | ".join(row) + " |" for row in covered_modules()]
+    assert table.split("\n\n")[0].splitlines() == rows
 
 
 class Halves(nn.Module):

@@ -25,7 +25,14 @@ from torch.nn import functional as fn
 
 import kfac_core as kc
 
-__all__ = ["Part", "Parts", "Reading", "describe", "register_layer", "registered_names"]
+__all__ = [
+    "Part",
+    "Parts",
+    "Reading",
+    "covered_modules",
+    "describe",
+    "register_layer",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,12 +182,6 @@ def register_layer(
         raise kc.ConventionError(
             f"Expected `kind` to be a class or its full name, got {kind!r}."
         )
-
-
-def registered_names() -> list[str]:
-    """Return the names of all covered modules, for the table of the documentation."""
-    types = [t.__name__ for t in _BY_TYPE if t.__module__.startswith("torch.nn")]
-    return [*types, *_BY_NAME]
 
 
 def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:
@@ -528,40 +529,86 @@ def _without_fused_kernels() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
-_TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
-_CHANNEL_NORMS = (
-    nn.GroupNorm,
-    nn.BatchNorm1d,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
+_LAYER_NORM = _norm_of("weight", "bias", plain=True)
+
+_TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
+    ((nn.Linear,), "linear", "dense", ""),
+    ((nn.Bilinear,), _bilinear, "dense", "of all products of the two inputs"),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
+    (
+        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        _transposed_conv,
+        "conv",
+        "as the convolution of inputs with zeros between them",
+    ),
+    ((nn.Embedding,), _embedding, "embedding", "`padding_idx` is no row; not sparse"),
+    ((nn.EmbeddingBag,), _embedding_bag, "embedding", "2-D ids; sum and mean"),
+    (
+        (nn.LayerNorm, nn.RMSNorm),
+        _LAYER_NORM,
+        "scale_shift",
+        "every position is an example, so that no axis is trusted",
+    ),
+    (
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        _channel_norm,
+        "scale_shift",
+        "",
+    ),
+    ((nn.GroupNorm,), _channel_norm, "scale_shift", ""),
+    (
+        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        _channel_norm,
+        "scale_shift",
+        "",
+    ),
+    ((nn.PReLU,), _prelu, "scale_shift", "a scale of the negative part"),
+    (
+        (nn.MultiheadAttention,),
+        _attention,
+        "dense",
+        "a block for each projection; also in `nn.TransformerEncoderLayer`",
+    ),
+    (
+        (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell),
+        _recurrent,
+        "dense",
+        "both weights, shared over time; on CPU",
+    ),
 )
-_RECURRENT = nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell
+
+_OTHERS: tuple[tuple[str, Any, str, str], ...] = (
+    (
+        "transformers.pytorch_utils.Conv1D",
+        _linear_of("weight", "bias", "io"),
+        "dense",
+        "",
+    ),
+    ("transformers.models.*RMSNorm", _norm_of("weight", "bias"), "scale_shift", ""),
+    ("transformers.models.*LayerNorm", _norm_of("weight", "bias"), "scale_shift", ""),
+)
 
 
-def _register_torch() -> None:
-    register_layer(nn.Linear, "linear")
-    register_layer(nn.Bilinear, _bilinear)
-    for kinds, how in (
-        (_CONVOLUTIONS, _conv),
-        (_TRANSPOSED, _transposed_conv),
-        (_CHANNEL_NORMS, _channel_norm),
-        (_RECURRENT, _recurrent),
-    ):
-        for kind in kinds:
-            # The class that defines `forward`: BatchNorm2d inherits BatchNorm1d's.
-            owner = next(t for t in kind.__mro__ if "forward" in t.__dict__)
-            register_layer(owner, how)
-    register_layer(nn.Embedding, _embedding)
-    register_layer(nn.EmbeddingBag, _embedding_bag)
-    for kind in (nn.LayerNorm, nn.RMSNorm):
-        register_layer(kind, _norm_of("weight", "bias", plain=True))
-    register_layer(nn.PReLU, _prelu)
-    register_layer(nn.MultiheadAttention, _attention)
+def covered_modules() -> list[tuple[str, str, str]]:
+    """Return which modules are covered: ``(names, kind of layer, remark)``.
+
+    Returns
+    -------
+    list of tuple of str
+        Rows of the table in the documentation; without what `register_layer` added.
+    """
+    rows = []
+    for kinds, _, layer, remark in _TORCH:
+        names = ", ".join(f"`nn.{kind.__name__}`" for kind in kinds)
+        rows.append((names, layer, remark))
+    for name, _, layer, remark in _OTHERS:
+        rows.append((f"`{name}`", layer, remark))
+    return rows
 
 
-_register_torch()
-register_layer("transformers.pytorch_utils.Conv1D", "linear", weight_layout="io")
-register_layer("transformers.models.*RMSNorm", "norm")
-register_layer("transformers.models.*LayerNorm", "norm")
+for _kinds, _how, _, _ in _TORCH:
+    for _kind in _kinds:
+        # The class that defines `forward`: BatchNorm2d inherits BatchNorm1d's.
+        register_layer(next(t for t in _kind.__mro__ if "forward" in t.__dict__), _how)
+for _name, _how, _, _ in _OTHERS:
+    register_layer(_name, _how)
