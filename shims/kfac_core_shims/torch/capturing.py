@@ -87,6 +87,11 @@ class Observation:
         )
         reached.edge.node.register_prehook(noted)
 
+    def take(self, reached: Reached, gradients: Any) -> None:
+        """Take the empirical gradient of a call out of those of its node."""
+        g = reached.take(gradients[reached.edge.output_nr])
+        reached.call.add_to_source(g)
+
     def clear(self) -> None:
         """Leave all arrays behind: a loss that is kept keeps the calls."""
         for call in self.calls:

@@ -13,8 +13,8 @@ weights itself, the inputs are those of the matrix products in the graph (``read
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,7 +25,14 @@ from torch.nn import functional as fn
 
 import kfac_core as kc
 
-__all__ = ["Part", "Parts", "Reading", "describe", "register_layer", "registered_names"]
+__all__ = [
+    "Part",
+    "Parts",
+    "Reading",
+    "covered_modules",
+    "describe",
+    "register_layer",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +107,11 @@ class Parts:
     around: Callable[[], AbstractContextManager[Any]] | None = None
 
 
-Describe = Callable[[Any, bool], Parts | str]
-"""``(module, bias) -> Parts``, or the reason why a module is left alone."""
+Owns = Callable[[str], bool]
+"""Whether a parameter is there, trained, and used wherever the weight is."""
+
+Describe = Callable[[Any, Owns], Parts | str]
+"""``(module, owns) -> Parts``, or the reason why a module is left alone."""
 
 _BY_TYPE: dict[type, Describe] = {}
 _BY_NAME: dict[str, Describe] = {}
@@ -126,7 +136,8 @@ def register_layer(
     how : {"linear", "norm"} or callable
         ``"linear"``: ``y = x W + b`` along the last axis.  ``"norm"``: the weight
         multiplies a normalized input, and the bias is added, along the last axes.  Or
-        ``(module, bias) -> Parts`` for anything else.
+        ``(module, owns) -> Parts`` for anything else, where ``owns(name)`` says whether a
+        parameter is trained and belongs to the weight.
     weight, bias : str
         Attributes of the module that hold the parameters.
     weight_layout : {"oi", "io"}
@@ -173,21 +184,15 @@ def register_layer(
         )
 
 
-def registered_names() -> list[str]:
-    """Return the names of all covered modules, for the table of the documentation."""
-    types = [t.__name__ for t in _BY_TYPE if t.__module__.startswith("torch.nn")]
-    return [*types, *_BY_NAME]
-
-
-def describe(module: Any, /, *, bias: bool) -> Parts | str | None:
+def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:
     """Return the parts of a module, a reason why it has none, or None if it is not known.
 
     Parameters
     ----------
     module : torch.nn.Module
         Module with parameters of its own.
-    bias : bool
-        Whether the bias belongs to the weight alone.
+    owns : callable
+        Whether a parameter of the module belongs to its weight.
 
     Returns
     -------
@@ -199,11 +204,11 @@ def describe(module: Any, /, *, bias: bool) -> Parts | str | None:
         if kind.__dict__.get("forward") is not forward:
             continue
         if kind in _BY_TYPE:
-            return _BY_TYPE[kind](module, bias)
+            return _BY_TYPE[kind](module, owns)
         name = f"{kind.__module__}.{kind.__qualname__}"
         for pattern, how in _BY_NAME.items():
             if fnmatch.fnmatchcase(name, pattern):
-                return how(module, bias)
+                return how(module, owns)
     return None
 
 
@@ -217,7 +222,8 @@ def _whole(layer: Any, read: Reader | None, *, bias: bool, **options: Any) -> Pa
 
 
 def _linear_of(weight: str, bias: str, layout: Literal["oi", "io"]) -> Describe:
-    def described(module: Any, own_bias: bool) -> Parts | str:
+    def described(module: Any, owns: Owns) -> Parts | str:
+        own_bias = owns(bias)
         first, second = getattr(module, weight).shape
         out, inputs = (first, second) if layout == "oi" else (second, first)
         layer = kc.Dense(
@@ -240,8 +246,9 @@ def _read_features(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
     return Reading(inputs=x)
 
 
-def _bilinear(module: Any, bias: bool) -> Parts | str:
+def _bilinear(module: Any, owns: Owns) -> Parts | str:
     """``y_o = x_i W_oij z_j``: a linear layer of all products of the two inputs."""
+    bias = owns("bias")
     out, first, second = module.weight.shape
     layer = kc.Dense(
         in_features=first * second, out_features=out, bias=bias, weight_layout="oi"
@@ -258,7 +265,8 @@ def _bilinear(module: Any, bias: bool) -> Parts | str:
 # Convolutions.
 
 
-def _conv(module: Any, bias: bool) -> Parts | str:
+def _conv(module: Any, owns: Owns) -> Parts | str:
+    bias = owns("bias")
     padded = module.padding_mode != "zeros"
     layer = kc.integration.framework_conv(
         module.weight.shape,
@@ -281,11 +289,12 @@ def _conv(module: Any, bias: bool) -> Parts | str:
     return _whole(layer, read, bias=bias)
 
 
-def _transposed_conv(module: Any, bias: bool) -> Parts | str:
+def _transposed_conv(module: Any, owns: Owns) -> Parts | str:
     """Describe it as a convolution of the inputs with zeros between them.
 
     The kernel is flipped.
     """
+    bias = owns("bias")
     inputs, out, *kernel = module.weight.shape
     groups, d = module.groups, len(kernel)
     spatial = tuple(range(-d, 0))
@@ -332,7 +341,7 @@ def _batched(x: Any, y: Any, d: int) -> Reading:
 # Embeddings.
 
 
-def _embedding(module: Any, bias: bool) -> Parts | str:
+def _embedding(module: Any, owns: Owns) -> Parts | str:
     if module.sparse:
         return "its gradients are sparse; take sparse=False"
     if module.scale_grad_by_freq:
@@ -350,7 +359,7 @@ def _embedding(module: Any, bias: bool) -> Parts | str:
     return _whole(layer, read, bias=False)
 
 
-def _embedding_bag(module: Any, bias: bool) -> Parts | str:
+def _embedding_bag(module: Any, owns: Owns) -> Parts | str:
     if module.sparse or module.scale_grad_by_freq or module.padding_idx is not None:
         return "it has sparse gradients, scale_grad_by_freq or padding_idx"
     if module.mode == "max":
@@ -412,7 +421,8 @@ def _filled(module: Any, weight: str, bias: str, value: float) -> Any:
 def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
     """Norms of the last axes: every position counts as an example, in any layout."""
 
-    def described(module: Any, own_bias: bool) -> Parts | str:
+    def described(module: Any, owns: Owns) -> Parts | str:
+        own_bias = owns(bias)
         shape = tuple(getattr(module, weight).shape)
         unit = _Unit(module, weight, bias, plain=plain)
         layer = kc.ScaleShift(
@@ -430,8 +440,9 @@ def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
     return described
 
 
-def _channel_norm(module: Any, bias: bool) -> Parts | str:
+def _channel_norm(module: Any, owns: Owns) -> Parts | str:
     """Norms with one scale a channel, which is the axis after the examples."""
+    bias = owns("bias")
     channels = len(module.weight)
     unit = _Unit(module, "weight", "bias", plain=True)
     shape = (channels, 1)
@@ -449,7 +460,7 @@ def _channel_norm(module: Any, bias: bool) -> Parts | str:
     return Parts(of={"": Part(layer=layer, parameters=names, read=read)})
 
 
-def _prelu(module: Any, bias: bool) -> Parts | str:
+def _prelu(module: Any, owns: Owns) -> Parts | str:
     """``max(x, 0) + a min(x, 0)``: a scale on the negative part."""
     channels = len(module.weight)
 
@@ -466,10 +477,10 @@ def _prelu(module: Any, bias: bool) -> Parts | str:
 # Modules that read their weights themselves.
 
 
-def _attention(module: Any, bias: bool) -> Parts | str:
+def _attention(module: Any, owns: Owns) -> Parts | str:
     """Describe the three projections of the inputs; ``out_proj`` is a module."""
     width = module.embed_dim
-    biased = module.in_proj_bias is not None and module.in_proj_bias.requires_grad
+    biased = owns("in_proj_bias")
     packed = module.in_proj_weight is not None
     sizes = {"q": width, "k": module.kdim, "v": module.vdim}
     parts: dict[str, Part] = {}
@@ -487,14 +498,13 @@ def _attention(module: Any, bias: bool) -> Parts | str:
     return Parts(of=parts)
 
 
-def _recurrent(module: Any, bias: bool) -> Parts | str:
+def _recurrent(module: Any, owns: Owns) -> Parts | str:
     """Each weight of each layer and direction, as a linear layer shared over time."""
     parts: dict[str, Part] = {}
     for name, weight in module.named_parameters(recurse=False):
         if not name.startswith("weight"):
             continue
-        own = getattr(module, name.replace("weight", "bias"), None)
-        biased = own is not None and own.requires_grad
+        biased = owns(name.replace("weight", "bias"))
         layer = kc.Dense(
             in_features=weight.shape[1],
             out_features=weight.shape[0],
@@ -505,44 +515,100 @@ def _recurrent(module: Any, bias: bool) -> Parts | str:
         if biased:
             names["bias"] = name.replace("weight", "bias")
         parts[name.removeprefix("weight_")] = Part(layer=layer, parameters=names)
-    fused = torch.backends.mkldnn.flags
-    return Parts(of=parts, around=lambda: fused(enabled=False))
+    return Parts(of=parts, around=_without_fused_kernels)
 
 
-_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d
-_TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
-_CHANNEL_NORMS = (
-    nn.GroupNorm,
-    nn.BatchNorm1d,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
+@contextmanager
+def _without_fused_kernels() -> Iterator[None]:
+    """Have recurrent modules computed by matrix products, which the graph then shows."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+_LAYER_NORM = _norm_of("weight", "bias", plain=True)
+
+_TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
+    ((nn.Linear,), "linear", "dense", ""),
+    ((nn.Bilinear,), _bilinear, "dense", "of all products of the two inputs"),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
+    (
+        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        _transposed_conv,
+        "conv",
+        "as the convolution of inputs with zeros between them",
+    ),
+    ((nn.Embedding,), _embedding, "embedding", "`padding_idx` is no row; not sparse"),
+    ((nn.EmbeddingBag,), _embedding_bag, "embedding", "2-D ids; sum and mean"),
+    (
+        (nn.LayerNorm, nn.RMSNorm),
+        _LAYER_NORM,
+        "scale_shift",
+        "every position is an example, so that no axis is trusted",
+    ),
+    (
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        _channel_norm,
+        "scale_shift",
+        "",
+    ),
+    ((nn.GroupNorm,), _channel_norm, "scale_shift", ""),
+    (
+        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        _channel_norm,
+        "scale_shift",
+        "",
+    ),
+    ((nn.PReLU,), _prelu, "scale_shift", "a scale of the negative part"),
+    (
+        (nn.MultiheadAttention,),
+        _attention,
+        "dense",
+        "a block for each projection; also in `nn.TransformerEncoderLayer`",
+    ),
+    (
+        (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell),
+        _recurrent,
+        "dense",
+        "both weights, shared over time; on CPU",
+    ),
 )
-_RECURRENT = nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell
+
+_OTHERS: tuple[tuple[str, Any, str, str], ...] = (
+    (
+        "transformers.pytorch_utils.Conv1D",
+        _linear_of("weight", "bias", "io"),
+        "dense",
+        "",
+    ),
+    ("transformers.models.*RMSNorm", _norm_of("weight", "bias"), "scale_shift", ""),
+    ("transformers.models.*LayerNorm", _norm_of("weight", "bias"), "scale_shift", ""),
+)
 
 
-def _register_torch() -> None:
-    register_layer(nn.Linear, "linear")
-    register_layer(nn.Bilinear, _bilinear)
-    for kinds, how in (
-        (_CONVOLUTIONS, _conv),
-        (_TRANSPOSED, _transposed_conv),
-        (_CHANNEL_NORMS, _channel_norm),
-        (_RECURRENT, _recurrent),
-    ):
-        for kind in kinds:
-            # The class that defines `forward`: BatchNorm2d inherits BatchNorm1d's.
-            owner = next(t for t in kind.__mro__ if "forward" in t.__dict__)
-            register_layer(owner, how)
-    register_layer(nn.Embedding, _embedding)
-    register_layer(nn.EmbeddingBag, _embedding_bag)
-    for kind in (nn.LayerNorm, nn.RMSNorm):
-        register_layer(kind, _norm_of("weight", "bias", plain=True))
-    register_layer(nn.PReLU, _prelu)
-    register_layer(nn.MultiheadAttention, _attention)
+def covered_modules() -> list[tuple[str, str, str]]:
+    """Return which modules are covered: ``(names, kind of layer, remark)``.
+
+    Returns
+    -------
+    list of tuple of str
+        Rows of the table in the documentation; without what `register_layer` added.
+    """
+    rows = []
+    for kinds, _, layer, remark in _TORCH:
+        names = ", ".join(f"`nn.{kind.__name__}`" for kind in kinds)
+        rows.append((names, layer, remark))
+    for name, _, layer, remark in _OTHERS:
+        rows.append((f"`{name}`", layer, remark))
+    return rows
 
 
-_register_torch()
-register_layer("transformers.pytorch_utils.Conv1D", "linear", weight_layout="io")
-register_layer("transformers.models.*RMSNorm", "norm")
-register_layer("transformers.models.*LayerNorm", "norm")
+for _kinds, _how, _, _ in _TORCH:
+    for _kind in _kinds:
+        # The class that defines `forward`: BatchNorm2d inherits BatchNorm1d's.
+        register_layer(next(t for t in _kind.__mro__ if "forward" in t.__dict__), _how)
+for _name, _how, _, _ in _OTHERS:
+    register_layer(_name, _how)

@@ -128,10 +128,13 @@ class Pass:
     def reached(self, gradients: Any) -> None:
         """Take the gradients that came to the node of the picked tensor."""
         if not torch.is_grad_enabled() and self.edge is not None:
-            self.finish(gradients[self.edge.output_nr])
+            self.finish(gradients[self.edge.output_nr], passing=gradients)
 
-    def finish(self, gradient: Any) -> None:
-        """Observe, once, and let go of the graph."""
+    def finish(self, gradient: Any, passing: Any = None) -> None:
+        """Observe, once, and let go of the graph.
+
+        `passing` are the gradients that the outputs' own node is about to be called with.
+        """
         kfac, edge, z, call = self.kfac(), self.edge, self.z, self.call
         self.drop()
         if kfac is None or edge is None:
@@ -141,7 +144,7 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
-        kfac.observe_pass(edge, z, gradient, call=call)
+        kfac.observe_pass(edge, z, gradient, passing, call=call)
 
     def drop(self) -> None:
         """Let go of the graph."""

@@ -168,19 +168,23 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
     return found
 
 
-def _parts(module: Any, users: dict[int, list[Any]]) -> Parts | str:
+def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
     """Return the parts of a module, or why it has none."""
-    weight = getattr(module, "weight", None)
-    bias = getattr(module, "bias", None)
-    alike = users.get(id(weight), [module])
+    weight = next(module.parameters(recurse=False))
+    alike = users[id(weight)]
     if len({_kind(user) for user in alike}) > 1:
         names = sorted({type(user).__name__ for user in alike})
         return (
             f"its weight is shared by modules of different kinds ({', '.join(names)})"
         )
-    shared_too = all(getattr(user, "bias", None) is bias for user in alike)
-    own = isinstance(bias, nn.Parameter) and bias.requires_grad and shared_too
-    parts = describe(module, bias=own)
+
+    def owns(name: str) -> bool:
+        parameter = getattr(module, name, None)
+        if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
+            return False
+        return users[id(parameter)] == alike
+
+    parts = describe(module, owns=owns)
     if parts is None:
         return (
             f"{type(module).__name__} is not known; `register_layer` can make it known"
@@ -189,13 +193,11 @@ def _parts(module: Any, users: dict[int, list[Any]]) -> Parts | str:
 
 
 def _users(model: Any) -> dict[int, list[Any]]:
-    """Return the modules that hold each `weight`."""
+    """Return the modules that hold each parameter."""
     users: dict[int, list[Any]] = {}
     for module in model.modules():
-        if not is_parametrized(module):
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, nn.Parameter):
-                users.setdefault(id(weight), []).append(module)
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(module)
     return users
 
 
