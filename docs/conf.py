@@ -53,7 +53,7 @@ default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # Parameters give types together with shapes
 # The shims import their frameworks, which need not be here.
-autodoc_mock_imports = ["flax", "jax", "keras", "optax", "torch"]
+autodoc_mock_imports = ["flax", "jax", "keras", "optax", "sklearn", "torch"]
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
