@@ -368,6 +368,36 @@ def test_vectors_of_the_exact_fisher():
     )
 
 
+def test_a_mean_over_outputs_has_the_curvature_of_the_mean():
+    """A row's loss ``|z - y|^2 / (2 P)`` has the Fisher matrix ``I / P``."""
+    likelihood = kc.integration.RowLoss(
+        likelihood=kc.losses.Gaussian(variance=1.0), mean_over_outputs=True
+    )
+    optimizer = KFAC(
+        dense_parameters(), likelihood=likelihood, fisher="exact", **SETTINGS
+    )
+
+    g = optimizer.vectors(random(6, 3))
+
+    expected = np.broadcast_to(np.eye(3) / 3, (6, 3, 3))
+    np.testing.assert_allclose(np.einsum("mni,mnj->nij", g, g), expected, atol=1e-12)
+
+
+def test_options_are_checked():
+    for wrong in (
+        {"fisher": "gradients"},
+        {"reduction": "average"},
+        {"likelihood": "softmax"},
+        {"refresh_every": 0},
+        {"kl_clip": -1.0},
+    ):
+        with pytest.raises(kc.ConventionError, match=next(iter(wrong))):
+            KFAC(dense_parameters(), **SETTINGS | wrong)
+    optimizer = KFAC(dense_parameters(), **SETTINGS)
+    with pytest.raises(kc.ConventionError, match="likelihood"):
+        optimizer.vectors(random(6, 3))
+
+
 def test_the_same_step_draws_the_same_labels():
     """Parts of one batch draw labels of their own, a resumed run those it drew."""
     options = {"likelihood": kc.losses.Categorical(), **SETTINGS}

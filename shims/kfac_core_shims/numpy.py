@@ -30,13 +30,9 @@ __all__ = ["KFAC"]
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
 Schedule: TypeAlias = float | Callable[[int], float]
+Interval: TypeAlias = int | Callable[[int], int]
 Fisher: TypeAlias = Literal["sampled", "exact", "empirical"]
 
-_MODES: dict[str, kc.losses.EstimationMode] = {
-    "sampled": "gradients",
-    "exact": "exact",
-    "empirical": "empirical",
-}
 _DEFAULTS: dict[str, kc.Approximation] = {
     "embedding": kc.Kronecker(input="diagonal"),
     "scale_shift": kc.Diagonal(),
@@ -59,8 +55,8 @@ class KFAC:
     parameters : mapping of str to mapping of str to array
         By layer, to be written to.  ``{"fc": {"weight": W, "bias": b}}`` with W of shape
         ``(in, out)`` is dense, ``{"norm": {"scale": s, "shift": t}}`` a normalization.
-    likelihood : kfac_core.losses.Loss, optional
-        Likelihood of one row of outputs: ``Categorical()`` for cross-entropy.  Needed by
+    likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss, optional
+        Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Needed by
         `vectors`.
     fisher : {"sampled", "exact", "empirical"}
         Whether labels are drawn from the model, all of its labels are used, or the
@@ -68,15 +64,14 @@ class KFAC:
     reduction : {"mean", "sum"}
         Reduction over the rows of outputs, in the loss whose gradients `step` takes, and of
         which the output gradients are with ``fisher="empirical"``.
-    learning_rate, damping : float, or callable of the number of steps made
-        Evaluated at every step; the damping takes effect at the next refresh.
+    learning_rate, damping, decay : float, or callable of the number of steps made
+        Learning rate; damping of the next refresh; factor on the old statistics at each
+        update.
     momentum, weight_decay : float
         Momentum and weight decay.
-    kl_clip : float, optional
+    kl_clip : float, or callable of the number of steps made, optional
         Bound of the step, ``lr^2 grad . P grad``; None for none.
-    decay : float
-        Factor on the old statistics at each update.
-    update_every, refresh_every : int
+    update_every, refresh_every : int, or callable of the number of steps made
         Numbers of steps between statistics, and between refreshes.
     layers : mapping of str to Layer or Block, optional
         Layers that cannot be inferred from their parameters; a block sets another
@@ -96,17 +91,17 @@ class KFAC:
         self,
         parameters: Vector,
         *,
-        likelihood: kc.losses.Loss | None = None,
+        likelihood: Any = None,
         fisher: Fisher = "sampled",
         reduction: Literal["mean", "sum"] = "mean",
         learning_rate: Schedule = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        kl_clip: float | None = 1e-3,
+        kl_clip: Schedule | None = 1e-3,
         damping: Schedule = 1e-3,
-        decay: float = 0.95,
-        update_every: int = 1,
-        refresh_every: int = 10,
+        decay: Schedule = 0.95,
+        update_every: Interval = 1,
+        refresh_every: Interval = 10,
         layers: Mapping[str, kc.Layer | kc.Block] | None = None,
         decayed: Callable[[str, str], bool] | None = None,
         **options: Any,
@@ -127,28 +122,34 @@ class KFAC:
             if not all(array.flags.writeable for array in arrays.values()):
                 raise kc.UnsupportedError(f"Layer {name!r}: an array is read-only.")
             blocks[name] = layer
-        for option, value, choices in (
-            ("fisher", fisher, tuple(_MODES)),
-            ("reduction", reduction, ("mean", "sum")),
-        ):
-            if value not in choices:
-                raise kc.ConventionError(
-                    f"Expected `{option}` to be one of {choices}, got {value!r}."
-                )
-        if min(update_every, refresh_every) < 1:
-            raise kc.ConventionError("Expected both intervals to be at least 1.")
-        self.likelihood, self.fisher, self.reduction = likelihood, fisher, reduction
-        self.learning_rate, self.damping, self.kl_clip = learning_rate, damping, kl_clip
-        self.momentum, self.weight_decay, self.decayed = momentum, weight_decay, decayed
+        if reduction not in ("mean", "sum"):
+            raise kc.ConventionError(
+                f"Expected `reduction` to be 'mean' or 'sum', got {reduction!r}."
+            )
+        kc.integration.interval_at("update_every", update_every, 0)
+        kc.integration.interval_at("refresh_every", refresh_every, 0)
+        kc.integration.require_positive("kl_clip", kl_clip, optional=True)
+        self.row_loss: kc.integration.RowLoss | None = None
+        if likelihood is not None:
+            self.row_loss = kc.integration.row_loss(likelihood)
+        self.mode = kc.integration.estimation_mode(fisher)
+        self.fisher, self.reduction = fisher, reduction
+        self.learning_rate, self.momentum, self.kl_clip = (
+            learning_rate,
+            momentum,
+            kl_clip,
+        )
+        self.damping, self.decay = damping, decay
+        self.weight_decay, self.decayed = weight_decay, decayed
         self.update_every, self.refresh_every = update_every, refresh_every
         self.steps = 0
         self.estimator = kc.Estimator(
             blocks,
             reduction="sum",
-            damping=_at(damping, 0),
-            decay=decay,
-            mode=_MODES[fisher],
-            sources=kc.losses.source_reduction_of(_MODES[fisher]),
+            damping=kc.integration.value_at(damping, 0),
+            decay=kc.integration.value_at(decay, 0),
+            mode=self.mode,
+            sources=kc.losses.source_reduction_of(self.mode),
             **options,
         )
         self.predicted_change = math.nan
@@ -159,7 +160,10 @@ class KFAC:
     @property
     def wants_statistics(self) -> bool:
         """Whether layers have to be observed for the next step."""
-        return self.steps % self.update_every == 0
+        every = kc.integration.interval_at(
+            "update_every", self.update_every, self.steps
+        )
+        return self.steps % every == 0
 
     def vectors(self, outputs: Array, /) -> Array:
         """Return the vectors to backpropagate from the outputs to each layer.
@@ -187,23 +191,24 @@ class KFAC:
         -----
         The same step draws the same labels, so that a resumed run is reproducible.
         """
-        if self.likelihood is None or self.fisher == "empirical":
+        if self.row_loss is None or self.fisher == "empirical":
             raise kc.ConventionError(
                 "Expected a `likelihood` and fisher='sampled' or 'exact' to make vectors, "
-                f"got {self.likelihood} and {self.fisher!r}. With 'empirical', observe the "
+                f"got {self.row_loss} and {self.fisher!r}. With 'empirical', observe the "
                 "output gradients of the loop's own backward pass."
             )
         rows = math.prod(outputs.shape[:-1])
         made = kc.losses.drawn_vectors(
-            self.likelihood,
+            self.row_loss.likelihood,
             outputs,
-            mode=_MODES[self.fisher],
+            mode=self.mode,
             # A seed of its own for each part of each step, the same in a resumed run.
             seed=(self.steps << 40) + self._drawn,
             shared=rows != len(outputs),
         )
         self._rows, self._drawn = rows, self._drawn + rows
-        found: Array = made.vectors
+        weight = self.row_loss.weight(outputs.shape[-1])
+        found: Array = made.vectors * math.sqrt(weight)
         return found
 
     def observe(
@@ -295,9 +300,15 @@ class KFAC:
             If a refresh fails; the statistics are then updated.
         """
         self._require(gradients, "gradients")
-        estimator, rate = self.estimator, _at(self.learning_rate, self.steps)
+        estimator, rate = (
+            self.estimator,
+            float(kc.integration.value_at(self.learning_rate, self.steps)),
+        )
         if not math.isfinite(rate):
             raise kc.ConventionError(f"Expected a finite `learning_rate`, got {rate}.")
+        refresh_every = kc.integration.interval_at(
+            "refresh_every", self.refresh_every, self.steps
+        )
         if self.reduction == "sum":
             if not rows:
                 raise kc.ConventionError(
@@ -308,11 +319,12 @@ class KFAC:
         for name in fresh - set(self._seen):
             if not estimator.state[name].updates:
                 raise kc.NotReadyError(f"Layer {name!r} was never observed.")
-        damping = _at(self.damping, self.steps)
+        damping = float(kc.integration.value_at(self.damping, self.steps))
         estimator.damping = damping
+        estimator.decay = kc.integration.value_at(self.decay, self.steps)
         estimator.absorb(self._seen)
         self._seen, self._rows, self._drawn = {}, 0, 0
-        if fresh or self.steps % self.refresh_every == 0:
+        if fresh or self.steps % refresh_every == 0:
             estimator.refresh()
         direction = estimator.precondition(gradients)
         if curvature is None:
@@ -381,9 +393,10 @@ class KFAC:
     ) -> dict[str, dict[str, Array]]:
         """Return the velocity after a step of a given rate."""
         nu: Any = 1.0
-        if self.kl_clip is not None:
+        bound = kc.integration.value_at(self.kl_clip, self.steps)
+        if bound is not None:
             nu = kc.steps.kl_clip(
-                gradients, direction, learning_rate=rate, bound=self.kl_clip
+                gradients, direction, learning_rate=rate, bound=bound
             ).scale
         self.predicted_change = math.nan
         if self._velocity is None:
@@ -481,10 +494,6 @@ def _refuse_masked(what: str, /, *arrays: Any) -> None:
             f"{what}: found a masked array (numpy.ma). Fill it, and say which rows count "
             "by kfac_core.Batch(mask=...)."
         )
-
-
-def _at(schedule: Schedule, step: int) -> float:
-    return float(schedule(step) if callable(schedule) else schedule)
 
 
 def _folded(state: Any, arrays: dict[str, Array]) -> Any:
