@@ -135,5 +135,5 @@ def test_the_fisher_matrix_has_one_name_everywhere():
     for fisher, mode in names.items():
         assert kc.integration.estimation_mode(fisher) == mode
     for wrong in ("gradients", "true", None):
-        with pytest.raises(kc.ConventionError, match="`fisher`.*'sampled'"):
+        with pytest.raises(kc.ConventionError, match=r"`fisher`.*'sampled'"):
             kc.integration.estimation_mode(wrong)
