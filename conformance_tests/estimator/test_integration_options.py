@@ -127,13 +127,3 @@ def test_a_step_that_fails_late_changes_nothing(backend, rng):
 
     assert differences(frozen(driver.state_dict()), before) == []
     assert differences(frozen(clipped.state_dict()), state) == []
-
-
-def test_the_fisher_matrix_has_one_name_everywhere():
-    """What users say, and the core's estimation modes."""
-    names = {"sampled": "gradients", "exact": "exact", "empirical": "empirical"}
-    for fisher, mode in names.items():
-        assert kc.integration.estimation_mode(fisher) == mode
-    for wrong in ("gradients", "true", None):
-        with pytest.raises(kc.ConventionError, match=r"`fisher`.*'sampled'"):
-            kc.integration.estimation_mode(wrong)

@@ -336,7 +336,7 @@ def test_rows_of_outputs_at_several_positions(form):
     x, z, gradient = random(4, 5, 4), random(4, 5, 3, seed=1), dense_gradient()
     likelihood = kc.losses.Categorical()
     optimizer = KFAC(
-        dense_parameters(), likelihood=likelihood, fisher="sampled", **SETTINGS
+        dense_parameters(), likelihood=likelihood, fisher="gradients", **SETTINGS
     )
     vectors = optimizer.vectors(z)
     assert vectors.shape == (1, 4, 5, 3)
@@ -384,8 +384,9 @@ def test_a_mean_over_outputs_has_the_curvature_of_the_mean():
 
 
 def test_options_are_checked():
+    with pytest.raises(kc.ConventionError, match="mode"):
+        KFAC(dense_parameters(), **SETTINGS, fisher="sampled")
     for wrong in (
-        {"fisher": "gradients"},
         {"reduction": "average"},
         {"likelihood": "softmax"},
         {"refresh_every": 0},

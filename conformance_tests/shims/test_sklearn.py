@@ -56,7 +56,7 @@ def test_without_hidden_layers_it_is_ridge_regression(outputs):
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-@pytest.mark.parametrize("fisher", ["exact", "sampled"])
+@pytest.mark.parametrize("fisher", ["exact", "gradients"])
 def test_without_hidden_layers_it_is_logistic_regression(classes, fisher):
     """With sample weights, of one logistic output or of a softmax."""
     X, y = clusters(classes)
@@ -195,7 +195,7 @@ def test_a_few_epochs_go_further_than_those_of_adam():
     X, y = load_digits(return_X_y=True)
     options = {"max_iter": 8, "random_state": 0}
     adam = MLPClassifier(**options).fit(X / 16, y)
-    kfac = KFACClassifier(fisher="sampled", **options).fit(X / 16, y)
+    kfac = KFACClassifier(fisher="gradients", **options).fit(X / 16, y)
 
     assert kfac.loss_ < 0.2 * adam.loss_
 

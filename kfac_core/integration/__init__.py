@@ -1,6 +1,5 @@
 """Building blocks for the integration of frameworks."""
 
-from kfac_core.integration.fisher import estimation_mode
 from kfac_core.integration.framework_conv import framework_conv
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
 from kfac_core.integration.likelihoods import RowLoss, row_loss
@@ -16,7 +15,6 @@ __all__ = [
     "RowLoss",
     "Wiring",
     "batches_of_calls",
-    "estimation_mode",
     "framework_conv",
     "interval_at",
     "require_positive",

@@ -31,7 +31,6 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
 Schedule: TypeAlias = float | Callable[[int], float]
 Interval: TypeAlias = int | Callable[[int], int]
-Fisher: TypeAlias = Literal["sampled", "exact", "empirical"]
 
 _DEFAULTS: dict[str, kc.Approximation] = {
     "embedding": kc.Kronecker(input="diagonal"),
@@ -58,9 +57,10 @@ class KFAC:
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss, optional
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Needed by
         `vectors`.
-    fisher : {"sampled", "exact", "empirical"}
-        Whether labels are drawn from the model, all of its labels are used, or the
-        gradients of the loop's own loss.
+    fisher : {"gradients", "exact", "empirical", ...}
+        ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them,
+        ``"empirical"`` takes the gradients of the loop's own loss; see
+        `kfac_core.losses.EstimationMode`.
     reduction : {"mean", "sum"}
         Reduction over the rows of outputs, in the loss whose gradients `step` takes, and of
         which the output gradients are with ``fisher="empirical"``.
@@ -92,7 +92,7 @@ class KFAC:
         parameters: Vector,
         *,
         likelihood: Any = None,
-        fisher: Fisher = "sampled",
+        fisher: kc.losses.EstimationMode = "gradients",
         reduction: Literal["mean", "sum"] = "mean",
         learning_rate: Schedule = 0.1,
         momentum: float = 0.9,
@@ -132,7 +132,6 @@ class KFAC:
         self.row_loss: kc.integration.RowLoss | None = None
         if likelihood is not None:
             self.row_loss = kc.integration.row_loss(likelihood)
-        self.mode = kc.integration.estimation_mode(fisher)
         self.fisher, self.reduction = fisher, reduction
         self.learning_rate, self.momentum, self.kl_clip = (
             learning_rate,
@@ -148,8 +147,8 @@ class KFAC:
             reduction="sum",
             damping=kc.integration.value_at(damping, 0),
             decay=kc.integration.value_at(decay, 0),
-            mode=self.mode,
-            sources=kc.losses.source_reduction_of(self.mode),
+            mode=fisher,
+            sources=kc.losses.source_reduction_of(fisher),
             **options,
         )
         self.predicted_change = math.nan
@@ -176,7 +175,7 @@ class KFAC:
         Returns
         -------
         array, shape (M, N, ..., P)
-            M vectors, one with ``fisher="sampled"``; what comes back to a layer has the
+            M vectors, one with ``fisher="gradients"``; what comes back to a layer has the
             leading axis too, and goes to `observe` with ``Batch(x, g, sources=M)``.
 
         Raises
@@ -193,15 +192,15 @@ class KFAC:
         """
         if self.row_loss is None or self.fisher == "empirical":
             raise kc.ConventionError(
-                "Expected a `likelihood` and fisher='sampled' or 'exact' to make vectors, "
-                f"got {self.row_loss} and {self.fisher!r}. With 'empirical', observe the "
+                "Vectors need a `likelihood`, and fisher='gradients' or 'exact'; got "
+                f"{self.row_loss} and {self.fisher!r}. With 'empirical', observe the "
                 "output gradients of the loop's own backward pass."
             )
         rows = math.prod(outputs.shape[:-1])
         made = kc.losses.drawn_vectors(
             self.row_loss.likelihood,
             outputs,
-            mode=self.mode,
+            mode=self.fisher,
             # A seed of its own for each part of each step, the same in a resumed run.
             seed=(self.steps << 40) + self._drawn,
             shared=rows != len(outputs),

@@ -110,7 +110,7 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
         early_stopping: bool = False,
         validation_fraction: float = 0.1,
         n_iter_no_change: int = 10,
-        fisher: Literal["sampled", "exact"] = "exact",
+        fisher: Literal["exact", "gradients"] = "exact",
         damping: float = 1e-3,
         decay: float = 0.95,
         update_every: int = 1,
@@ -205,7 +205,7 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
         """Raise ValueError for parameters out of range."""
         for name, choices in (
             ("activation", tuple(ACTIVATIONS)),
-            ("fisher", ("sampled", "exact")),
+            ("fisher", ("exact", "gradients")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -461,7 +461,7 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
         That part.
     n_iter_no_change : int
         Number of epochs without improvement after which training ends.
-    fisher : {"exact", "sampled"}
+    fisher : {"exact", "gradients"}
         Whether statistics sum over all labels, which is deterministic, or have one label
         drawn from the model for each example, which is cheaper where there are many
         classes.
@@ -680,7 +680,7 @@ class KFACRegressor(RegressorMixin, _Perceptron):  # type: ignore[misc]
         That part.
     n_iter_no_change : int
         Number of epochs without improvement after which training ends.
-    fisher : {"exact", "sampled"}
+    fisher : {"exact", "gradients"}
         Whether statistics have one vector for each output, which is deterministic, or a
         random one for all, which is cheaper where there are many outputs.
     damping : float
