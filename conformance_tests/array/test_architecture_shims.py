@@ -21,7 +21,8 @@ FILES = {
 # What each shim may import, besides the standard library.
 OWN = {
     "__init__": set(),
-    "torch": {"torch", "kfac_core"},
+    # A package, whose files import each other.
+    "torch": {"torch", "kfac_core", "kfac_core_shims"},
     "jax": {"jax", "numpy", "optax", "flax", "kfac_core"},
     # Keras has no vector-Jacobian product of its own: that is its backend's.
     "keras": {"keras", "jax", "torch", "kfac_core", "kfac_core_shims"},

@@ -36,7 +36,7 @@ def program():
     return module
 
 
-@pytest.mark.parametrize("name", ["keras", "numpy"])
+@pytest.mark.parametrize("name", ["torch", "keras", "numpy"])
 def test_defaults_are_those_of_the_vocabulary(program, name):
     """Of every option; `reduction` is that of the loss, where the loss is seen."""
     found = program.defaults(name)

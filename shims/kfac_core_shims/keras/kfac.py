@@ -185,14 +185,7 @@ class KFAC(kc.integration.NaturalGradient):
         """
         calls, rows = self._calls, self._rows
         self._calls, self._rows = [], 0
-        mean = self.reduction == "mean"
-        found = self.directions(
-            self._vector(gradients),
-            calls,
-            rows=rows,
-            # The vectors are those of a sum already.
-            scale=1.0 / rows if mean and rows else 1.0,
-        )
+        found = self.directions(self._vector(gradients), calls, rows=rows)
         return self._replaced(gradients, found)
 
     def remove(self) -> None:
@@ -354,6 +347,10 @@ class KFAC(kc.integration.NaturalGradient):
         if spec.distribution == "normal":
             return jax.random.normal(key, spec.shape, z.dtype)
         return jax.random.uniform(key, spec.shape, z.dtype)
+
+    def _batches(self, calls: Any, rows: Any) -> dict[str, Any]:
+        # In every mode the vectors are those of a sum, and made here.
+        return kc.integration.batches_of_calls(calls, rows=rows)
 
     # Between a list of gradients and the blocks' parameters.
 
