@@ -53,7 +53,7 @@ default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # Parameters give types together with shapes
 # The shims import their frameworks, which need not be here.
-autodoc_mock_imports = ["flax", "jax", "keras", "optax", "torch"]
+autodoc_mock_imports = ["flax", "jax", "keras", "optax", "sklearn", "torch"]
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
@@ -76,6 +76,21 @@ def write_capability_table() -> None:
     folder = Path(__file__).parent / "_generated"
     folder.mkdir(exist_ok=True)
     (folder / "capabilities.md").write_text(table.rstrip() + "\n", encoding="utf-8")
+
+
+def write_integration_table() -> None:
+    """Write the table of the integrations' options that `integrations.md` includes."""
+    folder = Path(__file__).parent
+    spec = importlib.util.spec_from_file_location(
+        "integrations", folder / "examples" / "integrations.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    generated = folder / "_generated"
+    generated.mkdir(exist_ok=True)
+    (generated / "integrations.md").write_text(program.table() + "\n", encoding="utf-8")
 
 
 def public_modules() -> list[str]:
@@ -131,4 +146,5 @@ def write_module_texts() -> None:
 
 
 write_capability_table()
+write_integration_table()
 write_module_texts()
