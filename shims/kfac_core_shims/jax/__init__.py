@@ -15,5 +15,21 @@ from kfac_core_shims.jax.compiled import compiled
 from kfac_core_shims.jax.kfac import KFAC
 from kfac_core_shims.jax.marks import dense, tap
 from kfac_core_shims.jax.network import Network
+from kfac_core_shims.jax.optimizer import (
+    Optimizer,
+    OptimizerState,
+    Progress,
+    kfac_optimizer,
+)
 
-__all__ = ["KFAC", "Network", "compiled", "dense", "tap"]
+__all__ = [
+    "KFAC",
+    "Network",
+    "Optimizer",
+    "OptimizerState",
+    "Progress",
+    "compiled",
+    "dense",
+    "kfac_optimizer",
+    "tap",
+]

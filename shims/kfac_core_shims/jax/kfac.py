@@ -148,13 +148,15 @@ class KFAC:
         if captured is None:
             state = _flagged_unless_ready(state)
         else:
-            state = self._fed(
-                state, captured, self.damping if damping is None else damping
-            )
+            state = self.absorbed(state, captured, damping=damping)
         if self.axis_name is not None:
             updates = averaged(updates, self.axis_name)
+        return self.preconditioned(updates, state), state
+
+    def preconditioned(self, gradients: Any, state: kc.NetworkState, /) -> Any:
+        """Return the inverse curvature times gradients, in the tree of the gradients."""
         leaves, wiring = self.network.leaves, self.network.wiring
-        vectors = leaves.vectors(updates, wiring)
+        vectors = leaves.vectors(gradients, wiring)
         found = self.curvature.precondition(state, vectors)
         if self.kl_clip is not None:
             taken = next(iter(state.blocks.values())).updates
@@ -166,7 +168,7 @@ class KFAC:
                 check="status",
             )
             found = jax.tree.map(lambda x: x * clip.scale.astype(x.dtype), found)
-        return leaves.replaced(updates, found, wiring), state
+        return leaves.replaced(gradients, found, wiring)
 
     def _require_axes(self) -> None:
         """Refuse a mapped axis whose devices would keep statistics of their own."""
@@ -186,10 +188,28 @@ class KFAC:
                 "`shard_map`, or leave `axis_name` out."
             )
 
-    def _fed(
-        self, state: kc.NetworkState, captured: kc.integration.Captured, damping: Any
+    def absorbed(
+        self,
+        state: kc.NetworkState,
+        captured: kc.integration.Captured,
+        /,
+        *,
+        damping: Any = None,
     ) -> kc.NetworkState:
-        """Return the state after an update, and what is due after it."""
+        """Return the state after an update with what was captured, and what is due then.
+
+        Parameters
+        ----------
+        state, captured, damping
+            See `update`.
+
+        Returns
+        -------
+        NetworkState
+            New state.
+        """
+        self._require_axes()
+        damping = self.damping if damping is None else damping
         network = self.curvature
         promised = network.conventions
         same = captured.reduction == promised.reduction
