@@ -22,7 +22,10 @@ __all__ = ["Summed", "averaged", "mapped_axes"]
 
 def mapped_axes() -> tuple[Any, ...]:
     """Return the names of the mapped axes that the caller is inside of."""
-    return tuple(jex.unsafe_get_axis_names_DO_NOT_USE())
+    name = "unsafe_get_axis_names_DO_NOT_USE"
+    # Before JAX 0.10 it was in `jax.core`.
+    names: Any = getattr(jex, name, None) or getattr(jax.core, name)
+    return tuple(names())
 
 
 def averaged(tree: Any, axis_name: Any, /) -> Any:

@@ -379,7 +379,8 @@ class Optimizer:
         def change(tangent: Any) -> Any:
             return jax.jvp(outputs, (params,), (tangent,))[1]
 
-        changes = [change(tangent) for tangent in directions]
+        together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *directions)
+        changes = list(jax.vmap(change)(together))
         multiplied = [self.loss.fisher_multiply(z, dz) * weight for dz in changes]
         F = kc.steps.curvature_of_outputs(changes, multiplied, examples=rows)
         model = kc.steps.quadratic_model(
