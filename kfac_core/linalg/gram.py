@@ -64,6 +64,14 @@ def gram(
     Notes
     -----
     ``n d^2`` flops where the backend has a symmetric rank-k update, else twice that.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> kc.gram(np.array([[1.0, 2.0], [3.0, 4.0]]))
+    array([[10., 14.],
+           [14., 20.]])
     """
     xp = namespace_of(rows=rows, optional={"weights": weights, "mask": mask})
     if rows.ndim != 2:

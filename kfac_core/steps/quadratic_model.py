@@ -260,6 +260,18 @@ def quadratic_model(
     -----
     ``k (k + 3) p`` flops for p parameters, beside what the curvature took.  Nothing
     is read back from a device.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.steps import quadratic_model
+    >>> gradient = {"fc": {"weight": np.array([[1.0]])}}
+    >>> direction = {"fc": {"weight": np.array([[-1.0]])}}
+    >>> model = quadratic_model(
+    ...     gradient, [direction], curvature=np.array([[4.0]]), damping=0.0
+    ... )
+    >>> model.minimize().coefficients  # The minimum of -a + 2 a^2
+    array([0.25])
     """
     require_damping(damping)
     if not directions:

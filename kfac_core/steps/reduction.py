@@ -57,6 +57,12 @@ def reduction_ratio(
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 6.5.
+
+    Examples
+    --------
+    >>> from kfac_core.steps import reduction_ratio
+    >>> reduction_ratio(2.0, 1.5, predicted=-1.0)
+    0.5
     """
     named = {
         "loss_before": loss_before,
