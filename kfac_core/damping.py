@@ -101,7 +101,14 @@ def levenberg_marquardt(
     minimum: float = 0.0,
     maximum: float = math.inf,
 ) -> Scalar:
-    """Adapt the damping by the Levenberg-Marquardt rule.
+    r"""Adapt the damping by the Levenberg-Marquardt rule.
+
+    .. math:: \lambda \leftarrow \begin{cases}
+        \omega \lambda & \rho > \text{upper} \\
+        \lambda / \omega & \rho < \text{lower}
+        \end{cases}
+
+    with the decay :math:`\omega`, and unchanged in between.
 
     Parameters
     ----------

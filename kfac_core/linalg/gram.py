@@ -31,7 +31,9 @@ def gram(
     mask: Array | None = None,
     homogeneous: bool = False,
 ) -> Array:
-    """Return the weighted Gram matrix of rows, ``sum_i w_i x_i x_i^T``.
+    r"""Return the weighted Gram matrix of rows, ``sum_i w_i x_i x_i^T``.
+
+    .. math:: \sum_i w_i x_i x_i^T
 
     Equal to ``x.T @ (w[:, None] * x)`` with ``x`` the kept rows, a 1 appended to each
     where `homogeneous` is true.

@@ -50,7 +50,11 @@ _FULL_PRECISION = Precision()
 
 @dataclass(frozen=True)
 class Posterior:
-    """The posterior of a network; made by `Posterior.of_statistics` or by hand.
+    r"""The posterior of a network; made by `Posterior.of_statistics` or by hand.
+
+    Each block is normal about the mode, with the precision
+
+    .. math:: P = N F + \tau I.
 
     Parameters
     ----------

@@ -77,7 +77,9 @@ def inverse_root(
     check: Check = "raise",
     name: str = "matrix",
 ) -> InverseRoot:
-    """Return ``(A + lam I)^(-1/p)`` by an eigendecomposition.
+    r"""Return ``(A + lam I)^(-1/p)`` by an eigendecomposition.
+
+    .. math:: X = (A + \lambda I)^{-1/p}
 
     Equal to ``(Q * (w + lam) ** (-1 / p)) @ Q.T`` with ``w, Q = np.linalg.eigh(A)``.
 

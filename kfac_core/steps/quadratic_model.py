@@ -229,7 +229,12 @@ def quadratic_model(
     curvature: Array,
     damping: Scalar,
 ) -> QuadraticModel:
-    """Restrict the quadratic model to the span of some directions.
+    r"""Restrict the quadratic model to the span of some directions.
+
+    For a change :math:`\delta = \sum_i c_i d_i` of the parameters,
+
+    .. math:: M(\delta) - M(0) = \nabla h \cdot \delta
+        + \tfrac12 \, \delta \cdot (F + \lambda I) \, \delta .
 
     Parameters
     ----------

@@ -27,7 +27,9 @@ __all__ = ["reduction_ratio"]
 def reduction_ratio(
     loss_before: Scalar, loss_after: Scalar, /, *, predicted: Scalar
 ) -> Scalar:
-    """Return rho; minus infinity if no change was predicted.
+    r"""Return rho; minus infinity if no change was predicted.
+
+    .. math:: \rho = \frac{h(\theta + \delta) - h(\theta)}{M(\delta) - M(0)}
 
     Parameters
     ----------

@@ -69,7 +69,12 @@ def kl_clip(
     bound: Scalar,
     check: Check = "raise",
 ) -> TrustRegion:
-    """Return ``nu = min(1, sqrt(kappa / (lr^2 grad . P grad)))``.
+    r"""Return ``nu = min(1, sqrt(kappa / (lr^2 grad . P grad)))``.
+
+    .. math:: \nu = \min \Bigl(
+        1, \sqrt{\frac{\kappa}{\eta^2 \, \nabla h \cdot P \nabla h}} \Bigr)
+
+    with the learning rate :math:`\eta` and the preconditioner P.
 
     ``nu P grad`` replaces ``P grad``; then ``lr nu P grad`` is at most
     ``sqrt(kappa)`` long in the norm of ``P^-1``.
