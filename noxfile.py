@@ -213,6 +213,15 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def screens(session: nox.Session) -> None:
+    """Look at the built pages in Chromium, where it is installed: pictures, overflow."""
+    docs(session)
+    session.run(
+        "python", "docs/screenshots.py", "docs/_build/html", "docs/_build/screens"
+    )
+
+
+@nox.session
 def wheel(session: nox.Session) -> None:
     """Build, install the wheel by itself, and test it away from the source."""
     session.install("build")

@@ -73,7 +73,7 @@ def _mentioning(name: Name, guides: dict[str, str]) -> list[str]:
     else:
         pattern = re.compile(rf"[`.]{name.short}\b|\b{name.short}\(")
     counts = {page: len(pattern.findall(text)) for page, text in guides.items()}
-    hidden = {"index", "api", "module_texts", "api_groups"}
+    hidden = {"index", "api", "module_texts", "changelog", "contributing"}
     found = [page for page in counts if counts[page] and page not in hidden]
     return sorted(found, key=lambda page: -counts[page])[:5]
 
@@ -146,7 +146,7 @@ class LinkNames(SphinxTransform):
 
     def apply(self, **_: Any) -> None:
         """Replace literals by references, but in headings and in links."""
-        if self.env.docname.startswith("api/"):
+        if self.env.docname.startswith("api/") or self.env.docname == "changelog":
             return
         top = set(importlib.import_module("kfac_core").__all__)
         for literal in list(self.document.findall(nodes.literal)):
