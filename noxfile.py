@@ -202,6 +202,13 @@ def types(session: nox.Session) -> None:
     session.run("mypy", *session.posargs)
 
 
+@nox.session(name="types-of-pages", venv_backend="virtualenv")
+def types_of_pages(session: nox.Session) -> None:
+    """Check the README's and quick starts' programs as a user's, by mypy and pyright."""
+    session.install(".[scipy,torch]", "mypy>=2.4,<3", "pyright[nodejs]", *TORCH_CPU)
+    session.run("python", "docs/check_types.py", *session.posargs)
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning or a broken reference is an error."""
