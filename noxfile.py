@@ -229,6 +229,28 @@ def screens(session: nox.Session) -> None:
 
 
 @nox.session
+def package(session: nox.Session) -> None:
+    """Build wheel and sdist, check them, and use each in an empty environment."""
+    session.install("build", "twine")
+    folder = Path(session.create_tmp()).resolve()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    session.run("python", "-m", "build", "--outdir", str(folder / "dist"), silent=True)
+    built = sorted((folder / "dist").glob("*"))
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, built))
+    program = ROOT / "conformance_tests" / "builders" / "installed.py"
+    for path in built:
+        empty = folder / path.suffix.removeprefix(".")
+        session.run("python", "-m", "venv", str(empty))
+        scripts = "Scripts" if sys.platform == "win32" else "bin"
+        python = str(empty / scripts / "python")
+        session.run(python, "-m", "pip", "install", "-q", str(path), external=True)
+        session.chdir(empty)
+        session.run(python, "-I", str(program), external=True)
+        session.chdir(ROOT)
+
+
+@nox.session
 def wheel(session: nox.Session) -> None:
     """Build, install the wheel by itself, and test it away from the source."""
     session.install("build")
