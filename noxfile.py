@@ -220,6 +220,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def tables(session: nox.Session) -> None:
+    """Recompute the tables of pages, and compare them: four minutes."""
+    session.install("-e", ".[demo]")
+    session.run("python", "docs/tables.py", *(session.posargs or ["--check"]))
+
+
+@nox.session
 def screens(session: nox.Session) -> None:
     """Look at the built pages in Chromium, where it is installed: pictures, overflow."""
     docs(session)
