@@ -190,22 +190,23 @@ def train(method, rate, *, steps, seed):
     return curve
 
 
+def runs(*, steps, seeds):
+    """Return the curves of each method at its best learning rate."""
+    curves = []
+    for method in ("K-FAC", "Adam"):
+        tried = {r: [train(method, r, steps=steps, seed=100)] for r in RATES[method]}
+        rate = best(tried)
+        curves += [train(method, rate, steps=steps, seed=s) for s in range(seeds)]
+    return curves
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", default="numpy_digits.png")
     options = parser.parse_args()
-    curves = []
-    for method in ("K-FAC", "Adam"):
-        runs = {
-            r: [train(method, r, steps=options.steps, seed=100)] for r in RATES[method]
-        }
-        rate = best(runs)
-        curves += [
-            train(method, rate, steps=options.steps, seed=s)
-            for s in range(options.seeds)
-        ]
+    curves = runs(steps=options.steps, seeds=options.seeds)
     print(table(curves))
     plot(curves, options.output, title="Digits, a convolutional network in NumPy")
 
