@@ -63,11 +63,18 @@ class Observation:
         Number of their rows, or the sum of the rows' weights.
     differentiated : bool
         Whether a backward pass went through any of the calls.
+    weight : torch.Tensor or None
+        Weights of the rows.
+    replay : tuple or None
+        Arguments of the model's call, positional and by name, and the state of the random
+        numbers before it; where these are kept.
     """
 
     calls: list[kc.integration.LayerCall] = field(default_factory=list)
     rows: float = 0.0
     differentiated: bool = False
+    weight: Any = None
+    replay: Any = None
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:
         """Note when a backward pass reaches a call, and take its gradient if empirical."""
@@ -90,6 +97,7 @@ class Observation:
         """Leave all arrays behind: a loss that is kept keeps the calls."""
         for call in self.calls:
             call.clear()
+        self.replay = self.weight = None
 
 
 def _note(

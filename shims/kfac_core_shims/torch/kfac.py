@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 import kfac_core as kc
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
-from kfac_core_shims.torch.outputs import OutputHook, Pass
+from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook
 from kfac_core_shims.torch.sites import find_sites
 
 __all__ = ["KFAC"]
@@ -76,6 +76,9 @@ class KFAC(kc.integration.NaturalGradient):
         default a tensor itself, or ``logits``.  With None only `observe` counts.
     grad_scaler : torch.amp.GradScaler, optional
         Scaler of the loss.
+    keep : bool
+        Whether the arguments of the model's calls are kept until the step, for
+        `KFACOptimizer`.
     **options
         Other options of `kfac_core.Estimator`: ``precision``, ``sharing``, ``refreshing``,
         ``execution``, ``averaging``.
@@ -86,6 +89,10 @@ class KFAC(kc.integration.NaturalGradient):
         What holds the statistics.
     skipped : dict of str to str
         Trained parameters that keep their gradients, with the reason.
+    preconditioned : frozenset of int
+        Parameters, by ``id``, whose gradients the last step replaced.
+    random : torch.Tensor or None
+        With `keep`, the state of the random numbers before the model's last call.
 
     Raises
     ------
@@ -126,7 +133,7 @@ class KFAC(kc.integration.NaturalGradient):
         fisher: kc.losses.EstimationMode = "gradients",
         lr: Any = 0.1,
         kl_clip: Any = 1e-3,
-        damping: Any = 1e-3,
+        damping: Any = 3e-2,
         decay: Any = 0.95,
         damping_rule: Any = "factored",
         update_every: Any = 1,
@@ -136,6 +143,7 @@ class KFAC(kc.integration.NaturalGradient):
         skip_layers: Sequence[str] = (),
         output: Any = "auto",
         grad_scaler: Any = None,
+        keep: bool = False,
         **options: Any,
     ) -> None:
         parallel.require_one_process()
@@ -177,13 +185,20 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations: list[Observation] = []
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
+        self._keep = keep
+        self.random: Any = None
+        self.preconditioned: frozenset[int] = frozenset()
         found.users = [
             (module, [n for n in names if n in self._sites], context)
             for module, names, context in found.users
         ]
         self._hooks = capturing.install(self, found)
         if output is not None and not criterion.weighted:
-            self._hooks.append(self.model.register_forward_hook(OutputHook(self)))
+            hook = OutputHook(self)
+            self._hooks.append(self.model.register_forward_hook(hook, with_kwargs=True))
+        if keep:
+            before = RandomHook(self)
+            self._hooks.append(self.model.register_forward_pre_hook(before))
         for name in alone:
             for own in self._names(found.sites[name]):
                 self._reasons[own] = _ASKED
@@ -220,7 +235,12 @@ class KFAC(kc.integration.NaturalGradient):
     @property
     def wants_outputs(self) -> bool:
         """Whether a forward pass now is to be observed."""
-        return self.wants_statistics or self.reduction == "sum"
+        return self.wants_statistics or self.reduction == "sum" or self._keep
+
+    @property
+    def differentiated(self) -> list[Observation]:
+        """Observed passes since the last step that a backward pass went through."""
+        return [seen for seen in self._observations if seen.differentiated]
 
     def observe(self, outputs: Any, /, weight: Any = None) -> None:
         """Record a forward pass by hand, before its loss is differentiated.
@@ -301,11 +321,10 @@ class KFAC(kc.integration.NaturalGradient):
             If a gradient or a row is not finite.  Gradients and state are then unchanged.
         """
         parallel.require_one_process()
-        seen = [o for o in self._observations if o.differentiated]
         try:
             if self._is_overflow():
                 return
-            self._step(seen)
+            self._step(self.differentiated)
         finally:
             self.discard()
 
@@ -359,7 +378,13 @@ class KFAC(kc.integration.NaturalGradient):
         self._passes.append(started)
 
     def observe_pass(
-        self, edge: Any, z: Any, gradient: Any, passing: Any = None, /
+        self,
+        edge: Any,
+        z: Any,
+        gradient: Any,
+        passing: Any = None,
+        replay: Any = None,
+        /,
     ) -> None:
         """Observe a pass of the model whose loss is being differentiated.
 
@@ -373,6 +398,8 @@ class KFAC(kc.integration.NaturalGradient):
             What the loss sent back to them; None where the loss reads others.
         passing : tuple of torch.Tensor, optional
             Gradients of all outputs of the node of `edge`, if it is the next to be called.
+        replay : tuple, optional
+            What the model was called with, where it is kept.
         """
         if not self.wants_outputs or self._by_hand:
             return
@@ -390,6 +417,7 @@ class KFAC(kc.integration.NaturalGradient):
             weight = None if unread is None else (~unread).to(z.dtype)
         observation = self._record(edge, z, reached, weight)
         observation.differentiated = observation.rows > 0
+        observation.replay = replay
         if self.estimator.mode == "empirical":
             self._require_unscaled(z, gradient, observation.rows)
             for r in reached:
@@ -421,7 +449,8 @@ class KFAC(kc.integration.NaturalGradient):
     ) -> Observation:
         """Return the calls of a pass with their gradients, if these are not the data's."""
         rows = z[..., 0].numel() if weight is None else float(weight.sum())
-        observation = Observation([r.call for r in reached], float(rows))
+        calls = [r.call for r in reached]
+        observation = Observation(calls, float(rows), weight=weight)
         self._observations.append(observation)
         row = self.criterion.row
         mode = self.estimator.mode
@@ -474,6 +503,8 @@ class KFAC(kc.integration.NaturalGradient):
                 raise
             for name, direction in found.items():
                 self._sites[name].write(direction)
+        own = [p for name in found for p in self._sites[name].parameters.values()]
+        self.preconditioned = frozenset(map(id, own))
         if refreshes:
             self._name_others(found)
 

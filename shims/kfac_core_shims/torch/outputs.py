@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
 
-__all__ = ["OutputHook", "Pass", "pick"]
+__all__ = ["OutputHook", "Pass", "RandomHook", "pick"]
 
 
 def pick(returned: Any, output: Any, /) -> Any:
@@ -70,7 +70,7 @@ class OutputHook:
         return _Inert, ()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: Any, arguments: Any, returned: Any) -> Any:
+    def __call__(self, module: Any, arguments: Any, options: Any, returned: Any) -> Any:
         """Return the outputs as views of themselves, where they are to be observed."""
         kfac = self.kfac()
         if kfac is None or not torch.is_grad_enabled() or not kfac.wants_outputs:
@@ -85,7 +85,26 @@ class OutputHook:
         if not picked.requires_grad:
             return None
         started = Pass(kfac, picked, plain=picked is returned)
+        if kfac.random is not None:
+            started.replay = arguments, options, kfac.random
         return _viewed(returned, started)
+
+
+class RandomHook:
+    """Forward pre-hook of a model, which keeps the state of the random numbers."""
+
+    def __init__(self, kfac: Any) -> None:
+        self.kfac = ref(kfac)
+
+    def __reduce__(self) -> Any:
+        return _Inert, ()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: Any, arguments: Any) -> None:
+        """Keep the state from which the model's next call draws."""
+        kfac = self.kfac()
+        if kfac is not None and torch.is_grad_enabled():
+            kfac.random = torch.random.get_rng_state()
 
 
 class _Inert:
@@ -102,6 +121,7 @@ class Pass:
         self.z = picked.detach()
         self.version = self.z._version
         self.derived = False
+        self.replay: Any = None
         self.handle: Any = None
         self.done = False
 
@@ -132,7 +152,7 @@ class Pass:
 
         `passing` are the gradients that the outputs' own node is about to be called with.
         """
-        kfac, edge, z = self.kfac(), self.edge, self.z
+        kfac, edge, z, replay = self.kfac(), self.edge, self.z, self.replay
         self.drop()
         if kfac is None or edge is None:
             return
@@ -141,13 +161,13 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
-        kfac.observe_pass(edge, z, gradient, passing)
+        kfac.observe_pass(edge, z, gradient, passing, replay)
 
     def drop(self) -> None:
         """Let go of the graph."""
         if self.handle is not None:
             self.handle.remove()
-        self.edge = self.z = self.handle = None
+        self.edge = self.z = self.handle = self.replay = None
 
 
 def _entry(returned: Any, name: str) -> Any:
