@@ -338,6 +338,8 @@ class KFAC(kc.integration.NaturalGradient):
             observation.clear()
         for started in self._passes:
             started.drop()
+        for site in self._sites.values():
+            site.forget()
         self._observations, self._passes = [], []
         self._drawn, self._by_hand = 0, False
         self._notes.clear()
@@ -503,7 +505,7 @@ class KFAC(kc.integration.NaturalGradient):
                 raise
             for name, direction in found.items():
                 self._sites[name].write(direction)
-        own = [p for name in found for p in self._sites[name].parameters.values()]
+        own = [p for name in found for p in self._sites[name].trained]
         self.preconditioned = frozenset(map(id, own))
         if refreshes:
             self._name_others(found)
@@ -511,13 +513,13 @@ class KFAC(kc.integration.NaturalGradient):
     # Names of what is left alone.
 
     def _names(self, site: Any) -> list[str]:
-        own = {id(p) for p in site.parameters.values()}
+        own = {id(p) for p in site.trained}
         return [n for n, p in self.model.named_parameters() if id(p) in own]
 
     def _name_others(self, blocks: Iterable[str]) -> None:
         """Warn once of each trained parameter that is in none of these blocks."""
-        known = {id(p) for n in blocks for p in self._sites[n].parameters.values()}
-        with_site = {id(p) for s in self._sites.values() for p in s.parameters.values()}
+        known = {id(p) for n in blocks for p in self._sites[n].trained}
+        with_site = {id(p) for s in self._sites.values() for p in s.trained}
         others: dict[str, str] = {}
         for name, p in self.model.named_parameters():
             trained = p.requires_grad and (p.grad is not None or self.steps == 0)
