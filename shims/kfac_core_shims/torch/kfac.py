@@ -450,6 +450,7 @@ class KFAC(kc.integration.NaturalGradient):
         self, edge: Any, z: Any, reached: list[capturing.Reached], weight: Any
     ) -> Observation:
         """Return the calls of a pass with their gradients, if these are not the data's."""
+        self._require_examples_first(z, reached)
         rows = z[..., 0].numel() if weight is None else float(weight.sum())
         calls = [r.call for r in reached]
         observation = Observation(calls, float(rows), weight=weight)
@@ -576,6 +577,26 @@ class KFAC(kc.integration.NaturalGradient):
                 "on the second axis say output=lambda z: z.movedim(1, -1)."
             )
         return told
+
+    def _require_examples_first(self, z: Any, reached: list[capturing.Reached]) -> None:
+        """Refuse time-first inputs of approximations that sum over each example."""
+        for r in reached:
+            shape = tuple(r.call.inputs.shape)
+            block = self.estimator.network.blocks.get(r.call.block)
+            if block is None or block.layer.kind not in ("dense", "embedding"):
+                continue
+            approximation = block.approximation
+            if getattr(approximation, "sharing", None) == "expand" and isinstance(
+                approximation, kc.Kronecker
+            ):
+                continue
+            if len(shape) > 2 and shape[0] != len(z) == shape[1]:
+                raise kc.UnsupportedError(
+                    f"Layer {r.call.block!r} has inputs of shape {shape}, with examples on "
+                    f"the second axis, but {type(approximation).__name__} sums over the "
+                    "positions of each example along the first. Take batch_first=True, "
+                    "or Kronecker()."
+                )
 
     def _require_unscaled(self, z: Any, gradient: Any, rows: float) -> None:
         """Refuse empirical gradients of a loss that is scaled in secret."""
