@@ -265,8 +265,11 @@ def _names_of_package(package: str, at_the_top: set[str]) -> Iterator[Name]:
 def _imported(package: str) -> ModuleType:
     if not package.startswith("kfac_core_shims."):
         return importlib.import_module(package)
-    from sphinx.ext.autodoc.mock import mock
+    from sphinx.ext.autodoc.mock import _MockObject, mock
 
+    # Integrations write into tables of their frameworks when they are imported.
+    stand_in: Any = _MockObject
+    stand_in.__setitem__ = lambda table, key, value: None
     with mock(FRAMEWORKS):
         return importlib.import_module(package)
 

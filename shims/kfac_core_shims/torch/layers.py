@@ -611,6 +611,6 @@ for _kinds, _how, _, _ in _TORCH:
     for _kind in _kinds:
         # The class that defines `forward`: BatchNorm2d inherits BatchNorm1d's.
         _defining = [t for t in _kind.__mro__ if "forward" in vars(t)]
-        register_layer(_defining[0] if _defining else _kind, _how)
+        _BY_TYPE[_defining[0] if _defining else _kind] = _how
 for _name, _how, _, _ in _OTHERS:
     register_layer(_name, _how)
