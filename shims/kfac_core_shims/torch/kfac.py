@@ -499,8 +499,8 @@ class KFAC(kc.integration.NaturalGradient):
                 found = self.directions(given, calls, rows=sum(o.rows for o in seen))
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
-                    "no pass of the model was differentiated, or its outputs were modified "
-                    "in place"
+                    "no pass of the model was differentiated, its outputs were modified "
+                    "in place, or it was compiled and called before KFAC was made"
                 )
                 error.args = (f"{error.args[0]} What was seen: {why}.",)
                 raise
