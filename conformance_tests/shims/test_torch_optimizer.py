@@ -40,6 +40,7 @@ def test_least_squares_are_solved_in_one_step():
         likelihood=nn.MSELoss(),
         fisher="exact",
         damping=1e-12,
+        kl_clip=None,
         minimum_damping=0.0,
         damping_rule="exact",
     )
@@ -73,6 +74,7 @@ def test_steps_minimize_the_exact_quadratic_model(reduction):
             reduction=reduction,
             fisher="exact",
             damping=lam,
+            kl_clip=None,
             weight_decay=eta,
             adapt_every=100,
             refresh_every=2,
@@ -121,7 +123,7 @@ def test_the_damping_follows_the_reduction_ratio():
     model = Network().double()
     x, y = doubles(12, 4), torch.randint(0, 3, (12,))
     optimizer = KFACOptimizer(
-        model, fisher="exact", damping=5.0, adapt_every=1, adapt_decay=0.5
+        model, fisher="exact", damping=5.0, kl_clip=None, adapt_every=1, adapt_decay=0.5
     )
     names = [n for n, _ in model.named_parameters()]
     J = jacobian(copy.deepcopy(model), x, names)
@@ -218,7 +220,7 @@ def test_what_it_takes_and_what_not():
     assert optimizer.step() is None
     for options, name in (
         ({"lr": 0.1}, "lr"),
-        ({"kl_clip": 1e-3}, "kl_clip"),
+        ({"kl_clip": -1e-3}, "kl_clip"),
         ({"fisher": "empirical"}, "empirical"),
         ({"output": None}, "output"),
         ({"damping": -1.0}, "damping"),
@@ -239,3 +241,32 @@ def test_what_it_takes_and_what_not():
         )
     after = model.state_dict()
     assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_no_step_is_longer_than_the_bound(reduction):
+    """``delta . F delta`` of the mean loss, F made densely."""
+    model = Network().double()
+    x, y = doubles(12, 4), torch.randint(0, 3, (12,))
+    names = [n for n, _ in model.named_parameters()]
+    J = jacobian(copy.deepcopy(model), x, names)
+    with torch.no_grad():
+        p = torch.softmax(model(x), -1)
+        H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    F = torch.einsum("nop,nol,nlq->pq", J, H, J) / 12
+    start = flat({n: q.detach().clone() for n, q in model.named_parameters()}, names)
+    optimizer = KFACOptimizer(
+        model, fisher="exact", kl_clip=1e-4, damping=1e-3, reduction=reduction
+    )
+    optimizer.step(
+        closure_of(
+            model,
+            optimizer,
+            x,
+            y,
+            lambda z, y: fn.cross_entropy(z, y, reduction=reduction),
+        )
+    )
+    delta = flat({n: q.detach() for n, q in model.named_parameters()}, names) - start
+
+    assert float(delta @ F @ delta) == pytest.approx(1e-4, rel=1e-8)

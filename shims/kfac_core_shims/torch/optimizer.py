@@ -51,6 +51,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         See `KFAC`.  It is run again for each step, with forward derivatives.
     damping : float
         Damping to begin with.
+    kl_clip : float or None
+        Bound on ``delta . F delta``, twice the Kullback-Leibler divergence of a step: a
+        small batch says little of a long step.  None for no bound.
     adapt_every : int
         Steps between adaptations of the damping, which take one more call of the closure.
     adapt_decay : float
@@ -60,7 +63,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     weight_decay : float
         Factor eta of the penalty ``eta / 2 |theta|^2``.
     **options
-        Options of `KFAC`, but ``lr``, ``kl_clip`` and ``output=None``.
+        Options of `KFAC`, but ``lr`` and ``output=None``.
 
     Attributes
     ----------
@@ -101,6 +104,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         model: Any,
         *,
         damping: float = 0.1,
+        kl_clip: float | None = 1e-2,
         adapt_every: int = 5,
         adapt_decay: float = 19 / 20,
         minimum_damping: float = 1e-6,
@@ -108,12 +112,12 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         weight_decay: float = 0.0,
         **options: Any,
     ) -> None:
-        for name in ("lr", "kl_clip"):
-            if name in options:
-                raise kc.ConventionError(
-                    f"KFACOptimizer finds the length of its steps, and takes no `{name}`. "
-                    "For a rate of your own take KFAC and an optimizer of torch.optim."
-                )
+        if "lr" in options:
+            raise kc.ConventionError(
+                "KFACOptimizer finds its rate, and takes no `lr`. For a rate of your own "
+                "take KFAC and an optimizer of torch.optim."
+            )
+        kc.integration.require_positive("kl_clip", kl_clip, optional=True)
         if options.get("output", "auto") is None:
             raise kc.ConventionError(
                 "KFACOptimizer runs the model again for its quadratic model, and needs "
@@ -137,6 +141,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         )
         defaults = {
             "damping": float(damping),
+            "kl_clip": kl_clip,
             "adapt_every": adapt_every,
             "adapt_decay": adapt_decay,
             "minimum_damping": minimum_damping,
@@ -201,10 +206,21 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         decay, damping = group["weight_decay"], group["damping"]
         gradient = {n: p.grad + decay * p for n, p in named.items()}
         directions, passes = self._directions(named, gradient)
+        rows = sum(seen.rows for seen in passes)
+        mean = 1.0 if self.kfac.reduction == "mean" else rows
         model = self._quadratic_model(
-            gradient, directions, passes, damping=damping, decay=decay
+            gradient, directions, passes, mean=mean, damping=damping, decay=decay
         )
         found = model.minimize().coefficients
+        if group["kl_clip"] is not None:
+            # Of the mean loss, whatever the reduction of the one that is differentiated.
+            size = found @ model.curvature @ found / mean
+            found = (
+                found
+                * kc.steps.trust_region_rate(
+                    size, bound=group["kl_clip"], maximum=1.0
+                ).scale
+            )
         change = kc.steps.linear_combination(found, _vectors(directions))[_BLOCK]
         penalty = _half_squares(named, decay)
         for name, p in named.items():
@@ -277,11 +293,11 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         directions: Sequence[Mapping[str, Any]],
         passes: Sequence[Any],
         *,
+        mean: float,
         damping: float,
         decay: float,
     ) -> Any:
         rows = sum(seen.rows for seen in passes)
-        mean = 1.0 if self.kfac.reduction == "mean" else rows
         total: Any = 0.0
         for seen in passes:
             z, changes = self._changes(seen, directions)
