@@ -91,7 +91,7 @@ class KFAC(kc.integration.NaturalGradient):
         Trained parameters that keep their gradients, with the reason.
     preconditioned : frozenset of int
         Parameters, by ``id``, whose gradients the last step replaced.
-    random : torch.Tensor or None
+    random : RandomState or None
         With `keep`, the state of the random numbers before the model's last call.
 
     Raises

@@ -533,7 +533,7 @@ def without_fused_kernels() -> Iterator[None]:
 _LAYER_NORM = _norm_of("weight", "bias", plain=True)
 
 _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
-    ((nn.Linear,), "linear", "dense", ""),
+    ((nn.Linear,), _linear_of("weight", "bias", "oi"), "dense", ""),
     ((nn.Bilinear,), _bilinear, "dense", "of all products of the two inputs"),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
     (
@@ -610,6 +610,7 @@ def covered_modules() -> list[tuple[str, str, str]]:
 for _kinds, _how, _, _ in _TORCH:
     for _kind in _kinds:
         # The class that defines `forward`: BatchNorm2d inherits BatchNorm1d's.
-        register_layer(next(t for t in _kind.__mro__ if "forward" in t.__dict__), _how)
+        _defining = [t for t in _kind.__mro__ if "forward" in vars(t)]
+        _BY_TYPE[_defining[0] if _defining else _kind] = _how
 for _name, _how, _, _ in _OTHERS:
     register_layer(_name, _how)

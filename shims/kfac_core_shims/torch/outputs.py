@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
 
-__all__ = ["OutputHook", "Pass", "RandomHook", "pick"]
+__all__ = ["OutputHook", "Pass", "RandomHook", "RandomState", "pick"]
 
 
 def pick(returned: Any, output: Any, /) -> Any:
@@ -104,7 +104,22 @@ class RandomHook:
         """Keep the state from which the model's next call draws."""
         kfac = self.kfac()
         if kfac is not None and torch.is_grad_enabled():
-            kfac.random = torch.random.get_rng_state()
+            kfac.random = RandomState(module)
+
+
+class RandomState:
+    """The random numbers to come, on the CPU and on the devices of a model."""
+
+    def __init__(self, model: Any) -> None:
+        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        self._on_host = torch.random.get_rng_state()
+        self._on_devices = {d: torch.cuda.get_rng_state(d) for d in devices}
+
+    def restore(self) -> None:
+        """Make them the same again."""
+        torch.random.set_rng_state(self._on_host)
+        for device, state in self._on_devices.items():
+            torch.cuda.set_rng_state(state, device)
 
 
 class _Inert:
