@@ -11,11 +11,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
-
-# Frameworks that integrations import, which need not be installed here.
-FRAMEWORKS = ["flax", "jax", "keras", "optax", "torch"]
 
 
 @dataclass(frozen=True)
@@ -253,21 +249,12 @@ def names_of(group: Group) -> list[Name]:
 
 
 def _names_of_package(package: str, at_the_top: set[str]) -> Iterator[Name]:
-    module = _imported(package)
+    module = importlib.import_module(package)
     own = package.startswith("kfac_core.")
     for name in module.__all__:
         # A class is shown once: under its shortest path.
         if not (own and name in at_the_top):
             yield Name(f"{package}.{name}", getattr(module, name))
-
-
-def _imported(package: str) -> ModuleType:
-    if not package.startswith("kfac_core_shims."):
-        return importlib.import_module(package)
-    from sphinx.ext.autodoc.mock import mock
-
-    with mock(FRAMEWORKS):
-        return importlib.import_module(package)
 
 
 def data_text(name: Name) -> str:
