@@ -123,7 +123,7 @@ def tests_jax(session: nox.Session) -> None:
 def tests_shims(session: nox.Session) -> None:
     """Run the tests of the shims, with every framework that they feed from."""
     session.install(
-        *("-e", ".[scipy,torch,flax,keras]", *group("test")),
+        *("-e", ".[scipy,torch,flax,keras,sklearn]", *group("test")),
         *TORCH_CPU,
     )
     # The documentation's pages that need a framework are run here too.
@@ -132,6 +132,13 @@ def tests_shims(session: nox.Session) -> None:
         "conformance_tests/documentation/test_documentation.py",
     )
     session.run("pytest", *tests, *PARALLEL, *session.posargs)
+    if "--thorough" in session.posargs:
+        keras = "conformance_tests/shims/test_keras.py"
+        environment = {
+            "KERAS_BACKEND": "jax",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        }
+        session.run("pytest", keras, *PARALLEL, *session.posargs, env=environment)
 
 
 @nox.session(name="no-backends", venv_backend="virtualenv")

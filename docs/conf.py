@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import inspect
 import re
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 import api_groups
 import api_pages
-import framework_stubs
 
 project = "kfac_core"
 author = "The kfac_core developers"
@@ -48,6 +46,8 @@ html_title = f"kfac_core {release}"
 default_role = "py:obj"  # a link where the name is public, else code
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # Parameters give types together with shapes
+# The shims import their frameworks, which need not be here.
+autodoc_mock_imports = api_groups.FRAMEWORKS
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
@@ -62,17 +62,31 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!kfac_core\.\w+$).*")]
 
 
 def write_capability_table() -> None:
-    """Write the table of operations and backends that `backends.md` includes.
-
-    In a process of its own, which sees the frameworks as they are installed.
-    """
-    program = "from kfac_core.array.capabilities import markdown_table as t; print(t())"
-    made = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
+    """Write the table of operations and backends that `backends.md` includes."""
+    try:
+        from kfac_core.array.capabilities import markdown_table
+    except ImportError:
+        table = "*This build has no capability table; `kfac-core doctor` prints it.*"
+    else:
+        table = markdown_table()
     folder = Path(__file__).parent / "_generated"
     folder.mkdir(exist_ok=True)
-    (folder / "capabilities.md").write_text(made.stdout, encoding="utf-8")
+    (folder / "capabilities.md").write_text(table.rstrip() + "\n", encoding="utf-8")
+
+
+def write_integration_table() -> None:
+    """Write the table of the integrations' options that `integrations.md` includes."""
+    folder = Path(__file__).parent
+    spec = importlib.util.spec_from_file_location(
+        "integrations", folder / "examples" / "integrations.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    generated = folder / "_generated"
+    generated.mkdir(exist_ok=True)
+    (generated / "integrations.md").write_text(program.table() + "\n", encoding="utf-8")
 
 
 def public_modules() -> list[str]:
@@ -129,7 +143,7 @@ def write_module_texts() -> None:
     (folder / "module_texts.md").write_text(text, encoding="utf-8")
 
 
-write_capability_table()
-framework_stubs.install()
 api_pages.write_pages(Path(__file__).parent)
+write_capability_table()
+write_integration_table()
 write_module_texts()

@@ -11,7 +11,11 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
+
+# Frameworks that integrations import, which need not be installed here.
+FRAMEWORKS = ["flax", "jax", "keras", "optax", "sklearn", "torch"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ GROUPS = (
             "kfac_core_shims.jax",
             "kfac_core_shims.keras",
             "kfac_core_shims.numpy",
+            "kfac_core_shims.sklearn",
             "kfac_core.integration",
         ),
     ),
@@ -249,12 +254,24 @@ def names_of(group: Group) -> list[Name]:
 
 
 def _names_of_package(package: str, at_the_top: set[str]) -> Iterator[Name]:
-    module = importlib.import_module(package)
+    module = _imported(package)
     own = package.startswith("kfac_core.")
     for name in module.__all__:
         # A class is shown once: under its shortest path.
         if not (own and name in at_the_top):
             yield Name(f"{package}.{name}", getattr(module, name))
+
+
+def _imported(package: str) -> ModuleType:
+    if not package.startswith("kfac_core_shims."):
+        return importlib.import_module(package)
+    from sphinx.ext.autodoc.mock import _MockObject, mock
+
+    # Integrations write into tables of their frameworks when they are imported.
+    stand_in: Any = _MockObject
+    stand_in.__setitem__ = lambda table, key, value: None
+    with mock(FRAMEWORKS):
+        return importlib.import_module(package)
 
 
 def data_text(name: Name) -> str:

@@ -83,7 +83,7 @@ def table(
         lines.append(
             [
                 name,
-                f"{statistics.median(run.losses[-1] for run in runs):.4f}",
+                f"{statistics.median(run.losses[-1] for run in runs):.3g}",
                 f"{statistics.median(run.test for run in runs):.4f}",
                 f"{statistics.median(run.steps[-1] for run in runs):g}",
                 f"{statistics.median(run.seconds[-1] for run in runs):.1f}",
