@@ -533,7 +533,7 @@ def without_fused_kernels() -> Iterator[None]:
 _LAYER_NORM = _norm_of("weight", "bias", plain=True)
 
 _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
-    ((nn.Linear,), "linear", "dense", ""),
+    ((nn.Linear,), _linear_of("weight", "bias", "oi"), "dense", ""),
     ((nn.Bilinear,), _bilinear, "dense", "of all products of the two inputs"),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
     (
