@@ -12,6 +12,7 @@ from typing import Any
 PACKAGES = (
     "kfac_core",
     "kfac_core.execution",
+    "kfac_core.distributed",
     "kfac_core.integration",
     "kfac_core.losses",
     "kfac_core.steps",

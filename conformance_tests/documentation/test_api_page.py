@@ -16,6 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PACKAGES = (
     "kfac_core",
     "kfac_core.execution",
+    "kfac_core.distributed",
     "kfac_core.integration",
     "kfac_core.losses",
     "kfac_core.steps",
@@ -33,7 +34,7 @@ PACKAGES = (
     "kfac_core_conformance",
     "kfac_core_conformance.records",
 )
-ENTRY_POINTS = {"kfac_core.backends", "kfac_core.commands"}
+ENTRY_POINTS = {"kfac_core.backends", "kfac_core.commands", "kfac_core.communicators"}
 
 pytestmark = pytest.mark.skipif(
     not DOCS.is_dir(), reason="the documentation is not here"

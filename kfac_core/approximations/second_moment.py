@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import as_scalar, cast, full_of
@@ -37,6 +37,11 @@ class Diagonal(Approximation):
     """The diagonal of the block: ``in(+1) x out`` numbers."""
 
     name = "diagonal"
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
@@ -94,6 +99,11 @@ class Full(Approximation):
     """The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests."""
 
     name = "full"
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,11 @@ from kfac_core.array.capabilities import capability_table
 from kfac_core.array.selection import selected_backend
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import Progress, print_json, print_table, printable
+from kfac_core.distributed.communicator import (
+    ENVIRONMENT_VARIABLE,
+    communicator_names,
+    engine,
+)
 from kfac_core.errors import KFACError
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "diagnosis", "run"]
@@ -63,7 +69,8 @@ def diagnosis(progress: Progress | None = None, /) -> dict[str, Any]:
     Returns
     -------
     dict
-        Report of ``kfac_core``, ``python``, ``selected``, ``backends`` and ``operations``.
+        Report of ``kfac_core``, ``python``, ``selected``, ``backends``, ``operations``,
+        ``communicator`` (the name that the environment chooses) and ``communicators``.
     """
     backends = {}
     for name in backend_names():
@@ -76,6 +83,8 @@ def diagnosis(progress: Progress | None = None, /) -> dict[str, Any]:
         "selected": _selected(),
         "backends": backends,
         "operations": capability_table(),
+        "communicator": os.environ.get(ENVIRONMENT_VARIABLE),
+        "communicators": {name: _engine(name) for name in communicator_names()},
     }
 
 
@@ -115,6 +124,19 @@ def _backend(name: str) -> dict[str, Any]:
     }
 
 
+def _engine(name: str) -> dict[str, Any]:
+    """Return what there is to say of an engine that moves arrays between processes."""
+    try:
+        adapter = engine(name)
+        problem, versions = adapter.problem(), adapter.versions()
+    except KFACError as error:
+        problem, versions = str(error), {}
+    except Exception as error:
+        # An adapter may be third-party.
+        problem, versions = f"its adapter raised {type(error).__name__}: {error}", {}
+    return {"usable": problem is None, "problem": problem, "versions": versions}
+
+
 def _asked(question: Callable[[], Any], member: str, trouble: list[str]) -> Any:
     """Call a member of an adapter, which may be third-party; record what it raises."""
     try:
@@ -150,6 +172,18 @@ def _print(found: dict[str, Any]) -> None:
             for operation, row in found["operations"].items()
         ],
     )
+    print()
+    chosen = found["communicator"] or f"none; {ENVIRONMENT_VARIABLE} is not set"
+    print_table(
+        printable(f"communicators of several processes; chosen: {chosen}"),
+        ("communicator", "versions", "state"),
+        [_engine_cells(name, row) for name, row in found["communicators"].items()],
+    )
+
+
+def _engine_cells(name: str, found: dict[str, Any]) -> tuple[str, str, str]:
+    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    return name, versions, found["problem"] or "usable"
 
 
 def _cells(name: str, backend: dict[str, Any]) -> tuple[str, ...]:
