@@ -29,6 +29,7 @@ from kfac_core.conventions import (
 )
 from kfac_core.damping import DampingRule
 from kfac_core.distributed.executor import Distributed, DistributedExecutor
+from kfac_core.distributed.placement import Placement
 from kfac_core.errors import UnsupportedError
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.execution.costs import CostTable, Rates, block_costs, solving_of
@@ -230,6 +231,14 @@ class Estimator:
     def decay(self, decay: float) -> None:
         require_decay(decay)
         self._decay = decay
+
+    @property
+    def placement(self) -> Placement:
+        """Owners and holders of the blocks, where they are divided among processes.
+
+        Prints as a table.  Raises `UnsupportedError` for an estimator of one process.
+        """
+        return self._distributed("placement").placement
 
     def report(self) -> Report:
         """Return each block's condition, damping split, residual check and age.
@@ -636,12 +645,15 @@ class Estimator:
         UnsupportedError
             For an estimator of one process.
         """
-        if not isinstance(self._executor, DistributedExecutor):
-            raise UnsupportedError(
-                "check_replicas compares processes, and this estimator is of one. Make it "
-                "with Estimator(..., execution=Distributed(communicator=...))."
-            )
-        self._executor.check_replicas(self.state, **arrays)
+        self._distributed("check_replicas").check_replicas(self.state, **arrays)
+
+    def _distributed(self, name: str) -> DistributedExecutor:
+        if isinstance(self._executor, DistributedExecutor):
+            return self._executor
+        raise UnsupportedError(
+            f"`{name}` is of several processes, and this estimator is of one. Make it with "
+            "Estimator(..., execution=Distributed(communicator=...))."
+        )
 
     def _gathered(self) -> NetworkState:
         """Return the state of all processes together."""

@@ -1,9 +1,9 @@
 """Exchanges by MPI, with mpi4py.
 
 Conventions.  Arrays go through the host's memory as NumPy arrays.  Waiting tests the
-request until the timeout.  MPI cannot cancel a collective, so that after a timeout a program
-has to end: run it with ``mpirun -n P python -m mpi4py program.py``, where an uncaught error on one
-rank ends all.
+request until the timeout.  MPI cannot cancel a collective, so that a program has to end
+after a timeout.  Run it with ``mpirun -n P python -m mpi4py program.py``, where an
+uncaught error on one rank ends all.
 
 After a timeout the ranks that wait tell each other so; those that do not answer are named.
 """
@@ -11,6 +11,7 @@ After a timeout the ranks that wait tell each other so; those that do not answer
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from kfac_core.distributed.communicator import (
 )
 from kfac_core.errors import CommunicationTimeoutError
 
-__all__ = ["MPICommunicator", "connect", "problem", "versions"]
+__all__ = ["MPICommunicator", "connect", "problem", "running", "versions"]
 
 _TAG = 4711
 
@@ -107,7 +108,7 @@ class MPICommunicator(Communicator):
         word = np.ones(1, np.int8)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sends = [self._own.Isend(word, dest=rank, tag=_TAG) for rank in others]
-        deadline = time.monotonic() + min(1.0, self.timeout)
+        deadline = time.monotonic() + min(2.0, self.timeout)
         while others and time.monotonic() < deadline:
             if self._own.Iprobe(source=MPI.ANY_SOURCE, tag=_TAG):
                 status = MPI.Status()
@@ -142,6 +143,14 @@ def versions() -> dict[str, str]:
     import mpi4py
 
     return {"mpi4py": str(mpi4py.__version__)}
+
+
+def running() -> int:
+    """Return the number of processes, or 0 where MPI was not initialized."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return 0
+    return int(mpi.COMM_WORLD.Get_size())
 
 
 def connect(*, timeout: float) -> MPICommunicator:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from kfac_core.distributed.communicator import (
 )
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["TorchCommunicator", "connect", "problem", "versions"]
+__all__ = ["TorchCommunicator", "connect", "problem", "running", "versions"]
 
 
 class TorchCommunicator(Communicator):
@@ -169,7 +170,7 @@ class TorchCommunicator(Communicator):
             raise kind(text) from error
 
     def _missing(self, call: str) -> list[int]:
-        """Return the ranks that do not notice the same failure within a second."""
+        """Return the ranks that do not notice the same failure within two seconds."""
         from torch.distributed import distributed_c10d
 
         key = f"kfac_core/{self._ranks}/{call}"
@@ -177,7 +178,7 @@ class TorchCommunicator(Communicator):
         try:
             store = distributed_c10d._get_default_store()
             store.set(f"{key}/{self.rank}", "here")
-            deadline = time.monotonic() + min(1.0, self.timeout)
+            deadline = time.monotonic() + min(2.0, self.timeout)
             while missing and time.monotonic() < deadline:
                 missing = [r for r in missing if not store.check([f"{key}/{r}"])]
                 time.sleep(0.01)
@@ -207,6 +208,14 @@ def versions() -> dict[str, str]:
     import torch
 
     return {"torch": str(torch.__version__)}
+
+
+def running() -> int:
+    """Return the number of processes, or 0 where PyTorch has no process group."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 0
+    return int(dist.get_world_size())
 
 
 def connect(*, timeout: float) -> TorchCommunicator:

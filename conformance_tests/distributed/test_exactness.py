@@ -55,10 +55,9 @@ def test_every_approximation_is_that_of_one_process(size):
     _require_exact(HOST, size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_library_is_that_of_one_process(backend, size):
-    """The same for two sizes on every backend."""
-    _require_exact(backend, size)
+def test_every_library_is_that_of_one_process(backend, compiles_long):
+    """The same on every backend."""
+    _require_exact(backend, 3)
 
 
 def _require_exact(backend, size):
@@ -83,8 +82,10 @@ def _require_exact(backend, size):
         assert error < LIMIT, f"rank {rank}: {where}: {error:.1e}"
 
 
-@pytest.mark.parametrize("holders", divisors(6))
-@pytest.mark.parametrize("reduce", ["refresh", "update"])
+@pytest.mark.parametrize(
+    ("holders", "reduce"),
+    [(1, "refresh"), (2, "update"), (3, "refresh"), (6, "refresh")],
+)
 def test_every_strategy_gives_the_same(backend, holders, reduce):
     """Owners that send directions, groups, and everybody."""
     rng = np.random.default_rng(holders)
@@ -98,8 +99,9 @@ def test_every_strategy_gives_the_same(backend, holders, reduce):
         assert error < LIMIT, where
 
 
-def test_the_placement_changes_no_bit(backend):
+def test_the_placement_changes_no_bit():
     """Sums are in the order of the ranks, whoever owns a block."""
+    backend = HOST
     rng = np.random.default_rng(0)
     blocks = _several()
     schedule = schedule_of(rng, blocks, 4)
@@ -122,8 +124,9 @@ def test_the_placement_changes_no_bit(backend):
         assert largest_difference(directions, found[0])[0] == 0.0
 
 
-def test_shards_without_the_whole_count_are_wrong(backend):
+def test_shards_without_the_whole_count_are_wrong():
     """The row that must differ: each rank's mean, as if all shards were equal."""
+    backend = HOST
     rng = np.random.default_rng(1)
     blocks = {"expand": every_block()["expand"]}
     schedule = schedule_of(rng, blocks, 2)
@@ -142,8 +145,9 @@ def test_shards_without_the_whole_count_are_wrong(backend):
 
 @pytest.mark.parametrize("reduction", ["mean", "mean_rows"])
 @pytest.mark.parametrize("loss", ["shard", "batch", "ddp"])
-def test_gradients_of_a_mean_are_scaled(backend, reduction, loss):
+def test_gradients_of_a_mean_are_scaled(reduction, loss):
     """Whatever each process divided its loss by, the curvature is that of the batch."""
+    backend = HOST
     rng = np.random.default_rng(5)
     blocks = {"expand": every_block()["expand"], "eva": every_block()["eva"]}
     schedule = schedule_of(rng, blocks, 3)
@@ -192,8 +196,9 @@ def test_gradients_of_a_mean_are_scaled(backend, reduction, loss):
         assert error < LIMIT, where
 
 
-def test_sharing_and_chains(backend):
+def test_sharing_and_chains():
     """A shared factor is sent once; a chain is one block."""
+    backend = HOST
     rng = np.random.default_rng(2)
     blocks = {
         name: kc.Block(dense(4, m), kc.Kronecker())
@@ -231,8 +236,9 @@ def test_sharing_and_chains(backend):
         assert error < LIMIT, where
 
 
-def test_other_products_and_background_refreshes(backend):
+def test_other_products_and_background_refreshes():
     """A product whose factorization was not prepared, and a refresh in a thread."""
+    backend = HOST
     rng = np.random.default_rng(3)
     blocks = _several()
     values = {name: batch_of(rng, block, 9) for name, block in blocks.items()}
@@ -269,8 +275,9 @@ def test_other_products_and_background_refreshes(backend):
 
 
 @pytest.mark.parametrize("loaded_by", [1, 2, 3])
-def test_a_state_of_p_processes_loads_on_q(backend, loaded_by):
+def test_a_state_of_p_processes_loads_on_q(loaded_by):
     """A state is that of one process, to roundoff, and goes on on any number."""
+    backend = HOST
     rng = np.random.default_rng(4)
     blocks = {name: every_block()[name] for name in ("expand", "eigen", "window")}
     first, second = schedule_of(rng, blocks, 4), schedule_of(rng, blocks, loaded_by)
@@ -302,8 +309,9 @@ def test_a_state_of_p_processes_loads_on_q(backend, loaded_by):
         assert error < LIMIT, where
 
 
-def test_messages_in_float32(backend):
+def test_messages_in_float32():
     """Statistics may travel in another dtype, at its precision."""
+    backend = HOST
     rng = np.random.default_rng(6)
 
     alone, found = both(
@@ -314,7 +322,7 @@ def test_messages_in_float32(backend):
     assert 1e-10 < error < 1e-5
 
 
-def test_what_cannot_be_reduced_is_refused_by_name(backend):
+def test_what_cannot_be_reduced_is_refused_by_name():
     """Low rank, KFOC, centered moments, and whatever does not say."""
 
     class Undeclared(kc.Diagonal):

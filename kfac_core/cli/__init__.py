@@ -93,13 +93,14 @@ def commands() -> dict[str, Command]:
 
     A registered command cannot take the name of one of the core's.
     """
-    from kfac_core.cli import bench, doctor, inspect
+    from kfac_core.cli import bench, doctor, inspect, plan
     from kfac_core.cli.demo import command as demo
 
     found: dict[str, Command] = {
         "demo": demo,
         "doctor": doctor,
         "inspect": inspect,
+        "plan": plan,
         "bench": bench,
     }
     for entry in entry_points(group=ENTRY_POINT_GROUP):

@@ -10,6 +10,7 @@ from kfac_core.distributed.communicator import (
 from kfac_core.distributed.executor import Distributed, DistributedExecutor
 from kfac_core.distributed.placement import BlockLoad, Placement, block_loads, place
 from kfac_core.distributed.remote import RemoteOperator
+from kfac_core.distributed.running import execution_for, running_processes
 from kfac_core.distributed.virtual import run_ranks
 from kfac_core.errors import (
     CommunicationError,
@@ -32,6 +33,8 @@ __all__ = [
     "block_loads",
     "communicator_names",
     "connect",
+    "execution_for",
     "place",
     "run_ranks",
+    "running_processes",
 ]

@@ -88,15 +88,32 @@ class Agreement:
         found = self.gathered(np.frombuffer(text.encode(), np.uint8))
         return [bytes(part).decode() for part in found]
 
-    def gathered(self, own: np.ndarray[Any, Any], /) -> list[np.ndarray[Any, Any]]:
-        """Return the one-dimensional arrays of all ranks, of any lengths."""
+    def gathered(
+        self, own: np.ndarray[Any, Any], /, *, length: int | None = None
+    ) -> list[np.ndarray[Any, Any]]:
+        """Return the one-dimensional arrays of all ranks.
+
+        Parameters
+        ----------
+        own : numpy.ndarray, shape (k,)
+            This rank's array.
+        length : int, optional
+            k, where it is the same on all ranks.
+
+        Returns
+        -------
+        list of numpy.ndarray
+            In the order of the ranks.
+        """
         p = self._communicator.size
-        length = np.asarray([own.shape[0]], np.int64)
-        lengths = [
-            int(n) for n in self._communicator.all_gather(length, [1] * p).wait()
-        ]
+        lengths = self._lengths(own) if length is None else [length] * p
         joined = self._communicator.all_gather(own, lengths).wait()
         return np.split(np.asarray(joined), np.cumsum(lengths)[:-1])
+
+    def _lengths(self, own: np.ndarray[Any, Any]) -> list[int]:
+        length = np.asarray([own.shape[0]], np.int64)
+        ones = [1] * self._communicator.size
+        return [int(n) for n in self._communicator.all_gather(length, ones).wait()]
 
     def _raise(self, error: Exception | None) -> None:
         """Raise the first error of all ranks, on every rank."""

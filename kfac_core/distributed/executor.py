@@ -207,6 +207,7 @@ class DistributedExecutor:
         self._row = self._communicator.split(rows)
         self._group_number = self._communicator.rank // self.placement.holders
         self._background: DistributedExecutor | None = None
+        self._forms: dict[int, tuple[tuple[int, ...], list[Any]]] = {}
         self._stages = {
             "update": self._update,
             "absorb": self._absorb,
@@ -252,8 +253,7 @@ class DistributedExecutor:
             for name, held in state.blocks.items()
             if held.statistics is not None
         }
-        self._agreement.vote(f"gather {sorted(statistics)}", np.zeros(0))
-        whole = self._whole(statistics, list(statistics))
+        whole = self._whole(f"gather {list(statistics)}", statistics)
         own = {
             name: (whole.get(name), held.operator)
             for name, held in state.blocks.items()
@@ -437,8 +437,7 @@ class DistributedExecutor:
     def _rebase(self, function: Any, tasks: Tasks) -> dict[str, Any]:
         names = list(tasks)
         given = {name: task[1] for name, task in tasks.items()}
-        self._agreement.vote(f"rebase {names} {function.moments}", np.zeros(0))
-        whole = self._whole(given, names)
+        whole = self._whole(f"rebase {names} {function.moments}", given)
         made: dict[str, Statistics] = {}
         error: Exception | None = None
         try:
@@ -480,8 +479,7 @@ class DistributedExecutor:
         names = list(tasks)
         given = {name: task[1] for name, task in tasks.items()}
         dampings = [task[2] for task in tasks.values() if type(task[2]) is float]
-        self._agreement.vote(f"refresh {names} {dampings}", np.zeros(0))
-        whole = self._whole(given, names)
+        whole = self._whole(f"refresh {names} {dampings}", given)
         made: dict[str, Any] = {}
         error: Exception | None = None
         try:
@@ -584,21 +582,22 @@ class DistributedExecutor:
         return {name: made.get(name, task[1]) for name, task in tasks.items()}
 
     def _whole(
-        self, given: Mapping[str, Statistics], names: Sequence[str]
+        self, step: str, given: Mapping[str, Statistics]
     ) -> dict[str, Statistics]:
         """Return the statistics of all rows, of the blocks that this rank owns."""
+        forms = {name: _form_of(statistics) for name, statistics in given.items()}
+        self._agreement.vote(f"{step} of {forms}", np.zeros(0))
         owners, rank = self.placement.owners, self._communicator.rank
-        own = [name for name in names if owners[name] == rank]
+        own = [name for name in given if owners[name] == rank]
         if self.options.reduce == "update":
             return {name: given[name] for name in own}
         sums: dict[str, Item] = {}
         merges: dict[str, Item] = {}
-        for name in names:
+        for name, statistics in given.items():
             kinds = merges if self._merges(name) else sums
-            for side, average in given[name].averages.items():
+            for side, average in statistics.averages.items():
                 key = self._key(name, side)
                 kinds.setdefault(key, Item(key, owners[name], average))
-        self._require_same_forms({**sums, **merges})
         found = summed_at_owners(
             self._communicator,
             sums.values(),
@@ -619,13 +618,14 @@ class DistributedExecutor:
         self, parts: Mapping[str, Statistics]
     ) -> dict[str, Statistics]:
         """Return the statistics of all ranks' rows on every rank."""
+        forms = {name: _form_of(part) for name, part in parts.items()}
+        self._agreement.vote(f"sum of {forms}", np.zeros(0))
         sums: dict[str, Item] = {}
         merges: dict[str, Item] = {}
         for name, part in parts.items():
             kinds = merges if self._merges(name) else sums
             for side, average in part.averages.items():
                 kinds[f"{name}/{side}"] = Item(f"{name}/{side}", 0, average)
-        self._require_same_forms({**sums, **merges})
         found = summed(
             self._communicator,
             sums.values(),
@@ -744,8 +744,7 @@ class DistributedExecutor:
     ) -> dict[str, Any]:
         """Return the values of all ranks of a communicator, by name."""
         packed = pack(dict(own), shared=True)
-        texts = Agreement(communicator).texts(json.dumps(packed.form))
-        forms = [json.loads(text) for text in texts]
+        forms = self._forms_of_all(communicator, packed.form)
         lengths = [lengths_of(form) for form in forms]
         handles = {}
         for dtype in sorted({dtype for found in lengths for dtype in found}):
@@ -764,6 +763,19 @@ class DistributedExecutor:
                 arrays = {dtype: parts[member] for dtype, parts in arrived.items()}
                 found |= unpack(form, arrays)
         return found
+
+    def _forms_of_all(self, communicator: Communicator, form: Any) -> list[Any]:
+        """Return the forms of all ranks, which are sent only where they are new."""
+        agreement = Agreement(communicator)
+        text = json.dumps(form)
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.int64)
+        digests = tuple(int(part[0]) for part in agreement.gathered(digest, length=1))
+        known = self._forms.get(id(communicator))
+        if known is None or known[0] != digests:
+            # All ranks see the same digests, so that all of them send or none.
+            known = digests, [json.loads(text) for text in agreement.texts(text)]
+            self._forms[id(communicator)] = known
+        return known[1]
 
     def _errors(self, failed: Mapping[str, KFACError]) -> dict[str, KFACError]:
         """Return the errors of all ranks' blocks, on every rank."""
@@ -792,13 +804,6 @@ class DistributedExecutor:
         return RemoteOperator(
             self.placement.owners[name], shape, zero, _int32(status, like)
         )
-
-    def _require_same_forms(self, items: Mapping[str, Item]) -> None:
-        """Raise where ranks hold averages of other shapes or dtypes."""
-        forms = {
-            key: pack(i.average, shared=False).digest_form() for key, i in items.items()
-        }
-        self._agreement.vote(f"reduce {forms}", np.zeros(0))
 
     def _require_same_plan(self) -> None:
         told_of = {
@@ -871,6 +876,14 @@ def _weights_of(
     # Weights of rows that are not finite are finite: they are counts.
     made[1:] = found
     return made
+
+
+def _form_of(statistics: Statistics) -> list[Any]:
+    """Return the shapes and dtypes of averages, which all ranks must have."""
+    return [
+        (path, tuple(x.shape), str(x.dtype).rpartition(".")[2])
+        for path, x in leaves(statistics.averages)
+    ]
 
 
 def _counts_of(block: Any, batch: Any) -> tuple[float, float, float]:

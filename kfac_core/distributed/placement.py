@@ -22,11 +22,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import array_api_compat
+import numpy as np
+
+from kfac_core.array.structure import leaves
+from kfac_core.block import Block
 from kfac_core.errors import ConventionError, UnsupportedError
 from kfac_core.execution.costs import Rates, block_costs
+from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import Network
 
 __all__ = ["BlockLoad", "Placement", "block_loads", "divisors", "place"]
@@ -167,9 +174,11 @@ def block_loads(
     loads: dict[str, BlockLoad] = {}
     for name, block in network.blocks.items():
         n, m = block.layer.matrix_shape
+        taken = network.shared_factors.taken_by(name)
+        statistics = _numbers(block, taken)
         costs = block_costs(block, rates or Rates())
         if costs is None:
-            loads[name] = BlockLoad(float(n * m), n * m, n * m, n * m)
+            loads[name] = BlockLoad(float(n * m), statistics, n * m, n * m)
             continue
         triangles = costs.groups * sum(k * (k + 1) // 2 for k in costs.sizes)
         way = "eigenbasis" if network.damping_rule == "exact" else "inverse"
@@ -177,8 +186,28 @@ def block_loads(
         operator = 2 * triangles
         if way == "eigenbasis":
             operator = triangles + costs.groups * sum(k * k for k in costs.sizes)
-        loads[name] = BlockLoad(costs.refresh[way], triangles, operator, n * m)
+        loads[name] = BlockLoad(costs.refresh[way], statistics, operator, n * m)
     return loads
+
+
+def _numbers(block: Block, taken: frozenset[str]) -> int:
+    """Return how many numbers a block's own averages have, packed."""
+    # NumPy's zeros take no memory until they are read.
+    xp = array_api_compat.array_namespace(np.zeros(1))
+    empty = block.approximation.initial(
+        block.layer, dtype=np.float32, device="cpu", xp=xp
+    )
+    total = 0
+    for side, average in empty.averages.items():
+        if side in taken:
+            continue
+        packed = isinstance(getattr(average, "sum", None), SymmetricMatrix)
+        for path, x in leaves(average):
+            shape = tuple(x.shape)
+            if packed and path == "sum.array":
+                shape = (*shape[:-2], shape[-1] * (shape[-1] + 1) // 2)
+            total += math.prod(shape)
+    return total
 
 
 def place(

@@ -11,7 +11,6 @@ that stand in several places of a structure are sent once, where the form goes w
 from __future__ import annotations
 
 import importlib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -58,11 +57,6 @@ class Packed:
         if not parts:
             return xp.zeros((0,), dtype=getattr(xp, dtype), device=device_of(like))
         return parts[0] if len(parts) == 1 else xp.concat(parts)
-
-    def digest_form(self) -> str:
-        """Return what equal structures have in common on all ranks, as text."""
-        nodes = _array_nodes(self.form)
-        return json.dumps([(node["array"], node["shape"]) for node in nodes])
 
     def node(self, value: Any) -> Form:
         """Return the form of a value, and keep its arrays."""

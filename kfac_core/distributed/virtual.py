@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def run_ranks(
-    size: int, function: Callable[[Communicator], T], /, *, timeout: float = 5.0
+    size: int, function: Callable[[Communicator], T], /, *, timeout: float = 60.0
 ) -> list[T]:
     """Run a function once for each of several ranks, in threads.
 
