@@ -18,7 +18,7 @@ from typing import Any
 import array_api_compat
 
 from kfac_core.array.backend import Array, backend_of
-from kfac_core.array.namespaces import cast, own_namespace, wide_dtype
+from kfac_core.array.namespaces import Scalar, cast, own_namespace, wide_dtype
 from kfac_core.layers.rows import Batch
 
 __all__ = ["LayerCall", "batches_of_calls"]
@@ -37,6 +37,8 @@ class LayerCall:
         Likewise.
     grad_shape : tuple of int
         The shape that output gradients are brought into; empty where they have theirs.
+    grad_scale : float
+        What output gradients are multiplied by.
 
     Attributes
     ----------
@@ -52,9 +54,10 @@ class LayerCall:
         *,
         mask: Array | None = None,
         grad_shape: tuple[int, ...] = (),
+        grad_scale: float = 1.0,
     ) -> None:
         self.block, self.inputs, self.mask = block, inputs, mask
-        self.grad_shape = grad_shape
+        self.grad_shape, self.grad_scale = grad_shape, grad_scale
         self.output_grads: list[Array] = []
 
     def add_source(self, output_grad: Array | None, /) -> None:
@@ -73,7 +76,14 @@ class LayerCall:
         g = cast(xp, g, wide_dtype(xp, g.dtype))
         if self.grad_shape:
             g = xp.reshape(g, self.grad_shape)
+        if self.grad_scale != 1.0:
+            g = g * self.grad_scale
         self.output_grads.append(g)
+
+    def clear(self) -> None:
+        """Leave the arrays behind, which whoever keeps the call would keep too."""
+        self.inputs, self.mask = None, None
+        self.output_grads = []
 
     def add_to_source(self, output_grad: Array | None, /) -> None:
         """Take a further part of the output gradient of one and the same source.
@@ -90,7 +100,7 @@ class LayerCall:
 
 
 def batches_of_calls(
-    calls: Iterable[LayerCall], /, *, rows: int, scale: float = 1.0
+    calls: Iterable[LayerCall], /, *, rows: Scalar, scale: Scalar = 1.0
 ) -> dict[str, Batch]:
     """Return one batch per block from its recorded calls.
 
@@ -99,8 +109,8 @@ def batches_of_calls(
     calls : iterable of LayerCall
         Those of one block have the same number of sources; calls without any are left
         out.
-    rows : int
-        R, the rows of the network's outputs.
+    rows : float
+        R, the rows of the network's outputs, or the sum of their weights.
     scale : float
         What output gradients are multiplied by besides.
 
