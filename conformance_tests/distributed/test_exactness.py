@@ -57,10 +57,24 @@ def test_every_approximation_is_that_of_one_process(size):
 
 def test_every_library_is_that_of_one_process(backend, compiles_long):
     """The same on every backend."""
-    _require_exact(backend, 3)
+    _require_exact(backend, 2, steps=3)
 
 
-def _require_exact(backend, size):
+def test_a_block_on_every_library(backend):
+    """One block on two ranks: what JAX compiles, too."""
+    rng = np.random.default_rng(0)
+    blocks = {"a": kc.Block(dense(3, 2), kc.Kronecker())}
+    schedule = schedule_of(rng, blocks, 2, steps=2)
+
+    alone, found = both(
+        *(backend, rng, blocks, 2), options={"holders": 1}, schedule=schedule
+    )
+
+    for directions in found:
+        assert largest_difference(directions, alone)[0] < LIMIT
+
+
+def _require_exact(backend, size, steps=4):
     rng = np.random.default_rng(size)
     # The other numbers of holders, and both ways of reducing, come with other sizes.
     holders = divisors(size)[size % len(divisors(size))]
@@ -68,7 +82,7 @@ def _require_exact(backend, size):
     averaging = kc.Averaging(burn_in=2, debias=size % 2 == 0, weight=0.7)
 
     blocks = every_block()
-    schedule = schedule_of(rng, blocks, size, steps=4)
+    schedule = schedule_of(rng, blocks, size, steps=steps)
 
     alone, found = both(
         *(backend, rng, blocks, size),
@@ -86,8 +100,9 @@ def _require_exact(backend, size):
     ("holders", "reduce"),
     [(1, "refresh"), (2, "update"), (3, "refresh"), (6, "refresh")],
 )
-def test_every_strategy_gives_the_same(backend, holders, reduce):
+def test_every_strategy_gives_the_same(holders, reduce):
     """Owners that send directions, groups, and everybody."""
+    backend = HOST
     rng = np.random.default_rng(holders)
     blocks = {"a": kc.Block(dense(4, 3), kc.Kronecker()), **_several()}
     options = {"holders": holders, "reduce": reduce, "bucket_bytes": 100}

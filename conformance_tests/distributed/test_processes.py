@@ -144,6 +144,7 @@ def test_what_one_rank_gives_is_refused_on_all(engine, tmp_path):
     [
         ("torch_ddp", ()),
         ("torch_ddp", ("--processes", "3", "--dtype", "float32", "--holders", "all")),
+        ("torch_fsdp", ()),
         ("mpi_numpy", ()),
         ("mpi_numpy", ("--processes", "4", "--holders", "2")),
     ],

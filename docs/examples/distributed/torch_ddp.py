@@ -11,6 +11,7 @@ over that of all rows, and K-FAC is told so by ``loss="ddp"``.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import subprocess
@@ -64,13 +65,9 @@ def network(dtype):
     ).to(dtype)
 
 
-def train(communicator, holders, dtype):
-    """Return the parameters after 20 steps, and the last directions."""
-    images, labels = (torch.as_tensor(x) for x in digits(dtype))
-    model = network(images.dtype)
-    recorded = Recorded(model)
-    parallel = model if communicator is None else DistributedDataParallel(model)
-    blocks = {
+def blocks_of(recorded):
+    """Return a block of K-FAC for each linear layer."""
+    return {
         name: kc.Block(
             kc.Dense(
                 in_features=layer.in_features,
@@ -82,6 +79,15 @@ def train(communicator, holders, dtype):
         )
         for name, layer in recorded.layers.items()
     }
+
+
+def train(communicator, holders, dtype):
+    """Return the parameters after 20 steps, and the last directions."""
+    images, labels = (torch.as_tensor(x) for x in digits(dtype))
+    model = network(images.dtype)
+    recorded = Recorded(model)
+    parallel = model if communicator is None else DistributedDataParallel(model)
+    blocks = blocks_of(recorded)
     # 1. The estimator is told of the other processes, and how the loss is scaled.
     execution = None
     if communicator is not None:
@@ -124,6 +130,19 @@ def main():
     chosen = options(__doc__)
     if chosen.rank is None:
         start(chosen.processes)
+    communicator = joined(chosen)
+    with ended():
+        compared(
+            lambda: train(communicator, holders_of(chosen.holders), chosen.dtype),
+            lambda: train(None, None, chosen.dtype),
+            rank=chosen.rank,
+            size=chosen.processes,
+            dtype=chosen.dtype,
+        )
+
+
+def joined(chosen):
+    """Join the other processes, and return the communicator."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -132,15 +151,14 @@ def main():
         world_size=chosen.processes,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )
-    communicator = connect("torch", timeout=TIMEOUT)
+    return connect("torch", timeout=TIMEOUT)
+
+
+@contextlib.contextmanager
+def ended():
+    """Leave the process group at the end."""
     try:
-        compared(
-            lambda: train(communicator, holders_of(chosen.holders), chosen.dtype),
-            lambda: train(None, None, chosen.dtype),
-            rank=chosen.rank,
-            size=chosen.processes,
-            dtype=chosen.dtype,
-        )
+        yield
     finally:
         dist.destroy_process_group()
 
