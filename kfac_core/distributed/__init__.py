@@ -11,6 +11,7 @@ from kfac_core.distributed.executor import Distributed, DistributedExecutor
 from kfac_core.distributed.placement import BlockLoad, Placement, block_loads, place
 from kfac_core.distributed.remote import RemoteOperator
 from kfac_core.distributed.running import execution_for, running_processes
+from kfac_core.distributed.traced import SummedOver
 from kfac_core.distributed.virtual import run_ranks
 from kfac_core.errors import (
     CommunicationError,
@@ -29,6 +30,7 @@ __all__ = [
     "Placement",
     "RemoteOperator",
     "ReplicaError",
+    "SummedOver",
     "Traffic",
     "block_loads",
     "communicator_names",
