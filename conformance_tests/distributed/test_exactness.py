@@ -19,7 +19,7 @@ from conformance_tests.builders.shards import (
     shard,
 )
 from conformance_tests.builders.tolerances import tolerance
-from kfac_core.distributed import Distributed, run_ranks
+from kfac_core.distributed import Distributed, DistributedExecutor, run_ranks
 from kfac_core.distributed.placement import divisors
 
 HOST = types.SimpleNamespace(asarray=np.asarray, to_numpy=np.asarray)
@@ -383,3 +383,27 @@ def _described(state):
     parts = {name: part["layer"] for name, part in state["blocks"].items()}
     paths = {name: sorted(part["values"]) for name, part in state["blocks"].items()}
     return json.dumps([parts, paths, state["settings"], state["conventions"]])
+
+
+def test_a_network_takes_the_executor_itself():
+    """Without an estimator: the pure functions, with a state of one's own."""
+    rng = np.random.default_rng(7)
+    blocks = _several()
+    summed = kc.Conventions(reduction="sum", sources="sum")
+    network = kc.Network(blocks, conventions=summed)
+    values = {name: batch_of(rng, block, 6) for name, block in blocks.items()}
+    gradients = gradients_of(HOST, rng, blocks)
+
+    def run(start, stop, **options):
+        fed = {name: shard(HOST, v, start, stop) for name, v in values.items()}
+        state = network.update(network.empty(), fed, decay=0.9, **options)
+        state = network.refresh(state, damping=0.1, **options)
+        return [network.precondition(state, gradients, **options)]
+
+    def on_a_rank(communicator):
+        options = Distributed(communicator=communicator, holders=1)
+        executor = DistributedExecutor(network, options)
+        return run(*[0, 2, 6][communicator.rank :][:2], executor=executor)
+
+    for found in run_ranks(2, on_a_rank):
+        assert largest_difference(found, run(0, 6))[0] < LIMIT
