@@ -141,6 +141,17 @@ def tests_shims(session: nox.Session) -> None:
         session.run("pytest", keras, *PARALLEL, *session.posargs, env=environment)
 
 
+@nox.session(name="tests-distributed", venv_backend="virtualenv")
+def tests_distributed(session: nox.Session) -> None:
+    """Run the tests of several processes, and the examples: gloo, MPI, JAX's devices."""
+    session.install("-e", ".[torch,mpi,jax]", "mpich", *group("test"), *TORCH_CPU)
+    session.run(
+        *("pytest", "--backend=numpy", "conformance_tests/distributed"),
+        *session.posargs,
+        env={"KFAC_CORE_TEST_PROCESSES": "torch,mpi,jax"},
+    )
+
+
 @nox.session(name="no-backends", venv_backend="virtualenv")
 def no_backends(session: nox.Session) -> None:
     """Run the conformance tests without any backend file: the generic path alone."""

@@ -13,6 +13,9 @@ from . import (
     damping as damping,
 )
 from . import (
+    distributed as distributed,
+)
+from . import (
     errors as errors,
 )
 from . import (

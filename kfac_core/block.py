@@ -61,7 +61,17 @@ from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.sparse_rows import SparseRows
 from kfac_core.options import DampingScaling
 
-__all__ = ["BatchLike", "Block", "Product", "Rebase", "RefreshBlock", "UpdateBlock"]
+__all__ = [
+    "AbsorbBlock",
+    "BatchLike",
+    "Block",
+    "Prepare",
+    "Product",
+    "Rebase",
+    "RefreshBlock",
+    "UpdateBlock",
+    "emptied",
+]
 
 BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch]
 """A batch of one block: inputs and output gradients, or several uses of one layer."""
@@ -494,6 +504,7 @@ class UpdateBlock:
     max_patch_elements: int | None
     check: Check
 
+    stage = "update"
     on_host = False
     worth_threads = 0
     kept = (1,)
@@ -505,7 +516,7 @@ class UpdateBlock:
         statistics: Statistics,
         batch: BatchLike,
         decay: Scalar,
-        weight: Scalar,
+        weight: Scalar | None,
         skip: frozenset[str],
         /,
         *,
@@ -518,7 +529,8 @@ class UpdateBlock:
         name, block : str, Block
             What is updated.
         statistics, batch, decay, weight, skip
-            See `Block.update`.
+            See `Block.update`.  A weight of None is the batch's number of rows, or of
+            examples; see `UpdateOptions`.
         stack : tuple of int
             The shape of leading axes that all arrays have in common: as many equal
             blocks, updated together.
@@ -536,10 +548,12 @@ class UpdateBlock:
         like = statistics.any_weight
         xp = own_namespace(like)
         decay = as_scalar(xp, decay, like.dtype, "decay")
-        weight = as_scalar(xp, weight, like.dtype, "weight")
+        if weight is not None:
+            weight = as_scalar(xp, weight, like.dtype, "weight")
         flags = statistics.status * 0
-        if not (isinstance(decay, float) and isinstance(weight, float)):
-            flags = flags | _coefficient_flags(decay, weight, like, xp)
+        if not (isinstance(decay, float) and isinstance(weight, float | None)):
+            given = 1.0 if weight is None else weight
+            flags = flags | _coefficient_flags(decay, given, like, xp)
         options = UpdateOptions(
             conventions=self.conventions, decay=decay, weight=weight, skip=skip, xp=xp
         )
@@ -569,7 +583,7 @@ class UpdateBlock:
         """Return the statistics after a batch that is read in parts, and its flags."""
         parts = block.row_parts(batch, max_patch_elements=self.max_patch_elements)
         alone = dataclasses.replace(options, decay=0.0, weight=None)
-        empty = _emptied(statistics)
+        empty = emptied(statistics)
         total: Statistics | None = None
         status: Any = 0
         for rows in parts:
@@ -581,6 +595,8 @@ class UpdateBlock:
             # Otherwise the loop variable keeps this chunk alive while the next one is made.
             del rows
         assert total is not None
+        if options.weight is None:
+            return statistics.merged(total), status
         new = statistics.absorbed(
             total,
             decay=options.decay,
@@ -595,7 +611,7 @@ class UpdateBlock:
         statistics: Statistics,
         batch: Any,
         decay: Scalar,
-        weight: Scalar,
+        weight: Scalar | None,
         skip: frozenset[str],
         /,
     ) -> bool:
@@ -622,6 +638,79 @@ class UpdateBlock:
 
 
 @dataclass(frozen=True)
+class AbsorbBlock:
+    """The function of one block that `Network.absorb` runs for each."""
+
+    stage = "absorb"
+    on_host = False
+    worth_threads = 0
+    kept = (1,)
+
+    def __call__(
+        self,
+        name: str,
+        block: Block,
+        statistics: Statistics,
+        moments: Statistics,
+        decay: Scalar,
+        weight: Scalar,
+        /,
+    ) -> Statistics:
+        """Return the statistics after an update with merged moments."""
+        return block.absorb(statistics, moments, decay=decay, weight=weight)
+
+    def stacks(self, *_: Any) -> bool:
+        """Whether equal tasks can be run as one."""
+        return False
+
+    def accepts(self, result: Statistics, /) -> bool:
+        """Return True: the caller reads the flags."""
+        return True
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return how many numbers the block's factors hold."""
+        n, m = block.layer.matrix_shape
+        return n * n + m * m
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """The function of one block that prepares a factorization of its operator.
+
+    Parameters
+    ----------
+    factorization : {"inverse", "cholesky", "eigenbasis"}
+        What is prepared.
+    """
+
+    factorization: Factorization
+
+    stage = "prepare"
+    on_host = False
+    worth_threads = 0
+    kept = ()
+
+    def __call__(
+        self, name: str, block: Block, operator: CurvatureOperator, /
+    ) -> CurvatureOperator:
+        """Return the operator with the factorization."""
+        return operator.prepared(self.factorization, name=name)
+
+    def stacks(self, *_: Any) -> bool:
+        """Whether equal tasks can be run as one."""
+        return False
+
+    def accepts(self, result: CurvatureOperator, /) -> bool:
+        """Return True: failures raise."""
+        return True
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return about how many flops a block takes, in any unit."""
+        n, m = block.layer.matrix_shape
+        return n**3 + m**3
+
+
+@dataclass(frozen=True)
 class Rebase:
     """The function of one block that `Network.rebase` runs for each.
 
@@ -636,6 +725,7 @@ class Rebase:
     moments: Any
     check: Check
 
+    stage = "rebase"
     on_host = False
     worth_threads = 0
     kept = ()
@@ -682,6 +772,7 @@ class RefreshBlock:
     check: Check
     memo: dict[Any, Any] = field(compare=False)
 
+    stage = "refresh"
     on_host = True
     worth_threads = 0
     kept = (1,)
@@ -779,6 +870,7 @@ class Product:
     arguments: tuple[Any, ...]
     options: Mapping[str, Any] = field(hash=False)
 
+    stage = "product"
     on_host = False
     worth_threads = 10**9
     kept = (1,)
@@ -894,7 +986,7 @@ def _finite_status(
     return rows.status(xp=xp)
 
 
-def _emptied(statistics: Statistics) -> Statistics:
+def emptied(statistics: Statistics) -> Statistics:
     """Return zero statistics in the same bases."""
     nothing = map_structure(lambda x: x * 0, statistics)
     return replaced(nothing, bases=statistics.bases)

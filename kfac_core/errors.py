@@ -11,6 +11,8 @@ import numpy as np
 
 __all__ = [
     "BackendUnavailableError",
+    "CommunicationError",
+    "CommunicationTimeoutError",
     "ConventionError",
     "DampingError",
     "DecayError",
@@ -22,6 +24,7 @@ __all__ = [
     "NotFiniteError",
     "NotReadyError",
     "RecordError",
+    "ReplicaError",
     "ShapeError",
     "StateError",
     "UnknownBackendError",
@@ -96,6 +99,18 @@ class StateError(KFACError, ValueError):
 
 class RecordError(KFACError, ValueError):
     """A verification record is damaged, contradictory or of an unknown kind."""
+
+
+class CommunicationError(KFACError, RuntimeError):
+    """Processes cannot exchange arrays, or another process failed."""
+
+
+class CommunicationTimeoutError(KFACError, TimeoutError):
+    """Another process did not take part in an exchange in time."""
+
+
+class ReplicaError(KFACError, RuntimeError):
+    """Processes hold different values of what must be the same on all."""
 
 
 class FactorizationError(KFACError, np.linalg.LinAlgError):

@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from kfac_core.approximations.eigen import MomentStart
+from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
-from kfac_core.block import BatchLike, Block
+from kfac_core.block import BatchLike, Block, Prepare
 from kfac_core.conventions import (
     Conventions,
     LossReduction,
@@ -27,6 +28,9 @@ from kfac_core.conventions import (
     require_one_of,
 )
 from kfac_core.damping import DampingRule
+from kfac_core.distributed.executor import Distributed, DistributedExecutor
+from kfac_core.distributed.placement import Placement
+from kfac_core.errors import UnsupportedError
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.execution.costs import CostTable, Rates, block_costs, solving_of
 from kfac_core.execution.hosted import Hosted
@@ -88,9 +92,10 @@ class Estimator:
     precision : Precision, optional
         Dtypes of storing, computing and applying.  By default all are the dtype of a
         block's first batch, or float32 if that is narrower.
-    execution : Execution or Executor, optional
+    execution : Execution, Distributed or Executor, optional
         How the loops over blocks are run.  By default equal small blocks are stacked,
-        on one thread.
+        on one thread.  With `kfac_core.distributed.Distributed` blocks are divided among
+        processes.
     rates : Rates, optional
         Measured rates of the hardware, for ``Refreshing(solving="cheaper")``.
 
@@ -148,13 +153,15 @@ class Estimator:
         refreshing: Refreshing | None = None,
         sharing: Sharing | None = None,
         precision: Precision | None = None,
-        execution: Execution | Executor | None = None,
+        execution: Execution | Distributed | Executor | None = None,
         rates: Rates | None = None,
     ) -> None:
         require_decay(decay)
         if mode is not None:
             require_one_of("mode", mode, get_args(EstimationMode))
         options = execution if isinstance(execution, Execution) else Execution()
+        if isinstance(execution, Distributed):
+            options = execution.execution
         refreshing = refreshing or Refreshing()
         costs = {n: block_costs(b, rates or Rates()) for n, b in blocks.items()}
         self.network = Network(
@@ -188,8 +195,17 @@ class Estimator:
         self._movement: Movement | None = None
         if refreshing.threshold is not None:
             self._movement = Movement(self.network, refreshing.threshold)
+            if isinstance(execution, Distributed):
+                raise UnsupportedError(
+                    "Refreshing(threshold=...) compares the statistics of one process. "
+                    "Leave it out with Distributed."
+                )
         self._execution = execution
-        self._executor = self._new_executor()
+        self._executor: Executor = self._new_executor()
+        if isinstance(execution, Distributed):
+            self._executor = DistributedExecutor(
+                self.network, execution, self._executor
+            )
 
     def __repr__(self) -> str:
         return (
@@ -233,6 +249,14 @@ class Estimator:
         require_decay(decay)
         self._decay = decay
 
+    @property
+    def placement(self) -> Placement:
+        """Owners and holders of the blocks, where they are divided among processes.
+
+        Prints as a table.  Raises `UnsupportedError` for an estimator of one process.
+        """
+        return self._distributed("placement").placement
+
     def report(self) -> Report:
         """Return each block's condition, damping split, residual check and age.
 
@@ -241,10 +265,11 @@ class Estimator:
         Report
             Reports by block, which print as a table.  Synchronizes with the device.
         """
+        state = self._gathered()
         return Report(
             {
                 name: report_of(self.blocks[name], held)
-                for name, held in self.state.blocks.items()
+                for name, held in state.blocks.items()
             }
         )
 
@@ -306,7 +331,9 @@ class Estimator:
         UnknownBlockError
             For an unknown block name.
         """
-        self.state = self.network.absorb(self.state, moments, decay=self._decay)
+        self.state = self.network.absorb(
+            self.state, moments, decay=self._decay, executor=self._executor
+        )
 
     def rebase(
         self,
@@ -433,6 +460,8 @@ class Estimator:
 
         # An executor caches what it computed for the next step, so the thread gets its own.
         executor = self._new_executor()
+        if isinstance(self._executor, DistributedExecutor):
+            executor = self._executor.in_background(executor)
         damping = self._damping
 
         def install(made: NetworkState) -> None:
@@ -554,9 +583,13 @@ class Estimator:
 
     def _new_executor(self) -> Executor:
         """Return the executor that was given, or a new one as the options say."""
-        if self._execution is not None and not isinstance(self._execution, Execution):
-            return self._execution
-        workers = 1 if self._execution is None else self._execution.workers
+        options: Any = self._execution or Execution()
+        if isinstance(options, Distributed):
+            options = options.execution
+        if not isinstance(options, Execution):
+            executor: Executor = options
+            return executor
+        workers = options.workers
         inner: Executor = Hosted()
         return Stacked(Threaded(workers, inner) if workers > 1 else inner)
 
@@ -564,10 +597,8 @@ class Estimator:
         """Return the state with operators in which a factorization has been made."""
         blocks = dict.fromkeys(map(self.network.block_of, names))
         held = {name: self.operator(name) for name in blocks}
-        made = {
-            name: operator.prepared(factorization, name=name)
-            for name, operator in held.items()
-        }
+        tasks = {name: (self.blocks[name], held[name]) for name in held}
+        made = self._executor(Prepare(factorization), tasks)
         return self.state.updated(
             {
                 name: replaced(self.state[name], operator=operator)
@@ -588,7 +619,7 @@ class Estimator:
         """
         return dump_state(
             self.network,
-            self.state,
+            self._gathered(),
             self._promises(),
             damping=self._damping,
             decay=self._decay,
@@ -608,8 +639,44 @@ class Estimator:
             If anything does not match; the estimator is then unchanged.
         """
         network, loaded, settings = parse_state(state, self.network, self._promises())
+        if isinstance(self._executor, DistributedExecutor):
+            loaded = self._executor.scattered(loaded)
         self.network, self.state = network, loaded
         self._damping, self._decay = settings["damping"], settings["decay"]
+
+    def check_replicas(self, **arrays: Mapping[str, Any] | Array) -> None:
+        """Raise unless all processes hold the same of what must be the same.
+
+        These are counts, dampings, bases, operators that several processes hold, and the
+        given arrays.  Collective: every rank calls it.  Synchronizes with the device.
+
+        Parameters
+        ----------
+        **arrays : array or mapping of str to array
+            What else must be the same to the bit, such as ``parameters=...``.
+
+        Raises
+        ------
+        ReplicaError
+            Names what differs, and on which rank.
+        UnsupportedError
+            For an estimator of one process.
+        """
+        self._distributed("check_replicas").check_replicas(self.state, **arrays)
+
+    def _distributed(self, name: str) -> DistributedExecutor:
+        if isinstance(self._executor, DistributedExecutor):
+            return self._executor
+        raise UnsupportedError(
+            f"`{name}` is of several processes, and this estimator is of one. Make it with "
+            "Estimator(..., execution=Distributed(communicator=...))."
+        )
+
+    def _gathered(self) -> NetworkState:
+        """Return the state of all processes together."""
+        if isinstance(self._executor, DistributedExecutor):
+            return self._executor.gathered(self.state)
+        return self.state
 
     def _promises(self) -> dict[str, Any]:
         """Return what a state must share with the estimator that it is loaded into."""

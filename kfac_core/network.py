@@ -37,7 +37,14 @@ from kfac_core.array.structure import (
     replaced,
     structure,
 )
-from kfac_core.block import Block, Product, Rebase, RefreshBlock, UpdateBlock
+from kfac_core.block import (
+    AbsorbBlock,
+    Block,
+    Product,
+    Rebase,
+    RefreshBlock,
+    UpdateBlock,
+)
 from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
@@ -50,7 +57,7 @@ from kfac_core.errors import (
 )
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.feeding import detached, require_finite_rows
+from kfac_core.layers.feeding import detached, is_empty, require_finite_rows
 from kfac_core.linalg.shifted import Solving
 from kfac_core.operators.operator import VECTOR_PRODUCTS, CurvatureOperator
 from kfac_core.options import Averaging, Refreshing, Sharing
@@ -73,6 +80,10 @@ class Executor(Protocol):
     ``executor(function, tasks)`` returns, by name, what ``function(name, *task)`` returns
     for each task, up to rounding.  Executors differ in how: as stacks, on threads, or in
     another library.
+
+    An executor with a true attribute ``updates_all`` is given a task for every block at
+    each update, with None for statistics and batch where there are none, and may return
+    only some of them.
     """
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
@@ -442,13 +453,17 @@ class Network:
         """
         require_decay(decay)
         given = self._detached(batches)
+        # Another process may have rows of a block that has none here.
+        shared = getattr(executor, "updates_all", False)
+        if shared:
+            given = {name: given.get(name) for name in self.blocks}
         function = UpdateBlock(self.conventions, self.max_patch_elements, check)
         weight, burn_in = self.averaging.weight, self.averaging.burn_in
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, batch in given.items():
             held, own_decay, own_weight = state.blocks[name], decay, weight
             statistics = held.statistics
-            if statistics is None:
+            if statistics is None and not (shared and is_empty(batch)):
                 statistics = self._first_statistics(name, batch)
             if burn_in:
                 burning = held.updates < burn_in
@@ -472,8 +487,10 @@ class Network:
         good = xp.all(xp.stack([new.status for new in found.values()]) == 0)
         for name, new in found.items():
             old = tasks[name][1]
-            kept = map_structure(lambda a, b: xp.where(good, a, b), new, old)
-            kept = replaced(kept, status=new.status)
+            kept = new
+            if old is not None:
+                kept = map_structure(lambda a, b: xp.where(good, a, b), new, old)
+                kept = replaced(kept, status=new.status)
             blocks[name] = _after_update(state.blocks[name], kept, good)
         return state.updated(blocks)
 
@@ -484,6 +501,7 @@ class Network:
         /,
         *,
         decay: Scalar,
+        executor: Executor = plain,
     ) -> NetworkState:
         """Return the state after an update with batches that came in parts.
 
@@ -498,6 +516,8 @@ class Network:
             Statistics of each part from `Block.moments`, added up by `Block.merge`.
         decay : float or 0-d array
             See `update`.
+        executor : Executor
+            How the loop over blocks is run.
 
         Returns
         -------
@@ -509,21 +529,25 @@ class Network:
         UnknownBlockError
             For an unknown block name.
         """
-        blocks: dict[str, BlockState] = {}
-        for name, given in moments.items():
-            block, held = self.blocks[self.known(name)], state.blocks[name]
+        given: dict[str, Any] = {self.known(name): own for name, own in moments.items()}
+        if getattr(executor, "updates_all", False):
+            given = {name: given.get(name) for name in self.blocks}
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name, own in given.items():
+            block, held = self.blocks[name], state.blocks[name]
             old = held.statistics
-            if old is None:
-                old = block.initial(given.any_weight, precision=self.precision)
+            if old is None and own is not None:
+                old = block.initial(own.any_weight, precision=self.precision)
             burning = held.updates < self.averaging.burn_in
-            new = block.absorb(
-                old,
-                given,
-                decay=_one_where(burning, decay, old),
-                weight=_one_where(burning, self.averaging.weight, old),
+            coefficients = (
+                _one_where(burning, decay, old),
+                _one_where(burning, self.averaging.weight, old),
             )
-            blocks[name] = _after_update(held, new, 1)
-        return state.updated(blocks)
+            tasks[name] = (block, old, own, *coefficients)
+        found = executor(AbsorbBlock(), tasks)
+        return state.updated(
+            {n: _after_update(state.blocks[n], new, 1) for n, new in found.items()}
+        )
 
     def rebase(
         self,
@@ -1033,9 +1057,9 @@ class Network:
         return function, tasks
 
 
-def _one_where(burning: Any, value: Scalar, statistics: Statistics) -> Scalar:
+def _one_where(burning: Any, value: Scalar, statistics: Statistics | None) -> Scalar:
     """Return 1 during burn-in, else the value."""
-    if isinstance(burning, bool):
+    if isinstance(burning, bool) or statistics is None:
         return 1.0 if burning else value
     xp, like = statistics.namespace, statistics.any_weight
     value = as_scalar(xp, value, like.dtype, "decay")

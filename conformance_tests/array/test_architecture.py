@@ -52,11 +52,17 @@ OWN = {
     "blas_threads": {"threadpoolctl"},
     "reused_memory": {"numpy"},
     "torch": {"numpy", "torch", "array_api_compat", "kfac_core_backends"},
+    "torch_distributed": {"numpy", "torch"},
+    "mpi": {"numpy", "mpi4py"},
     "torch_panels": {"torch"},
     "torch_lapack": {"torch", "kfac_core_backends", "threadpoolctl"},
     "jax": {"numpy", "jax"},
     "cupy": {"numpy", "cupy", "cupyx", "array_api_compat"},
 }
+
+
+# Those that move arrays between processes, and not within one.
+ENGINES = {"mpi", "torch_distributed"}
 
 
 def files_of(folder):
@@ -158,7 +164,8 @@ def test_backends_import_their_own_library(requires_adapters, name):
     names = imports_in(tree)
 
     ours = {n for n in names if n.split(".")[0] == "kfac_core"}
-    assert ours <= {"kfac_core.array.backend", "kfac_core.errors"}
+    engine = {"kfac_core.distributed.communicator"} if name in ENGINES else set()
+    assert ours <= {"kfac_core.array.backend", "kfac_core.errors"} | engine
     roots = {n.split(".")[0] for n in names - ours}
     assert roots - OWN[name] - set(sys.stdlib_module_names) == set()
 

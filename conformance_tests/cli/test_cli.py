@@ -87,6 +87,17 @@ def test_doctor_says_what_is_native(found):
         assert row["torch"] == "unavailable", operation
 
 
+def test_doctor_shows_the_engines_of_several_processes(found):
+    """Those that can be used, and what the others need."""
+    engines = found["communicators"]
+
+    assert found["communicator"] is None
+    assert {"alone", "mpi", "torch"} <= set(engines)
+    assert engines["alone"]["usable"] is True
+    assert engines["torch"]["usable"] is False
+    assert "install torch" in engines["torch"]["problem"]
+
+
 @pytest.mark.parametrize("every", [True, False], ids=["all", "short"])
 def test_doctor_in_words(every):
     """The text says what is chosen, why, and what each backend and operation is."""

@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
@@ -147,6 +147,11 @@ class Eigen(Approximation):
         require_one_of("sharing", self.sharing, get_args(WeightSharing))
         if self.moment_decay is not None:
             require_decay(self.moment_decay, name="moment_decay")
+
+    @property
+    def reduction(self) -> Reduction:
+        """Moments in common bases are sums, as the factors are."""
+        return "sum"
 
     @property
     def decays(self) -> Mapping[str, float]:

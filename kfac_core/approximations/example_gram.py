@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
@@ -96,6 +96,11 @@ class ExampleGram(Approximation):
                 raise ShapeError(
                     f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
                 )
+
+    @property
+    def reduction(self) -> Reduction:
+        """The gradients that weigh most of all are among those that do on a process."""
+        return "merge"
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""

@@ -100,6 +100,14 @@ class KFOC(Approximation):
                 f"Expected `iterations` to be at least 1, got {self.iterations}."
             )
 
+    @property
+    def reduction_problem(self) -> str:
+        """Why fitted products are not reduced."""
+        return (
+            "the best product of a sum is not made of the best products of its parts; take "
+            "Kronecker"
+        )
+
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""
         if layer.kind in ("dense", "conv"):

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, full_of, status_unless
@@ -141,6 +141,19 @@ class Kronecker(Approximation):
         require_one_of("input", self.input, get_args(FactorKind))
         require_one_of("output", self.output, ("full", "diagonal"))
         require_one_of("sharing", self.sharing, get_args(WeightSharing))
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes; centered moments cannot be."""
+        return "none" if self.input == "uncorrelated" else "sum"
+
+    @property
+    def reduction_problem(self) -> str:
+        """Why uncorrelated inputs are not reduced."""
+        return (
+            "the covariance of uncorrelated inputs is centered at each process's own mean, "
+            "so that it is no sum over processes; take input='full'"
+        )
 
     @property
     def factor_kinds(self) -> Mapping[str, str]:

@@ -84,6 +84,14 @@ class LowRankKronecker(Approximation):
             if value is not None and value < 1:
                 raise ShapeError(f"Expected `{name}` to be at least 1, got {value}.")
 
+    @property
+    def reduction_problem(self) -> str:
+        """Why bounded ranks are not reduced."""
+        return (
+            "what each process cuts off is lost, so that the result depends on how rows "
+            "are split; take Kronecker"
+        )
+
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""
         if layer.kind not in ("dense", "conv"):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import full_of
@@ -45,6 +45,11 @@ class ScaledIdentity(Approximation):
             raise ConventionError(
                 f"Expected `scale` to be a finite number >= 0, got {self.scale}."
             )
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 import platform
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,11 @@ from kfac_core.array.capabilities import capability_table
 from kfac_core.array.selection import selected_backend
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import Progress, print_json, print_table, printable
+from kfac_core.distributed.communicator import (
+    ENVIRONMENT_VARIABLE,
+    communicator_names,
+    engine,
+)
 from kfac_core.errors import KFACError
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "diagnosis", "run"]
@@ -80,7 +86,8 @@ def diagnosis(
     -------
     dict
         Report of ``kfac_core``, ``python``, ``selected``, ``backends`` and, with `every`,
-        ``operations``.
+        ``operations`` and ``communicators``; ``communicator`` is the name that the
+        environment chooses.
     """
     selected = _selected()
     chosen = (selected["spec"] or "").partition(":")[0]
@@ -94,9 +101,11 @@ def diagnosis(
         "python": platform.python_version(),
         "selected": selected,
         "backends": backends,
+        "communicator": os.environ.get(ENVIRONMENT_VARIABLE),
     }
     if every:
         found["operations"] = capability_table()
+        found["communicators"] = {name: _engine(name) for name in communicator_names()}
     return found
 
 
@@ -161,6 +170,19 @@ def _backend(name: str) -> dict[str, Any]:
     }
 
 
+def _engine(name: str) -> dict[str, Any]:
+    """Return what there is to say of an engine that moves arrays between processes."""
+    try:
+        adapter = engine(name)
+        problem, versions = adapter.problem(), adapter.versions()
+    except KFACError as error:
+        problem, versions = str(error), {}
+    except Exception as error:
+        # An adapter may be third-party.
+        problem, versions = f"its adapter raised {type(error).__name__}: {error}", {}
+    return {"usable": problem is None, "problem": problem, "versions": versions}
+
+
 def _asked(question: Callable[[], Any], member: str, trouble: list[str]) -> Any:
     """Call a member of an adapter, which may be third-party; record what it raises."""
     try:
@@ -200,6 +222,18 @@ def _print(found: dict[str, Any]) -> None:
             for operation, row in found["operations"].items()
         ],
     )
+    print()
+    chosen = found["communicator"] or f"none by {ENVIRONMENT_VARIABLE}"
+    print_table(
+        printable(f"communicators of processes; chosen: {chosen}"),
+        ("communicator", "versions", "state"),
+        [_engine_cells(name, row) for name, row in found["communicators"].items()],
+    )
+
+
+def _engine_cells(name: str, found: dict[str, Any]) -> tuple[str, str, str]:
+    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    return name, versions, found["problem"] or "usable"
 
 
 def _cells(name: str, backend: dict[str, Any]) -> tuple[str, ...]:

@@ -13,7 +13,13 @@ from kfac_core.array.structure import map_structure
 from kfac_core.errors import DecayError
 from kfac_core.layers.rows import require_finite
 
-__all__ = ["detached", "detached_array", "raise_for_flags", "require_finite_rows"]
+__all__ = [
+    "detached",
+    "detached_array",
+    "is_empty",
+    "raise_for_flags",
+    "require_finite_rows",
+]
 
 
 _WITHOUT_GRAPHS: set[type[Any]] = {type(None), int, str, bool}
@@ -41,6 +47,32 @@ def detached(batch: Any, /) -> Any:
         if type(value) not in _WITHOUT_GRAPHS:
             return map_structure(detached_array, batch)
     return batch
+
+
+def is_empty(batch: Any, /) -> bool:
+    """Whether a batch, or each of several, is None or has no examples.
+
+    Parameters
+    ----------
+    batch : Batch, GradientBatch, sequence or dict of Batch, or None
+        Batch that was fed.
+
+    Returns
+    -------
+    bool
+        True where there is nothing to update with.
+    """
+    if batch is None:
+        return True
+    if isinstance(batch, list | tuple):
+        return all(map(is_empty, batch))
+    if isinstance(batch, dict):
+        return all(map(is_empty, batch.values()))
+    size = getattr(batch, "batch_size", None)
+    if size is not None:
+        return bool(size == 0)
+    shape = getattr(batch.inputs, "shape", (1,))
+    return len(shape) > 0 and shape[0] == 0
 
 
 def detached_array(x: Array, /) -> Array:
