@@ -370,13 +370,13 @@ class Estimator:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
-        ready = self.network.ready(self.state, names)
         if check == "raise" and self._movement is not None:
-            ready = self._movement.of(self.state, ready, damping=self._damping)
+            ready = self.network.ready(self.state, names)
+            names = self._movement.of(self.state, ready, damping=self._damping)
         self.state = self.network.refresh(
             self.state,
             damping=self._damping,
-            names=ready,
+            names=names,
             check=check,
             executor=self._executor,
         )

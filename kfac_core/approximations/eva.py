@@ -27,7 +27,7 @@ from typing import Any
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import as_scalar, cast, full_of
+from kfac_core.array.namespaces import cast, full_of
 from kfac_core.errors import UnsupportedError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.statistics import Statistics
@@ -117,11 +117,10 @@ class Eva(Approximation):
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> LowRankOperator:
         """Return ``S a a^T (x) b b^T + lam I`` as it is now; ``O(n + m)`` flops."""
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        xp, compute, apply = options.xp, options.compute, options.apply
         S = cast(xp, statistics.averages["repeats"].value(debias=True), compute)
         S = xp.where(S > 0, S, xp.ones_like(S))
-        lam = full_of(xp, as_scalar(xp, options.damping, compute, "damping"), S)
+        lam = full_of(xp, options.damping, S)
         a, b = (
             cast(xp, statistics.averages[side].value(debias=options.debias), compute)
             for side in ("input", "output")

@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
-from kfac_core.approximations.kronecker import kronecker_operator, kronecker_shapes
+from kfac_core.approximations.kronecker import Kronecker, kronecker_shapes
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
@@ -43,6 +43,8 @@ from kfac_core.operators.operator import CurvatureOperator
 __all__ = ["TNT", "Positions"]
 
 Positions = Literal["summed", "independent"]
+
+_KRONECKER = Kronecker()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +146,16 @@ class TNT(Approximation):
         """Return ``S A (x) G / tr A`` damped as the rule says, in its current state."""
         if layer.kind == "parameters":
             return axes_operator(statistics, options)
-        xp = options.namespace(statistics)
+        xp = options.xp
         A = statistics.averages["input"]
         trace = A.factor(debias=options.debias) * A.sum.trace()
         S = statistics.averages["repeats"].value(debias=True)
         S = S / xp.where(trace > 0, trace, xp.ones_like(trace))
-        kinds = FullFactor(), FullFactor()
-        return kronecker_operator(statistics, kinds, S, options)
+        scale = Average(S, xp.ones_like(S))
+        averages = {**statistics.averages, "repeats": scale}
+        return _KRONECKER.operator(
+            Statistics(averages, statistics.status), layer, options
+        )
 
 
 def _gram_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:

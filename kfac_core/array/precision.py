@@ -52,6 +52,11 @@ class Precision:
                     f"{getattr(self, name)!r}. Statistics and factorizations need 32 bits."
                 )
 
+    def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
+        """Return the library's dtypes of computing and of applying."""
+        compute = storage if self.compute is None else getattr(xp, self.compute)
+        return compute, storage if self.apply is None else getattr(xp, self.apply)
+
     def dtype(self, name: FloatName | None, fallback: Any, /, *, xp: Namespace) -> Any:
         """Return the library's dtype of a name, or the fallback for None."""
         return fallback if name is None else getattr(xp, name)

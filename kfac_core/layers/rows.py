@@ -131,7 +131,8 @@ class Rows:
     def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
         """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
         if self.mask is None:
-            return self.examples * self.positions
+            N, S, _ = self.inputs.shape[-3:]
+            return int(N * S)
         return xp.sum(xp.astype(self.mask, dtype))
 
     def factor_rows(
@@ -171,8 +172,10 @@ class Rows:
         g = output_rows(self.output_grads, sharing, dtype, xp=xp)
         if sharing == "expand":
             x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
-            tail = self.tail(dtype, xp=xp)
-            return x, None if tail is None else xp.reshape(tail, x.shape[:-1]), g
+            if not self.homogeneous:
+                return x, None, g
+            mask = None if self.mask is None else xp.reshape(self.mask, (-1,))
+            return x, homogeneous_coordinate(x, mask, dtype, xp=xp), g
         self.require_all_positions()
         ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
         number = xp.sum(ones, axis=-1)
