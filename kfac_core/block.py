@@ -86,6 +86,12 @@ class Block:
     ------
     UnsupportedError
         If the approximation does not support the layer; the message gives the reason.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> layer = kc.Dense(in_features=64, out_features=10, bias=True, weight_layout="io")
+    >>> kfac, ekfac = kc.Block(layer, kc.Kronecker()), kc.Block(layer, kc.Eigen())
     """
 
     layer: Layer

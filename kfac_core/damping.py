@@ -100,7 +100,14 @@ def levenberg_marquardt(
     minimum: float = 0.0,
     maximum: float = math.inf,
 ) -> Scalar:
-    """Adapt the damping by the Levenberg-Marquardt rule.
+    r"""Adapt the damping by the Levenberg-Marquardt rule.
+
+    .. math:: \lambda \leftarrow \begin{cases}
+        \omega \lambda & \rho > \text{upper} \\
+        \lambda / \omega & \rho < \text{lower}
+        \end{cases}
+
+    with the decay :math:`\omega`, and unchanged in between.
 
     Parameters
     ----------
@@ -132,6 +139,16 @@ def levenberg_marquardt(
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 6.5.
+
+    Examples
+    --------
+    The loss fell by 90% of the prediction, so that the damping may fall:
+
+    >>> import kfac_core as kc
+    >>> kc.levenberg_marquardt(1.0, 0.9, decay=0.5)
+    0.5
+    >>> kc.levenberg_marquardt(1.0, 0.1, decay=0.5)
+    2.0
     """
     require_damping(damping)
     if not 0.0 < decay <= 1.0:

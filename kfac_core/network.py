@@ -243,6 +243,27 @@ class Network:
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671.
+
+    Examples
+    --------
+    The functions return a new state, and change nothing:
+
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> network = kc.Network(
+    ...     {"fc": kc.Block(layer, kc.Kronecker())},
+    ...     conventions=kc.Conventions(reduction="sum", sources="sum"),
+    ... )
+    >>> empty = network.empty()
+    >>> state = network.update(empty, {"fc": kc.Batch(x, g)}, decay=0.95)
+    >>> state = network.refresh(state, damping=1e-2)
+    >>> gradient = {"fc": {"weight": x.T @ g, "bias": g.sum(axis=0)}}
+    >>> direction = network.precondition(state, gradient)
+    >>> direction["fc"]["bias"].shape
+    (2,)
     """
 
     def __init__(

@@ -111,6 +111,26 @@ class Eigen(Approximation):
     References
     ----------
     George et al. (2018), arXiv:1806.03884, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="io")
+    >>> estimator = kc.Estimator(
+    ...     {"fc": kc.Block(layer, kc.Eigen())},
+    ...     reduction="sum",
+    ...     damping=1e-2,
+    ...     damping_rule="exact",
+    ... )
+    >>> estimator.update({"fc": kc.Batch(x, g)})
+    >>> estimator.rebase(moments="kronecker")
+    >>> estimator.update({"fc": kc.Batch(x, g)})  # Second moments in these bases
+    >>> estimator.refresh()
+    >>> estimator.operator("fc").to_dense().shape
+    (6, 6)
     """
 
     input: Literal["full", "diagonal"] = "full"

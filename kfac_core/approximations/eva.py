@@ -46,7 +46,28 @@ __all__ = ["Eva"]
 
 @dataclass(frozen=True, kw_only=True)
 class Eva(Approximation):
-    """The block of the two mean vectors: ``in(+1) + out`` numbers."""
+    r"""The block of the two mean vectors: ``in(+1) + out`` numbers.
+
+    With S shared positions, N examples and the means of inputs and output gradients over
+    all rows,
+
+    .. math:: F = S \, a a^T \otimes b b^T, \qquad
+        a = \frac{1}{NS} \sum_{n,s} x, \qquad
+        b = \frac{1}{NS} \sum_{n,s} g.
+
+    It keeps ``in(+1) + out`` numbers.  Damping is exact, and its inverse a rank-one
+    correction:
+
+    .. math:: (F + \lambda I)^{-1} V = \frac{1}{\lambda}
+        \Bigl( V - \frac{S \, a^T V b}{\lambda + S |a|^2 |b|^2} \, a b^T \Bigr).
+
+    The mean of output gradients for labels drawn from the model is zero up to noise: use
+    gradients for the labels of the data.
+
+    References
+    ----------
+    Zhang, Shi and Li (2023), arXiv:2308.02123.
+    """
 
     name = "eva"
     unsupported_products = NO_CHOLESKY

@@ -66,7 +66,16 @@ _KRONECKER = Kronecker()
 
 @dataclass(frozen=True, kw_only=True)
 class KFOC(Approximation):
-    """The best approximation of a block by one Kronecker product.
+    r"""The best approximation of a block by one Kronecker product.
+
+    With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
+    A and G are the product nearest to the exact block in the Frobenius norm:
+
+    .. math:: F = A \otimes G \approx
+        \frac{1}{N} \sum_{m,n} \operatorname{vec}(D) \operatorname{vec}(D)^T.
+
+    After each update the running sum is replaced by its own best product, so that the
+    result is exact for one batch, and close to the best product of the average otherwise.
 
     Parameters
     ----------

@@ -107,6 +107,27 @@ class Kronecker(Approximation):
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 3.  Eschenhagen et al. (2023),
     arXiv:2311.00636, sections 3.2 and 3.3, for ``"expand"`` and ``"reduce"``.
+
+    Examples
+    --------
+    Two examples, and the damped block as one matrix:
+
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> x, g = np.eye(2), np.array([[1.0], [3.0]])
+    >>> layer = kc.Dense(in_features=2, out_features=1, bias=False, weight_layout="io")
+    >>> estimator = kc.Estimator(
+    ...     {"fc": kc.Block(layer, kc.Kronecker())},
+    ...     reduction="sum",
+    ...     damping=0.1,
+    ...     damping_rule="exact",
+    ... )
+    >>> estimator.update({"fc": kc.Batch(x, g)})
+    >>> estimator.refresh()
+    >>> A, G = x.T @ x / 2, g.T @ g / 2
+    >>> damped = estimator.operator("fc").to_dense()
+    >>> bool(np.allclose(damped, np.kron(A, G) + 0.1 * np.eye(2)))
+    True
     """
 
     input: FactorKind = "full"

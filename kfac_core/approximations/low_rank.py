@@ -42,7 +42,12 @@ __all__ = ["LowRankKronecker"]
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankKronecker(Approximation):
-    """The approximation of a block by one Kronecker product of low-rank factors.
+    r"""The approximation of a block by one Kronecker product of low-rank factors.
+
+    .. math:: F = S \, A_r \otimes G_q
+
+    with the factors of `kfac_core.Kronecker`, each compressed to its largest r (or q)
+    eigenpairs after every update, and kept in ``n r + m q`` numbers.
 
     Parameters
     ----------

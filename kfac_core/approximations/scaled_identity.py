@@ -23,6 +23,8 @@ __all__ = ["ScaledIdentity"]
 class ScaledIdentity(Approximation):
     """A multiple of the identity, whatever the rows hold.
 
+    .. math:: F = c I
+
     Parameters
     ----------
     scale : float

@@ -34,7 +34,14 @@ __all__ = ["Diagonal", "Full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Diagonal(Approximation):
-    """The diagonal of the block: ``in(+1) x out`` numbers."""
+    r"""The diagonal of the block: ``in(+1) x out`` numbers.
+
+    With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
+
+    .. math:: F = \operatorname{diag} \Bigl( \frac{1}{N} \sum_{m,n} D \circ D \Bigr),
+
+    the exact diagonal of the block.  Damping is exact, :math:`F + \lambda I`.
+    """
 
     name = "diagonal"
 
@@ -89,7 +96,14 @@ class Diagonal(Approximation):
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Approximation):
-    """The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests."""
+    r"""The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests.
+
+    With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
+
+    .. math:: F = \frac{1}{N} \sum_{m,n} \operatorname{vec}(D) \operatorname{vec}(D)^T,
+
+    the exact block, in row-major order.  Damping is exact, :math:`F + \lambda I`.
+    """
 
     name = "full"
 

@@ -49,7 +49,16 @@ _KRONECKER = Kronecker()
 
 @dataclass(frozen=True, kw_only=True)
 class TNT(Approximation):
-    """The tensor-normal approximation of a block.
+    r"""The tensor-normal approximation of a block.
+
+    With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
+
+    .. math:: F = \frac{A \otimes G}{\operatorname{tr} A}, \qquad
+        A = \frac{1}{N} \sum_{m,n} D D^T, \qquad
+        G = \frac{1}{N} \sum_{m,n} D^T D.
+
+    For a bare array of k axes there are k factors, of the unfoldings of the gradient, and
+    :math:`F = F_1 \otimes \dots \otimes F_k / (\operatorname{tr} F_1)^{k-1}`.
 
     Parameters
     ----------

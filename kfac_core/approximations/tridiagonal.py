@@ -53,7 +53,16 @@ _OF_A_LAYER = Kronecker()
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTridiagonal(Approximation):
-    """The approximation of a `Chain`, by moments within layers and between neighbors.
+    r"""The approximation of a `Chain`, by moments within layers and between neighbors.
+
+    With the rows of layers i and j for the same examples,
+
+    .. math:: F_{ij} = A_{ij} \otimes G_{ij}, \qquad
+        A_{ij} = \frac{1}{N} \sum_n x_i x_j^T, \qquad
+        G_{ij} = \frac{1}{N} \sum_{m,n} g_i g_j^T
+
+    for :math:`j = i` and :math:`j = i + 1`, and the inverse of the whole chain is block
+    tridiagonal.
 
     Against one block a layer, it keeps two more moments and makes two eigendecompositions
     for each pair of neighbors, and a product costs about four times as much.  Martens and

@@ -38,6 +38,13 @@ class Precision:
     ConventionError
         For any other name; half precision is refused, since a factor rounded to it is
         no longer positive semidefinite.
+
+    Examples
+    --------
+    Statistics kept and factorized in float64, products in float32:
+
+    >>> import kfac_core as kc
+    >>> precision = kc.Precision(storage="float64", compute="float64", apply="float32")
     """
 
     storage: FloatName | None = None

@@ -64,6 +64,21 @@ class Batch:
     row_indices : numpy.ndarray of int, shape (R, P), optional
         For a convolution: indices of the only rows to use, from
         `kfac_core.layers.choose_patches`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(32, 3)), rng.normal(size=(32, 2)))
+
+    Tokens are a shared axis, and a mask leaves out those that pad:
+
+    >>> mask = np.ones((32, 7), dtype=bool)
+    >>> mask[:, 5:] = False
+    >>> tokens = kc.Batch(
+    ...     rng.normal(size=(32, 7, 3)), rng.normal(size=(32, 7, 2)), mask=mask
+    ... )
     """
 
     inputs: Array

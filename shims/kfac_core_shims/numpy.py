@@ -98,7 +98,7 @@ class KFAC:
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         kl_clip: Schedule | None = 1e-3,
-        damping: Schedule = 1e-3,
+        damping: Schedule = 0.03,
         decay: Schedule = 0.95,
         update_every: Interval = 1,
         refresh_every: Interval = 10,

@@ -179,6 +179,7 @@ def optimizer(method, parameters, rate):
         parameters,
         likelihood=LIKELIHOOD,
         layers=LAYERS,
+        damping=1e-3,
         update_every=2,
     )
 
@@ -224,19 +225,23 @@ def train(method, rate, *, steps, seed):
     return curve
 
 
+def runs(*, steps, seeds):
+    """Return the curves of K-FAC, and of Adam at its best learning rate."""
+    tried = {rate: [train("Adam", rate, steps=steps, seed=100)] for rate in RATES}
+    return [
+        train(method, best(tried), steps=steps, seed=seed)
+        for method in ("K-FAC", "Adam")
+        for seed in range(seeds)
+    ]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", default="numpy_digits.png")
     options = parser.parse_args()
-    curves = []
-    runs = {r: [train("Adam", r, steps=options.steps, seed=100)] for r in RATES}
-    for method in ("K-FAC", "Adam"):
-        curves += [
-            train(method, best(runs), steps=options.steps, seed=s)
-            for s in range(options.seeds)
-        ]
+    curves = runs(steps=options.steps, seeds=options.seeds)
     print(table(curves))
     plot(curves, options.output, title="Digits, a convolutional network in NumPy")
 

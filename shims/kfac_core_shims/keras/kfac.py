@@ -86,7 +86,7 @@ class KFAC(kc.integration.NaturalGradient):
         reduction: Literal["mean", "sum"] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
         kl_clip: Any = 1e-3,
-        damping: Any = 1e-3,
+        damping: Any = 0.03,
         decay: Any = 0.95,
         update_every: Any = 1,
         refresh_every: Any = 10,
