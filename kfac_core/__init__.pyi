@@ -103,6 +103,9 @@ from .checkpoint.writing import save_checkpoint as save_checkpoint
 from .conventions import Conventions as Conventions
 from .damping import levenberg_marquardt as levenberg_marquardt
 from .errors import (
+    ArgumentError as ArgumentError,
+)
+from .errors import (
     BackendUnavailableError as BackendUnavailableError,
 )
 from .errors import (
@@ -196,6 +199,7 @@ __version__: str
 
 __all__ = [
     "Approximation",
+    "ArgumentError",
     "Averaging",
     "BackendUnavailableError",
     "Batch",

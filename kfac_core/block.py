@@ -38,8 +38,16 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import map_structure, replaced
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.array.structure import is_structure, map_structure, replaced
+from kfac_core.constraints import (
+    require,
+    require_check,
+    require_flag,
+    require_kind,
+    require_one_of,
+    require_options,
+)
+from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     FactorizationError,
@@ -92,6 +100,7 @@ class Block:
     approximation: Approximation
 
     def __post_init__(self) -> None:
+        require_options(self)
         load_adapters()
         problem = self.approximation.problem_with(self.layer)
         if problem is not None:
@@ -179,6 +188,13 @@ class Block:
         """
         require_decay(decay)
         require_weight(weight)
+        require_check(check)
+        require(
+            Block.update,
+            conventions=conventions,
+            name=name,
+            max_patch_elements=max_patch_elements,
+        )
         update = UpdateBlock(conventions, max_patch_elements, check)
         new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
@@ -225,6 +241,9 @@ class Block:
         KFACError
             See `update`.
         """
+        require(
+            Block.moments, conventions=conventions, precision=precision, check=check
+        )
         rows = self.rows(batch)
         empty = self.initial(rows.like, precision=precision)
         xp = empty.namespace
@@ -267,6 +286,7 @@ class Block:
         """
         require_decay(decay)
         require_weight(weight)
+        require_kind("moments", moments, Statistics, "statistics from `moments`")
         xp, dtype = statistics.namespace, statistics.dtype
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
@@ -333,8 +353,13 @@ class Block:
             If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
+        if type(factorizations) is not tuple:
+            require(Block.operator, factorizations=factorizations)
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
+        require_one_of("solving", solving, get_args(Solving))
+        require_check(check)
+        require_flag("debias", debias)
         require_damping(damping)
         if isinstance(damping, numbers.Real):
             damping = float(damping)
@@ -371,6 +396,8 @@ class Block:
 
         For an approximation that ``has_bases``; see `kfac_core.Eigen.rebased`.
         """
+        require_one_of("moments", moments, ("kronecker", "carried", "zero"))
+        require_check(check)
         approximation: Any = self.approximation
         made: Statistics = approximation.rebased(
             statistics, moments=moments, check=check
@@ -402,6 +429,9 @@ class Block:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
         if not isinstance(batch, list | tuple):
+            if not isinstance(batch, dict) and not is_structure(batch):
+                what = "a `Batch`, a `GradientBatch` or a sequence of `Batch`"
+                require_kind("batch", batch, Batch, what)
             return self.approximation.rows(self.layer, batch)
         uses = [self.approximation.rows(self.layer, use) for use in batch]
         if not uses or not all(isinstance(use, Rows) for use in uses):
@@ -789,6 +819,10 @@ class Product:
         stack: tuple[int, ...] = (),
     ) -> dict[str, Any]:
         """Return the product with parameter-shaped arrays, in the same form."""
+        if type(parameters) is not dict:
+            require_kind(
+                f"vectors[{name!r}]", parameters, Mapping, "a mapping of arrays"
+            )
         weight = parameters.get("weight")
         if isinstance(weight, SparseRows):
             restricted: Any = operator

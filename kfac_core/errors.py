@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 __all__ = [
+    "ArgumentError",
     "BackendUnavailableError",
     "ConventionError",
     "DampingError",
@@ -32,6 +33,10 @@ __all__ = [
 
 class KFACError(Exception):
     """The base of every exception that this library raises on purpose."""
+
+
+class ArgumentError(KFACError, TypeError):
+    """An argument is of another kind than its description says."""
 
 
 class ShapeError(KFACError, ValueError):

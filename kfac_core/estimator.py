@@ -12,7 +12,7 @@ belong to no gradient graph.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from kfac_core.approximations.eigen import MomentStart
 from kfac_core.array.namespaces import Scalar
@@ -20,11 +20,11 @@ from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
 from kfac_core.block import BatchLike, Block
+from kfac_core.constraints import require, require_check, require_one_of
 from kfac_core.conventions import (
     Conventions,
     LossReduction,
     SourceReduction,
-    require_one_of,
 )
 from kfac_core.damping import DampingRule
 from kfac_core.execution.background import BackgroundRefresh
@@ -33,11 +33,14 @@ from kfac_core.execution.hosted import Hosted
 from kfac_core.execution.movement import Movement
 from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
-from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
 from kfac_core.losses.modes import EstimationMode
 from kfac_core.network import Executor, Network, NetworkState
-from kfac_core.operators.operator import FACTORIZATION_OF, CurvatureOperator
+from kfac_core.operators.operator import (
+    FACTORIZATION_OF,
+    VECTOR_PRODUCTS,
+    CurvatureOperator,
+)
 from kfac_core.options import Averaging, Execution, Refreshing, Sharing
 from kfac_core.report import Report, report_of
 from kfac_core.serialization import dump_state, parse_state
@@ -134,9 +137,21 @@ class Estimator:
         execution: Execution | Executor | None = None,
         rates: Rates | None = None,
     ) -> None:
-        require_decay(decay)
-        if mode is not None:
-            require_one_of("mode", mode, get_args(EstimationMode))
+        require(
+            Estimator,
+            blocks=blocks,
+            reduction=reduction,
+            decay=decay,
+            damping_rule=damping_rule,
+            sources=sources,
+            mode=mode,
+            averaging=averaging,
+            refreshing=refreshing,
+            sharing=sharing,
+            precision=precision,
+            execution=execution,
+            rates=rates,
+        )
         options = execution if isinstance(execution, Execution) else Execution()
         refreshing = refreshing or Refreshing()
         costs = {n: block_costs(b, rates or Rates()) for n, b in blocks.items()}
@@ -213,7 +228,7 @@ class Estimator:
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        require_decay(decay)
+        require(Estimator, decay=decay)
         self._decay = decay
 
     def report(self) -> Report:
@@ -406,6 +421,7 @@ class Estimator:
         UnknownBlockError, NotReadyError
             For an unknown block name, or a block without statistics.
         """
+        require_check(check)
         started = self.state
         ready = self.network.ready(started, names)
 
@@ -521,6 +537,7 @@ class Estimator:
             See `precondition` and the product.
         """
         state = self.state
+        require_one_of("product", product, VECTOR_PRODUCTS)
         needed = FACTORIZATION_OF.get(product)
         if needed not in (None, *self.network.refreshing.factorizations):
             state = self._prepared(needed, vectors)

@@ -17,7 +17,7 @@ flags in ``state[name].status``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias, get_args
+from typing import Any, Protocol, TypeAlias
 
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import (
@@ -33,17 +33,20 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import (
     array_fields,
     combinable,
+    leaves,
     map_structure,
     replaced,
     structure,
 )
 from kfac_core.block import Block, Product, Rebase, RefreshBlock, UpdateBlock
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.constraints import require, require_check, require_kind, require_one_of
+from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     DampingError,
     KFACError,
     NotReadyError,
+    ShapeError,
     StateError,
     UnknownBlockError,
     UnsupportedError,
@@ -258,7 +261,18 @@ class Network:
         solving: Mapping[str, Solving] | None = None,
         max_patch_elements: int | None = None,
     ) -> None:
-        require_one_of("damping_rule", damping_rule, get_args(DampingRule))
+        require(
+            Network,
+            blocks=blocks,
+            conventions=conventions,
+            damping_rule=damping_rule,
+            sharing=sharing,
+            averaging=averaging,
+            refreshing=refreshing,
+            precision=precision,
+            solving=solving,
+            max_patch_elements=max_patch_elements,
+        )
         sharing = sharing or Sharing()
         self.chains = Chains(sharing.chains, blocks)
         self.blocks = self.chains.blocks
@@ -420,6 +434,7 @@ class Network:
         Martens and Grosse (2015), arXiv:1503.05671, section 5.
         """
         require_decay(decay)
+        require_check(check)
         given = self._detached(batches)
         function = UpdateBlock(self.conventions, self.max_patch_elements, check)
         weight, burn_in = self.averaging.weight, self.averaging.burn_in
@@ -488,12 +503,17 @@ class Network:
         UnknownBlockError
             For an unknown block name.
         """
+        require_decay(decay)
+        require_kind("moments", moments, Mapping, "a mapping of blocks to statistics")
         blocks: dict[str, BlockState] = {}
         for name, given in moments.items():
             block, held = self.blocks[self.known(name)], state.blocks[name]
+            what = "statistics, as `Block.moments` returns them"
+            require_kind(f"moments[{name!r}]", given, Statistics, what)
             old = held.statistics
             if old is None:
                 old = block.initial(given.any_weight, precision=self.precision)
+            _require_moments(name, given, old)
             burning = held.updates < self.averaging.burn_in
             new = block.absorb(
                 old,
@@ -549,6 +569,8 @@ class Network:
         -----
         About ``9 (n^3 + m^3)`` flops per block.
         """
+        require_one_of("moments", moments, ("kronecker", "carried", "zero"))
+        require(Network.rebase, names=names, check=check)
         with_bases = [self.known(name) for name in names or ()]
         if names is None:
             with_bases = [
@@ -635,6 +657,7 @@ class Network:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
+        require_check(check)
         ready = self.ready(state, names)
         function, tasks = self._refresh_tasks(state, ready, damping, check)
         made = executor(function, tasks)
@@ -745,6 +768,8 @@ class Network:
             See `precondition` and the product.
         """
         require_one_of("product", product, VECTOR_PRODUCTS)
+        if type(vectors) is not dict:
+            require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
         given = self.chains.vectors(vectors) if self.chains.of else vectors
         tasks = {
             name: (self.blocks[self.known(name)], self.operator(state, name), own)
@@ -798,6 +823,7 @@ class Network:
             if not ready:
                 raise NotReadyError("No block has statistics yet; call `update` first.")
         else:
+            require(Network.ready, names=names)
             ready = [self.known(name) for name in names]
         for name in ready:
             self._require_ready(state, name)
@@ -861,6 +887,7 @@ class Network:
 
     def known(self, name: str, /) -> str:
         """Return the name of a block, or raise `UnknownBlockError`."""
+        require_kind("name", name, str, "the name of a block")
         if name in self.blocks:
             return name
         if name in self.tied_weights.uses:
@@ -944,11 +971,13 @@ class Network:
 
     def _detached(self, batches: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batches of each block, detached from gradient graphs."""
+        if type(batches) is not dict:
+            require_kind("batches", batches, Mapping, "a mapping of blocks to batches")
         uses = self.tied_weights.uses
         grouped = self.tied_weights.grouped(batches) if uses else batches
         grouped = self.chains.batches(grouped) if self.chains.of else grouped
         return {
-            name if name in self.blocks else self.known(name): detached(batch)
+            name if name in self.blocks else self.known(name): detached(batch, name)
             for name, batch in grouped.items()
         }
 
@@ -1051,6 +1080,20 @@ def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockS
         moments_missing=held.moments_missing * (1 - one),
         status=status,
     )
+
+
+def _require_moments(name: str, given: Statistics, old: Statistics) -> None:
+    """Raise unless the statistics of a batch are of the form of a block's."""
+    namespace_of(moments=given.any_weight, statistics=old.any_weight)
+    found, expected = (
+        {path: tuple(x.shape) for path, x in leaves(part.averages)}
+        for part in (given, old)
+    )
+    if found != expected:
+        raise ShapeError(
+            f"Expected `moments[{name!r}]` to hold arrays of shapes {expected}, got "
+            f"{found}."
+        )
 
 
 def _copied(x: Array) -> Array:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-from kfac_core.conventions import require_one_of
-from kfac_core.errors import ConventionError
-from kfac_core.factors.average import require_weight
+from kfac_core.constraints import require_options
 from kfac_core.linalg.shifted import Factorization
 
 __all__ = ["Averaging", "DampingScaling", "Execution", "Refreshing", "Sharing"]
@@ -37,7 +35,7 @@ class Averaging:
     Raises
     ------
     ConventionError
-        For a negative `burn_in`.
+        For a negative `burn_in`, or a value of another kind.
     DecayError
         For a weight that is not positive.
     """
@@ -47,11 +45,7 @@ class Averaging:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        require_weight(self.weight)
-        if self.burn_in < 0:
-            raise ConventionError(
-                f"Expected `burn_in` to be a number of updates >= 0, got {self.burn_in}."
-            )
+        require_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +76,7 @@ class Refreshing:
     Raises
     ------
     ConventionError
-        For an unknown name.
+        For an unknown name, or a number out of range.
     """
 
     factorizations: tuple[Factorization, ...] = ("inverse",)
@@ -93,12 +87,7 @@ class Refreshing:
     interval: float | None = None
 
     def __post_init__(self) -> None:
-        for factorization in self.factorizations:
-            require_one_of("factorizations", factorization, get_args(Factorization))
-        scalings = get_args(DampingScaling)
-        require_one_of("damping_scaling", self.damping_scaling, scalings)
-        ways = ("inverse", "triangular", "cheaper")
-        require_one_of("solving", self.solving, ways)
+        require_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +106,19 @@ class Sharing:
         other is kept too: ``{"encoder": ("fc1", "fc2", "fc3")}``.  Their blocks, each of
         ``Kronecker()``, become one block ``encoder`` of `BlockTridiagonal`, and batches and
         gradients are given by layer.
+
+    Raises
+    ------
+    ConventionError
+        For anything but mappings of names.
     """
 
     factors: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, str] = field(default_factory=dict)
     chains: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +138,11 @@ class Execution:
     Raises
     ------
     ConventionError
-        If `workers` is below 1.
+        If a number is below 1, or no whole number.
     """
 
     workers: int = 1
     max_patch_elements: int | None = None
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ConventionError(
-                f"Expected `workers` to be at least 1, got {self.workers}."
-            )
+        require_options(self)

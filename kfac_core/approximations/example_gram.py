@@ -23,6 +23,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import as_scalar, cast
 from kfac_core.array.structure import map_structure
+from kfac_core.constraints import require_options
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.window import WindowAverage, window_average
@@ -91,11 +92,7 @@ class ExampleGram(Approximation):
     unsupported_products = NO_TRIANGLE
 
     def __post_init__(self) -> None:
-        for name in ("gradients", "positions"):
-            if getattr(self, name) < 1:
-                raise ShapeError(
-                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
-                )
+        require_options(self)
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""

@@ -41,7 +41,7 @@ from kfac_core.approximations.kronecker import kronecker_operator
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
-from kfac_core.errors import ConventionError
+from kfac_core.constraints import require_options
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.product import RunningProduct
@@ -85,10 +85,7 @@ class KFOC(Approximation):
     name = "kfoc"
 
     def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ConventionError(
-                f"Expected `iterations` to be at least 1, got {self.iterations}."
-            )
+        require_options(self)
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""

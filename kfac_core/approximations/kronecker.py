@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
@@ -40,7 +40,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_options
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
@@ -123,9 +123,7 @@ class Kronecker(Approximation):
     sums_of_squares = (("input", "inputs"), ("output", "output_grads"))
 
     def __post_init__(self) -> None:
-        require_one_of("input", self.input, get_args(FactorKind))
-        require_one_of("output", self.output, ("full", "diagonal"))
-        require_one_of("sharing", self.sharing, get_args(WeightSharing))
+        require_options(self)
 
     @property
     def factor_kinds(self) -> Mapping[str, str]:

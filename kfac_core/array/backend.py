@@ -118,6 +118,9 @@ class Backend(Protocol):
     def detach(self, x: Array, /) -> Array:
         """Return the array detached from its gradient graph, if any."""
 
+    def array_problem(self, x: Array, /) -> str | None:
+        """Return why an array cannot be computed with (sparse, deleted), or None."""
+
     def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
         """Return what a function returns, or something else of the same form."""
 
@@ -177,8 +180,8 @@ def get_backend(name: str, /) -> Backend:
     Raises
     ------
     UnknownBackendError
-        If nothing of that name is registered, and no importable package of that
-        name follows the Array API standard.
+        If nothing of that name is registered, and no package of that name that follows
+        the Array API standard is found.  A package is not run to find out.
     """
     if name not in _loaded:
         _load(name)
@@ -187,7 +190,7 @@ def get_backend(name: str, /) -> Backend:
     if isinstance(backend, GenericBackend) and not (known or backend.is_known()):
         raise UnknownBackendError(
             f"Unknown backend {name!r}: registered are {', '.join(backend_names())}, and "
-            f"no package {name!r} that follows the Array API standard can be imported. "
+            f"no package {name!r} that follows the Array API standard was found. "
             "Check the spelling of `KFAC_CORE_BACKEND` or of the argument, or install "
             "the package."
         )
@@ -299,7 +302,7 @@ def _load(name: str) -> None:
                 # The adapter (or its library) is not there.  Arrays of the library may
                 # be all the same, and the definitions serve them.
                 _problems[name] = str(error)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _problems[name] = f"{type(error).__name__}: {error}"
                 _publish(name, {})
                 reason = _broken(entry, _problems[name])

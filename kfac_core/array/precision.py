@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kfac_core.array.backend import Namespace
-from kfac_core.errors import ConventionError
+from kfac_core.constraints import require_options
 
 __all__ = ["FloatName", "Precision"]
 
@@ -45,12 +45,7 @@ class Precision:
     apply: FloatName | None = None
 
     def __post_init__(self) -> None:
-        for name in ("storage", "compute", "apply"):
-            if getattr(self, name) not in ("float32", "float64", None):
-                raise ConventionError(
-                    f"Expected `{name}` to be 'float32', 'float64' or None, got "
-                    f"{getattr(self, name)!r}. Statistics and factorizations need 32 bits."
-                )
+        require_options(self)
 
     def dtype(self, name: FloatName | None, fallback: Any, /, *, xp: Namespace) -> Any:
         """Return the library's dtype of a name, or the fallback for None."""

@@ -27,7 +27,7 @@ from kfac_core.checkpoint.writing import (
     VERSION,
     load_library,
 )
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_one_of
 from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
 

@@ -23,7 +23,7 @@ import numpy as np
 import kfac_core
 from kfac_core.array.selection import to_numpy
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_one_of
 from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
 

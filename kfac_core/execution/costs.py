@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kfac_core.block import Block
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_one_of, require_options
 from kfac_core.errors import ConventionError
 from kfac_core.linalg.shifted import Solving
 
@@ -57,11 +57,7 @@ class Rates:
     eigh: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, rate in vars(self).items():
-            if not (math.isfinite(rate) and rate > 0):
-                raise ConventionError(
-                    f"Expected the rate `{name}` to be a positive number, got {rate}."
-                )
+        require_options(self)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import math
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import NUMBER, Scalar, own_namespace
+from kfac_core.array.namespaces import Scalar, own_namespace
 from kfac_core.array.structure import map_structure, structure
-from kfac_core.errors import DecayError
+from kfac_core.constraints import RANGES, require_range
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["Average", "require_decay", "require_weight", "zero_weight"]
@@ -89,20 +89,15 @@ def _beside(weight: Scalar, x: Array, xp: Namespace, /) -> Scalar:
 
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
-    """Raise `DecayError` if a Python number lies outside [0, 1]."""
-    number: Any = decay
-    if isinstance(decay, NUMBER) and not 0.0 <= number <= 1.0:
-        raise DecayError(f"Expected `{name}` in [0, 1], got {decay}.")
+    """Raise `DecayError` for anything but a number in [0, 1] or a 0-d array."""
+    if type(decay) is not float or not 0.0 <= decay <= 1.0:
+        require_range(name, decay, RANGES["decay"])
 
 
 def require_weight(weight: Scalar, /) -> None:
-    """Raise `DecayError` if a Python number is no valid weight."""
-    number: Any = weight
-    if isinstance(weight, NUMBER) and not 0.0 < number < math.inf:
-        raise DecayError(
-            f"Expected `weight` to be a finite number > 0, got {weight}. To leave an "
-            "update out, do not feed it."
-        )
+    """Raise `DecayError` for anything but a finite positive number or a 0-d array."""
+    if type(weight) is not float or not 0.0 < weight < math.inf:
+        require_range("weight", weight, RANGES["weight"])
 
 
 def zero_weight(xp: Namespace, *, dtype: Any, device: Any) -> Array:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
@@ -60,12 +60,7 @@ class Dense:
     stacks = True
 
     def __post_init__(self) -> None:
-        for name in ("in_features", "out_features"):
-            if getattr(self, name) < 1:
-                raise ShapeError(
-                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
-                )
-        require_one_of("weight_layout", self.weight_layout, get_args(WeightLayout))
+        require_options(self)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
