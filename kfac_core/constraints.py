@@ -138,10 +138,16 @@ def _is_positive(x: float) -> bool:
     return 0.0 < x < math.inf
 
 
+def _is_weight(x: float) -> bool:
+    """Whether sums with this weight neither overflow nor vanish in float32."""
+    return 1e-20 <= x <= 1e20
+
+
+_WEIGHTS = "a finite number > 0, in [1e-20, 1e20]"
 _DAMPING = _number("a finite number >= 0", _is_not_negative, DampingError, arrays=True)
 _DECAY = _number("a number in [0, 1]", _is_in_unit_interval, DecayError, arrays=True)
 _NUMBER_OF_DECAY = _number("a number in [0, 1]", _is_in_unit_interval, DecayError)
-_WEIGHT = _number("a finite number > 0", _is_positive, DecayError, arrays=True)
+_WEIGHT = _number(_WEIGHTS, _is_weight, DecayError, arrays=True)
 _NOT_NEGATIVE = _number("a finite number >= 0", _is_not_negative)
 _POSITIVE = _number("a finite number > 0", _is_positive)
 _COUNT = _integer(1)
@@ -153,7 +159,7 @@ RANGES: Mapping[str, Constraint] = {
     "Estimator.decay": _NUMBER_OF_DECAY,
     "moment_decay": _NUMBER_OF_DECAY,
     "weight": _WEIGHT,
-    "Averaging.weight": _number("a finite number > 0", _is_positive, DecayError),
+    "Averaging.weight": _number(_WEIGHTS, _is_weight, DecayError),
     "burn_in": _integer(0),
     "failure_budget": _integer(0),
     "threshold": _NOT_NEGATIVE,

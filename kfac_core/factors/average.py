@@ -12,7 +12,6 @@ number of rows, an average of micro-batches is exactly that of the whole batch.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
@@ -96,7 +95,7 @@ def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
 
 def require_weight(weight: Scalar, /) -> None:
     """Raise `DecayError` for anything but a finite positive number or a 0-d array."""
-    if type(weight) is not float or not 0.0 < weight < math.inf:
+    if type(weight) is not float or not 1e-20 <= weight <= 1e20:
         require_range("weight", weight, RANGES["weight"])
 
 
