@@ -109,6 +109,9 @@ from .errors import (
     BackendUnavailableError as BackendUnavailableError,
 )
 from .errors import (
+    ConcurrentChangeError as ConcurrentChangeError,
+)
+from .errors import (
     ConventionError as ConventionError,
 )
 from .errors import (
@@ -208,6 +211,7 @@ __all__ = [
     "BlockTridiagonal",
     "Chain",
     "Conv",
+    "ConcurrentChangeError",
     "ConventionError",
     "Conventions",
     "CurvatureOperator",

@@ -12,6 +12,7 @@ import numpy as np
 __all__ = [
     "ArgumentError",
     "BackendUnavailableError",
+    "ConcurrentChangeError",
     "ConventionError",
     "DampingError",
     "DecayError",
@@ -93,6 +94,10 @@ class UnsupportedError(KFACError, NotImplementedError):
 
 class NotReadyError(KFACError, RuntimeError):
     """Something was requested before its prerequisites exist."""
+
+
+class ConcurrentChangeError(KFACError, RuntimeError):
+    """An estimator was changed by a second thread while one was changing it."""
 
 
 class StateError(KFACError, ValueError):

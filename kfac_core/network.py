@@ -433,7 +433,8 @@ class Network:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, section 5.
         """
-        require_decay(decay)
+        if type(decay) is not float or not 0.0 <= decay <= 1.0:
+            require_decay(decay)
         require_check(check)
         given = self._detached(batches)
         function = UpdateBlock(self.conventions, self.max_patch_elements, check)

@@ -57,6 +57,10 @@ class Stacked:
         self._pieces: dict[int, tuple[Any, _Stack]] = {}
         self._last: dict[tuple[str, type[Any]], _Stack] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy is made: what is remembered by identity is left behind."""
+        return type(self), (self._inner,)
+
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name."""
         found: dict[str, Any] = {}
