@@ -69,6 +69,8 @@ _COUNTS = [
 _STATE = {"format", "version", "conventions", "settings", "blocks"}
 _BLOCK = {"layer", "approximation", "values"}
 _LARGEST_COUNT = 2**31 - 1
+_LARGEST_UNKNOWN = 2**28
+"""How many numbers an array may hold that no statistic is as large as."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +253,9 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     _require_known(part, _BLOCK, "the block")
     values = _Values(_mapping(part, "values"))
     template = _template(values, network, name)
-    values.largest = max((math.prod(x.shape) for x in _arrays(template)), default=0)
+    dense = math.prod(network.blocks[name].layer.matrix_shape) ** 2
+    sizes = [math.prod(x.shape) for x in _arrays(template)]
+    values.largest = max([*sizes, min(dense, _LARGEST_UNKNOWN)])
     held: BlockState = values.read("", BlockState, template)
     values.require_empty()
     if held.statistics is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.selection import asarray, selected_backend
 from kfac_core.checkpoint.container import Container, opened
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
@@ -26,7 +27,7 @@ from kfac_core.serialization import DeferredArray
 
 __all__ = ["load_checkpoint", "read_header"]
 
-_KEYS = {"format", "version", "producer", "digests", "state"}
+_KEYS = {"format", "version", "producer", "digests", "transposed", "state"}
 
 
 def load_checkpoint(
@@ -101,10 +102,13 @@ def read_header(path: str | os.PathLike[str], /) -> dict[str, Any]:
     with opened(path) as file:
         document = _document(file)
         places = _places(file, document["digests"])
-        tensors = [(name, file.tensors[place]) for name, place in places.items()]
+        tensors = {
+            name: (file.tensors[place].dtype, _shape(file, name, place, document))
+            for name, place in places.items()
+        }
         return {
             "document": document,
-            "tensors": {name: (found.dtype, found.shape) for name, found in tensors},
+            "tensors": tensors,
             "bytes": file.bytes,
         }
 
@@ -119,7 +123,12 @@ def _state(file: Container, backend: str | None) -> Any:
         found = state["blocks"].get(block, {"values": {inner}})["values"]
         if inner in found:
             raise StateError(f"the tensor {shown(name)} belongs to nothing.")
-        found[inner] = _deferred(file, place, digests[name], backend)
+        found[inner] = DeferredArray(
+            file.tensors[place].numpy_dtype.name,
+            _shape(file, name, place, document),
+            _reader(file, name, place, document, backend),
+            _maker(file, place, backend),
+        )
     return state
 
 
@@ -136,22 +145,41 @@ def _places(file: Container, digests: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _deferred(
-    file: Container, name: str, digest: str, backend: str | None
-) -> DeferredArray:
-    """Return a tensor that is read, and compared with its digest, when asked for."""
-    tensor = file.tensors[name]
+def _shape(
+    file: Container, name: str, place: str, document: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Return the shape of a tensor, which may be in the file transposed."""
+    shape = file.tensors[place].shape
+    if name in document["transposed"] and len(shape) > 1:
+        return (*shape[:-2], shape[-1], shape[-2])
+    return shape
+
+
+def _reader(
+    file: Container,
+    name: str,
+    place: str,
+    document: Mapping[str, Any],
+    backend: str | None,
+) -> Callable[[], Any]:
+    """Return what reads a tensor and compares it with its digest."""
 
     def read() -> Any:
-        values = file.read(name)
-        if tensor_digest(values) != digest:
+        values = file.read(place)
+        if tensor_digest(values) != document["digests"][name]:
             raise StateError(f"the tensor {shown(name)} is damaged.")
-        return asarray(values, backend=backend)
+        made = asarray(values, backend=backend)
+        if name in document["transposed"] and made.ndim > 1:
+            return own_namespace(made).matrix_transpose(made)
+        return made
 
-    def like() -> Any:
-        return asarray(np.zeros((), tensor.numpy_dtype), backend=backend)
+    return read
 
-    return DeferredArray(tensor.numpy_dtype.name, tensor.shape, read, like)
+
+def _maker(file: Container, place: str, backend: str | None) -> Callable[[], Any]:
+    """Return what makes a 0-d array of a tensor's dtype."""
+    zero = np.zeros((), file.tensors[place].numpy_dtype)
+    return lambda: asarray(zero, backend=backend)
 
 
 def _document(file: Container) -> dict[str, Any]:
@@ -187,6 +215,11 @@ def _document(file: Container) -> dict[str, Any]:
         isinstance(digest, str) for digest in digests.values()
     ):
         raise StateError("the document holds no digests of tensors.")
+    transposed = document.get("transposed")
+    if not isinstance(transposed, list) or not all(
+        isinstance(name, str) and name in digests for name in transposed
+    ):
+        raise StateError("the document does not say which tensors are transposed.")
     return document
 
 

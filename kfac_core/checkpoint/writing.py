@@ -4,7 +4,9 @@ Conventions.  A ``.safetensors`` file whose metadata hold one JSON document unde
 `METADATA_KEY`: format, version, the release that wrote it, the digest of each tensor, and
 `kfac_core.Estimator.state_dict` without its arrays.  These are the tensors: the block's
 name, a slash and the path, in which there is none.  Of several tensors with one digest only
-the first is in the file.  The digest of the document stands under `DIGEST_KEY`.
+the first is in the file.  A tensor whose memory is in the order of its columns is written
+transposed, and named under ``transposed``: roundoff depends on the order, and a run is
+resumed to the bit.  The digest of the document stands under `DIGEST_KEY`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import array_api_compat
 import numpy as np
 
 import kfac_core
+from kfac_core.array.namespaces import is_row_major
 from kfac_core.array.selection import to_numpy
 from kfac_core.checkpoint.container import path_of, write_container
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
@@ -89,13 +92,20 @@ def save_checkpoint(
     state = _only(estimator.state_dict(), parts)
     tensors: dict[str, Any] = {}
     digests: dict[str, str] = {}
+    written: set[str] = set()
+    transposed: list[str] = []
     for name, block in state["blocks"].items():
         for inner, value in [*block["values"].items()]:
             if array_api_compat.is_array_api_obj(value):
-                values = np.asarray(to_numpy(value), order="C")
+                values = to_numpy(value)
+                if not is_row_major(values):
+                    transposed.append(f"{name}/{inner}")
+                    values = np.swapaxes(values, -1, -2)
+                values = np.asarray(values, order="C")
                 digest = tensor_digest(values)
                 # The arrays that an operator shares with statistics are written once.
-                if digest not in digests.values():
+                if digest not in written:
+                    written.add(digest)
                     tensors[f"{name}/{inner}"] = values
                 digests[f"{name}/{inner}"] = digest
                 del block["values"][inner]
@@ -104,6 +114,7 @@ def save_checkpoint(
         "version": VERSION,
         "producer": f"kfac_core {kfac_core.__version__}",
         "digests": digests,
+        "transposed": transposed,
         "state": state,
     }
     text = json.dumps(document, allow_nan=False)
