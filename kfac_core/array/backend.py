@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from kfac_core.array.generic_backend import BrokenBackend, GenericBackend
+from kfac_core.array.optional import entry_points_of
 from kfac_core.array.structure import Registrar, register_structures_with
 from kfac_core.errors import UnknownBackendError
 
@@ -258,7 +259,7 @@ class _Completed:
         asked = getattr(self._adapter, "problem", None) or self._generic.problem
         try:
             found: str | None = asked()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # Whoever chooses another backend, or asks the doctor, is not to fail here.
             said = f"{type(error).__name__}: {error}"
             entry = _entry_points().get(self.name)
@@ -336,12 +337,8 @@ def _broken(entry: EntryPoint, error: str, use: str = "loaded") -> str:
     )
 
 
-@functools.cache
-def _entry_points() -> dict[str, EntryPoint]:
-    # A fifth of the time of `import kfac_core`, if it stood at the top.
-    from importlib.metadata import entry_points
-
-    return {e.name: e for e in entry_points(group=ENTRY_POINT_GROUP)}
+def _entry_points() -> Mapping[str, EntryPoint]:
+    return entry_points_of(ENTRY_POINT_GROUP)
 
 
 def _operations_with_adapters() -> list[str]:

@@ -117,7 +117,7 @@ def selected_backend(backend: str | None = None, /) -> Selection:
         )
     try:
         return Selection(found, found.device(device or None), spec, reason)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BackendUnavailableError(
             f"Backend {spec!r} ({reason}): no such device here: {error}"
         ) from error
