@@ -334,11 +334,12 @@ def run_with_kernels(
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Feed mutated files to both readers, guided by coverage; `-- -runs=N` for more."""
+    """Feed mutated files to both readers, and random arguments; `-- -runs=N` for more."""
     session.install("-e", ".[scipy,records]", "atheris==3.0.0", "numpy")
     runs = session.posargs or ["-runs=100000"]
     for reader in ("checkpoint", "record"):
         session.run("python", "-m", "conformance_tests.fuzzing", reader, *runs)
+    session.run("python", "-m", "conformance_tests.fuzzing.arguments", "--seconds=600")
 
 
 @nox.session(venv_backend="virtualenv")

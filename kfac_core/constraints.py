@@ -197,9 +197,19 @@ RANGES: Mapping[str, Constraint] = {
 
 _BOOLEAN = Constraint("True or False", lambda value: type(value) is bool)
 _TEXT = Constraint("a string", lambda value: isinstance(value, str))
+
+
+def _can_be_iterated(value: Any) -> bool:
+    try:
+        iter(value)
+    except TypeError:
+        return False
+    return True
+
+
 _NAMES = Constraint(
     "an iterable of names, and no string",
-    lambda value: isinstance(value, Iterable) and not isinstance(value, (str, bytes)),
+    lambda value: not isinstance(value, (str, bytes)) and _can_be_iterated(value),
 )
 _NONE = Constraint("None", lambda value: value is None)
 

@@ -574,7 +574,7 @@ class Network:
         """
         require_one_of("moments", moments, ("kronecker", "carried", "zero"))
         require(Network.rebase, names=names, check=check)
-        with_bases = [self.known(name) for name in names or ()]
+        with_bases = [self.known(name) for name in (() if names is None else names)]
         if names is None:
             with_bases = [
                 name

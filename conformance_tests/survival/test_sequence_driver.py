@@ -32,7 +32,7 @@ def sequence(backend, folder, seed, **options):
 def test_random_sequences_have_no_findings(backend, tmp_path):
     """Every state is saved, loaded, copied and goes on; bad calls change nothing."""
     counts = Counter()
-    number = {"jax": 1}.get(backend.name, sized(12, 500))
+    number = {"jax": 1}.get(backend.name, sized(6, 500))
     for seed in range(number):
         sequence(backend, tmp_path, seed, counts=counts).run()
 
@@ -45,10 +45,10 @@ def test_faults_inside_change_nothing(backend, tmp_path):
     if backend.name == "jax":
         pytest.skip("it takes minutes; run the driver")
     counts = Counter()
-    for seed in range(sized(2, 60)):
+    for seed in range(sized(1, 60)):
         sequence(backend, tmp_path, seed, faults=True, length=8, counts=counts).run()
 
-    assert sum(n for name, n in counts.items() if name.startswith("faults")) > 50
+    assert sum(n for name, n in counts.items() if name.startswith("faults")) > 20
     report(f"\n{counts}")
 
 

@@ -41,7 +41,7 @@ from kfac_core.array.namespaces import (
     wide_dtype,
 )
 from kfac_core.array.structure import replaced
-from kfac_core.constraints import require_one_of, require_options
+from kfac_core.constraints import require_one_of, require_options, shown
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.checks import require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
@@ -423,7 +423,8 @@ def _numbers(name: str, values: Any) -> Sizes:
         return tuple(operator.index(value) for value in values)
     except TypeError:
         raise ShapeError(
-            f"Expected `{name}` to have integers for each spatial axis, got {values!r}."
+            f"Expected `{name}` to have integers for each spatial axis, got "
+            f"{shown(values)}."
         ) from None
 
 
