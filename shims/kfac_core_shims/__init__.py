@@ -1,4 +1,4 @@
-"""How a framework feeds ``kfac_core``: one module a framework.
+"""How a framework feeds ``kfac_core``: one module or package a framework.
 
 ``kfac_core_shims.torch``, ``.jax``, ``.keras`` and ``.numpy`` take the layer inputs and
 output gradients out of a model, hand them to `kfac_core.Estimator`, and put the
