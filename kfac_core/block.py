@@ -40,12 +40,14 @@ from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import is_structure, map_structure, replaced
 from kfac_core.constraints import (
-    require,
+    RANGES,
+    checked,
     require_check,
     require_flag,
     require_kind,
     require_one_of,
     require_options,
+    require_range,
 )
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
@@ -77,6 +79,7 @@ BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch]
 _FULL_PRECISION = Precision()
 
 
+@checked
 @dataclass(frozen=True)
 class Block:
     """A layer paired with an approximation of its curvature.
@@ -189,12 +192,10 @@ class Block:
         require_decay(decay)
         require_weight(weight)
         require_check(check)
-        require(
-            Block.update,
-            conventions=conventions,
-            name=name,
-            max_patch_elements=max_patch_elements,
-        )
+        require_kind("conventions", conventions, Conventions, "Conventions")
+        if max_patch_elements is not None:
+            allowed = RANGES["max_patch_elements"]
+            require_range("max_patch_elements", max_patch_elements, allowed)
         update = UpdateBlock(conventions, max_patch_elements, check)
         new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
@@ -241,9 +242,9 @@ class Block:
         KFACError
             See `update`.
         """
-        require(
-            Block.moments, conventions=conventions, precision=precision, check=check
-        )
+        require_kind("conventions", conventions, Conventions, "Conventions")
+        require_kind("precision", precision, Precision, "Precision")
+        require_check(check)
         rows = self.rows(batch)
         empty = self.initial(rows.like, precision=precision)
         xp = empty.namespace
@@ -353,8 +354,7 @@ class Block:
             If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
-        if type(factorizations) is not tuple:
-            require(Block.operator, factorizations=factorizations)
+        require_kind("factorizations", factorizations, tuple, "a tuple of names")
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
         require_one_of("solving", solving, get_args(Solving))

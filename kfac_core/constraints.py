@@ -23,7 +23,7 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -38,8 +38,10 @@ from kfac_core.errors import (
 )
 
 __all__ = [
+    "NAMES",
     "RANGES",
     "Constraint",
+    "checked",
     "constraints_of",
     "require",
     "require_check",
@@ -50,6 +52,8 @@ __all__ = [
     "require_range",
     "shown",
 ]
+
+T = TypeVar("T")
 
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
@@ -207,7 +211,10 @@ def _can_be_iterated(value: Any) -> bool:
     return True
 
 
-_NAMES = Constraint(
+_of_class: dict[type[Any], Mapping[str, Constraint]] = {}
+"""The constraints of the fields of each class that was `checked`."""
+
+NAMES = Constraint(
     "an iterable of names, and no string",
     lambda value: not isinstance(value, (str, bytes)) and _can_be_iterated(value),
 )
@@ -247,8 +254,8 @@ def require_options(options: Any, /) -> None:
     ConventionError, DampingError, DecayError, ShapeError, ArgumentError
         See `require`.
     """
-    cls: Any = type(options)
-    require(cls, **{name: getattr(options, name) for name in constraints_of(cls)})
+    for name, constraint in _of_class[type(options)].items():
+        require_range(name, getattr(options, name), constraint)
 
 
 def require_range(name: str, value: object, constraint: Constraint, /) -> None:
@@ -298,6 +305,27 @@ def require_one_of(name: str, value: object, known: tuple[str, ...], /) -> None:
             f"Expected `{name}` to be one of {', '.join(map(repr, known))}, got "
             f"{shown(value)}."
         )
+
+
+def checked(cls: type[T], /) -> type[T]:
+    """Find the constraints of a dataclass, for `require_options`.
+
+    A class decorator: a function compiler that follows ``__post_init__`` later could not
+    read annotations.
+
+    Parameters
+    ----------
+    cls : type
+        Dataclass.
+
+    Returns
+    -------
+    type
+        The same class.
+    """
+    owner: Any = cls
+    _of_class[cls] = constraints_of(owner)
+    return cls
 
 
 def require_kind(name: str, value: Any, kind: type[Any], expected: str, /) -> None:
@@ -375,14 +403,14 @@ def _constraint(hint: Any, allowed: Constraint | None) -> Constraint | None:
     if origin is Sequence:
         return _several(_constraint(inner[0], allowed), Sequence, "a sequence")
     if origin is Iterable:
-        return _NAMES
+        return NAMES
     if origin is not None and issubclass(origin, Mapping):
         return _mapping_of(*(_constraint(part, allowed) for part in inner))
     return _instance_of(hint) if isinstance(hint, type) else None
 
 
 def _one_of(choices: tuple[Any, ...]) -> Constraint:
-    kinds = {type(choice) for choice in choices}
+    kinds = tuple({type(choice) for choice in choices})
     return Constraint(
         f"one of {', '.join(map(repr, choices))}",
         lambda value: type(value) in kinds and value in choices,

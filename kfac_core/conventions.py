@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kfac_core.array.namespaces import Scalar
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 
 __all__ = ["Conventions", "LossReduction", "SourceReduction"]
 
@@ -38,6 +38,7 @@ LossReduction = Literal["sum", "mean", "mean_rows"]
 SourceReduction = Literal["sum", "mean"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
     """Scaling of the output gradients that a framework computes.

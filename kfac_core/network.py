@@ -39,7 +39,14 @@ from kfac_core.array.structure import (
     structure,
 )
 from kfac_core.block import Block, Product, Rebase, RefreshBlock, UpdateBlock
-from kfac_core.constraints import require, require_check, require_kind, require_one_of
+from kfac_core.constraints import (
+    NAMES,
+    require,
+    require_check,
+    require_kind,
+    require_one_of,
+    require_range,
+)
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
@@ -573,7 +580,9 @@ class Network:
         About ``9 (n^3 + m^3)`` flops per block.
         """
         require_one_of("moments", moments, ("kronecker", "carried", "zero"))
-        require(Network.rebase, names=names, check=check)
+        require_check(check)
+        if names is not None:
+            require_range("names", names, NAMES)
         with_bases = [self.known(name) for name in (() if names is None else names)]
         if names is None:
             with_bases = [
@@ -826,7 +835,7 @@ class Network:
             if not ready:
                 raise NotReadyError("No block has statistics yet; call `update` first.")
         else:
-            require(Network.ready, names=names)
+            require_range("names", names, NAMES)
             ready = [self.known(name) for name in names]
         for name in ready:
             self._require_ready(state, name)

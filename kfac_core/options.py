@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.linalg.shifted import Factorization
 
 __all__ = ["Averaging", "DampingScaling", "Execution", "Refreshing", "Sharing"]
@@ -15,6 +15,7 @@ DampingScaling = Literal["none", "mean_eigenvalue"]
 """Whether a damping is absolute, or relative to the mean eigenvalue of its block."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
     """How running averages of statistics are formed.
@@ -48,6 +49,7 @@ class Averaging:
         require_options(self)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Refreshing:
     """What a refresh computes, and how it handles failures.
@@ -90,6 +92,7 @@ class Refreshing:
         require_options(self)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
     """Factors, weights and chains that blocks of a network share.
@@ -121,6 +124,7 @@ class Sharing:
         require_options(self)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """How the loops over blocks are run; no option here changes a result.

@@ -37,7 +37,7 @@ from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, any_status, as_scalar, cast, full_of
 from kfac_core.array.status import Check
 from kfac_core.array.structure import map_structure, replaced
-from kfac_core.constraints import require_one_of, require_options
+from kfac_core.constraints import checked, require_one_of, require_options
 from kfac_core.conventions import Conventions
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
@@ -58,6 +58,7 @@ MomentStart = Literal["kronecker", "carried", "zero"]
 _SIDES = ("input", "output")
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Eigen(Approximation):
     r"""EKFAC: second moments in the eigenbasis of the Kronecker factors.

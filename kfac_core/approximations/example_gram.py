@@ -23,7 +23,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import as_scalar, cast
 from kfac_core.array.structure import map_structure
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.window import WindowAverage, window_average
@@ -38,6 +38,7 @@ from kfac_core.operators.example_gram import (
 __all__ = ["ExampleGram"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ExampleGram(Approximation):
     r"""SENG: the block of the K per-example gradients with the largest weights.

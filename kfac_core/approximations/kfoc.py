@@ -41,7 +41,7 @@ from kfac_core.approximations.kronecker import kronecker_operator
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.product import RunningProduct
@@ -63,6 +63,7 @@ from kfac_core.operators.operator import CurvatureOperator
 __all__ = ["KFOC"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class KFOC(Approximation):
     """The best approximation of a block by one Kronecker product.

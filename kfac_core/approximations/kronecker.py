@@ -40,7 +40,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
@@ -58,6 +58,7 @@ __all__ = [
 ]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Approximation):
     r"""K-FAC: the block of a layer is one Kronecker product of two factors.

@@ -22,7 +22,7 @@ from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import as_scalar, cast, full_of
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.low_rank import LowRankAverage, low_rank_average
@@ -39,6 +39,7 @@ from kfac_core.operators.low_rank import (
 __all__ = ["LowRankKronecker"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class LowRankKronecker(Approximation):
     """The approximation of a block by one Kronecker product of low-rank factors.

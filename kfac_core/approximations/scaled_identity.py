@@ -9,7 +9,7 @@ from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import as_scalar, full_of
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -18,6 +18,7 @@ from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 __all__ = ["ScaledIdentity"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ScaledIdentity(Approximation):
     """A multiple of the identity, whatever the rows hold.

@@ -38,7 +38,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.lagged import LaggedFactor, length_shares
@@ -55,6 +55,7 @@ _LAG_0 = Kronecker()
 _LAG_1 = LaggedFactor()
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Series(Approximation):
     """The approximation of a recurrent layer's block by a chain of time steps.

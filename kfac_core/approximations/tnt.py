@@ -32,7 +32,7 @@ from kfac_core.approximations.kronecker import kronecker_operator, kronecker_sha
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -45,6 +45,7 @@ __all__ = ["TNT", "Positions"]
 Positions = Literal["summed", "independent"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TNT(Approximation):
     """The tensor-normal approximation of a block.

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kfac_core.array.backend import Namespace
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 
 __all__ = ["FloatName", "Precision"]
 
 FloatName = Literal["float32", "float64"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The three dtypes, by name.

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kfac_core.block import Block
-from kfac_core.constraints import require_one_of, require_options
+from kfac_core.constraints import checked, require_one_of, require_options
 from kfac_core.errors import ConventionError
 from kfac_core.linalg.shifted import Solving
 
 __all__ = ["BlockCosts", "CostTable", "Rates", "block_costs", "solving_of"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """Rates of operations, relative to a matrix product of the same sizes.

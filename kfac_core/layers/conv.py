@@ -41,7 +41,7 @@ from kfac_core.array.namespaces import (
     wide_dtype,
 )
 from kfac_core.array.structure import replaced
-from kfac_core.constraints import require_one_of, require_options, shown
+from kfac_core.constraints import checked, require_one_of, require_options, shown
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.checks import require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
@@ -66,6 +66,7 @@ DataLayout = Literal["channels_last", "channels_first"]
 _Seen: TypeAlias = tuple[Array, Array, Array | None, Namespace]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Conv:
     """A convolution in any number of spatial axes: a dense layer on patches.

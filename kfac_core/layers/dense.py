@@ -15,7 +15,7 @@ from typing import Literal
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
@@ -26,6 +26,7 @@ __all__ = ["Dense", "WeightLayout"]
 WeightLayout = Literal["io", "oi"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Dense:
     """A dense layer, ``y = x W + b``, with any number of shared axes.

@@ -15,7 +15,7 @@ from typing import Literal
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import DtypeError, ShapeError
 from kfac_core.layers.checks import require_mask
 from kfac_core.layers.dense import Dense, WeightLayout
@@ -27,6 +27,7 @@ __all__ = ["Duplicates", "Embedding"]
 Duplicates = Literal["binary", "count"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
     """An embedding's geometry.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
@@ -23,6 +23,7 @@ from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
 __all__ = ["Parameters"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
     """Geometry of arrays that belong to no known layer.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import namespace_of, require_floating
-from kfac_core.constraints import require_options
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
@@ -23,6 +23,7 @@ from kfac_core.layers.rows import Batch, require_no_choice
 __all__ = ["ScaleShift"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ScaleShift:
     """The geometry of an elementwise affine layer.
