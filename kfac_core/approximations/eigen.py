@@ -368,5 +368,6 @@ def _descending(basis: Eigendecomposition, xp: Namespace) -> Eigendecomposition:
     return replaced(
         basis,
         eigenvalues=xp.flip(basis.eigenvalues, axis=-1),
-        eigenvectors=xp.flip(basis.eigenvectors, axis=-1),
+        # A copy: a view with negative strides is another memory order than a loaded one's.
+        eigenvectors=xp.asarray(xp.flip(basis.eigenvectors, axis=-1), copy=True),
     )
