@@ -129,6 +129,23 @@ class Estimator:
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> estimator = kc.Estimator(
+    ...     {"fc": kc.Block(layer, kc.Kronecker())}, reduction="sum", damping=1e-2
+    ... )
+    >>> estimator.update({"fc": kc.Batch(x, g)})
+    >>> estimator.refresh()
+    >>> gradient = {"fc": {"weight": x.T @ g, "bias": g.sum(axis=0)}}
+    >>> direction = estimator.precondition(gradient)
+    >>> direction["fc"]["weight"].shape
+    (3, 2)
     """
 
     def __init__(
@@ -414,16 +431,16 @@ class Estimator:
         """
         before = self._begin()
         try:
-            ready = self.network.ready(before, names)
             moved: Mapping[str, ProbeImages] = {}
             damping, movement = self._damping, self._movement
             if movement is not None and check == "raise":
+                ready = self.network.ready(before, names)
                 moved = movement.of(before, ready, damping=damping)
-                ready = [*moved]
+                names = [*moved]
             after = self.network.refresh(
                 before,
                 damping=damping,
-                names=ready,
+                names=names,
                 check=check,
                 executor=self._executor,
             )

@@ -39,6 +39,12 @@ class Averaging:
         For a negative `burn_in`, or a value of another kind.
     DecayError
         For a weight that is not positive.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> kc.Averaging(debias=False).debias
+    False
     """
 
     debias: bool = True
@@ -79,6 +85,13 @@ class Refreshing:
     ------
     ConventionError
         For an unknown name, or a number out of range.
+
+    Examples
+    --------
+    Keep the previous operator when a factorization fails, twice in a row at most:
+
+    >>> import kfac_core as kc
+    >>> refreshing = kc.Refreshing(failure_budget=2)
     """
 
     factorizations: tuple[Factorization, ...] = ("inverse",)
@@ -114,6 +127,13 @@ class Sharing:
     ------
     ConventionError
         For anything but mappings of names.
+
+    Examples
+    --------
+    Two heads that read the same inputs keep one input factor:
+
+    >>> import kfac_core as kc
+    >>> sharing = kc.Sharing(factors={"head_1": "inputs", "head_2": "inputs"})
     """
 
     factors: Mapping[str, str] = field(default_factory=dict)
@@ -143,6 +163,11 @@ class Execution:
     ------
     ConventionError
         If a number is below 1, or no whole number.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> execution = kc.Execution(workers=2)
     """
 
     workers: int = 1

@@ -21,12 +21,13 @@ FILES = {
 # What each shim may import, besides the standard library.
 OWN = {
     "__init__": set(),
-    # A package, whose files import each other.
+    # Packages, whose files import each other.
     "torch": {"torch", "kfac_core", "kfac_core_shims"},
-    "jax": {"jax", "numpy", "optax", "flax", "kfac_core"},
+    "jax": {"jax", "optax", "kfac_core", "kfac_core_shims"},
     # Keras has no vector-Jacobian product of its own: that is its backend's.
     "keras": {"keras", "jax", "torch", "kfac_core", "kfac_core_shims"},
     "numpy": {"numpy", "kfac_core"},
+    "sklearn": {"sklearn", "numpy", "kfac_core", "kfac_core_shims"},
 }
 
 
