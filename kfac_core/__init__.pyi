@@ -106,7 +106,13 @@ from .checkpoint.writing import save_checkpoint as save_checkpoint
 from .conventions import Conventions as Conventions
 from .damping import levenberg_marquardt as levenberg_marquardt
 from .errors import (
+    ArgumentError as ArgumentError,
+)
+from .errors import (
     BackendUnavailableError as BackendUnavailableError,
+)
+from .errors import (
+    ConcurrentChangeError as ConcurrentChangeError,
 )
 from .errors import (
     ConventionError as ConventionError,
@@ -199,6 +205,7 @@ __version__: str
 
 __all__ = [
     "Approximation",
+    "ArgumentError",
     "Averaging",
     "BackendUnavailableError",
     "Batch",
@@ -207,6 +214,7 @@ __all__ = [
     "BlockTridiagonal",
     "Chain",
     "Conv",
+    "ConcurrentChangeError",
     "ConventionError",
     "Conventions",
     "CurvatureOperator",

@@ -38,8 +38,18 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import map_structure, replaced
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.array.structure import is_structure, map_structure, replaced
+from kfac_core.constraints import (
+    RANGES,
+    checked,
+    require_check,
+    require_flag,
+    require_kind,
+    require_one_of,
+    require_options,
+    require_range,
+)
+from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     FactorizationError,
@@ -79,6 +89,7 @@ BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch]
 _FULL_PRECISION = Precision()
 
 
+@checked
 @dataclass(frozen=True)
 class Block:
     """A layer paired with an approximation of its curvature.
@@ -108,6 +119,7 @@ class Block:
     approximation: Approximation
 
     def __post_init__(self) -> None:
+        require_options(self)
         load_adapters()
         problem = self.approximation.problem_with(self.layer)
         if problem is not None:
@@ -195,6 +207,11 @@ class Block:
         """
         require_decay(decay)
         require_weight(weight)
+        require_check(check)
+        require_kind("conventions", conventions, Conventions, "Conventions")
+        if max_patch_elements is not None:
+            allowed = RANGES["max_patch_elements"]
+            require_range("max_patch_elements", max_patch_elements, allowed)
         update = UpdateBlock(conventions, max_patch_elements, check)
         new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
@@ -241,6 +258,9 @@ class Block:
         KFACError
             See `update`.
         """
+        require_kind("conventions", conventions, Conventions, "Conventions")
+        require_kind("precision", precision, Precision, "Precision")
+        require_check(check)
         rows = self.rows(batch)
         empty = self.initial(rows.like, precision=precision)
         xp = empty.namespace
@@ -283,6 +303,7 @@ class Block:
         """
         require_decay(decay)
         require_weight(weight)
+        require_kind("moments", moments, Statistics, "statistics from `moments`")
         xp, dtype = statistics.namespace, statistics.dtype
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
@@ -349,8 +370,12 @@ class Block:
             If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
+        require_kind("factorizations", factorizations, tuple, "a tuple of names")
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
+        require_one_of("solving", solving, get_args(Solving))
+        require_check(check)
+        require_flag("debias", debias)
         refresh = RefreshBlock(
             rule=rule,
             debias=debias,
@@ -372,6 +397,8 @@ class Block:
 
         For an approximation that ``has_bases``; see `kfac_core.Eigen.rebased`.
         """
+        require_one_of("moments", moments, ("kronecker", "carried", "zero"))
+        require_check(check)
         approximation: Any = self.approximation
         made: Statistics = approximation.rebased(
             statistics, moments=moments, check=check
@@ -403,6 +430,9 @@ class Block:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
         if not isinstance(batch, list | tuple):
+            if not isinstance(batch, dict) and not is_structure(batch):
+                what = "a `Batch`, a `GradientBatch` or a sequence of `Batch`"
+                require_kind("batch", batch, Batch, what)
             return self.approximation.rows(self.layer, batch)
         uses = [self.approximation.rows(self.layer, use) for use in batch]
         if not uses or not all(isinstance(use, Rows) for use in uses):
@@ -886,6 +916,10 @@ class Product:
         stack: tuple[int, ...] = (),
     ) -> dict[str, Any]:
         """Return the product with parameter-shaped arrays, in the same form."""
+        if type(parameters) is not dict:
+            require_kind(
+                f"vectors[{name!r}]", parameters, Mapping, "a mapping of arrays"
+            )
         weight = parameters.get("weight")
         if isinstance(weight, SparseRows):
             restricted: Any = operator

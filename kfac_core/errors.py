@@ -10,9 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 __all__ = [
+    "ArgumentError",
     "BackendUnavailableError",
     "CommunicationError",
     "CommunicationTimeoutError",
+    "ConcurrentChangeError",
     "ConventionError",
     "DampingError",
     "DecayError",
@@ -35,6 +37,10 @@ __all__ = [
 
 class KFACError(Exception):
     """The base of every exception that this library raises on purpose."""
+
+
+class ArgumentError(KFACError, TypeError):
+    """An argument is of another kind than its description says."""
 
 
 class ShapeError(KFACError, ValueError):
@@ -91,6 +97,10 @@ class UnsupportedError(KFACError, NotImplementedError):
 
 class NotReadyError(KFACError, RuntimeError):
     """Something was requested before its prerequisites exist."""
+
+
+class ConcurrentChangeError(KFACError, RuntimeError):
+    """An estimator was changed by a second thread while one was changing it."""
 
 
 class StateError(KFACError, ValueError):

@@ -5,14 +5,16 @@ are three stages: `Estimator.update` accumulates *statistics*; `Estimator.refres
 immutable *operator* from them, with the current damping; and products such as
 `Estimator.precondition` use the operators of the last refresh.
 
-A call that raises leaves every block unchanged.  Inputs are detached, so that results
+A call that raises leaves every block unchanged.  One thread at a time may change an
+estimator; a second one is refused.  Inputs are detached, so that results
 belong to no gradient graph.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from kfac_core.approximations.eigen import MomentStart
 from kfac_core.array.backend import Array
@@ -21,32 +23,43 @@ from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
 from kfac_core.block import BatchLike, Block, Prepare
+from kfac_core.constraints import require, require_check, require_one_of
 from kfac_core.conventions import (
     Conventions,
     LossReduction,
     SourceReduction,
-    require_one_of,
 )
 from kfac_core.damping import DampingRule
 from kfac_core.distributed.executor import Distributed, DistributedExecutor
 from kfac_core.distributed.placement import Placement
-from kfac_core.errors import UnsupportedError
+from kfac_core.errors import ConcurrentChangeError, NotReadyError, UnsupportedError
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.execution.costs import CostTable, Rates, block_costs, solving_of
 from kfac_core.execution.hosted import Hosted
-from kfac_core.execution.movement import Movement
+from kfac_core.execution.movement import Movement, ProbeImages
 from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
-from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
 from kfac_core.losses.modes import EstimationMode
 from kfac_core.network import Executor, Network, NetworkState
-from kfac_core.operators.operator import FACTORIZATION_OF, CurvatureOperator
+from kfac_core.operators.operator import (
+    FACTORIZATION_OF,
+    VECTOR_PRODUCTS,
+    CurvatureOperator,
+)
 from kfac_core.options import Averaging, Execution, Refreshing, Sharing
 from kfac_core.report import Report, report_of
 from kfac_core.serialization import dump_state, parse_state
 
 __all__ = ["Estimator"]
+
+_installing = threading.Lock()
+"""Held while one state takes the place of another: for no longer than two statements."""
+
+_CHANGED = (
+    "Another thread changed this estimator at the same time; this call changed nothing. "
+    "Let one thread at a time call what changes an estimator, or give each its own."
+)
 
 
 class Estimator:
@@ -156,9 +169,21 @@ class Estimator:
         execution: Execution | Distributed | Executor | None = None,
         rates: Rates | None = None,
     ) -> None:
-        require_decay(decay)
-        if mode is not None:
-            require_one_of("mode", mode, get_args(EstimationMode))
+        require(
+            Estimator,
+            blocks=blocks,
+            reduction=reduction,
+            decay=decay,
+            damping_rule=damping_rule,
+            sources=sources,
+            mode=mode,
+            averaging=averaging,
+            refreshing=refreshing,
+            sharing=sharing,
+            precision=precision,
+            execution=execution,
+            rates=rates,
+        )
         options = execution if isinstance(execution, Execution) else Execution()
         if isinstance(execution, Distributed):
             options = execution.execution
@@ -201,11 +226,8 @@ class Estimator:
                     "Leave it out with Distributed."
                 )
         self._execution = execution
-        self._executor: Executor = self._new_executor()
-        if isinstance(execution, Distributed):
-            self._executor = DistributedExecutor(
-                self.network, execution, self._executor
-            )
+        self._executor = self._first_executor()
+        self._changing: int | None = None
 
     def __repr__(self) -> str:
         return (
@@ -246,7 +268,7 @@ class Estimator:
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        require_decay(decay)
+        require(Estimator, decay=decay)
         self._decay = decay
 
     @property
@@ -308,13 +330,18 @@ class Estimator:
         ``R (n^2 + M m^2)`` flops a block for R rows; twice that where the backend has
         no symmetric update.
         """
-        self.state = self.network.update(
-            self.state,
-            batches,
-            decay=self._decay,
-            check=check,
-            executor=self._executor,
-        )
+        before = self._begin()
+        try:
+            after = self.network.update(
+                before,
+                batches,
+                decay=self._decay,
+                check=check,
+                executor=self._executor,
+            )
+            self._install(before, after)
+        finally:
+            self._changing = None
 
     def absorb(self, moments: Mapping[str, Statistics], /) -> None:
         """Accumulate the merged statistics of a batch that was processed in parts.
@@ -331,9 +358,14 @@ class Estimator:
         UnknownBlockError
             For an unknown block name.
         """
-        self.state = self.network.absorb(
-            self.state, moments, decay=self._decay, executor=self._executor
-        )
+        before = self._begin()
+        try:
+            after = self.network.absorb(
+                before, moments, decay=self._decay, executor=self._executor
+            )
+            self._install(before, after)
+        finally:
+            self._changing = None
 
     def rebase(
         self,
@@ -369,13 +401,18 @@ class Estimator:
         NotFiniteError, FactorizationError
             If no accurate basis was found for a factor; all blocks then keep theirs.
         """
-        self.state = self.network.rebase(
-            self.state,
-            moments=moments,
-            names=names,
-            check=check,
-            executor=self._executor,
-        )
+        before = self._begin()
+        try:
+            after = self.network.rebase(
+                before,
+                moments=moments,
+                names=names,
+                check=check,
+                executor=self._executor,
+            )
+            self._install(before, after)
+        finally:
+            self._changing = None
 
     def refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
@@ -414,16 +451,26 @@ class Estimator:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
-        if check == "raise" and self._movement is not None:
-            ready = self.network.ready(self.state, names)
-            names = self._movement.of(self.state, ready, damping=self._damping)
-        self.state = self.network.refresh(
-            self.state,
-            damping=self._damping,
-            names=names,
-            check=check,
-            executor=self._executor,
-        )
+        before = self._begin()
+        try:
+            moved: Mapping[str, ProbeImages] = {}
+            damping, movement = self._damping, self._movement
+            if movement is not None and check == "raise":
+                ready = self.network.ready(before, names)
+                moved = movement.of(before, ready, damping=damping)
+                names = [*moved]
+            after = self.network.refresh(
+                before,
+                damping=damping,
+                names=names,
+                check=check,
+                executor=self._executor,
+            )
+            self._install(before, after)
+        finally:
+            self._changing = None
+        if movement is not None:
+            movement.keep(after, moved)
 
     def start_refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
@@ -449,7 +496,13 @@ class Estimator:
         ------
         UnknownBlockError, NotReadyError
             For an unknown block name, or a block without statistics.
+
+        Notes
+        -----
+        After `load_state_dict`, ``install()`` raises `NotReadyError`: its operators are of
+        statistics that are gone.
         """
+        require_check(check)
         started = self.state
         ready = self.network.ready(started, names)
 
@@ -462,12 +515,20 @@ class Estimator:
         executor = self._new_executor()
         if isinstance(self._executor, DistributedExecutor):
             executor = self._executor.in_background(executor)
-        damping = self._damping
+        damping, network = self._damping, self.network
 
         def install(made: NetworkState) -> None:
-            self.state = self.network.with_operators_of(
-                self.state, made, started, names=ready
-            )
+            if self.network is not network:
+                raise NotReadyError(
+                    "A state was loaded since this refresh was started, and its operators "
+                    "are of statistics that are gone. Start another one."
+                )
+            before = self._begin()
+            try:
+                after = network.with_operators_of(before, made, started, names=ready)
+                self._install(before, after)
+            finally:
+                self._changing = None
 
         return BackgroundRefresh(refreshed, install)
 
@@ -566,7 +627,8 @@ class Estimator:
         KFACError
             See `precondition` and the product.
         """
-        state = self.state
+        before = state = self.state
+        require_one_of("product", product, VECTOR_PRODUCTS)
         needed = FACTORIZATION_OF.get(product)
         if needed not in (None, *self.network.refreshing.factorizations):
             state = self._prepared(needed, vectors)
@@ -578,8 +640,43 @@ class Estimator:
             executor=self._executor,
             **options,
         )
-        self.state = state
+        if state is not before:
+            with _installing:
+                # What a change in another thread has made meanwhile is not put back.
+                if self.state is before:
+                    self.state = state
         return products
+
+    def _begin(self) -> NetworkState:
+        """Return the state that is to be changed; only one thread may at a time."""
+        thread = threading.get_ident()
+        # An interrupt may have left this thread's own number here.
+        if self._changing not in (None, thread):
+            raise ConcurrentChangeError(_CHANGED)
+        self._changing = thread
+        return self.state
+
+    def _install(self, before: NetworkState, after: NetworkState) -> None:
+        """Install a state that was made from another, if that is still the state."""
+        with _installing:
+            if self.state is not before:
+                raise ConcurrentChangeError(_CHANGED)
+            self.state = after
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has; it caches for itself, and no thread is changing it."""
+        return {**vars(self), "_executor": None, "_changing": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._executor = self._first_executor()
+
+    def _first_executor(self) -> Executor:
+        """Return the executor of the estimator itself, which may be of many processes."""
+        executor = self._new_executor()
+        if isinstance(self._execution, Distributed):
+            return DistributedExecutor(self.network, self._execution, executor)
+        return executor
 
     def _new_executor(self) -> Executor:
         """Return the executor that was given, or a new one as the options say."""
@@ -638,11 +735,26 @@ class Estimator:
         StateError
             If anything does not match; the estimator is then unchanged.
         """
-        network, loaded, settings = parse_state(state, self.network, self._promises())
-        if isinstance(self._executor, DistributedExecutor):
-            loaded = self._executor.scattered(loaded)
-        self.network, self.state = network, loaded
-        self._damping, self._decay = settings["damping"], settings["decay"]
+        before = self._begin()
+        try:
+            network, loaded, settings = parse_state(
+                state, self.network, self._promises()
+            )
+            if isinstance(self._executor, DistributedExecutor):
+                loaded = self._executor.scattered(loaded)
+            movement = self._movement
+            if movement is not None:
+                movement = Movement(network, movement.threshold)
+            damping, decay = settings["damping"], settings["decay"]
+            with _installing:
+                if self.state is not before:
+                    raise ConcurrentChangeError(_CHANGED)
+                # No call stands between these, so that no interrupt comes between them.
+                self.network, self.state = network, loaded
+                self._damping, self._decay = damping, decay
+                self._movement = movement
+        finally:
+            self._changing = None
 
     def check_replicas(self, **arrays: Mapping[str, Any] | Array) -> None:
         """Raise unless all processes hold the same of what must be the same.

@@ -17,7 +17,7 @@ flags in ``state[name].status``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias, get_args
+from typing import Any, Protocol, TypeAlias
 
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import (
@@ -33,6 +33,7 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import (
     array_fields,
     combinable,
+    leaves,
     map_structure,
     replaced,
     structure,
@@ -45,12 +46,21 @@ from kfac_core.block import (
     RefreshBlock,
     UpdateBlock,
 )
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.constraints import (
+    NAMES,
+    require,
+    require_check,
+    require_kind,
+    require_one_of,
+    require_range,
+)
+from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     DampingError,
     KFACError,
     NotReadyError,
+    ShapeError,
     StateError,
     UnknownBlockError,
     UnsupportedError,
@@ -290,7 +300,18 @@ class Network:
         solving: Mapping[str, Solving] | None = None,
         max_patch_elements: int | None = None,
     ) -> None:
-        require_one_of("damping_rule", damping_rule, get_args(DampingRule))
+        require(
+            Network,
+            blocks=blocks,
+            conventions=conventions,
+            damping_rule=damping_rule,
+            sharing=sharing,
+            averaging=averaging,
+            refreshing=refreshing,
+            precision=precision,
+            solving=solving,
+            max_patch_elements=max_patch_elements,
+        )
         sharing = sharing or Sharing()
         self.chains = Chains(sharing.chains, blocks)
         self.blocks = self.chains.blocks
@@ -451,7 +472,11 @@ class Network:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, section 5.
         """
-        require_decay(decay)
+        if type(decay) is not float or not 0.0 <= decay <= 1.0:
+            require_decay(decay)
+        wanted: object = check
+        if type(wanted) is not str or wanted != "raise":
+            require_check(check)
         given = self._detached(batches)
         # Another process may have rows of a block that has none here.
         shared = getattr(executor, "updates_all", False)
@@ -529,15 +554,23 @@ class Network:
         UnknownBlockError
             For an unknown block name.
         """
-        given: dict[str, Any] = {self.known(name): own for name, own in moments.items()}
+        require_decay(decay)
+        require_kind("moments", moments, Mapping, "a mapping of blocks to statistics")
+        given: dict[str, Any] = {}
+        for name, own in moments.items():
+            what = "statistics, as `Block.moments` returns them"
+            require_kind(f"moments[{name!r}]", own, Statistics, what)
+            given[self.known(name)] = own
         if getattr(executor, "updates_all", False):
             given = {name: given.get(name) for name in self.blocks}
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, own in given.items():
             block, held = self.blocks[name], state.blocks[name]
             old = held.statistics
-            if old is None and own is not None:
-                old = block.initial(own.any_weight, precision=self.precision)
+            if own is not None:
+                if old is None:
+                    old = block.initial(own.any_weight, precision=self.precision)
+                _require_moments(name, own, old)
             burning = held.updates < self.averaging.burn_in
             coefficients = (
                 _one_where(burning, decay, old),
@@ -594,7 +627,11 @@ class Network:
         -----
         About ``9 (n^3 + m^3)`` flops per block.
         """
-        with_bases = [self.known(name) for name in names or ()]
+        require_one_of("moments", moments, ("kronecker", "carried", "zero"))
+        require_check(check)
+        if names is not None:
+            require_range("names", names, NAMES)
+        with_bases = [self.known(name) for name in (() if names is None else names)]
         if names is None:
             with_bases = [
                 name
@@ -680,6 +717,7 @@ class Network:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
+        require_check(check)
         ready = self.ready(state, names)
         function, tasks = self._refresh_tasks(state, ready, damping, check)
         made = executor(function, tasks)
@@ -790,6 +828,8 @@ class Network:
             See `precondition` and the product.
         """
         require_one_of("product", product, VECTOR_PRODUCTS)
+        if type(vectors) is not dict:
+            require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
         given = self.chains.vectors(vectors) if self.chains.of else vectors
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, own in given.items():
@@ -840,6 +880,7 @@ class Network:
             if not ready:
                 raise NotReadyError("No block has statistics yet; call `update` first.")
         else:
+            require_range("names", names, NAMES)
             ready = [self.known(name) for name in names]
         for name in ready:
             self._require_ready(state, name)
@@ -903,6 +944,7 @@ class Network:
 
     def known(self, name: str, /) -> str:
         """Return the name of a block, or raise `UnknownBlockError`."""
+        require_kind("name", name, str, "the name of a block")
         if name in self.blocks:
             return name
         if name in self.tied_weights.uses:
@@ -986,12 +1028,16 @@ class Network:
 
     def _detached(self, batches: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batches of each block, detached from gradient graphs."""
+        if type(batches) is not dict:
+            require_kind("batches", batches, Mapping, "a mapping of blocks to batches")
         uses = self.tied_weights.uses
         grouped = self.tied_weights.grouped(batches) if uses else batches
         grouped = self.chains.batches(grouped) if self.chains.of else grouped
         given: dict[str, Any] = {}
         for name, batch in grouped.items():
-            given[name if name in self.blocks else self.known(name)] = detached(batch)
+            given[name if name in self.blocks else self.known(name)] = detached(
+                batch, name
+            )
         return given
 
     def _first_statistics(self, name: str, batch: Any) -> Statistics:
@@ -1091,6 +1137,20 @@ def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockS
         moments_missing=held.moments_missing * (1 - one),
         status=status,
     )
+
+
+def _require_moments(name: str, given: Statistics, old: Statistics) -> None:
+    """Raise unless the statistics of a batch are of the form of a block's."""
+    namespace_of(moments=given.any_weight, statistics=old.any_weight)
+    found, expected = (
+        {path: tuple(x.shape) for path, x in leaves(part.averages)}
+        for part in (given, old)
+    )
+    if found != expected:
+        raise ShapeError(
+            f"Expected `moments[{name!r}]` to hold arrays of shapes {expected}, got "
+            f"{found}."
+        )
 
 
 def _copied(x: Array) -> Array:

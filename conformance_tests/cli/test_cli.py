@@ -215,7 +215,9 @@ def test_a_broken_command_does_not_take_the_others_with_it(capsys, monkeypatch):
         raise ModuleNotFoundError("No module named 'another_package'")
 
     broken = Registered("broken", load)
-    monkeypatch.setattr("kfac_core.cli.entry_points", lambda group: [broken])
+    monkeypatch.setattr(
+        "kfac_core.cli.entry_points_of", lambda group: {"broken": broken}
+    )
 
     assert "doctor" in commands()
     assert main(["broken", "--any", "argument"]) == 2
@@ -235,7 +237,9 @@ def test_the_benchmark_is_a_command_where_its_programs_are(monkeypatch):
 def test_a_registered_command_does_not_replace_one_of_the_core(monkeypatch):
     """Whatever is installed, ``doctor`` is the doctor."""
     other = Registered("doctor", lambda: None)
-    monkeypatch.setattr("kfac_core.cli.entry_points", lambda group: [other])
+    monkeypatch.setattr(
+        "kfac_core.cli.entry_points_of", lambda group: {"doctor": other}
+    )
 
     assert commands()["doctor"].__name__ == "kfac_core.cli.doctor"
 

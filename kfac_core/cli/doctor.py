@@ -14,6 +14,7 @@ from typing import Any
 import kfac_core
 from kfac_core.array.backend import adapter_problem, backend_names, get_backend
 from kfac_core.array.capabilities import capability_table
+from kfac_core.array.optional import broken_packages
 from kfac_core.array.selection import selected_backend
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import Progress, print_json, print_table, printable
@@ -85,9 +86,9 @@ def diagnosis(
     Returns
     -------
     dict
-        Report of ``kfac_core``, ``python``, ``selected``, ``backends`` and, with `every`,
-        ``operations`` and ``communicators``; ``communicator`` is the name that the
-        environment chooses.
+        Report of ``kfac_core``, ``python``, ``selected``, ``backends``, ``broken`` (the
+        packages that raise when they are used) and, with `every`, ``operations`` and
+        ``communicators``; ``communicator`` is the name that the environment chooses.
     """
     selected = _selected()
     chosen = (selected["spec"] or "").partition(":")[0]
@@ -102,6 +103,7 @@ def diagnosis(
         "selected": selected,
         "backends": backends,
         "communicator": os.environ.get(ENVIRONMENT_VARIABLE),
+        "broken": dict(broken_packages),
     }
     if every:
         found["operations"] = capability_table()
@@ -114,7 +116,7 @@ def _selected() -> dict[str, str | None]:
         selection = selected_backend()
     except KFACError as error:
         return {"spec": None, "reason": None, "problem": str(error)}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         problem = f"its adapter raised {type(error).__name__}: {error}"
         return {"spec": None, "reason": None, "problem": problem}
     return {"spec": selection.spec, "reason": selection.reason, "problem": None}
@@ -187,7 +189,7 @@ def _asked(question: Callable[[], Any], member: str, trouble: list[str]) -> Any:
     """Call a member of an adapter, which may be third-party; record what it raises."""
     try:
         return question()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         trouble.append(f"its adapter's `{member}` raised {reason}")
     return None
@@ -201,6 +203,8 @@ def _print(found: dict[str, Any]) -> None:
     else:
         chosen = f"nothing usable. {selected['problem']}"
     print(printable(f"chosen: {chosen}"))
+    for name, reason in found["broken"].items():
+        print(printable(f"broken: {name} ({reason})"))
     print()
     names = list(found["backends"])
     there = sum(

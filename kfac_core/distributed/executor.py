@@ -33,7 +33,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.structure import leaves, map_structure, replaced
 from kfac_core.block import UpdateBlock, emptied
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_one_of
 from kfac_core.distributed.agreement import Agreement, told, untold
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.placement import (

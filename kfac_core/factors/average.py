@@ -12,13 +12,12 @@ number of rows, an average of micro-batches is exactly that of the whole batch.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import NUMBER, Scalar, as_array, own_namespace
+from kfac_core.array.namespaces import Scalar, as_array, own_namespace
 from kfac_core.array.structure import is_structure, map_structure, structure
-from kfac_core.errors import DecayError
+from kfac_core.constraints import RANGES, require_range
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["Average", "require_decay", "require_weight", "share_of", "zero_weight"]
@@ -112,20 +111,15 @@ def _beside(weight: Array, x: Array, /) -> Array:
 
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
-    """Raise `DecayError` if a Python number lies outside [0, 1]."""
-    number: Any = decay
-    if isinstance(decay, NUMBER) and not 0.0 <= number <= 1.0:
-        raise DecayError(f"Expected `{name}` in [0, 1], got {decay}.")
+    """Raise `DecayError` for anything but a number in [0, 1] or a 0-d array."""
+    if type(decay) is not float or not 0.0 <= decay <= 1.0:
+        require_range(name, decay, RANGES["decay"])
 
 
 def require_weight(weight: Scalar, /) -> None:
-    """Raise `DecayError` if a Python number is no valid weight."""
-    number: Any = weight
-    if isinstance(weight, NUMBER) and not 0.0 < number < math.inf:
-        raise DecayError(
-            f"Expected `weight` to be a finite number > 0, got {weight}. To leave an "
-            "update out, do not feed it."
-        )
+    """Raise `DecayError` for anything but a finite positive number or a 0-d array."""
+    if type(weight) is not float or not 1e-20 <= weight <= 1e20:
+        require_range("weight", weight, RANGES["weight"])
 
 
 def share_of(
