@@ -10,7 +10,6 @@ import itertools
 import math
 import time
 
-import numpy as np
 import torch
 from data import batches, digits
 from torch import nn
@@ -111,11 +110,7 @@ def main():
             rate = min(found, key=lambda rate: found[rate][0])
             loss, seconds = found[rate]
             shown = "found" if rate is None else f"{rate:g}"
-            print(
-                f"| {method} | {shown} | {np.format_float_positional(loss, 3)} |",
-                end="",
-            )
-            print(f" {seconds:.1f} |", flush=True)
+            print(f"| {method} | {shown} | {loss:.3g} | {seconds:.1f} |", flush=True)
         print()
 
 
