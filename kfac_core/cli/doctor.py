@@ -8,7 +8,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import Any
 
 import kfac_core
@@ -143,8 +143,13 @@ def _seen(name: str) -> dict[str, Any]:
 
 
 def _how_to_install(name: str) -> str:
-    extra = {"cupy": "cupy-cuda12"}.get(name, name)
-    return f"install it by `pip install 'kfac-core[{extra}]'`"
+    """Return a hint that names the extras for a library, of which there may be several."""
+    extras: list[str] = []
+    with contextlib.suppress(PackageNotFoundError):
+        extras = metadata("kfac-core").get_all("Provides-Extra") or []
+    fitting = [e for e in extras if e == name or e.startswith(f"{name}-")] or [name]
+    lines = " or ".join(f"`pip install 'kfac-core[{extra}]'`" for extra in fitting)
+    return f"install it by {lines}"
 
 
 def _backend(name: str) -> dict[str, Any]:
