@@ -42,6 +42,7 @@ from kfac_core.array.structure import map_structure, replaced
 from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
+    DampingError,
     FactorizationError,
     KFACError,
     MixedArraysError,
@@ -342,6 +343,7 @@ class Block:
             same_place(statistics=statistics.any_weight, damping=damping)
             if check == "raise":
                 _require_damping_value(damping, name)
+        _require_normal_damping(damping, statistics, precision, check)
         wanted = factorizations
         if solving == "triangular":
             swapped = ("cholesky" if f == "inverse" else f for f in factorizations)
@@ -901,6 +903,26 @@ def _emptied(statistics: Statistics) -> Statistics:
 def _require_damping_value(damping: Array, name: str) -> None:
     """Check the value of a 0-d array; synchronizes with the device."""
     require_damping(float(detached_array(damping)), name=f"damping` of block `{name}")
+
+
+def _require_normal_damping(
+    damping: Scalar, statistics: Statistics, precision: Precision, check: Check
+) -> None:
+    """Raise for a damping that a dtype of the operator cannot hold."""
+    if not isinstance(damping, float):
+        if check != "raise":
+            return
+        damping = float(detached_array(damping))
+    xp, dtype = statistics.namespace, statistics.dtype
+    for chosen in (precision.compute, precision.apply):
+        info = xp.finfo(precision.dtype(chosen, dtype, xp=xp))
+        smallest = float(info.smallest_normal)
+        if 0.0 < damping < smallest:
+            raise DampingError(
+                f"Expected `damping` to be zero or at least {smallest:.1e}, the smallest "
+                f"number of {precision.dtype(chosen, dtype, xp=xp)} with all its digits, "
+                f'got {damping}. Take Precision(compute="float64", apply="float64").'
+            )
 
 
 def _coefficient_flags(decay: Any, weight: Any, like: Array, xp: Namespace) -> Array:

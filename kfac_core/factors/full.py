@@ -59,12 +59,14 @@ class FullFactor:
         """Return the average in a dtype, without a pass over the sum where it has that."""
         total: SymmetricMatrix = average.sum
         factor = cast(xp, average.factor(debias=debias), dtype)
+        roundoff = 0.0
         if total.array.dtype != dtype:
+            roundoff = float(xp.finfo(total.array.dtype).eps)
             total = replaced(total, array=cast(xp, total.array, dtype))
         # Of the weights of a stack, one a matrix.
         if factor.ndim:
             factor = xp.reshape(factor, total.array.shape[:-2])
-        return ScaledMatrix(total, factor)
+        return ScaledMatrix(total, factor, roundoff)
 
     def mean_eigenvalue(self, value: ScaledMatrix, /) -> Array:
         """Return ``tr / n``, shape (...)."""

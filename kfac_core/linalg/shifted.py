@@ -22,10 +22,12 @@ from kfac_core.array.namespaces import (
     device_of,
     full_of,
     own_namespace,
+    status_unless,
 )
-from kfac_core.array.status import Check
-from kfac_core.array.structure import map_structure, replaced, structure
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import FactorizationError, NotReadyError
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, spectrum_error
 from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.damped import (
     DampedMatrix,
@@ -34,6 +36,7 @@ from kfac_core.linalg.damped import (
     eigendecomposition,
 )
 from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
+from kfac_core.linalg.fallback import Fallback, in_dtype
 from kfac_core.linalg.symmetric import (
     ScaledMatrix,
     SymmetricMatrix,
@@ -169,14 +172,60 @@ class ShiftedMatrix:
         made, factor = self, None
         if "cholesky" in factorizations and self.cholesky is None:
             factor = cholesky_factor(self.damped, **options)
-            made = replaced(made, cholesky=self._in_applied_dtype(factor))
+            made = replaced(made, cholesky=self._in_applied_dtype(factor, **options))
         if "inverse" in factorizations and self.inverse is None:
             inverse = damped_inverse(self.damped, factor, **options)
-            made = replaced(made, inverse=self._in_applied_dtype(inverse))
+            made = replaced(made, inverse=self._in_applied_dtype(inverse, **options))
         if "eigenbasis" in factorizations and self.basis is None:
             basis = eigendecomposition(self.damped, **options)
-            made = replaced(made, basis=self._in_applied_dtype(basis))
+            basis = self._in_applied_dtype(basis, **options)
+            made = made._with_basis(basis, **options)
         return made
+
+    def _with_basis(
+        self, basis: Eigendecomposition, /, *, check: Check, name: str
+    ) -> ShiftedMatrix:
+        """Return the same with an eigenbasis that determines M, where there is a shift."""
+        xp, made = self._xp(), replaced(self, basis=basis)
+        inaccurate = (self.shift > 0) & xp.logical_not(made._is_determined())
+        if check == "status":
+            flags = status_unless(
+                xp, xp.logical_not(inaccurate), int(Status.INACCURATE)
+            )
+            return replaced(made, basis=replaced(basis, status=basis.status | flags))
+        if truth_of(xp.any(inaccurate), xp=xp):
+            return self.in_wide_basis(name=name)
+        return made
+
+    def _is_determined(self) -> Array:
+        """Return whether the eigenvalues of M are known, 0-d; see `Spectrum`."""
+        xp, shift = self._xp(), self._shift()
+        error = spectrum_error(
+            [self.spectrum(self.basis)],
+            scale=xp.ones_like(shift),
+            damping=shift,
+            xp=xp,
+        )
+        return error <= RESIDUAL_LIMIT
+
+    def in_wide_basis(self, *, name: str) -> ShiftedMatrix:
+        """Return the same with its eigendecomposition computed in float64, or raise."""
+        options = Reporting(check="raise", name=name)
+        basis = eigendecomposition(self.damped, wide=True, **options)
+        return replaced(self, basis=self._in_applied_dtype(basis, **options))
+
+    def spectrum(self, basis: Eigendecomposition | None, /) -> Spectrum:
+        """Return the eigenvalues of a basis of A, and how well they are known."""
+        assert basis is not None
+        xp = self._xp()
+        working = max(
+            self.damped.roundoff, float(xp.finfo(self.damped.shift.dtype).eps)
+        )
+        wide = basis.fallback >= int(Fallback.FLOAT64)
+        w, M = basis.eigenvalues, self._applied()
+        own = xp.full_like(w[..., 0], working)
+        roundoff = xp.where(wide, xp.full_like(own, 2.0**-52), own)
+        return Spectrum(w, roundoff, M.factor[..., None] * M.matrix.diagonal())
 
     def wide(self) -> ShiftedMatrix:
         """Return the same in the computing dtype, without factorizations."""
@@ -225,6 +274,16 @@ class ShiftedMatrix:
             raise FactorizationError(
                 f"a {self.size} x {self.size} matrix with eigenvalues down to zero and no "
                 f"damping has no power {exponent}. Increase `damping`.",
+                factor="matrix",
+            )
+        if (
+            looks
+            and truth_of(self._having("eigenbasis")._is_determined(), xp=xp) is False
+        ):
+            raise FactorizationError(
+                f"roundoff changes an eigenvalue of a {self.size} x {self.size} matrix by "
+                f"more than {RESIDUAL_LIMIT} of it, so that its power {exponent} is not "
+                "known. Increase `damping`.",
                 factor="matrix",
             )
         scaled = damped**exponent
@@ -318,20 +377,12 @@ class ShiftedMatrix:
         M, xp, dtype = self.damped, self._xp(), self.dtype
         if dtype == M.shift.dtype:
             return M
-        return DampedMatrix(
-            self.applied, cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
-        )
+        factor, shift = cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
+        return DampedMatrix(self.applied, factor, shift, M.roundoff)
 
-    def _in_applied_dtype(self, made: T) -> T:
+    def _in_applied_dtype(self, made: T, *, check: Check, name: str) -> T:
         """Return a factorization in the dtype of applying."""
-        dtype = self.dtype
-        if dtype == self.damped.shift.dtype:
-            return made
-        xp = self._xp()
-        return map_structure(
-            lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
-            made,
-        )
+        return in_dtype(made, self.dtype, check=check, name=name, xp=self._xp())
 
     def _xp(self) -> Namespace:
         return own_namespace(self.damped.shift)
@@ -401,6 +452,12 @@ def shifted_matrix(
         applied = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
     # NumPy makes scalars of its own of 0-d arrays.
     shift = full_of(xp, shift, B.array)
-    damped = DampedMatrix(B, matrix.factor, shift)
+    damped = DampedMatrix(B, matrix.factor, shift, _roundoff(matrix, xp))
     made = ShiftedMatrix(damped, applied)
     return made.prepared(*factorizations, check=check, name=name)
+
+
+def _roundoff(matrix: ScaledMatrix, xp: Namespace) -> float:
+    """Return the relative roundoff of a matrix as it was stored."""
+    own = float(xp.finfo(matrix.matrix.array.dtype).eps)
+    return max(matrix.roundoff, own)

@@ -34,6 +34,7 @@ from kfac_core.errors import (
     NotFiniteError,
     UnsupportedError,
 )
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.linalg.shifted import Factorization, Solving
 
@@ -439,6 +440,12 @@ def raise_for(
     if Status.NOT_POSITIVE in found:
         raise FactorizationError(
             f"the damped block has an eigenvalue that is not positive. {remedy}",
+            factor=name,
+        )
+    if Status.INACCURATE in found:
+        raise FactorizationError(
+            "the damping is so small beside the block that roundoff changes a damped "
+            f"eigenvalue by more than {RESIDUAL_LIMIT} of it. {remedy}",
             factor=name,
         )
 
