@@ -9,7 +9,7 @@ from kfac_core.cli.bench import add_arguments
 
 parser = argparse.ArgumentParser(
     prog="python -m benchmarks",
-    description="Time the library beside others and the machine's floor.",
+    description="Time the library beside others and the machine's roofline.",
 )
 add_arguments(parser)
 sys.exit(ended("bench", main, parser.parse_args()))

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from benchmarks.limits import CALL, LOOPED
 from benchmarks.measured import KERNELS, Run, ratio
+from benchmarks.result import Result
 from benchmarks.stages import TITLES
-from benchmarks.verdict import Verdict
 
 __all__ = ["calls", "loops"]
 
 STAGES = ("statistics", "refresh-inverse", "precondition-inverse")
 
 
-def loops(run: Run, /) -> Iterator[Verdict]:
+def loops(run: Run, /) -> Iterator[Result]:
     """Judge what equal layers gain by being computed together.
 
     Parameters
@@ -24,7 +24,7 @@ def loops(run: Run, /) -> Iterator[Verdict]:
 
     Yields
     ------
-    Verdict
+    Result
         For each stage, size and core.
     """
     for where, least in LOOPED.items():
@@ -37,7 +37,7 @@ def loops(run: Run, /) -> Iterator[Verdict]:
                 if whole and alone:
                     share = f"{alone / whole:.2f} of the one call"
                     bound = f"{run.title(kernels)} in a loop takes {share}"
-                yield Verdict(
+                yield Result(
                     f"{stage}, a call a layer over one call for all",
                     *(where, core, run.threads),
                     ratio(looped, whole),
@@ -47,7 +47,7 @@ def loops(run: Run, /) -> Iterator[Verdict]:
                 )
 
 
-def calls(run: Run, /) -> Iterator[Verdict]:
+def calls(run: Run, /) -> Iterator[Result]:
     """Judge what a layer costs where there is nothing in it to compute.
 
     Parameters
@@ -57,7 +57,7 @@ def calls(run: Run, /) -> Iterator[Verdict]:
 
     Yields
     ------
-    Verdict
+    Result
         For each stage and core, of one layer alone and of one among 200.
     """
     for where, layers in (("one by one", 1), ("200 of 1", 200)):
@@ -65,7 +65,7 @@ def calls(run: Run, /) -> Iterator[Verdict]:
             for core, kernels in KERNELS.items():
                 own = run.figure(where, stage, core)
                 alone = run.figure(where, stage, kernels)
-                yield Verdict(
+                yield Result(
                     f"{TITLES[stage]}, a layer of 1x1",
                     *(where, core, run.threads),
                     None if own is None else own / layers,

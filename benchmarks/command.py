@@ -15,7 +15,7 @@ from benchmarks.libraries import LIBRARIES
 from benchmarks.options import Options
 from benchmarks.run import run
 from benchmarks.stages import chosen_stages
-from benchmarks.targets import verdicts
+from benchmarks.targets import results
 from benchmarks.threads import processors
 from benchmarks.workloads import chosen_workloads
 from kfac_core.cli.screen import Progress, complain, print_json
@@ -129,10 +129,10 @@ def _show(runs: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from benchmarks.report import print_report
-    from benchmarks.verdict_table import print_verdicts
+    from benchmarks.result_table import print_results
 
-    judged = verdicts(runs)
-    everything = {"runs": runs, "targets": [verdict.to_plain() for verdict in judged]}
+    judged = results(runs)
+    everything = {"runs": runs, "targets": [result.to_plain() for result in judged]}
     if arguments.json:
         print_json(everything)
     else:
@@ -141,7 +141,7 @@ def _show(runs: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
         console = Console() if pretty else Console(width=120, force_terminal=False)
         for found in runs:
             print_report(found, console)
-        print_verdicts(judged, console)
+        print_results(judged, console)
     folder: Path = arguments.output
     numbers = folder / "benchmarks.json"
     numbers.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")

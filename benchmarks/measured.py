@@ -56,15 +56,19 @@ class Run:
     def figure(
         self, workload: str, stage: str, library: str, key: str = "median", /
     ) -> float | None:
-        """Return a figure of a stage; ``"floors"`` for its multiple of the floor."""
+        """Return a figure of a stage; ``"rooflines"`` for its multiple of the roofline."""
         return self._of(workload, stage, library).get(key)
 
     def fastest(
         self, workload: str, stages: Sequence[str], library: str, /
     ) -> tuple[str, float | None]:
-        """Return that of some stages which took least, and its multiple of the floor."""
-        found = {s: self.figure(workload, s, library, "floors") for s in stages}
-        known = {stage: floors for stage, floors in found.items() if floors is not None}
+        """Return that of some stages which took least, and its multiple of the roofline."""
+        found = {s: self.figure(workload, s, library, "rooflines") for s in stages}
+        known = {
+            stage: rooflines
+            for stage, rooflines in found.items()
+            if rooflines is not None
+        }
         if not known:
             return stages[0], None
         best = min(known, key=known.__getitem__)
@@ -86,9 +90,9 @@ class Run:
     def counts(
         self, workload: str, stage: str, library: str, /
     ) -> tuple[float | None, float | None]:
-        """Return how often a stage waits, and how many kernels it launches."""
+        """Return how often a stage synchronizes, and how many kernels it launches."""
         found = self._of(workload, stage, library).get("counts") or {}
-        return found.get("waits"), found.get("launches")
+        return found.get("synchronizations"), found.get("launches")
 
     def exponent(
         self, sweep: str, stage: str, library: str, sizes: Sequence[int], /
@@ -102,7 +106,7 @@ class Run:
         return None
 
     def recorded_cycle(self, workload: str, kind: str, /) -> float | None:
-        """Return kfac-pytorch's cycle over its floor, with this run's floors as weights."""
+        """Return kfac-pytorch's cycle over the roofline, weighted by this run's."""
         flops = self._workloads.get(workload, {}).get("flops")
         if flops is None:
             return None

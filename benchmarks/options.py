@@ -37,7 +37,7 @@ class Options:
     pythons : mapping of str to str
         Those of single libraries.
     gemm_sizes : tuple of int
-        Of the matrix products whose best rate is the floor's.
+        Of the matrix products whose best rate is the roofline's.
     say : callable
         Is told what is being done.
     """

@@ -1,7 +1,7 @@
 """Figures of libraries that do not install beside the others, as they were recorded.
 
-Measured once, on one core in float32, as multiples of the floor of that machine and that
-run: what was compared there is a stage with the same stage's floor, so that they stand
+Measured once, on one core in float32, as multiples of the roofline of that machine and that
+run: what was compared there is a stage with the same stage's roofline, so that they stand
 beside a run's own multiples, and not beside its seconds.  kfac-pytorch's refresh by
 inverses is LU; its default are eigendecompositions.
 """
@@ -32,21 +32,21 @@ RECORDED: dict[str, dict[str, dict[str, float]]] = {
 def recorded_cycle(
     workload: str, library: str, flops: dict[str, float], /, *, kind: str
 ) -> float:
-    """Return a library's whole cycle, as a multiple of the cycle's floor.
+    """Return a library's whole cycle, as a multiple of the cycle's roofline.
 
     Parameters
     ----------
     workload, library : str
         Of `RECORDED`.
     flops : dict of str to float
-        Those of the floor of each stage.
+        Those of the roofline of each stage.
     kind : {"inverse", "eigen"}
         By which refresh.
 
     Returns
     -------
     float
-        The stages' multiples, weighted by their floors.
+        The stages' multiples, weighted by their rooflines.
     """
     stages = ("statistics", f"refresh-{kind}", f"precondition-{kind}")
     of = RECORDED[workload]

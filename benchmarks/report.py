@@ -1,10 +1,10 @@
 """What was measured, as tables for people.
 
 A table's numbers are medians by the clock that counts, with the least and the quartiles;
-×floor is the median over what the stage's flops take at the best rate of a matrix product
-in the same run (empty above 1000, where a stage is all overhead).  "First" is the first
-call, compiling included.  "Recorded" are multiples of another run's floor, of libraries
-that do not install beside the others.
+×roofline is the median over what the stage's flops take at the best rate of a matrix
+product in the same run (empty above 1000, where a stage is all overhead).  "First" is
+the first call, compiling included.  "Recorded" are multiples of another run's roofline,
+of libraries that do not install beside the others.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def print_report(found: Found, /, console: Console) -> None:
 def _heading(found: Found) -> Iterable[str]:
     machine = found["machine"]
     clock = {
-        "cpu": "processor time (of all threads of the process)",
+        "cpu": "CPU time (of all threads of the process)",
         "wall": "wall time",
         "device": "the device's own time (wall time where a library has no events)",
     }
@@ -92,7 +92,7 @@ def _times(workload: Found, titles: dict[str, str]) -> Table:
     """Return the figures of every stage and library; the fastest of each is bold."""
     table = Table(title=f"{workload['name']}: {workload['layers']} layer(s)")
     table.add_column("stage and library", no_wrap=True)
-    for column in ("median", "least", "quartiles", "×floor", "quiet", "first"):
+    for column in ("median", "least", "quartiles", "×roofline", "quiet", "first"):
         table.add_column(column, justify="right", no_wrap=True)
     for stage, of_stage in workload["stages"].items():
         table.add_row(Text(TITLES[stage], style="bold"))
@@ -103,20 +103,20 @@ def _times(workload: Found, titles: dict[str, str]) -> Table:
                 label = Text(f"  {titles[name]}", style="bold" if best else "")
                 table.add_row(label, *_figures(figures))
         recorded = RECORDED.get(workload["name"], {}).get(stage, {})
-        for name, floors in recorded.items():
-            table.add_row(f"  {name}, recorded", "", "", "", f"{floors:.2f}", "", "")
+        for name, rooflines in recorded.items():
+            table.add_row(f"  {name}, recorded", "", "", "", f"{rooflines:.2f}", "", "")
         table.add_section()
     return table
 
 
 def _figures(figures: Found) -> tuple[str, ...]:
-    floors = figures.get("floors")
+    rooflines = figures.get("rooflines")
     noisy = " noisy" if figures["noisy"] else ""
     return (
         with_unit(figures["median"], "s"),
         with_unit(figures["least"], "s"),
         f"{with_unit(figures['lower'], 's')} – {with_unit(figures['upper'], 's')}",
-        f"{floors:.2f}" if floors is not None and floors < 1000 else "",
+        f"{rooflines:.2f}" if rooflines is not None and rooflines < 1000 else "",
         f"{figures['quiet']}/{figures['samples']}{noisy}",
         with_unit(figures["first"], "s"),
     )
@@ -215,13 +215,13 @@ def _memory(workload: Found, titles: dict[str, str]) -> Table:
 def _device(workload: Found, titles: dict[str, str]) -> Table:
     """Return what a GPU was asked to do; nothing is counted elsewhere."""
     table = Table(title=f"{workload['name']}: calls of the device in one call")
-    for column in ("stage", "library", "launches", "waits of the host"):
+    for column in ("stage", "library", "launches", "host-device synchronizations"):
         table.add_column(column)
     for stage, of_stage in workload["stages"].items():
         for name, figures in of_stage.items():
             counts = figures.get("counts")
             if counts:
-                cells = (str(counts["launches"]), str(counts["waits"]))
+                cells = (str(counts["launches"]), str(counts["synchronizations"]))
                 table.add_row(TITLES[stage], titles[name], *cells)
     return table
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agreement import Reference
-from benchmarks.crew import Crew
 from benchmarks.machine import describe_machine
 from benchmarks.options import Options
+from benchmarks.processes import Processes
 from benchmarks.stages import GPU_STAGES, MEMORY_LIMITS, TITLES, stage_flops
 from benchmarks.timing import ENOUGH, Sample, summary
 from benchmarks.workloads import Workload
@@ -39,46 +39,48 @@ def run(options: Options, /) -> Found:
     dict
         Everything that was measured, as JSON has it.
     """
-    crew = Crew(options)
+    processes = Processes(options)
     try:
         found: Found = {
             "machine": describe_machine(),
             "device": options.device,
             "threads": options.threads,
             "clock": options.clock,
-            "libraries": crew.hello(),
+            "libraries": processes.hello(),
             "workloads": [],
         }
         rates: dict[str, float] = {}
-        for workload in options.workloads if crew.names else ():
-            crew.revive()
+        for workload in options.workloads if processes.names else ():
+            processes.revive()
             if not (rates and workload.sweep):
-                _best_rates(rates, crew, options.gemm_sizes)
-            found["workloads"].append(_run_workload(workload, crew, options))
-        _best_rates(rates, crew, options.gemm_sizes)
+                _best_rates(rates, processes, options.gemm_sizes)
+            found["workloads"].append(_run_workload(workload, processes, options))
+        _best_rates(rates, processes, options.gemm_sizes)
     finally:
-        crew.close()
+        processes.close()
     found["gemm"] = rates
     found["machine"]["load after"] = describe_machine()["load"]
     rate = max(rates.values(), default=0.0)
     for plain in found["workloads"]:
         for stage, of_stage in plain["stages"].items():
-            floor = plain["flops"][stage] / rate if rate else 0.0
+            roofline = plain["flops"][stage] / rate if rate else 0.0
             for figures in of_stage.values():
-                if "median" in figures and floor:
-                    figures["floors"] = figures["median"] / floor
+                if "median" in figures and roofline:
+                    figures["rooflines"] = figures["median"] / roofline
     return found
 
 
-def _best_rates(rates: dict[str, float], crew: Crew, sizes: tuple[int, ...]) -> None:
+def _best_rates(
+    rates: dict[str, float], processes: Processes, sizes: tuple[int, ...]
+) -> None:
     """Keep each library's best rate of a matrix product so far."""
-    for name in crew.names:
-        rate = crew.ask(name, "gemm", sizes=sizes).get("rate", 0.0)
+    for name in processes.names:
+        rate = processes.ask(name, "gemm", sizes=sizes).get("rate", 0.0)
         if rate:
             rates[name] = max(rates.get(name, 0.0), rate)
 
 
-def _run_workload(workload: Workload, crew: Crew, options: Options) -> Found:
+def _run_workload(workload: Workload, processes: Processes, options: Options) -> Found:
     stages = [s for s in workload.stages if not options.stages or s in options.stages]
     if options.device == "cpu":
         stages = [s for s in stages if s not in GPU_STAGES]
@@ -96,29 +98,31 @@ def _run_workload(workload: Workload, crew: Crew, options: Options) -> Found:
         "agreement": {},
         "memory": {},
     }
-    for name in crew.names:
-        reply = crew.ask(name, "prepare", workload=workload.to_plain())
+    for name in processes.names:
+        reply = processes.ask(name, "prepare", workload=workload.to_plain())
         if "error" in reply:
             found["unprepared"][name] = reply["error"]
-    ready = [name for name in crew.names if name not in found["unprepared"]]
+    ready = [name for name in processes.names if name not in found["unprepared"]]
     for stage in stages:
         options.say(f"{workload.name}: {TITLES[stage]}")
-        found["stages"][stage] = _run_stage(stage, ready, crew, options)
+        found["stages"][stage] = _run_stage(stage, ready, processes, options)
     options.say(f"{workload.name}: agreement")
-    found["agreement"] = _agreement(workload, stages, ready, crew)
+    found["agreement"] = _agreement(workload, stages, ready, processes)
     if workload.memory and options.memory:
         for stage in (s for s in stages if s in MEMORY_LIMITS):
             options.say(f"{workload.name}: memory of {TITLES[stage]}")
             request = {"workload": workload.to_plain(), "stage": stage}
             found["memory"][stage] = {
-                name: crew.apart(name, "peak", **request) for name in ready
+                name: processes.apart(name, "peak", **request) for name in ready
             }
     return found
 
 
-def _run_stage(stage: str, names: list[str], crew: Crew, options: Options) -> Found:
+def _run_stage(
+    stage: str, names: list[str], processes: Processes, options: Options
+) -> Found:
     """Return each library's figures for one stage."""
-    found: Found = {name: crew.ask(name, "setup", stage=stage) for name in names}
+    found: Found = {name: processes.ask(name, "setup", stage=stage) for name in names}
     samples: dict[str, list[Sample]] = {
         name: [] for name in names if "calls" in found[name]
     }
@@ -127,7 +131,7 @@ def _run_stage(stage: str, names: list[str], crew: Crew, options: Options) -> Fo
         if taken >= ENOUGH and time.monotonic() - start > options.seconds:
             break
         for name, of_library in samples.items():
-            reply = crew.ask(name, "sample")
+            reply = processes.ask(name, "sample")
             if "error" in reply:
                 found[name] = reply
             else:
@@ -137,12 +141,12 @@ def _run_stage(stage: str, names: list[str], crew: Crew, options: Options) -> Fo
             numbers = summary(of_library, clock=options.clock)
             found[name] |= dataclasses.asdict(numbers) | {"noisy": numbers.noisy}
             if options.device == "cuda":
-                found[name] |= crew.ask(name, "counts")
+                found[name] |= processes.ask(name, "counts")
     return found
 
 
 def _agreement(
-    workload: Workload, stages: list[str], names: list[str], crew: Crew
+    workload: Workload, stages: list[str], names: list[str], processes: Processes
 ) -> Found:
     """Return how far each library's answers are from right, and from each other."""
     found: Found = {}
@@ -155,7 +159,7 @@ def _agreement(
             paths: dict[str, Path] = {}
             for name in names:
                 path = Path(folder) / f"{name}.npz"
-                reply = crew.ask(name, "answer", stage=stage, path=str(path))
+                reply = processes.ask(name, "answer", stage=stage, path=str(path))
                 if "error" in reply:
                     found[stage][name] = reply
                 elif "absent" not in reply:

@@ -3,7 +3,7 @@
 Conventions.  For a layer with factors A (n x n) and G (m x m) and R rows a batch:
 
 ================  ==============================  ==========================================
-stage             flops of the floor              what it is
+stage             flops of the roofline          what it is
 ================  ==============================  ==========================================
 statistics        ``R (n^2 + m^2)``               SYRK; both factors, with their average
 refresh           ``n^3 + m^3``                   POTRF and POTRI, whatever is made
@@ -11,7 +11,7 @@ precondition      ``2 n m (n + m)``               two GEMMs, whatever is done
 cycle             all three                       everything refreshed at every step
 ================  ==============================  ==========================================
 
-The refresh by factorization alone could be had for a third of its floor, and by
+The refresh by factorization alone could be had for a third of its roofline, and by
 eigendecompositions for 14/3 of it; preconditioning in the eigenbases needs four GEMMs.
 They are put over the same flops, so that the columns of a table compare.
 
@@ -91,7 +91,7 @@ class Sized(Protocol):
 
 
 def stage_flops(stage: str, layers: Iterable[Sized], /) -> float:
-    """Return the flops of a stage's floor, as the module's table has them."""
+    """Return the flops of a stage's roofline, as the module's table has them."""
     total = 0.0
     for layer in layers:
         n, m = layer.shape

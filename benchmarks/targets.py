@@ -17,20 +17,20 @@ from benchmarks.limits import (
     CYCLE_OVER,
     DRIVER,
     EXPONENTS,
-    OVER_THE_FLOOR,
+    OVER_THE_ROOFLINE,
     TOLERANCE,
     TWO_CORES,
 )
 from benchmarks.measured import CORES, KERNELS, PLACES, Run, ratio
 from benchmarks.recorded import RECORDED
+from benchmarks.result import Result
 from benchmarks.stages import MEMORY_LIMITS, TITLES
-from benchmarks.verdict import Verdict
 from benchmarks.workloads import SWEEPS
 
-__all__ = ["verdicts"]
+__all__ = ["results"]
 
 
-def verdicts(runs: Sequence[dict[str, Any]], /) -> list[Verdict]:
+def results(runs: Sequence[dict[str, Any]], /) -> list[Result]:
     """Judge some runs of one benchmark.
 
     Parameters
@@ -41,44 +41,46 @@ def verdicts(runs: Sequence[dict[str, Any]], /) -> list[Verdict]:
 
     Returns
     -------
-    list of Verdict
+    list of Result
         All targets, a run after the other, whether they were measured or not.
     """
     views = [Run(plain) for plain in runs]
-    found: list[Verdict] = []
+    found: list[Result] = []
     for run in views:
         for judge in (
-            *(_floors, _peers, _drivers, _cycles),
-            *(loops, calls, _growth, _memory, _waits),
+            *(_rooflines, _peers, _drivers, _cycles),
+            *(loops, calls, _growth, _memory, _synchronizations),
         ):
             found += judge(run)
     return found + list(_two_cores(views))
 
 
-def _floors(run: Run) -> Iterator[Verdict]:
-    for stage, by_core in OVER_THE_FLOOR.items():
+def _rooflines(run: Run) -> Iterator[Result]:
+    for stage, by_core in OVER_THE_ROOFLINE.items():
         for place, where in enumerate(PLACES):
             for core, greatest in by_core.items():
                 # On one thread PyTorch's matrices go through LAPACK's routines too.
                 bounds = (
-                    run.by_kernels(by, run.figure(where, stage, KERNELS[by], "floors"))
+                    run.by_kernels(
+                        by, run.figure(where, stage, KERNELS[by], "rooflines")
+                    )
                     for by in dict.fromkeys((core, "numpy"))
                 )
-                yield Verdict(
-                    f"{TITLES[stage]}, over the floor",
+                yield Result(
+                    f"{TITLES[stage]}, over the roofline",
                     *(where, core, run.threads),
-                    run.figure(where, stage, core, "floors"),
+                    run.figure(where, stage, core, "rooflines"),
                     greatest=greatest[place],
                     bound="; ".join(filter(None, bounds)),
                     noisy=run.noisy(where, stage, core),
                 )
 
 
-def _peers(run: Run) -> Iterator[Verdict]:
+def _peers(run: Run) -> Iterator[Result]:
     """Judge the statistics against the fastest peer, measured or recorded."""
     for where in PLACES:
         times = {
-            run.title(peer): run.figure(where, "statistics", peer, "floors")
+            run.title(peer): run.figure(where, "statistics", peer, "rooflines")
             for peer in run.peers
         }
         measured = {name: time for name, time in times.items() if time is not None}
@@ -87,19 +89,19 @@ def _peers(run: Run) -> Iterator[Verdict]:
         every = measured | named
         fastest = min(every, key=every.__getitem__)
         for core in CORES:
-            own = run.figure(where, "statistics", core, "floors")
-            yield Verdict(
+            own = run.figure(where, "statistics", core, "rooflines")
+            yield Result(
                 "statistics, how many times as fast as the fastest peer",
                 *(where, core, run.threads),
                 # Of recorded figures alone it would say nothing of this machine.
                 every[fastest] / own if own and measured else None,
                 least=1.0,
-                bound=f"{fastest} takes {every[fastest]:.2f} floors",
+                bound=f"{fastest} takes {every[fastest]:.2f} rooflines",
                 noisy=run.noisy(where, "statistics", core),
             )
 
 
-def _drivers(run: Run) -> Iterator[Verdict]:
+def _drivers(run: Run) -> Iterator[Result]:
     stage, driver = "refresh-eigen", "refresh-driver"
     for where in PLACES:
         for core, kernels in KERNELS.items():
@@ -107,7 +109,7 @@ def _drivers(run: Run) -> Iterator[Verdict]:
             alone = run.figure(where, driver, kernels)
             plain = run.figure(where, stage, kernels)
             noisy = run.noisy(where, stage, core) or run.noisy(where, driver, kernels)
-            yield Verdict(
+            yield Result(
                 f"{TITLES[stage]}, over the fastest driver's own time",
                 *(where, core, run.threads),
                 ratio(own, alone),
@@ -117,7 +119,7 @@ def _drivers(run: Run) -> Iterator[Verdict]:
             )
 
 
-def _cycles(run: Run) -> Iterator[Verdict]:
+def _cycles(run: Run) -> Iterator[Result]:
     """Judge the whole cycle, by whichever way of solving is the faster."""
     ways = ("cycle", "cycle-cheaper")
     for place, where in enumerate(PLACES):
@@ -126,7 +128,7 @@ def _cycles(run: Run) -> Iterator[Verdict]:
             "kfac-pytorch": ("kfac-pytorch's recorded one by LU", lu),
             "curvlinops": (
                 "curvlinops'",
-                run.figure(where, "cycle", "curvlinops", "floors"),
+                run.figure(where, "cycle", "curvlinops", "rooflines"),
             ),
         }
         for core in KERNELS:
@@ -135,33 +137,36 @@ def _cycles(run: Run) -> Iterator[Verdict]:
                 by: run.fastest(where, ways, KERNELS[by])[1]
                 for by in dict.fromkeys((core, "numpy"))
             }
-            for other, (name, floors) in others.items():
+            for other, (name, rooflines) in others.items():
                 notes = [
-                    *(run.by_kernels(by, ratio(floors, x)) for by, x in alone.items()),
+                    *(
+                        run.by_kernels(by, ratio(rooflines, x))
+                        for by, x in alone.items()
+                    ),
                     TITLES[way],
                 ]
                 if other == "kfac-pytorch" and own and eigen:
                     notes += [
                         f"{eigen / own:.2f} over its default, eigendecompositions"
                     ]
-                yield Verdict(
+                yield Result(
                     f"whole cycle, how many times as fast as {name}",
                     *(where, core, run.threads),
-                    ratio(floors, own),
+                    ratio(rooflines, own),
                     least=CYCLE_OVER[other][place],
                     bound="; ".join(filter(None, notes)),
                     noisy=run.noisy(where, way, core),
                 )
 
 
-def _growth(run: Run) -> Iterator[Verdict]:
+def _growth(run: Run) -> Iterator[Result]:
     """Judge exponents, where the whole of a sweep was measured."""
     for stage, sweep, exponent in EXPONENTS:
         sizes = [workload.size for workload in SWEEPS if workload.sweep == sweep]
         for core, kernels in KERNELS.items():
             own = run.exponent(sweep, stage, core, sizes)
             alone = run.exponent(sweep, stage, kernels, sizes)
-            yield Verdict(
+            yield Result(
                 f"{TITLES[stage]}, the exponent in {sweep}",
                 *(f"{sizes[0]} to {sizes[-1]}", core, run.threads),
                 own,
@@ -172,14 +177,14 @@ def _growth(run: Run) -> Iterator[Verdict]:
             )
 
 
-def _memory(run: Run) -> Iterator[Verdict]:
+def _memory(run: Run) -> Iterator[Result]:
     """Judge what a call adds to the memory that is held; one run is enough."""
     if run.threads != "1":
         return
     for stage, greatest in MEMORY_LIMITS.items():
         for where in PLACES:
             for core, kernels in KERNELS.items():
-                yield Verdict(
+                yield Result(
                     f"{TITLES[stage]}, memory added over the factors' bytes",
                     *(where, core, run.threads),
                     run.memory(where, stage, core),
@@ -188,15 +193,15 @@ def _memory(run: Run) -> Iterator[Verdict]:
                 )
 
 
-def _waits(run: Run) -> Iterator[Verdict]:
+def _synchronizations(run: Run) -> Iterator[Result]:
     """Judge how often a step synchronizes with a GPU."""
     if not run.on_gpu:
         return
     for where in PLACES:
         for core in run.cores:
             waits, launches = run.counts(where, "cycle-status", core)
-            yield Verdict(
-                "waits of the host in a step",
+            yield Result(
+                "host-device synchronizations in a step",
                 *(where, core, run.threads),
                 waits,
                 greatest=0.0,
@@ -205,7 +210,7 @@ def _waits(run: Run) -> Iterator[Verdict]:
             )
 
 
-def _two_cores(runs: list[Run]) -> Iterator[Verdict]:
+def _two_cores(runs: list[Run]) -> Iterator[Result]:
     by_threads = {run.threads: run for run in runs}
     one, two = by_threads.get("1"), by_threads.get("2")
     if any(run.on_gpu for run in runs):
@@ -221,7 +226,7 @@ def _two_cores(runs: list[Run]) -> Iterator[Verdict]:
                 alone = one.by_kernels(core, one.gain(two, where, stage, kernels))
                 bound = "; ".join(filter(None, [alone, product]))
                 noisy = any(run.noisy(where, stage, core) for run in (one, two))
-            yield Verdict(
+            yield Result(
                 f"{TITLES[stage]}, how many times as fast on two cores",
                 *(where, core, "1, 2"),
                 figure,

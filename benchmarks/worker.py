@@ -97,7 +97,7 @@ class Worker:
         return dataclasses.asdict(sample)
 
     def do_counts(self) -> dict[str, Any]:
-        """Count launches and waits of the stage that was set up, on a GPU."""
+        """Count launches and synchronizations of the stage that was set up, on a GPU."""
         from benchmarks.libraries.device import device_counts
 
         assert self._call is not None

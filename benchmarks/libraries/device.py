@@ -1,8 +1,9 @@
 """A GPU's own clock, and what it was asked to do.
 
 Conventions.  PyTorch and CuPy mark the device's stream with events.  JAX has no events
-for its users: there the wall clock runs until the result is there.  Launches and waits
-are counted by PyTorch's profiler, which sees the CUDA calls of the whole process.
+for its users: there the wall clock runs until the result is there.  Launches and
+synchronizations are counted by PyTorch's profiler, which sees the CUDA calls of the
+whole process.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def device_counts(
     Returns
     -------
     dict of str to int, or None
-        ``"launches"`` and ``"waits"``, without the wait for the result itself; None
-        where PyTorch is not there to count, or not built for CUDA.
+        ``"launches"`` and ``"synchronizations"``, without that for the result itself;
+        None where PyTorch is not there to count, or not built for CUDA.
     """
     try:
         torch: Any = importlib.import_module("torch")
@@ -96,9 +97,9 @@ def _counted(torch: Any, call: Call, finish: Callable[[Any], None]) -> dict[str,
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
         result = call()
     finish(result)
-    counts = {"launches": 0, "waits": 0}
+    counts = {"launches": 0, "synchronizations": 0}
     for event in profile.key_averages():
         name = VERSION.sub("", event.key)
         counts["launches"] += event.count if name in LAUNCHES else 0
-        counts["waits"] += event.count if name in WAITS else 0
+        counts["synchronizations"] += event.count if name in WAITS else 0
     return counts

@@ -144,7 +144,7 @@ class _Lapack:
 
 
 def _seconds(driver: Any, M: Matrix) -> float:
-    """Return the processor time of an eigendecomposition, the best of two."""
+    """Return the CPU time of an eigendecomposition, the best of two."""
     taken = []
     for _ in range(2):
         start = time.process_time()

@@ -24,6 +24,7 @@ from kfac_core_conformance.records.block import describe
 from ..builders import conv_reference, reference
 from ..builders.estimators import make_estimator
 from ..builders.tolerances import assert_close, assert_differs
+from ..builders.tracing import Traced
 
 PATH = Path(__file__).parents[2] / "docs" / "examples" / "identity_gradients.py"
 DAMPING = 0.3
@@ -451,7 +452,7 @@ def test_stages_are_compiled_by_jax(requires_backend, rng):
     x = {name: rng.normal(size=(2, N, n)) for name in NAMES}
     V = {name: rng.normal(size=(n + 1, m)) for name in NAMES}
 
-    @jax.jit
+    @Traced
     def step(state, inputs, gradients):
         batches = {
             name: kc.Batch(each, jax.numpy.ones((N, m)))
@@ -465,13 +466,14 @@ def test_stages_are_compiled_by_jax(requires_backend, rng):
         name: {"weight": jax.numpy.asarray(v[:-1]), "bias": jax.numpy.asarray(v[-1])}
         for name, v in V.items()
     }
+    compiled = jax.jit(step)
     state = network.initial(jax.numpy.zeros(()), damping=DAMPING)
     for i in range(2):
         fed = {name: jax.numpy.asarray(each[i]) for name, each in x.items()}
-        state, result = step(state, fed, gradients)
+        state, result = compiled(state, fed, gradients)
 
     assert bool(state.is_good())
-    assert step._cache_size() == 1
+    assert step.traces == 1
     for name in NAMES:
         moments = [second_moment(each) for each in x[name]]
         A = (0.5 * moments[0] + moments[1]) / 1.5 + DAMPING * np.eye(n + 1)

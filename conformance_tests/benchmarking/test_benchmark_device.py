@@ -1,7 +1,7 @@
 """The benchmark's way to a GPU, over stand-ins: no GPU runs, and no number is right.
 
-What is held is that the device's own clock is asked, that launches and waits are counted
-without those of counting itself, and that a step of `kfac_core` waits for nothing.
+What is held is that the device's own clock is asked, that launches and synchronizations
+are counted without those of counting itself, and that a step of `kfac_core` has none.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ def test_launches_and_waits_are_counted_without_those_of_counting(monkeypatch):
 
     assert device.device_counts(step, lambda result: None) == {
         "launches": 3,
-        "waits": 2,
+        "synchronizations": 2,
     }
     assert device.device_counts(lambda: None, lambda result: None) == {
         "launches": 0,
-        "waits": 0,
+        "synchronizations": 0,
     }
 
 
@@ -158,7 +158,7 @@ def test_the_stage_for_a_gpu_is_left_out_on_a_cpu(monkeypatch):
     """Which a target of the GPU alone asks for."""
     asked = []
 
-    class Crew:
+    class Processes:
         """Answers nothing, and remembers what it was asked."""
 
         names = ("it",)
@@ -173,7 +173,7 @@ def test_the_stage_for_a_gpu_is_left_out_on_a_cpu(monkeypatch):
     for place in ("cpu", "cuda"):
         given = types.SimpleNamespace(device=place, clock="wall", **options)
         monkeypatch.setattr(given, "seconds", 1.0, raising=False)
-        module._run_workload(workload, Crew(), given)
+        module._run_workload(workload, Processes(), given)
 
     assert asked.count("cycle") == 2
     assert asked.count("cycle-status") == 1

@@ -1,4 +1,4 @@
-"""The benchmark's verdicts, on runs whose figures are written by hand."""
+"""The benchmark's results, on runs whose figures are written by hand."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import_benchmarks()
 
 from benchmarks.growth import growth  # noqa: E402
 from benchmarks.libraries import LIBRARIES  # noqa: E402
-from benchmarks.targets import verdicts  # noqa: E402
-from benchmarks.verdict_table import print_verdicts  # noqa: E402
+from benchmarks.result_table import print_results  # noqa: E402
+from benchmarks.targets import results  # noqa: E402
 from benchmarks.workloads import SWEEPS, chosen_workloads  # noqa: E402
 
 
@@ -55,10 +55,10 @@ def run_of(figures, *, threads=1, device="cpu", memory=None, sweeps=()):
 
 
 def one(runs, target, where, library, threads=None):
-    """Return the verdict of which the target begins so."""
+    """Return the result of which the target begins so."""
     [found] = [
         v
-        for v in verdicts(runs)
+        for v in results(runs)
         if v.target.startswith(target)
         and (v.where, v.library) == (where, library)
         and threads in (None, v.threads)
@@ -82,10 +82,10 @@ def one(runs, target, where, library, threads=None):
         ("precondition-solve", "autoencoder", "torch", 1.5),
     ],
 )
-def test_multiples_of_the_floor(stage, where, library, greatest):
+def test_multiples_of_the_roofline(stage, where, library, greatest):
     """At the number a target is met, above it not, and the kernels are named."""
     kernels = {"numpy": "lapack", "torch": "torch-kernels"}[library]
-    of_kernels = {(where, stage, kernels): {"floors": 0.91}}
+    of_kernels = {(where, stage, kernels): {"rooflines": 0.91}}
     titles = {
         "statistics": "statistics with",
         "refresh-inverse": "refresh, inverses, over",
@@ -95,10 +95,10 @@ def test_multiples_of_the_floor(stage, where, library, greatest):
     }
     target = titles[stage]
     if stage == "statistics":
-        target = "statistics with moving average, over the floor"
+        target = "statistics with moving average, over the roofline"
 
-    def judged(floors):
-        said = {(where, stage, library): {"floors": floors}}
+    def judged(rooflines):
+        said = {(where, stage, library): {"rooflines": rooflines}}
         return one([run_of(said | of_kernels)], target, where, library)
 
     met, missed = judged(greatest), judged(greatest + 0.01)
@@ -112,16 +112,16 @@ def test_the_fastest_peer_is_a_library_and_may_be_recorded():
     """Plain kernels are no peer, recorded figures count, and alone say nothing."""
     stage = ("autoencoder", "statistics")
     said = {
-        (*stage, "numpy"): {"floors": 1.2},
-        (*stage, "lapack"): {"floors": 1.0},
-        (*stage, "kfac-jax"): {"floors": 3.0},
+        (*stage, "numpy"): {"rooflines": 1.2},
+        (*stage, "lapack"): {"rooflines": 1.0},
+        (*stage, "kfac-jax"): {"rooflines": 3.0},
     }
     target = "statistics, how many"
 
     recorded = one([run_of(said)], target, "autoencoder", "numpy")
-    said[(*stage, "curvlinops")] = {"floors": 1.1}
+    said[(*stage, "curvlinops")] = {"rooflines": 1.1}
     measured = one([run_of(said)], target, "autoencoder", "numpy")
-    alone = run_of({(*stage, "numpy"): {"floors": 1.2}})
+    alone = run_of({(*stage, "numpy"): {"rooflines": 1.2}})
 
     assert recorded.figure == pytest.approx(2.4 / 1.2)  # kronfluence's
     assert "kronfluence, recorded" in recorded.bound
@@ -149,12 +149,12 @@ def test_eigendecompositions_are_put_over_the_driver_alone():
 
 
 def test_the_cycle_is_compared_with_recorded_stages_and_with_curvlinops():
-    """Recorded multiples are weighted by the floors; the faster way of solving counts."""
+    """Recorded multiples are weighted by rooflines; the faster way of solving counts."""
     place = "autoencoder"
     said = {
-        (place, "cycle", "numpy"): {"floors": 1.5},
-        (place, "cycle-cheaper", "numpy"): {"floors": 1.25},
-        (place, "cycle", "curvlinops"): {"floors": 2.0},
+        (place, "cycle", "numpy"): {"rooflines": 1.5},
+        (place, "cycle-cheaper", "numpy"): {"rooflines": 1.25},
+        (place, "cycle", "curvlinops"): {"rooflines": 2.0},
     }
     runs = [run_of(said)]
     lu = (2.7 * 1 + 6.1 * 2 + 1.14 * 1) / 4
@@ -204,7 +204,7 @@ def test_small_layers():
     ("exponent", "met"), [(2.69, False), (3.0, True), (3.31, False)]
 )
 def test_growth_is_judged_by_whole_sweeps(exponent, met):
-    """A part of a sweep, such as a quick run's, has no verdict."""
+    """A part of a sweep, such as a quick run's, has no result."""
     widths = [w.size for w in SWEEPS if w.sweep == "width"]
     points = [
         {
@@ -237,7 +237,7 @@ def test_memory_is_what_a_call_adds():
     assert found.figure == pytest.approx(1.001)
     assert found.met
     # It is measured once, on one thread.
-    assert not any("memory" in v.target for v in verdicts([run | {"threads": 2}]))
+    assert not any("memory" in v.target for v in results([run | {"threads": 2}]))
 
 
 def test_two_cores_are_compared_by_the_wall_clock():
@@ -259,18 +259,18 @@ def test_two_cores_are_compared_by_the_wall_clock():
 @pytest.mark.parametrize(("waits", "met"), [(0, True), (1, False)])
 def test_a_step_on_a_gpu_should_not_wait(waits, met):
     """Of every core; on a CPU there is no such target."""
-    counts = {"counts": {"waits": waits, "launches": 40}}
+    counts = {"counts": {"synchronizations": waits, "launches": 40}}
     said = {("autoencoder", "cycle-status", "cupy"): counts}
 
-    found = one([run_of(said, device="cuda")], "waits", "autoencoder", "cupy")
+    found = one([run_of(said, device="cuda")], "host-device", "autoencoder", "cupy")
 
     assert found.met == met
     assert found.bound == "40 launches"
-    assert not any(v.target.startswith("waits") for v in verdicts([run_of(said)]))
+    assert not any(v.target.startswith("host-device") for v in results([run_of(said)]))
 
 
 def test_the_stages_of_the_targets_are_timed():
-    """Each verdict's figure comes from a stage that its workload has."""
+    """Each result's figure comes from a stage that its workload has."""
     by_name = {w.name: w for w in chosen_workloads(["all"])}
     for where in ("autoencoder", "transformer"):
         assert by_name[where].memory
@@ -291,12 +291,12 @@ def test_the_table_says_what_is_met_and_what_was_not_measured():
     """In words, with the limit, and a tilde where samples were disturbed."""
     console = pytest.importorskip("rich.console")
     said = {
-        ("autoencoder", "statistics", "numpy"): {"floors": 1.2},
-        ("autoencoder", "statistics", "torch"): {"floors": 1.61, "noisy": True},
+        ("autoencoder", "statistics", "numpy"): {"rooflines": 1.2},
+        ("autoencoder", "statistics", "torch"): {"rooflines": 1.61, "noisy": True},
     }
     page = io.StringIO()
 
-    print_verdicts(verdicts([run_of(said)]), console.Console(file=page, width=200))
+    print_results(results([run_of(said)]), console.Console(file=page, width=200))
 
     lines = page.getvalue().splitlines()
     [numpy_line] = [line for line in lines if "│ numpy" in line]
@@ -315,11 +315,11 @@ def test_rows_of_one_target_stand_together():
     """Whichever core and run they are of."""
     console = pytest.importorskip("rich.console")
     stages = ("statistics", "refresh-inverse")
-    said = {("autoencoder", stage, "numpy"): {"floors": 1.0} for stage in stages}
+    said = {("autoencoder", stage, "numpy"): {"rooflines": 1.0} for stage in stages}
     runs = [run_of(said), run_of(said, threads=2)]
     page = io.StringIO()
 
-    print_verdicts(verdicts(runs), console.Console(file=page, width=200))
+    print_results(results(runs), console.Console(file=page, width=200))
 
     rows = [line for line in page.getvalue().splitlines() if "│ numpy" in line]
     targets = [line.split("│")[1].strip() for line in rows]

@@ -123,7 +123,7 @@ def test_another_answer_is_told_from_the_right_one(change, tmp_path):
     assert not compared["it"]["agrees"]
 
 
-def test_the_flops_of_the_floor():
+def test_the_flops_of_the_roofline():
     """SYRK, POTRF with POTRI, and two GEMMs, summed over the layers."""
     layers = LAYERS  # (6, 3) with 12 rows, (4, 5) with 8
 
@@ -202,7 +202,7 @@ def test_a_run_has_the_form_that_is_reported(tmp_path):
         assert 0 < figures["least"] <= figures["median"] <= figures["upper"]
         rate = max(found["gemm"].values())
         seconds = stage_flops(stage, LAYERS) / rate
-        assert figures["floors"] == pytest.approx(figures["median"] / seconds)
+        assert figures["rooflines"] == pytest.approx(figures["median"] / seconds)
     assert first["agreement"]["precondition-inverse"]["numpy"]["agrees"]
     found["growth"] = growth.growth(found["workloads"])
     assert [curve["sweep"] for curve in found["growth"]] == ["width"]
@@ -210,7 +210,7 @@ def test_a_run_has_the_form_that_is_reported(tmp_path):
     report.print_report(found, console.Console(file=page, width=120))
     for word in (
         "kfac_core numpy",
-        "×floor",
+        "×roofline",
         "agrees",
         "growth",
         "not been run on a GPU",
@@ -293,7 +293,7 @@ def test_the_fastest_driver_is_timed_on_the_factors_themselves():
 
 
 def test_the_command_writes_runs_and_targets(tmp_path, capsys, monkeypatch):
-    """A run for each number of threads, and verdicts over all; nothing else is said."""
+    """A run for each number of threads, and results over all; nothing else is said."""
     pytest.importorskip("rich")
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)

@@ -13,6 +13,7 @@ from kfac_core.array.structure import leaves
 from ..builders.block_kinds import KINDS, fed, network_of, stages_of
 from ..builders.estimators import make_estimator
 from ..builders.tolerances import assert_close
+from ..builders.tracing import Traced
 
 N, n, m = 10, 4, 3
 STATUS = {"check": "status"}
@@ -122,7 +123,7 @@ def test_compiled_steps_are_the_steps(jax, jax_backend, rng, case):
     network, V = plain.network, gradients(jax_backend, rng, kinds)
     bases = any(block.approximation.has_bases for block in network.blocks.values())
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @Traced
     def step(state, batches, vectors, decay, damping, due):
         state = network.update(state, batches, decay=decay, **STATUS)
         if bases:
@@ -131,11 +132,12 @@ def test_compiled_steps_are_the_steps(jax, jax_backend, rng, case):
         state = jax.lax.cond(due, refresh, lambda held: held, state)
         return state, network.precondition(state, vectors)
 
+    compiled = jax.jit(step, donate_argnums=0)
     state = first(network, jax_backend)
     for i in range(4):
         fed, due = draw(jax_backend, rng, kinds), i != 2
         old, decay, damping = state, 0.9 - 0.1 * i, 0.3 * (i + 1)
-        state, found = step(old, fed, V, decay, damping, due)
+        state, found = compiled(old, fed, V, decay, damping, due)
         plain.decay, plain.damping = decay, damping
         plain.update(fed)
         if bases:
@@ -149,7 +151,7 @@ def test_compiled_steps_are_the_steps(jax, jax_backend, rng, case):
             for role, expected in vector.items():
                 assert_close(found[name][role], expected, "inverse", "float64")
 
-    assert step._cache_size() == 1
+    assert step.traces == 1
     held = state["a"]
     assert [int(x) for x in (held.updates, held.refreshes, held.age)] == [4, 3, 0]
     assert bool(state.is_good())
@@ -158,10 +160,13 @@ def test_compiled_steps_are_the_steps(jax, jax_backend, rng, case):
 def test_stages_are_programs_of_their_own(jax, jax_backend, rng):
     """Each compiled alone and donated: one program, and operators outlive statistics."""
     network = estimator_of({"a": KRONECKER}).network
-    donated = functools.partial(jax.jit, donate_argnums=0)
-    update = donated(functools.partial(network.update, **STATUS))
-    refresh = donated(functools.partial(network.refresh, **STATUS))
-    precondition = jax.jit(network.precondition)
+    stages = [
+        Traced(functools.partial(network.update, **STATUS)),
+        Traced(functools.partial(network.refresh, **STATUS)),
+        Traced(network.precondition),
+    ]
+    update, refresh = (jax.jit(stage, donate_argnums=0) for stage in stages[:2])
+    precondition = jax.jit(stages[2])
     state, V = first(network, jax_backend), gradients(jax_backend, rng, "a")
     for i in range(3):
         state = update(state, draw(jax_backend, rng, "a"), decay=0.9 - 0.1 * i)
@@ -170,8 +175,7 @@ def test_stages_are_programs_of_their_own(jax, jax_backend, rng):
         state = update(state, draw(jax_backend, rng, "a"), decay=0.5)
         assert_same_vectors(precondition(state, V), before)
 
-    sizes = [stage._cache_size() for stage in (update, refresh, precondition)]
-    assert sizes == [1, 1, 1]
+    assert [stage.traces for stage in stages] == [1, 1, 1]
     assert int(state["a"].updates) == 6
 
 
@@ -234,7 +238,8 @@ def test_a_factorization_that_fails_keeps_the_operator(jax, jax_backend):
     state = network.update(
         first(network, jax_backend), {"a": kc.Batch(*ones)}, decay=0.9, **STATUS
     )
-    refresh = jax.jit(functools.partial(network.refresh, **STATUS))
+    traced = Traced(functools.partial(network.refresh, **STATUS))
+    refresh = jax.jit(traced)
     good = refresh(state, damping=0.1)
     failed = refresh(good, damping=0.0)
     again = refresh(failed, damping=0.2)
@@ -246,7 +251,7 @@ def test_a_factorization_that_fails_keeps_the_operator(jax, jax_backend):
         (int(s["a"].refreshes), int(s["a"].failures)) for s in (good, failed, again)
     ]
     assert counts == [(1, 0), (1, 1), (2, 0)]
-    assert refresh._cache_size() == 1
+    assert traced.traces == 1
 
 
 def test_states_are_mapped_over(jax, jax_backend, rng):

@@ -27,6 +27,7 @@ from kfac_core.steps import (
 from ..builders import reference
 from ..builders.steps_reference import SIZE, put, tree
 from ..builders.tolerances import assert_close
+from ..builders.tracing import Traced
 
 
 @pytest.fixture
@@ -123,7 +124,8 @@ TROUBLES = [
 def test_a_traced_step_is_the_same_step(jax, requires_backend):
     """One compiled program agrees with NumPy, in good steps and in every fallback."""
     backend = requires_backend("jax")
-    traced = jax.jit(step)
+    counted = Traced(step)
+    traced = jax.jit(counted)
 
     for trouble, losses, status, stands in TROUBLES:
 
@@ -148,7 +150,7 @@ def test_a_traced_step_is_the_same_step(jax, requires_backend):
             assert_close(got[path], x, "identity", "float64")
         old = host(here[0])["fc1.weight"]
         assert np.array_equal(got["theta.fc1.weight"], old) is not stands
-    assert traced._cache_size() == 1
+    assert counted.traces == 1
 
 
 def test_vmap_is_a_loop(jax, requires_backend):

@@ -1,4 +1,4 @@
-"""``kfac-core bench``: side by side with other libraries and with the machine's floor.
+"""``kfac-core bench``: side by side with other libraries and with the machine's roofline.
 
 The benchmark itself is the folder ``benchmarks`` of the source tree, beside this package,
 and no part of an installation: it drives other libraries, in processes of their own.  It
@@ -27,7 +27,7 @@ __all__ = [
     "run",
 ]
 
-SUMMARY = "time it beside other libraries and the machine's floor"
+SUMMARY = "time it beside other libraries and the machine's roofline"
 EXAMPLES = (
     "kfac-core bench --quick",
     "kfac-core bench --workloads transformer --libraries numpy lapack --json",

@@ -33,7 +33,7 @@ _STYLES = {
     **dict.fromkeys(("agrees", "holds", "usable"), "green"),
     **dict.fromkeys(("differs", "raised", "no answer"), "bold red"),
 }
-"""How a verdict, in the last column of a table, is colored."""
+"""How a result, in the last column of a table, is colored."""
 
 
 def complain(command: str, message: object, /) -> int:

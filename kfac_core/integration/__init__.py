@@ -2,7 +2,9 @@
 
 from kfac_core.integration.framework_conv import framework_conv
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
+from kfac_core.integration.likelihoods import RowLoss, row_loss
 from kfac_core.integration.natural_gradient import NaturalGradient
+from kfac_core.integration.schedules import interval_at, require_positive, value_at
 from kfac_core.integration.wiring import Captured, Recorder, Wiring, usual_approximation
 
 __all__ = [
@@ -10,8 +12,13 @@ __all__ = [
     "LayerCall",
     "NaturalGradient",
     "Recorder",
+    "RowLoss",
     "Wiring",
     "batches_of_calls",
     "framework_conv",
+    "interval_at",
+    "require_positive",
+    "row_loss",
     "usual_approximation",
+    "value_at",
 ]

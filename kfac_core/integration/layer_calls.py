@@ -18,7 +18,7 @@ from typing import Any
 import array_api_compat
 
 from kfac_core.array.backend import Array, backend_of
-from kfac_core.array.namespaces import cast, own_namespace, wide_dtype
+from kfac_core.array.namespaces import Scalar, cast, own_namespace, wide_dtype
 from kfac_core.layers.rows import Batch
 
 __all__ = ["LayerCall", "batches_of_calls"]
@@ -90,7 +90,7 @@ class LayerCall:
 
 
 def batches_of_calls(
-    calls: Iterable[LayerCall], /, *, rows: int, scale: float = 1.0
+    calls: Iterable[LayerCall], /, *, rows: Scalar, scale: Scalar = 1.0
 ) -> dict[str, Batch]:
     """Return one batch per block from its recorded calls.
 
@@ -99,8 +99,8 @@ def batches_of_calls(
     calls : iterable of LayerCall
         Those of one block have the same number of sources; calls without any are left
         out.
-    rows : int
-        R, the rows of the network's outputs.
+    rows : float
+        R, the rows of the network's outputs, or the sum of their weights.
     scale : float
         What output gradients are multiplied by besides.
 

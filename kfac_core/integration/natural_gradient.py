@@ -4,9 +4,8 @@ What a shim of any framework does between its backward pass and its optimizer, w
 framework.
 
 Conventions.  As in `kfac_core.integration.layer_calls`; the estimator says
-``reduction="sum"``, and the
-gradients that are given are those of a loss that is the mean, or the sum, over the R rows
-of the network's outputs.
+``reduction="sum"``, and the gradients that are given are those of a loss that is the mean,
+or the sum, over the R rows of the network's outputs.
 """
 
 from __future__ import annotations
@@ -16,17 +15,31 @@ from typing import Any, Literal
 
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.finite import all_finite
-from kfac_core.array.namespaces import namespace_of, own_namespace
+from kfac_core.array.namespaces import Scalar, namespace_of, own_namespace
 from kfac_core.conventions import require_one_of
 from kfac_core.errors import NotFiniteError, NotReadyError, StateError
 from kfac_core.estimator import Estimator
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
+from kfac_core.integration.schedules import (
+    Interval,
+    Schedule,
+    interval_at,
+    require_positive,
+    value_at,
+)
+from kfac_core.steps.trust_region import TrustRegion, kl_clip
 
 __all__ = ["NaturalGradient"]
 
 
 class NaturalGradient:
-    """Natural gradients, step by step.
+    r"""Natural gradients, step by step.
+
+    With G the gradient of the mean loss, P the inverse of the estimator's damped
+    curvature, kappa the `kl_clip` and eta the `learning_rate`, a step returns
+
+    .. math:: \nu P G, \qquad
+        \nu = \min\left(1, \sqrt{\kappa / (\eta^2 \, G \cdot P G)}\right) .
 
     Parameters
     ----------
@@ -34,13 +47,35 @@ class NaturalGradient:
         With ``reduction="sum"``, and a ``mode``.
     reduction : {"mean", "sum"}
         Over the rows of outputs, in the loss that is differentiated.
-    update_every, refresh_every : int
-        Steps between statistics, and between factorizations.
+    update_every, refresh_every : int or callable of int
+        Steps between statistics, and between factorizations; a callable takes the number
+        of steps taken so far.
+    bases_every : int or callable of int
+        Steps between the eigenbases of EKFAC blocks.  Without such blocks it is not read.
+    damping, decay : float or callable of int, optional
+        Values for the estimator at each step; where left out, its own stay.
+    kl_clip : float or callable of int, optional
+        Bound on ``eta^2 G . P G``, about twice the Kullback-Leibler divergence between the
+        model before and after the step; None for no bound.
+    learning_rate : float or callable of int
+        What the direction will be multiplied by; read by the KL clip alone.
 
     Attributes
     ----------
     steps : int
         How many were taken.
+    clip : TrustRegion or None
+        Factor and size of the last step's KL clip; None where there was none.
+
+    Raises
+    ------
+    ConventionError
+        For an unknown reduction, an interval that is no whole number of steps >= 1, or a
+        `kl_clip` or a `learning_rate` that is not positive.
+
+    References
+    ----------
+    Ba, Grosse and Martens (2017): the KL clip, in the form of `kfac_core.steps.kl_clip`.
     """
 
     def __init__(
@@ -49,22 +84,39 @@ class NaturalGradient:
         /,
         *,
         reduction: Literal["mean", "sum"],
-        update_every: int = 1,
-        refresh_every: int = 1,
+        update_every: Interval = 1,
+        refresh_every: Interval = 1,
+        bases_every: Interval = 100,
+        damping: Schedule = None,
+        decay: Schedule = None,
+        kl_clip: Schedule = None,
+        learning_rate: Schedule = 1.0,
     ) -> None:
         require_one_of("reduction", reduction, ("mean", "sum"))
         self.estimator, self.reduction, self.steps = estimator, reduction, 0
         self.update_every, self.refresh_every = update_every, refresh_every
+        self.bases_every = bases_every
+        self.damping_schedule, self.decay_schedule = damping, decay
+        self.kl_clip, self.learning_rate = kl_clip, learning_rate
+        self.clip: TrustRegion | None = None
+        for name, interval in (
+            ("update_every", update_every),
+            ("refresh_every", refresh_every),
+            ("bases_every", bases_every),
+        ):
+            interval_at(name, interval, 0)
+        require_positive("kl_clip", kl_clip, optional=True)
+        require_positive("learning_rate", learning_rate)
 
     @property
     def wants_statistics(self) -> bool:
         """Whether the next step needs calls with output gradients."""
-        return self.steps % self.update_every == 0
+        return self._due("update_every", self.update_every)
 
     @property
     def wants_refresh(self) -> bool:
         """Whether the next step makes new operators."""
-        return self.steps % self.refresh_every == 0
+        return self._due("refresh_every", self.refresh_every)
 
     def directions(
         self,
@@ -72,9 +124,10 @@ class NaturalGradient:
         calls: Iterable[LayerCall],
         /,
         *,
-        rows: int,
+        rows: Scalar,
+        scale: float = 1.0,
     ) -> dict[str, dict[str, Any]]:
-        """Take a step: update and refresh if due, and precondition.
+        """Take a step: update and refresh if due, precondition, and clip.
 
         Parameters
         ----------
@@ -82,8 +135,11 @@ class NaturalGradient:
             Gradients by block and parameter, in the layers' layout; blocks may be left out.
         calls : iterable of LayerCall
             Inputs of the layers, and the output gradients.
-        rows : int
-            R; 0 where nothing was observed.
+        rows : float
+            R, or the sum of the rows' weights; 0 where nothing was observed.
+        scale : float
+            What the empirical output gradients are multiplied by besides, such as one over
+            the factor that a loss was scaled by.
 
         Returns
         -------
@@ -94,36 +150,32 @@ class NaturalGradient:
         Raises
         ------
         NotReadyError
-            If nothing was observed, or no output gradient came back when due.
+            If no output gradient came back when statistics are due, or the number of rows
+            is needed and not known.
         NotFiniteError
-            For a gradient or a row that is not finite; nothing has changed then.
+            For a gradient or a row that is not finite.
         KFACError
-            As `kfac_core.Estimator.update` and its ``refresh``.
+            As `kfac_core.Estimator.update` and its ``refresh``.  Nothing has changed after
+            any of these errors.
 
         Notes
         -----
         The gradients are checked in one transfer from the device.
         """
-        batches = self._batches(calls, rows)
-        if not rows or (self.wants_statistics and not batches):
+        batches = self._batches(calls, rows, scale) if rows else {}
+        missing = self.wants_statistics and not batches
+        if missing or (not rows and self.reduction == "sum"):
             raise NotReadyError(
                 "No row of outputs, or no output gradient, was seen for this step: "
                 "observe the outputs before each backward pass."
             )
         _require_finite(gradients)
-        self.estimator.update(batches)
-        if self.wants_refresh:
-            self.estimator.refresh()
-        state, block_of = self.estimator.state, self.estimator.network.block_of
-        ready = {
-            n: g
-            for n, g in gradients.items()
-            if state[block_of(n)].operator is not None
-        }
-        found = self.estimator.precondition(ready)
-        if self.reduction == "sum":
-            for name, given in found.items():
-                found[name] = {key: x / rows for key, x in given.items()}
+        before = self._held()
+        try:
+            found = self._directions(gradients, batches, rows)
+        except BaseException:
+            self._restore(before)
+            raise
         self.steps += 1
         return found
 
@@ -144,10 +196,77 @@ class NaturalGradient:
         self.estimator.load_state_dict(state.get("estimator", {}))
         self.steps = state["steps"]
 
-    def _batches(self, calls: Iterable[LayerCall], rows: int) -> dict[str, Any]:
+    def _directions(
+        self,
+        gradients: Mapping[str, Mapping[str, Any]],
+        batches: dict[str, Any],
+        rows: Scalar,
+    ) -> dict[str, dict[str, Any]]:
+        estimator = self.estimator
+        if self.damping_schedule is not None:
+            estimator.damping = value_at(self.damping_schedule, self.steps)
+        if self.decay_schedule is not None:
+            estimator.decay = value_at(self.decay_schedule, self.steps)
+        if batches:
+            estimator.update(batches)
+        if self.wants_refresh:
+            self._rebase()
+            estimator.refresh()
+        state, block_of = estimator.state, estimator.network.block_of
+        ready = {
+            n: g
+            for n, g in gradients.items()
+            if state[block_of(n)].operator is not None
+        }
+        if self.reduction == "sum":
+            ready = {n: {k: x / rows for k, x in g.items()} for n, g in ready.items()}
+        found = estimator.precondition(ready)
+        bound = value_at(self.kl_clip, self.steps)
+        self.clip = None
+        if bound is not None and found:
+            rate = value_at(self.learning_rate, self.steps)
+            self.clip = kl_clip(ready, found, learning_rate=rate, bound=bound)
+            nu = self.clip.scale
+            found = {
+                n: {k: x * nu for k, x in parts.items()} for n, parts in found.items()
+            }
+        return found
+
+    def _rebase(self) -> None:
+        """Recompute the bases of EKFAC blocks where they are due or missing."""
+        network, state = self.estimator.network, self.estimator.state
+        held = {
+            name: state[name]
+            for name, block in network.blocks.items()
+            if block.approximation.has_bases and state[name].statistics is not None
+        }
+        due = self._due("bases_every", self.bases_every)
+        new = [name for name, block in held.items() if int(block.basis_age) < 0]
+        old = [name for name in held if due and name not in new]
+        if new:
+            self.estimator.rebase(new, moments="kronecker")
+        if old:
+            self.estimator.rebase(old, moments="carried")
+
+    def _due(self, name: str, interval: Interval) -> bool:
+        return self.steps % interval_at(name, interval, self.steps) == 0
+
+    def _held(self) -> tuple[Any, ...]:
+        estimator = self.estimator
+        return estimator.state, estimator.damping, estimator.decay, self.clip
+
+    def _restore(self, held: tuple[Any, ...]) -> None:
+        estimator = self.estimator
+        estimator.state, estimator.damping, estimator.decay, self.clip = held
+
+    def _batches(
+        self, calls: Iterable[LayerCall], rows: Scalar, scale: float
+    ) -> dict[str, Any]:
+        if self.estimator.mode != "empirical":
+            return batches_of_calls(calls, rows=rows)
         # Empirical gradients are those of the caller's own loss, which may be a mean.
-        mean = self.estimator.mode == "empirical" and self.reduction == "mean"
-        return batches_of_calls(calls, rows=rows or 1, scale=rows if mean else 1.0)
+        mean = rows if self.reduction == "mean" else 1.0
+        return batches_of_calls(calls, rows=rows, scale=scale * mean)
 
 
 def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:

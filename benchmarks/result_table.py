@@ -13,37 +13,37 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.measured import with_unit
-from benchmarks.verdict import Verdict
+from benchmarks.result import Result
 
-__all__ = ["print_verdicts"]
+__all__ = ["print_results"]
 
 
-def print_verdicts(found: Sequence[Verdict], /, console: Console) -> None:
+def print_results(found: Sequence[Result], /, console: Console) -> None:
     """Print the targets that were measured, and name the others.
 
     Parameters
     ----------
-    found : sequence of Verdict
-        As `benchmarks.targets.verdicts` gives them.
+    found : sequence of Result
+        As `benchmarks.targets.results` gives them.
     console : rich.console.Console
         Where to.
     """
-    order = list(dict.fromkeys(verdict.target for verdict in found))
-    measured = [verdict for verdict in found if verdict.figure is not None]
+    order = list(dict.fromkeys(result.target for result in found))
+    measured = [result for result in found if result.figure is not None]
     # One target's rows stand together, whichever run they are of.
-    measured.sort(key=lambda verdict: order.index(verdict.target))
+    measured.sort(key=lambda result: order.index(result.target))
     if measured:
         console.print()
         console.print(_table(measured))
-    met = sum(verdict.met for verdict in measured)
-    absent = [verdict for verdict in found if verdict.figure is None]
+    met = sum(result.met for result in measured)
+    absent = [result for result in found if result.figure is None]
     said = f"Of {len(found)} targets {met} are met, {len(measured) - met} are not"
     console.print(Text(f"{said}, and {len(absent)} were not measured in this run."))
     for target, where in _grouped(absent).items():
         console.print(Text(f"  not measured: {target}: {', '.join(where)}"))
 
 
-def _table(measured: Sequence[Verdict]) -> Table:
+def _table(measured: Sequence[Result]) -> Table:
     table = Table(title="targets: what this run shows")
     table.add_column("target")
     for column in ("where", "of", "threads"):
@@ -53,42 +53,42 @@ def _table(measured: Sequence[Verdict]) -> Table:
     table.add_column("", no_wrap=True)
     table.add_column("what bounds it")
     before = measured[0].target
-    for verdict in measured:
-        if verdict.target != before:
+    for result in measured:
+        if result.target != before:
             table.add_section()
-            before = verdict.target
-        assert verdict.figure is not None
-        figure = with_unit(verdict.figure, verdict.unit)
+            before = result.target
+        assert result.figure is not None
+        figure = with_unit(result.figure, result.unit)
         table.add_row(
-            *(verdict.target, verdict.where, verdict.library, verdict.threads),
-            f"~{figure}" if verdict.noisy else figure,
-            _range(verdict),
+            *(result.target, result.where, result.library, result.threads),
+            f"~{figure}" if result.noisy else figure,
+            _range(result),
             Text("met", style="green")
-            if verdict.met
+            if result.met
             else Text("NOT MET", style="bold red"),
-            verdict.bound,
+            result.bound,
         )
     return table
 
 
-def _range(verdict: Verdict) -> str:
+def _range(result: Result) -> str:
     """Return what a figure should be."""
     least, greatest = (
-        None if limit is None else with_unit(limit, verdict.unit)
-        for limit in (verdict.least, verdict.greatest)
+        None if limit is None else with_unit(limit, result.unit)
+        for limit in (result.least, result.greatest)
     )
     if least is None:
         return f"≤ {greatest}"
     return f"≥ {least}" if greatest is None else f"{least} – {greatest}"
 
 
-def _grouped(absent: Sequence[Verdict]) -> dict[str, list[str]]:
+def _grouped(absent: Sequence[Result]) -> dict[str, list[str]]:
     """Return where, and of which libraries, each target was not measured."""
     libraries: dict[tuple[str, str], list[str]] = {}
-    for verdict in absent:
-        of = libraries.setdefault((verdict.target, verdict.where), [])
-        if verdict.library not in of:
-            of.append(verdict.library)
+    for result in absent:
+        of = libraries.setdefault((result.target, result.where), [])
+        if result.library not in of:
+            of.append(result.library)
     found: dict[str, list[str]] = {}
     for (target, where), of in libraries.items():
         found.setdefault(target, []).append(f"{where} of {' and '.join(of)}")

@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Verdict"]
+__all__ = ["Result"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Result:
     """One target, and what a run says of it.
 
     Attributes

@@ -10,12 +10,12 @@ from benchmarks.memory import MEMORY_ENVIRONMENT
 from benchmarks.options import Options
 from benchmarks.process import Process
 
-__all__ = ["Crew"]
+__all__ = ["Processes"]
 
 Found = dict[str, Any]
 
 
-class Crew:
+class Processes:
     """The processes, one a library.
 
     Parameters

@@ -1,0 +1,101 @@
+"""Options that may change from step to step: numbers, or functions of the step.
+
+Conventions.  A schedule is a number, which holds for all steps, or a callable of the
+number of steps taken so far, 0 at the first.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any, TypeAlias
+
+from kfac_core.errors import ConventionError
+
+__all__ = ["Interval", "Schedule", "interval_at", "require_positive", "value_at"]
+
+Schedule: TypeAlias = Any
+"""A number or a 0-d array, or a callable ``step -> number`` of the steps taken so far."""
+
+Interval: TypeAlias = Any
+"""A number of steps, at least 1, or a callable ``step -> number of steps``."""
+
+
+def value_at(schedule: Schedule, step: int, /) -> Any:
+    """Return what a schedule says at a step.
+
+    Parameters
+    ----------
+    schedule : number, 0-d array, or callable of int
+        The schedule; a number or an array is returned as it is.
+    step : int
+        Number of steps taken so far.
+
+    Returns
+    -------
+    number or 0-d array
+        The value; its range is the business of whoever uses it.
+    """
+    return schedule(step) if callable(schedule) else schedule
+
+
+def interval_at(name: str, interval: Interval, step: int, /) -> int:
+    """Return the number of steps between two events.
+
+    Parameters
+    ----------
+    name : str
+        Name of the option, for the message.
+    interval : int or callable of int
+        Number of steps, or a function of the steps taken so far.
+    step : int
+        Number of steps taken so far.
+
+    Returns
+    -------
+    int
+        At least 1.
+
+    Raises
+    ------
+    ConventionError
+        For anything but a whole number of steps >= 1.
+    """
+    found = interval(step) if callable(interval) else interval
+    whole = isinstance(found, numbers.Integral) and not isinstance(found, bool)
+    if not whole or operator.index(found) < 1:
+        raise ConventionError(
+            f"Expected `{name}` to be a whole number of steps, at least 1, or a callable "
+            f"that returns one; got {found!r}."
+        )
+    return operator.index(found)
+
+
+def require_positive(
+    name: str, schedule: Schedule, step: int = 0, /, *, optional: bool = False
+) -> None:
+    """Raise `ConventionError` unless a schedule says a finite number > 0.
+
+    Parameters
+    ----------
+    name : str
+        Name of the option, for the message.
+    schedule : number, 0-d array, or callable of int
+        The schedule; the value of an array is not read.
+    step : int
+        Number of steps taken so far.
+    optional : bool
+        Whether None is allowed.
+    """
+    value = value_at(schedule, step)
+    if value is None and optional:
+        return
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    good = 0.0 < float(value) < math.inf if number else hasattr(value, "dtype")
+    if not good:
+        off = ", or None for none" if optional else ""
+        raise ConventionError(
+            f"Expected `{name}` to be a finite number > 0{off}, or a callable of the step "
+            f"that returns one; got {value!r}."
+        )
