@@ -15,10 +15,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_readable, plain_number
+from kfac_core.array.finite import (
+    all_finite,
+    is_plain,
+    is_readable,
+    known_true,
+    plain_number,
+)
 from kfac_core.array.namespaces import (
     cast,
     device_of,
@@ -85,6 +91,11 @@ class CurvatureOperator(abc.ABC):
     for a product that the operator does not have, `FactorizationError` if a factorization
     that was not prepared fails, and `NotReadyError` if it would have to be computed while
     a program is traced.
+
+    A product that is not finite raises `NotFiniteError` for NumPy arrays and for PyTorch
+    tensors on the CPU without gradients.  On a device, under a tracer and on JAX looking
+    would synchronize, and nothing is looked at: check the result with
+    ``xp.all(xp.isfinite(result))`` where you synchronize anyway.
     """
 
     @property
@@ -343,9 +354,12 @@ class CurvatureOperator(abc.ABC):
             result = xp.reshape(result, self.stack_shape)
             if vector.ndim == 2:
                 result = join_groups(result, xp=xp)
-        return (
-            result if result.dtype == vector.dtype else xp.astype(result, vector.dtype)
-        )
+        if result.dtype != vector.dtype:
+            result = xp.astype(result, vector.dtype)
+        # Elsewhere looking would synchronize with a device, or there are no values yet.
+        if is_plain(result, xp=xp) and not known_true(all_finite(result, xp=xp), xp=xp):
+            _raise_for_product(vector, xp)
+        return result
 
     def __repr__(self) -> str:
         """Return a short description, without reading values from a device."""
@@ -448,6 +462,19 @@ def raise_for(
             f"eigenvalue by more than {RESIDUAL_LIMIT} of it. {remedy}",
             factor=name,
         )
+
+
+def _raise_for_product(vector: Array, xp: Namespace) -> NoReturn:
+    """Raise for a product that is not finite, with what it comes from."""
+    if not known_true(all_finite(vector, xp=xp), xp=xp):
+        raise NotFiniteError(
+            "the vector holds NaN or infinity. Expected finite numbers; skip this step."
+        )
+    raise NotFiniteError(
+        f"the product with a finite vector is beyond the range of {vector.dtype}, or the "
+        "operator is flagged (`status()`). Scale the vector, increase `damping`, or take "
+        "float64."
+    )
 
 
 def _told(value: Array) -> str:
