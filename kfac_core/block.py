@@ -25,7 +25,7 @@ import numpy as np
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
-from kfac_core.array.finite import known_true
+from kfac_core.array.finite import all_finite, known_true
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -38,7 +38,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import map_structure, replaced
+from kfac_core.array.structure import leaves, map_structure, replaced
 from kfac_core.conventions import Conventions, require_one_of
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
@@ -233,7 +233,11 @@ class Block:
         if check == "raise":
             raise_for_flags(int(status), name=name)
         options = UpdateOptions(conventions=conventions, decay=0.0, weight=None, xp=xp)
-        new = self.approximation.updated(empty, rows, self.layer, options)
+        with _quiet(check, rows.like, over="ignore", invalid="ignore"):
+            new = self.approximation.updated(empty, rows, self.layer, options)
+            status = _with_overflow(status, new, options, ())
+        if check == "raise":
+            raise_for_flags(int(status), name=name)
         new = replaced(new, status=status)
         return new if check == "raise" else _accepted(new, empty)
 
@@ -562,10 +566,11 @@ class UpdateBlock:
             flags = flags | rows.status(xp=xp)
             rows = rows.with_ids_inside(xp=xp)
         # The status reports infinities; NumPy would also warn of inf - inf.
-        with _quiet(self.check, like, invalid="ignore"):
+        with _quiet(self.check, like, over="ignore", invalid="ignore"):
             new = block.approximation.updated(statistics, rows, block.layer, options)
             if not isinstance(rows, IdRows):
                 flags = flags | _finite_status(block, rows, new, options, stack)
+            flags = _with_overflow(flags, new, options, stack)
         return _with_status(new, flags)
 
     def _by_parts(
@@ -584,7 +589,7 @@ class UpdateBlock:
         for rows in parts:
             _require_place(statistics, rows)
             status = status | rows.status(xp=options.xp)
-            with _quiet(self.check, rows.like, invalid="ignore"):
+            with _quiet(self.check, rows.like, over="ignore", invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
                 total = part if total is None else total.merged(part)
             # Otherwise the loop variable keeps this chunk alive while the next one is made.
@@ -596,7 +601,7 @@ class UpdateBlock:
             weight=options.weight,
             decays=block.approximation.decays,
         )
-        return new, status
+        return new, _with_overflow(status, new, options, ())
 
     def stacks(
         self,
@@ -892,6 +897,38 @@ def _finite_status(
     if known:
         return rows.status(xp=xp, known=frozenset(known))
     return rows.status(xp=xp)
+
+
+def _with_overflow(
+    flags: Any, new: Statistics, options: UpdateOptions, stack: tuple[int, ...]
+) -> Any:
+    """Return flags of an update, with one for sums of squares that are not finite.
+
+    Rows may be finite and their squares not.  Of a Gram matrix the diagonal is looked at.
+    """
+    xp, good = options.xp, None
+    for name, average in new.averages.items():
+        if name in options.skip:
+            continue
+        total = getattr(average, "sum", average)
+        if isinstance(total, SymmetricMatrix):
+            total = xp.linalg.diagonal(total.array)
+        for _, leaf in leaves(total):
+            if leaf.ndim == len(stack) or not xp.isdtype(leaf.dtype, "real floating"):
+                continue
+            if stack:
+                flat = xp.reshape(leaf, (*stack, -1))
+                finite = xp.all(xp.isfinite(flat), axis=-1)
+            else:
+                finite = all_finite(leaf, xp=xp)
+            if not known_true(finite, xp=xp):
+                good = finite if good is None else good & finite
+    if good is None:
+        return flags
+    overflow = status_unless(xp, good, Status.OVERFLOWED)
+    return flags | xp.where(
+        overflow * 0 + flags == 0, overflow, xp.zeros_like(overflow)
+    )
 
 
 def _emptied(statistics: Statistics) -> Statistics:

@@ -86,7 +86,9 @@ def factored_shifts(
         positive = positive & (n > 0)
     safe = [xp.where(positive, n, xp.ones_like(n)) for n in mean_eigenvalues]
     # A product of roots, since that of the n_i may overflow or underflow.
-    center = math.prod((n ** (1.0 / k) for n in safe[1:]), start=safe[0] ** (1.0 / k))
+    center = safe[0] ** (1.0 / k)
+    for n in safe[1:]:
+        center = center * n ** (1.0 / k)
     return [share * (n / center) for n in safe]
 
 
