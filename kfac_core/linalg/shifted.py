@@ -16,17 +16,24 @@ from typing import Any, Literal, TypedDict, TypeVar
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import is_plain, is_readable, truth_of
 from kfac_core.array.namespaces import (
+    NUMBER,
     Scalar,
     any_status,
     cast,
     device_of,
     full_of,
+    is_finite_number,
     own_namespace,
     status_unless,
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.errors import FactorizationError, NotReadyError
+from kfac_core.errors import (
+    ConventionError,
+    DtypeError,
+    FactorizationError,
+    NotReadyError,
+)
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, spectrum_error
 from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.damped import (
@@ -49,6 +56,7 @@ __all__ = [
     "Reporting",
     "ShiftedMatrix",
     "Solving",
+    "real_exponent",
     "require_readable",
     "shifted_matrix",
 ]
@@ -386,6 +394,36 @@ class ShiftedMatrix:
 
     def _xp(self) -> Namespace:
         return own_namespace(self.damped.shift)
+
+
+def real_exponent(exponent: object, /) -> float:
+    """Return the exponent of a matrix power as a float.
+
+    Parameters
+    ----------
+    exponent : float
+        Real number; NumPy's scalars are real numbers.
+
+    Returns
+    -------
+    float
+        Exponent.
+
+    Raises
+    ------
+    DtypeError
+        If it is no real number.
+    ConventionError
+        If it is not finite.
+    """
+    if isinstance(exponent, bool) or not isinstance(exponent, NUMBER):
+        raise DtypeError(
+            f"Expected `exponent` to be a real number, got {exponent!r}. An array of one "
+            "number becomes one with float(...)."
+        )
+    if not is_finite_number(exponent):
+        raise ConventionError(f"Expected `exponent` to be finite, got {exponent}.")
+    return float(exponent)
 
 
 def require_readable(like: Array, factorization: str, /) -> None:

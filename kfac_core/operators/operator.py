@@ -42,7 +42,7 @@ from kfac_core.errors import (
 )
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 from kfac_core.linalg.groups import join_groups, split_groups
-from kfac_core.linalg.shifted import Factorization, Solving
+from kfac_core.linalg.shifted import Factorization, Solving, real_exponent
 
 __all__ = [
     "EVERY_PRODUCT",
@@ -175,7 +175,11 @@ class CurvatureOperator(abc.ABC):
         return self._leave(self._multiply_inverse(V, xp), vector)
 
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
-        """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above."""
+        """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above.
+
+        An exponent that is no finite number raises `DtypeError` or `ConventionError`.
+        """
+        exponent = real_exponent(exponent)
         if exponent == 1:
             return self.multiply(vector)
         if exponent == -1:

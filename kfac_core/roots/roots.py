@@ -113,6 +113,9 @@ def inverse_root(
     About ``11 n^3`` flops.  A float32 eigendecomposition has an absolute error of about
     ``1e-7 |A|`` in every eigenvalue, so that the residual check fails, and the chain goes
     on to float64, where lam is below about ``1e-5 |A|``.
+
+    Derivatives of it are those of an eigendecomposition, which do not exist where two
+    eigenvalues are equal: ``jax.grad`` gives NaN there, as at a multiple of the identity.
     """
     given: Any = degree
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
