@@ -304,13 +304,10 @@ def replaced(value: T, /, **changes: Any) -> T:
         Structure of the same class.
     """
     cls = type(value)
-    fields = {name: getattr(value, name) for name, _ in _fields[cls]}
-    number = len(fields)
-    fields.update(changes)
-    if len(fields) > number:
-        names = [name for name, _ in _fields[cls]]
-        raise TypeError(f"{cls.__name__} has the fields {names}, got {list(changes)}")
-    return cls(**fields)
+    for name, _ in _fields[cls]:
+        if name not in changes:
+            changes[name] = getattr(value, name)
+    return cls(**changes)
 
 
 def combinable(first: Any, second: Any, /) -> bool:

@@ -37,6 +37,8 @@ class LayerCall:
         Likewise.
     grad_shape : tuple of int
         The shape that output gradients are brought into; empty where they have theirs.
+    grad_scale : float
+        What output gradients are multiplied by.
 
     Attributes
     ----------
@@ -52,9 +54,10 @@ class LayerCall:
         *,
         mask: Array | None = None,
         grad_shape: tuple[int, ...] = (),
+        grad_scale: float = 1.0,
     ) -> None:
         self.block, self.inputs, self.mask = block, inputs, mask
-        self.grad_shape = grad_shape
+        self.grad_shape, self.grad_scale = grad_shape, grad_scale
         self.output_grads: list[Array] = []
 
     def add_source(self, output_grad: Array | None, /) -> None:
@@ -73,7 +76,14 @@ class LayerCall:
         g = cast(xp, g, wide_dtype(xp, g.dtype))
         if self.grad_shape:
             g = xp.reshape(g, self.grad_shape)
+        if self.grad_scale != 1.0:
+            g = g * self.grad_scale
         self.output_grads.append(g)
+
+    def clear(self) -> None:
+        """Leave the arrays behind, which whoever keeps the call would keep too."""
+        self.inputs, self.mask = None, None
+        self.output_grads = []
 
     def add_to_source(self, output_grad: Array | None, /) -> None:
         """Take a further part of the output gradient of one and the same source.

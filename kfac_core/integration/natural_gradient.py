@@ -125,7 +125,6 @@ class NaturalGradient:
         /,
         *,
         rows: Scalar,
-        scale: float = 1.0,
     ) -> dict[str, dict[str, Any]]:
         """Take a step: update and refresh if due, precondition, and clip.
 
@@ -137,9 +136,6 @@ class NaturalGradient:
             Inputs of the layers, and the output gradients.
         rows : float
             R, or the sum of the rows' weights; 0 where nothing was observed.
-        scale : float
-            What the empirical output gradients are multiplied by besides, such as one over
-            the factor that a loss was scaled by.
 
         Returns
         -------
@@ -162,7 +158,7 @@ class NaturalGradient:
         -----
         The gradients are checked in one transfer from the device.
         """
-        batches = self._batches(calls, rows, scale) if rows else {}
+        batches = self._batches(calls, rows) if rows else {}
         missing = self.wants_statistics and not batches
         if missing or (not rows and self.reduction == "sum"):
             raise NotReadyError(
@@ -259,14 +255,12 @@ class NaturalGradient:
         estimator = self.estimator
         estimator.state, estimator.damping, estimator.decay, self.clip = held
 
-    def _batches(
-        self, calls: Iterable[LayerCall], rows: Scalar, scale: float
-    ) -> dict[str, Any]:
+    def _batches(self, calls: Iterable[LayerCall], rows: Scalar) -> dict[str, Any]:
         if self.estimator.mode != "empirical":
             return batches_of_calls(calls, rows=rows)
         # Empirical gradients are those of the caller's own loss, which may be a mean.
         mean = rows if self.reduction == "mean" else 1.0
-        return batches_of_calls(calls, rows=rows, scale=scale * mean)
+        return batches_of_calls(calls, rows=rows, scale=mean)
 
 
 def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:

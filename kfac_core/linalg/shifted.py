@@ -43,7 +43,7 @@ from kfac_core.linalg.damped import (
     eigendecomposition,
 )
 from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
-from kfac_core.linalg.fallback import Fallback, in_dtype
+from kfac_core.linalg.fallback import Fallback, in_narrow_dtype
 from kfac_core.linalg.symmetric import (
     ScaledMatrix,
     SymmetricMatrix,
@@ -115,7 +115,7 @@ class ShiftedMatrix:
     @property
     def size(self) -> int:
         """The number n of rows."""
-        return self.applied.size
+        return int(self.applied.array.shape[-1])
 
     @property
     def shift(self) -> Array:
@@ -177,33 +177,37 @@ class ShiftedMatrix:
                 "cholesky" if f == "inverse" else f for f in factorizations
             )
         options = Reporting(check=check, name=name)
-        made, factor = self, None
+        made: dict[str, Any] = {}
+        factor = None
         if "cholesky" in factorizations and self.cholesky is None:
-            factor = cholesky_factor(self.damped, **options)
-            made = replaced(made, cholesky=self._in_applied_dtype(factor, **options))
+            made["cholesky"] = factor = cholesky_factor(self.damped, **options)
         if "inverse" in factorizations and self.inverse is None:
-            inverse = damped_inverse(self.damped, factor, **options)
-            made = replaced(made, inverse=self._in_applied_dtype(inverse, **options))
+            made["inverse"] = damped_inverse(self.damped, factor, **options)
         if "eigenbasis" in factorizations and self.basis is None:
-            basis = eigendecomposition(self.damped, **options)
-            basis = self._in_applied_dtype(basis, **options)
-            made = made._with_basis(basis, **options)
-        return made
+            made["basis"] = eigendecomposition(self.damped, **options)
+        if not made:
+            return self
+        if self.applied.array.dtype != self.damped.shift.dtype:
+            made = {
+                key: self._in_applied_dtype(part, **options)
+                for key, part in made.items()
+            }
+        found = replaced(self, **made)
+        return found._with_known_basis(**options) if "basis" in made else found
 
-    def _with_basis(
-        self, basis: Eigendecomposition, /, *, check: Check, name: str
-    ) -> ShiftedMatrix:
+    def _with_known_basis(self, *, check: Check, name: str) -> ShiftedMatrix:
         """Return the same with an eigenbasis that determines M, where there is a shift."""
-        xp, made = self._xp(), replaced(self, basis=basis)
-        inaccurate = (self.shift > 0) & xp.logical_not(made._is_determined())
+        xp, basis = self._xp(), self.basis
+        assert basis is not None
+        inaccurate = (self.shift > 0) & xp.logical_not(self._is_determined())
         if check == "status":
             flags = status_unless(
                 xp, xp.logical_not(inaccurate), int(Status.INACCURATE)
             )
-            return replaced(made, basis=replaced(basis, status=basis.status | flags))
+            return replaced(self, basis=replaced(basis, status=basis.status | flags))
         if truth_of(xp.any(inaccurate), xp=xp):
             return self.in_wide_basis(name=name)
-        return made
+        return self
 
     def _is_determined(self) -> Array:
         """Return whether the eigenvalues of M are known, 0-d; see `Spectrum`."""
@@ -251,18 +255,15 @@ class ShiftedMatrix:
         if self.solving == "triangular":
             half = self._lower_solve(v, transpose=False, overwrite=overwrite)
             return self._lower_solve(half, transpose=True, overwrite=True)
-        made = self._having("inverse").inverse
-        assert made is not None
-        return multiply_symmetric(made.matrix, v, xp=self._xp())
+        return multiply_symmetric(self._inverse(), v, xp=self._xp())
 
     def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
         """Return ``v M^-1``; of a whole inverse without turning anything around."""
         xp = self._xp()
         if self.solving == "inverse":
-            made = self._having("inverse").inverse
-            assert made is not None
-            if made.matrix.full_storage:
-                return xp.matmul(v, made.matrix.array)
+            inverse = self._inverse()
+            if inverse.full_storage:
+                return xp.matmul(v, inverse.array)
         solved = self.solve(xp.matrix_transpose(v), overwrite=overwrite)
         return xp.matrix_transpose(solved)
 
@@ -352,24 +353,22 @@ class ShiftedMatrix:
         return status
 
     def _having(self, factorization: Factorization) -> ShiftedMatrix:
-        """Return the same with a factorization, made now where that can raise."""
-        held = {
-            "cholesky": self.cholesky,
-            "inverse": self.inverse,
-            "eigenbasis": self.basis,
-        }
-        if held[factorization] is not None:
-            return self
+        """Return the same with a missing factorization, made now where that can raise."""
         require_readable(self.shift, factorization)
         return self.prepared(factorization)
 
+    def _inverse(self) -> SymmetricMatrix:
+        made = self.inverse or self._having("inverse").inverse
+        assert made is not None
+        return made.matrix
+
     def _lower(self) -> Array:
-        made = self._having("cholesky").cholesky
+        made = self.cholesky or self._having("cholesky").cholesky
         assert made is not None
         return made.lower
 
     def _eigenbasis(self) -> Eigendecomposition:
-        made = self._having("eigenbasis").basis
+        made = self.basis or self._having("eigenbasis").basis
         assert made is not None
         return made
 
@@ -390,7 +389,7 @@ class ShiftedMatrix:
 
     def _in_applied_dtype(self, made: T, *, check: Check, name: str) -> T:
         """Return a factorization in the dtype of applying."""
-        return in_dtype(made, self.dtype, check=check, name=name, xp=self._xp())
+        return in_narrow_dtype(made, self.dtype, check=check, name=name, xp=self._xp())
 
     def _xp(self) -> Namespace:
         return own_namespace(self.damped.shift)
@@ -492,6 +491,8 @@ def shifted_matrix(
     shift = full_of(xp, shift, B.array)
     damped = DampedMatrix(B, matrix.factor, shift, _roundoff(matrix, xp))
     made = ShiftedMatrix(damped, applied)
+    if not factorizations:
+        return made
     return made.prepared(*factorizations, check=check, name=name)
 
 

@@ -77,7 +77,9 @@ def inverse_root(
     check: Check = "raise",
     name: str = "matrix",
 ) -> InverseRoot:
-    """Return ``(A + lam I)^(-1/p)`` by an eigendecomposition.
+    r"""Return ``(A + lam I)^(-1/p)`` by an eigendecomposition.
+
+    .. math:: X = (A + \lambda I)^{-1/p}
 
     Equal to ``(Q * (w + lam) ** (-1 / p)) @ Q.T`` with ``w, Q = np.linalg.eigh(A)``.
 
@@ -116,6 +118,14 @@ def inverse_root(
 
     Derivatives of it are those of an eigendecomposition, which do not exist where two
     eigenvalues are equal: ``jax.grad`` gives NaN there, as at a multiple of the identity.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.roots import inverse_root
+    >>> root = inverse_root(np.diag([16.0, 81.0]), damping=0.0, degree=4)
+    >>> np.round(root.matrix.diagonal(), 6)
+    array([0.5     , 0.333333])
     """
     given: Any = degree
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:

@@ -23,6 +23,7 @@ def build():
 
 OPTIONS = {
     "fisher": "gradients",
+    "kl_clip": None,
     "damping": 0.1,
     "damping_rule": "factored",
     "decay": 0.95,

@@ -12,7 +12,6 @@ from data import batches
 from torch.nn.functional import cross_entropy
 
 from kfac_core import KFACError
-from kfac_core.losses import Categorical
 from kfac_core_shims.torch import KFAC
 
 GRIDS = {
@@ -31,7 +30,7 @@ def train(method, rate, seed, *, build, data, steps, size, options):
         kfac = None
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
-        kfac = KFAC(model, likelihood=Categorical(), reduction="mean", **options)
+        kfac = KFAC(model, lr=optimizer, **options)
     curve, seconds = Curve(f"{method}, learning rate {rate:g}"), 0.0
     chosen = np.random.default_rng(0).permutation(len(data.train_inputs))[:512]
     measured = data.train_inputs[chosen], data.train_targets[chosen]
@@ -42,8 +41,6 @@ def train(method, rate, seed, *, build, data, steps, size, options):
         started = time.process_time()
         optimizer.zero_grad()
         outputs = model(inputs)
-        if kfac is not None:
-            kfac.observe(outputs)
         cross_entropy(outputs.flatten(0, -2), targets.flatten()).backward()
         try:
             if kfac is not None:

@@ -43,6 +43,7 @@ class Transformer(nn.Module):
 
 OPTIONS = {
     "fisher": "gradients",
+    "kl_clip": None,
     "damping": 1e-2,
     "damping_rule": "factored",
     "decay": 0.95,

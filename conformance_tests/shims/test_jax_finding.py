@@ -1,0 +1,550 @@
+"""Layers that the JAX shim finds, against dense references in NumPy.
+
+The captured batches are handed to an estimator on NumPy, whose blocks other tests hold to
+their formulas; here the question is which rows a layer saw, and whose.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+shim = pytest.importorskip("kfac_core_shims.jax")
+
+LAMBDA = 0.1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double():
+    """64-bit floats, so that tolerances mean something."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(5)
+
+
+def solved(F, *parts):
+    """Return ``(F + LAMBDA I)^-1`` times the parts, flattened and joined."""
+    v = flat(*parts)
+    return np.linalg.solve(F + LAMBDA * np.eye(len(v)), v)
+
+
+def flat(*parts):
+    return np.concatenate([np.ravel(part) for part in parts])
+
+
+def nll(z, y):
+    """Return the summed negative log-likelihood of each row's label."""
+    return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(z), y[..., None], axis=-1))
+
+
+def captured_by(function, params, *inputs, y, reduction="sum", **options):
+    """Return the network, and what one compiled pass captures, as NumPy arrays."""
+    network = shim.Network(function, params, *inputs, **options)
+
+    @jax.jit
+    def capture(params, inputs):
+        z, pull = network.vjp(params, *inputs)
+        cotangent = jax.grad(nll)(z, y) / (len(z) if reduction == "mean" else 1)
+        return pull(cotangent, reduction=reduction)
+
+    gradients, captured = capture(params, inputs)
+    numpy = jax.tree.map(np.asarray, (gradients, captured))
+    return network, *numpy
+
+
+def directions(network, captured, vectors, reduction="sum"):
+    """Return ``(F + LAMBDA I)^-1`` times vectors, by an estimator on NumPy."""
+    estimator = kc.Estimator(
+        network.blocks, reduction=reduction, damping=LAMBDA, damping_rule="exact"
+    )
+    estimator.update(captured.batches)
+    estimator.refresh()
+    return estimator.precondition(vectors)
+
+
+# ------------------------------------------------- one layer, written in many ways
+
+N, T, D, H = 4, 3, 2, 3
+LABELS = np.array([0, 1, 1, 0])
+
+
+def tapped_flat(params, x):
+    return shim.dense("W", x.reshape(N * T, D), params["W"], params["b"]).reshape(
+        N, T, H
+    )
+
+
+def over_time(params, x):
+    def turn(count, xt):
+        return count + 1, xt @ params["W"] + params["b"]
+
+    _, h = jax.lax.scan(turn, 0, x.swapaxes(0, 1))
+    return h.swapaxes(0, 1)
+
+
+def marked_over_time(params, x):
+    def turn(count, xt):
+        return count + 1, shim.dense("W", xt, params["W"], params["b"])
+
+    _, h = jax.lax.scan(turn, 0, x.swapaxes(0, 1))
+    return h.swapaxes(0, 1)
+
+
+def time_first(params, x):
+    h = x.swapaxes(0, 1).reshape(-1, D) @ params["W"] + params["b"]
+    return h.reshape(T, -1, H).swapaxes(0, 1)
+
+
+WAYS = {
+    "as it is": lambda p, x: x @ p["W"] + p["b"],
+    "flattened": lambda p, x: (x.reshape(-1, D) @ p["W"] + p["b"]).reshape(-1, T, H),
+    "time first": time_first,
+    "mapped": lambda p, x: jax.vmap(jax.vmap(lambda r: p["W"].T @ r + p["b"]))(x),
+    "einsum": lambda p, x: (
+        jnp.einsum("ntd,de->ent", x, p["W"]).transpose(1, 2, 0) + p["b"]
+    ),
+    "jit": lambda p, x: jax.jit(lambda x: x @ p["W"] + p["b"])(x),
+    "remat": jax.checkpoint(lambda p, x: x @ p["W"] + p["b"]),
+    "scan": over_time,
+    "marked, flattened": tapped_flat,
+    "marked, mapped": lambda p, x: jax.vmap(
+        lambda r: shim.dense("W", r, p["W"], p["b"])
+    )(x),
+    "marked, in a scan": marked_over_time,
+}
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """Parameters, inputs and the dense curvature of a layer that T positions share."""
+    rng = np.random.default_rng(7)
+    params = {
+        k: rng.normal(size=s) for k, s in {"W": (D, H), "b": H, "V": (H, 2)}.items()
+    }
+    x = rng.normal(size=(N, T, D))
+    h = np.tanh(x @ params["W"] + params["b"])
+    p = np.exp(h.mean(1) @ params["V"])
+    p /= p.sum(1, keepdims=True)
+    e = p - np.eye(2)[LABELS]
+    g = (e @ params["V"].T)[:, None] / T * (1 - h**2)
+    rows = np.concatenate([x, np.ones((N, T, 1))], axis=2).reshape(-1, D + 1)
+    g = g.reshape(-1, H)
+    F = T * np.kron(rows.T @ rows / (N * T), g.T @ g / (N * T))
+    return jax.tree.map(jnp.asarray, params), jnp.asarray(x), F, rows.T @ g / N
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_layer_in_many_ways_is_one_block(shared, way):
+    """N comes from the outputs; positions are expanded, however a network is written."""
+    params, x, F, gradient = shared
+
+    def function(params, x):
+        return jnp.tanh(WAYS[way](params, x)).mean(axis=1) @ params["V"]
+
+    reduction = "mean" if way in ("flattened", "marked, flattened") else "sum"
+    network, gradients, captured = captured_by(
+        function, params, x, y=LABELS, reduction=reduction
+    )
+    assert {name: block.layer.kind for name, block in network.blocks.items()} == {
+        "W": "dense",
+        "V": "dense",
+    }
+    scale = 1 if reduction == "mean" else N
+    np.testing.assert_allclose(
+        flat(gradients["W"], gradients["b"]) / scale, np.ravel(gradient), rtol=1e-9
+    )
+    shapes = network.blocks["W"].layer.parameter_shapes
+    V = {"weight": gradient[:-1].reshape(shapes["weight"]), "bias": gradient[-1]}
+    found = directions(network, captured, {"W": V}, reduction)["W"]
+    np.testing.assert_allclose(
+        flat(found["weight"], found["bias"]), solved(F, gradient), rtol=1e-7
+    )
+
+
+def test_outputs_of_all_tokens_are_rows(shared):
+    """Outputs (N T, C): the mean is over tokens, and so is the curvature of each layer."""
+    params, x, _, _ = shared
+    y = np.arange(N * T) % 2
+
+    def function(params, x):
+        h = jnp.tanh(x @ params["W"] + params["b"])
+        return (h @ params["V"]).reshape(N * T, 2)
+
+    h = np.tanh(x @ params["W"] + params["b"]).reshape(-1, H)
+    p = np.exp(h @ params["V"])
+    e = p / p.sum(1, keepdims=True) - np.eye(2)[y]
+    F = np.kron(h.T @ h / len(h), e.T @ e / len(e))
+    v = np.arange(6.0).reshape(H, 2)
+    for reduction in ("sum", "mean"):
+        network, _, captured = captured_by(
+            function, params, x, y=y, reduction=reduction
+        )
+        found = directions(network, captured, {"V": {"weight": v}}, reduction)
+        np.testing.assert_allclose(flat(found["V"]["weight"]), solved(F, v), rtol=1e-7)
+
+
+def test_a_mask_leaves_padding_out(shared):
+    """A mask of unequal lengths counts in every layer that has the axis of time."""
+    params, x, _, _ = shared
+    lengths = np.array([3, 1, 2, 3])
+    mask = np.arange(T) < lengths[:, None]
+
+    def function(params, x):
+        h = jnp.tanh(x @ params["W"] + params["b"])
+        h = jnp.where(mask[:, :, None], h, 0.0).sum(1) / lengths[:, None]
+        return h @ params["V"]
+
+    network = shim.Network(function, params, x)
+    z, pull = network.vjp(params, x, mask=jnp.asarray(mask))
+    captured = jax.tree.map(
+        np.asarray, pull(jax.grad(nll)(z, LABELS), reduction="sum")[1]
+    )
+    h = np.tanh(x @ params["W"] + params["b"])
+    p = np.exp((h * mask[:, :, None]).sum(1) / lengths[:, None] @ params["V"])
+    e = p / p.sum(1, keepdims=True) - np.eye(2)[LABELS]
+    g = (e @ params["V"].T / lengths[:, None])[:, None] * (1 - h**2)
+    rows = np.concatenate([x, np.ones((N, T, 1))], axis=2)[mask]
+    g, count = g[mask], mask.sum()
+    # The mean over examples of as many positions as there are on average.
+    F = count / N * np.kron(rows.T @ rows / count, g.T @ g / count)
+    v = np.arange(9.0).reshape(3, 3)
+    found = directions(network, captured, {"W": {"weight": v[:2], "bias": v[2]}})["W"]
+    np.testing.assert_allclose(
+        flat(found["weight"], found["bias"]), solved(F, v), rtol=1e-7
+    )
+
+
+# ------------------------------------------------------------- every library's modules
+
+
+def linen(x):
+    nn = pytest.importorskip("flax.linen")
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, None))
+            x = nn.LayerNorm()(jnp.tanh(nn.Dense(4, kernel_init=kernel)(x)))
+            return nn.Dense(3)(x)
+
+    model = Model()
+    params = model.init(jax.random.key(0), x)["params"]
+    return (
+        params,
+        lambda p, x: model.apply({"params": p}, x),
+        "Dense_0 LayerNorm_0 Dense_1",
+    )
+
+
+def nnx_model(x):
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.one = nnx.Linear(x.shape[1], 4, rngs=rngs)
+            self.norm = nnx.LayerNorm(4, rngs=rngs)
+            self.two = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.two(self.norm(jnp.tanh(self.one(x))))
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)))
+    return params, lambda p, x: nnx.merge(graph, p)(x), "one norm two"
+
+
+def equinox(x):
+    eqx = pytest.importorskip("equinox")
+    keys = jax.random.split(jax.random.key(0), 2)
+    layers = [
+        eqx.nn.Linear(x.shape[1], 4, key=keys[0]),
+        eqx.nn.Lambda(jnp.tanh),
+        eqx.nn.LayerNorm(4),
+        eqx.nn.Linear(4, 3, key=keys[1]),
+    ]
+    params, static = eqx.partition(eqx.nn.Sequential(layers), eqx.is_array)
+    names = "layers/0 layers/2 layers/3"
+    return params, lambda p, x: jax.vmap(eqx.combine(p, static))(x), names
+
+
+def haiku(x):
+    hk = pytest.importorskip("haiku")
+
+    def model(x):
+        x = hk.LayerNorm(-1, True, True)(jnp.tanh(hk.Linear(4)(x)))
+        return hk.Linear(3)(x)
+
+    model = hk.without_apply_rng(hk.transform(model))
+    return model.init(jax.random.key(0), x), model.apply, "linear layer_norm linear_1"
+
+
+@pytest.mark.parametrize("library", [linen, nnx_model, equinox, haiku])
+def test_models_of_all_libraries_need_no_marks(rng, library):
+    """Rows are those of each example's own gradients, whoever wrote the layers."""
+    x = jnp.asarray(rng.normal(size=(5, 2)))
+    y = np.array([0, 1, 2, 2, 1])
+    params, function, names = library(x)
+    params = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), params)
+    network, _, captured = captured_by(function, params, x, y=y)
+
+    @jax.jit
+    def examples(params, x):
+        def one(params, x, y):
+            return nll(function(params, x[None]), y[None])
+
+        return jax.vmap(jax.grad(one), (None, 0, 0))(params, x, y)
+
+    per = examples(params, x)
+    vectors = [
+        network.leaves.vectors(jax.tree.map(lambda g, i=i: g[i], per), network.wiring)
+        for i in range(5)
+    ]
+    assert list(network.blocks) == names.split()
+    mean = {
+        name: {
+            role: np.mean([np.asarray(v[name][role]) for v in vectors], axis=0)
+            for role in vectors[0][name]
+        }
+        for name in network.blocks
+    }
+    found = directions(network, captured, mean)
+    for name, block in network.blocks.items():
+        to_matrix = block.layer.parameters_to_matrix
+        each = [
+            to_matrix({k: np.asarray(a) for k, a in v[name].items()}) for v in vectors
+        ]
+        if block.layer.kind == "dense":
+            # The bias's gradient is g, and the weight's is x g^T.
+            g = np.array([d[-1] for d in each])
+            rows = np.array([d @ e / (e @ e) for d, e in zip(each, g, strict=True)])
+            F = np.kron(rows.T @ rows / 5, g.T @ g / 5)
+        else:
+            D = np.array([d[:, 0] for d in each])
+            F = D.T @ D / 5
+        expected = solved(F, to_matrix(mean[name]))
+        np.testing.assert_allclose(
+            np.ravel(to_matrix(found[name])), expected, rtol=1e-6, err_msg=name
+        )
+
+
+def test_layers_that_a_scan_runs_over_are_blocks_of_their_own(rng):
+    """A stack of weights (L, n, n) has L blocks, and gradients go back into the stack."""
+    params = {
+        "layers": {
+            "W": jnp.asarray(rng.normal(size=(3, 2, 2))),
+            "b": jnp.asarray(rng.normal(size=(3, 2))),
+        }
+    }
+    x, y = rng.normal(size=(4, 2)), np.array([0, 1, 1, 0])
+
+    def function(params, x):
+        def turn(h, layer):
+            return jnp.tanh(h @ layer["W"] + layer["b"]), None
+
+        return jax.lax.scan(jax.checkpoint(turn), x, params["layers"])[0]
+
+    network, gradients, captured = captured_by(function, params, jnp.asarray(x), y=y)
+    assert list(network.blocks) == ["layers[0]", "layers[1]", "layers[2]"]
+    W, b = np.asarray(params["layers"]["W"]), np.asarray(params["layers"]["b"])
+    hidden = [x]
+    for i in range(3):
+        hidden.append(np.tanh(hidden[-1] @ W[i] + b[i]))
+    p = np.exp(hidden[3])
+    g = p / p.sum(1, keepdims=True) - np.eye(2)[y]
+    vectors = network.leaves.vectors(gradients, network.wiring)
+    found = directions(network, captured, vectors)
+    for i in (2, 1, 0):
+        g = g * (1 - hidden[i + 1] ** 2)
+        rows = np.concatenate([hidden[i], np.ones((4, 1))], axis=1)
+        F = np.kron(rows.T @ rows / 4, g.T @ g / 4)
+        name = f"layers[{i}]"
+        own = found[name]
+        np.testing.assert_allclose(
+            flat(own["weight"], own["bias"]), solved(F, rows.T @ g), rtol=1e-7
+        )
+        g = g @ W[i].T
+    gradients, given = jax.tree.map(jnp.asarray, (gradients, found))
+    whole = network.leaves.replaced(gradients, given, network.wiring)["layers"]
+    np.testing.assert_array_equal(whole["W"][1], found["layers[1]"]["weight"])
+
+
+# -------------------------------------------------------------------------- refusals
+
+
+def test_uses_outside_of_layers_are_refused_by_name(rng):
+    """A weight used once more; one in a `cond`; a table that is of no example."""
+    W = {"W": jnp.asarray(rng.normal(size=(2, 2)))}
+    x = jnp.asarray(rng.normal(size=(8, 2)))
+    pairs = {
+        "dot_general": lambda p, x: shim.dense("a", x, p["W"]) @ (p["W"] @ p["W"]),
+        "cond": lambda p, x: jax.lax.cond(
+            x.sum() > 0, lambda: x @ p["W"], lambda: x - p["W"].sum()
+        ),
+        "reduce_sum": lambda p, x: x @ p["W"] + p["W"].sum(),
+        r"rows \[7\].*8 examples": lambda p, x: (
+            x @ (jnp.ones((7, 2)) @ p["W"]).T[:, :2]
+        ),
+    }
+    for match, function in pairs.items():
+        with pytest.raises(kc.UnsupportedError, match=match):
+            shim.Network(function, W, x)
+    with pytest.raises(kc.ConventionError, match=r"'a'.*rows \[7\].*8 examples"):
+        shim.Network(
+            lambda p, x: x + shim.dense("a", jnp.ones((7, 2)), p["W"]).sum(), W, x
+        )
+
+    def before_the_mark(params, x):
+        y = x @ params["W"]
+        layer = kc.Dense(in_features=2, out_features=2, bias=False, weight_layout="io")
+        return shim.tap("a", layer, x, y, weight=params["W"]) + y
+
+    with pytest.raises(kc.ConventionError, match="counted twice"):
+        shim.Network(before_the_mark, W, x)
+    # A second use that is a layer is a second use of the block.
+    network = shim.Network(lambda p, x: shim.dense("a", x, p["W"]) @ p["W"], W, x)
+    _, captured = network.vjp(W, x)[1](jnp.ones((8, 2)), reduction="sum")
+    assert len(captured.batches["a"]) == 2
+
+
+def test_merged_rows_are_refused_where_examples_must_be_known(shared):
+    """A convolution of frames merged with examples: K-FAC can, a full matrix cannot."""
+    params = {"k": jnp.ones((3, 3, 1, 2))}
+    x = jnp.ones((4, 2, 5, 5, 1))
+
+    def function(params, x):
+        y = jax.lax.conv_general_dilated(
+            x.reshape(-1, 5, 5, 1),
+            params["k"],
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        return jnp.tanh(y).reshape(4, -1, 2).mean(1)
+
+    assert set(shim.Network(function, params, x).blocks) == {"k"}
+    with pytest.raises(kc.ConventionError, match="8 rows for 4 examples"):
+        shim.Network(function, params, x, approximation=lambda *_: kc.Full())
+
+
+# ------------------------------------------------------ trees, axes, steps without rows
+
+
+@pytest.fixture(scope="module")
+def trained(shared):
+    """A network of one layer, its transformation, and a compiled step."""
+    params, x, _, _ = shared
+    x = x[:, 0]
+
+    def function(params, x):
+        return jnp.tanh(x @ params["W"] + params["b"]) @ params["V"]
+
+    network = shim.Network(function, params, x)
+    options = {"reduction": "sum", "damping": LAMBDA}
+    return network, params, x, options
+
+
+@pytest.fixture(scope="module")
+def stepped(trained):
+    """The direction, the state and the gradients after a step on one device."""
+    network, params, x, options = trained
+    kfac = shim.KFAC(network, refresh_every=1, **options)
+    step = jax.jit(step_of(network, kfac))
+    return kfac, step(params, kfac.init(params), x, LABELS)
+
+
+def step_of(network, kfac):
+    def step(params, state, x, y):
+        z, pull = network.vjp(params, x)
+        gradients, captured = pull(jax.grad(nll)(z, y), reduction="sum")
+        gradients = jax.tree.map(lambda g: g / len(x), gradients)
+        return *kfac.update(gradients, state, captured=captured), gradients
+
+    return step
+
+
+def test_gradients_are_matched_by_path(stepped):
+    """A masked tree gives each block its own gradients; half a block is refused."""
+    optax = pytest.importorskip("optax")
+    kfac, (direction, state, gradients) = stepped
+    masked = optax.MaskedNode()
+    some = {"W": masked, "b": masked, "V": gradients["V"]}
+    found, _ = kfac.update(some, state, captured=None)
+    assert isinstance(found["W"], optax.MaskedNode)
+    np.testing.assert_allclose(found["V"], direction["V"], rtol=1e-12)
+    with pytest.raises(kc.ConventionError, match=r"'W'.*\['b'\]"):
+        kfac.update(gradients | {"b": masked}, state, captured=None)
+    with pytest.raises(kc.ConventionError, match="structure"):
+        kfac.update(list(gradients.values()), state, captured=None)
+    with pytest.raises(kc.ShapeError, match=r"\['V'\]"):
+        kfac.update(gradients | {"V": gradients["V"].T}, state, captured=None)
+
+
+def test_a_step_before_any_statistics_is_no_silent_one(trained):
+    """Where values are read it raises; a compiled one is flagged, its direction zero."""
+    network, params, _, options = trained
+    kfac = shim.KFAC(network, **options)
+    state = kfac.init(params)
+    with pytest.raises(kc.NotReadyError, match="captured"):
+        kfac.update(params, state, captured=None)
+    found, after = jax.jit(lambda p, s: kfac.update(p, s, captured=None))(params, state)
+    assert not bool(after.is_good())
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(found))
+    for every in (0, -1, 1.5):
+        with pytest.raises(kc.ConventionError, match="refresh_every"):
+            shim.KFAC(network, refresh_every=every, **options)
+    with pytest.raises(TypeError, match="dampng"):
+        kfac.update(params, state, captured=None, dampng=1.0)
+
+
+def test_a_mapped_step_has_the_statistics_of_all_devices(trained, stepped):
+    """With `axis_name` as one device would; without it, or with another, refused."""
+    network, params, x, options = trained
+    kfac = shim.KFAC(network, refresh_every=1, axis_name="i", **options)
+    alone, (expected, state, _) = stepped
+    parts = x.reshape(2, 2, D), jnp.asarray(LABELS).reshape(2, 2)
+
+    def mapped(kfac):
+        step = step_of(network, kfac)
+        return jax.vmap(step, (None, None, 0, 0), axis_name="i")(
+            params, kfac.init(params), *parts
+        )
+
+    directions, states, _ = jax.jit(lambda: mapped(kfac))()
+    for found, one in zip(
+        jax.tree.leaves((directions, states)),
+        jax.tree.leaves((expected, state)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found[0], one, rtol=1e-9, atol=1e-12)
+        np.testing.assert_array_equal(found[0], found[1])
+    with pytest.raises(kc.ConventionError, match="axis_name"):
+        jax.eval_shape(lambda: mapped(alone))
+    with pytest.raises(kc.ConventionError, match="no axis"):
+        step_of(network, kfac)(params, kfac.init(params), x, LABELS)
+
+
+def test_a_mesh_checks_what_varies(trained, stepped):
+    """`shard_map` with its check of replication: state and directions are replicated."""
+    network, params, x, options = trained
+    kfac = shim.KFAC(network, refresh_every=1, axis_name="i", **options)
+    P = jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+    step = jax.shard_map(
+        step_of(network, kfac),
+        mesh=mesh,
+        in_specs=(P(), P(), P("i"), P("i")),
+        out_specs=(P(), P(), P("i")),
+    )
+    direction, _, _ = jax.jit(step)(params, kfac.init(params), x, jnp.asarray(LABELS))
+    expected = stepped[1][0]
+    for name, one in expected.items():
+        np.testing.assert_allclose(direction[name], one, rtol=1e-9)

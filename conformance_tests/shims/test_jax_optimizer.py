@@ -1,0 +1,182 @@
+"""The JAX optimizer against dense NumPy: direction, quadratic model and damping."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+shim = pytest.importorskip("kfac_core_shims.jax")
+
+N, D, P = 6, 3, 2
+DECAY, AVERAGING, L2 = 0.5, 0.9, 0.01
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double():
+    """64-bit floats, so that tolerances mean something."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def function(params, x):
+    return x @ params["W"] + params["b"]
+
+
+class Dense:
+    """The same optimizer in NumPy, with matrices of all parameters."""
+
+    def __init__(self, theta, damping):
+        self.theta, self.damping = theta, damping
+        self.last, self.A, self.G, self.weight = np.zeros_like(theta), 0.0, 0.0, 0.0
+
+    def objective(self, theta, rows, y):
+        z = rows @ theta.reshape(D + 1, P)
+        logs = np.log(np.exp(z).sum(1)) - z[np.arange(N), y]
+        return logs.mean() + 0.5 * L2 * theta @ theta
+
+    def step(self, x, y, *, adapt):
+        """Return alpha, mu and the loss before; move theta."""
+        rows = np.concatenate([x, np.ones((N, 1))], axis=1)
+        z = rows @ self.theta.reshape(D + 1, P)
+        p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+        H = np.array([np.diag(q) - np.outer(q, q) for q in p])
+        g = (rows.T @ (p - np.eye(P)[y])).ravel() / N + L2 * self.theta
+        F = sum(np.kron(np.outer(r, r), h) for r, h in zip(rows, H, strict=True)) / N
+        self.A = AVERAGING * self.A + rows.T @ rows / N
+        self.G = AVERAGING * self.G + H.mean(0)
+        self.weight = AVERAGING * self.weight + 1
+        approximate = np.kron(self.A, self.G) / self.weight**2
+        identity = np.eye(len(g))
+        direction = -np.linalg.solve(approximate + (self.damping + L2) * identity, g)
+        C = F + (L2 + self.damping) * identity
+        span = [direction] if not self.last.any() else [direction, self.last]
+        matrix = np.array([[a @ C @ b for b in span] for a in span])
+        slope = np.array([g @ a for a in span])
+        found = -np.linalg.solve(matrix, slope)
+        predicted = slope @ found + 0.5 * found @ matrix @ found
+        before = self.objective(self.theta, rows, y)
+        delta = sum(c * a for c, a in zip(found, span, strict=True))
+        self.theta, self.last = self.theta + delta, delta
+        used = self.damping
+        if adapt:
+            rho = (self.objective(self.theta, rows, y) - before) / predicted
+            factor = DECAY**2
+            self.damping *= factor if rho > 0.75 else 1 / factor if rho < 0.25 else 1
+        return found[0], found[1] if len(found) > 1 else 0.0, before, used
+
+
+def test_steps_are_those_of_dense_matrices():
+    """Rate, momentum, damping and parameters of four steps; then a batch of NaN."""
+    rng = np.random.default_rng(3)
+    start = rng.normal(size=(D + 1, P))
+    params = {"W": jnp.asarray(start[:-1]), "b": jnp.asarray(start[-1])}
+    optimizer = shim.kfac_optimizer(
+        function,
+        params,
+        jnp.zeros((N, D)),
+        likelihood="categorical",
+        fisher="exact",
+        damping=0.3,
+        damping_rule="exact",
+        damping_decay=DECAY,
+        adapt_every=2,
+        refresh_every=1,
+        decay=AVERAGING,
+        l2=L2,
+    )
+    state, dense = optimizer.init(params), Dense(start.ravel(), 0.3)
+    for i in range(4):
+        x, y = rng.normal(size=(N, D)), rng.integers(0, P, size=N)
+        alpha, mu, loss, damping = dense.step(x, y, adapt=i % 2 == 1)
+        params, state, progress = optimizer.step(
+            params, state, jnp.asarray(x), jnp.asarray(y), jax.random.key(i)
+        )
+        np.testing.assert_allclose(progress.loss, loss, rtol=1e-10)
+        np.testing.assert_allclose(progress.damping, damping, rtol=1e-10)
+        np.testing.assert_allclose(progress.learning_rate, alpha, rtol=1e-6)
+        np.testing.assert_allclose(progress.momentum, mu, rtol=1e-6, atol=1e-10)
+        theta = np.concatenate([np.ravel(params["W"]), params["b"]])
+        np.testing.assert_allclose(theta, dense.theta, rtol=1e-7)
+        assert bool(progress.is_good)
+    assert dense.damping != 0.3
+    kept = np.array(params["W"])
+    x = np.full((N, D), np.nan)
+    params, state, progress = optimizer.step(
+        params, state, jnp.asarray(x), jnp.asarray(y), jax.random.key(9)
+    )
+    assert not bool(progress.is_good)
+    np.testing.assert_array_equal(params["W"], kept)
+    np.testing.assert_allclose(state.damping, dense.damping, rtol=1e-10)
+
+
+def test_a_given_rate_is_clipped_and_statistics_have_an_interval():
+    """``nu = sqrt(kappa / (eta^2 grad . P grad))``, and a mean over outputs is a weight."""
+    rng = np.random.default_rng(4)
+    x, y = rng.normal(size=(N, D)), rng.normal(size=(N, P))
+    W, b = rng.normal(size=(D, P)), np.zeros(P)
+    params = {"W": jnp.asarray(W), "b": jnp.asarray(b)}
+    mean = kc.integration.RowLoss(
+        likelihood=kc.losses.Gaussian(variance=0.5), mean_over_outputs=True
+    )
+    optimizer = shim.kfac_optimizer(
+        function,
+        params,
+        jnp.zeros((N, D)),
+        likelihood=mean,
+        fisher="exact",
+        learning_rate=0.5,
+        momentum=0.0,
+        damping=0.1,
+        adapt_damping=False,
+        kl_clip=1e-3,
+        damping_rule="exact",
+        update_every=2,
+        refresh_every=1,
+    )
+    state = optimizer.init(params)
+    inputs = jnp.asarray(x), jnp.asarray(y), jax.random.key(0)
+    params, state, progress = optimizer.step(params, state, *inputs)
+    rows = np.concatenate([x, np.ones((N, 1))], axis=1)
+    # The loss is |z - y|^2 / P, whose Hessian is 2 / P.
+    g = (rows.T @ (2.0 / P * (x @ W + b - y)) / N).ravel()
+    F = np.kron(rows.T @ rows / N, 2.0 / P * np.eye(P))
+    step = np.linalg.solve(F + 0.1 * np.eye(len(g)), g)
+    rate = 0.5 * min(1.0, np.sqrt(1e-3 / (0.25 * g @ step)))
+    np.testing.assert_allclose(progress.learning_rate, rate, rtol=1e-8)
+    theta = np.concatenate([np.ravel(params["W"]), params["b"]])
+    np.testing.assert_allclose(
+        theta, np.concatenate([W.ravel(), b]) - rate * step, rtol=1e-8, atol=1e-12
+    )
+    _, state, _ = optimizer.step(params, state, *inputs)
+    assert int(state.curvature["W"].updates) == 1
+    assert int(state.steps) == 2
+
+
+def test_options_are_refused_by_name():
+    """Intervals, rates, and outputs without an axis of their own."""
+    params = {"W": jnp.ones((D, P))}
+    network = shim.Network(lambda p, x: x @ p["W"], params, jnp.ones((N, D)))
+    for name, value in (("adapt_every", 0), ("update_every", 0), ("kl_clip", -1.0)):
+        with pytest.raises(kc.ConventionError, match=name):
+            shim.Optimizer(network, likelihood="categorical", **{name: value})
+    with pytest.raises(kc.ConventionError, match="likelihood"):
+        shim.Optimizer(network, likelihood="softmax")
+    with pytest.raises(TypeError, match="dampng"):
+        shim.Optimizer(network, likelihood="categorical", dampng=1.0)
+    scalar = shim.Network(lambda p, x: (x @ p["W"]).sum(1), params, jnp.ones((N, D)))
+    optimizer = shim.Optimizer(scalar, likelihood="gaussian")
+    with pytest.raises(kc.ShapeError, match="outputs"):
+        jax.eval_shape(
+            optimizer.transition,
+            params,
+            optimizer.init(params),
+            jnp.ones((N, D)),
+            jnp.ones(N),
+            jax.random.key(0),
+        )

@@ -1,0 +1,657 @@
+"""Two lines, defaults, options by name, and what went wrong in silence, each tested."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as fn  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
+
+import kfac_core as kc  # noqa: E402
+from kfac_core_shims.torch import KFAC  # noqa: E402
+
+from .test_torch import (  # noqa: E402
+    DAMPING,
+    Network,
+    attached,
+    close,
+    doubles,
+    factors_by_hand,
+    half_squares,
+    joined,
+    kfac_by_hand,
+    seeded,
+    step,
+)
+
+__all__ = ["seeded"]  # used by itself, in every test
+
+CATEGORICAL = {"likelihood": "categorical", "fisher": "exact"}
+
+
+def two_lines(model, kfac, x, y, loss_of):
+    """One step with no line but `step`."""
+    model.zero_grad()
+    loss_of(model(x), y).backward()
+    kfac.step()
+    return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def same(found, expected, rtol=1e-8):
+    for name in expected:
+        close(found[name], expected[name], rtol)
+
+
+# The interface.
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical", "gradients"])
+def test_two_lines_are_what_observing_by_hand_is(fisher):
+    """The model's own hook sees the rows that `observe` would be given."""
+    model, x, y = Network().double(), doubles(14, 4), torch.randint(0, 3, (14,))
+    twin = copy.deepcopy(model)
+    options = {"likelihood": "categorical", "fisher": fisher}
+    found = two_lines(model, attached(model, **options), x, y, fn.cross_entropy)
+    by_hand = attached(twin, **options, output=None)
+    _, expected = step(twin, by_hand, x, y, fn.cross_entropy)
+
+    same(found, expected)
+
+
+@dataclass
+class Answer:
+    """What models of other libraries return."""
+
+    loss: Any
+    logits: Any
+
+
+class Returning(Network):
+    """The same outputs in another wrapping; the loss may be computed inside."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def forward(self, x, y=None):
+        z = super().forward(x)
+        if self.how == "answer":
+            return Answer(fn.cross_entropy(z, y), z)
+        if self.how == "dict":
+            return {"logits": z, "hidden": x}
+        if self.how == "pair":
+            return x.mean(), z
+        return z.T
+
+
+@pytest.mark.parametrize(
+    ("how", "output", "loss_of"),
+    [
+        ("answer", "auto", lambda m, x, y: m(x, y).loss),
+        ("dict", "auto", lambda m, x, y: fn.cross_entropy(m(x)["logits"], y)),
+        ("dict", "logits", lambda m, x, y: fn.cross_entropy(m(x)["logits"], y)),
+        ("pair", 1, lambda m, x, y: fn.cross_entropy(m(x)[1], y)),
+        ("turned", lambda z: z.T, lambda m, x, y: fn.cross_entropy(m(x).T, y)),
+    ],
+)
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_outputs_are_picked_out_of_what_a_model_returns(how, output, loss_of, fisher):
+    model, x, y = Returning(how).double(), doubles(14, 4), torch.randint(0, 3, (14,))
+    plain = Network().double()
+    plain.load_state_dict(model.state_dict())
+    options = {"likelihood": "categorical", "fisher": fisher}
+    _, expected = step(plain, attached(plain, **options), x, y, fn.cross_entropy)
+
+    kfac = attached(model, **options, output=output)
+    loss_of(model, x, y).backward()
+    kfac.step()
+
+    same({n: p.grad for n, p in model.named_parameters()}, expected)
+
+
+def test_ignored_labels_are_no_rows():
+    """Rows that the loss does not read count neither as rows nor with vectors."""
+    model, x = Network().double(), doubles(14, 4)
+    y = torch.randint(0, 3, (14,))
+    y[3:9] = -100
+    twin = copy.deepcopy(model)
+    found = two_lines(model, attached(model, **CATEGORICAL), x, y, fn.cross_entropy)
+    kfac = attached(twin, **CATEGORICAL, output=None)
+    outputs = twin(x)
+    kfac.observe(outputs[y != -100])
+    fn.cross_entropy(outputs, y).backward()
+    kfac.step()
+
+    same(found, {n: p.grad for n, p in twin.named_parameters()})
+
+
+def test_the_likelihood_is_checked_where_nobody_said_it():
+    """A regression, or classes on another axis, is named and not taken for logits."""
+    model = Network()
+    kfac, x = KFAC(model), torch.randn(6, 4)
+    for loss_of in (half_squares, lambda z, y: fn.cross_entropy(z.T, y[:, 0].long())):
+        with pytest.raises(kc.ConventionError, match="likelihood"):
+            loss_of(
+                model(x), torch.zeros(6, 3)[: 6 if loss_of is half_squares else 3]
+            ).backward()
+        kfac.discard()
+    with pytest.raises(kc.ConventionError, match="likelihood"):
+        kfac.observe(model(x))
+    two_lines(model, kfac, x, torch.zeros(6).long(), fn.cross_entropy)
+    assert kfac.steps == 1
+
+
+def test_defaults_train():
+    """Two lines and nothing else; the loss falls to a fiftieth in 40 steps."""
+    x = torch.randn(256, 6)
+    y = (x @ torch.randn(6, 4)).argmax(1)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kfac = KFAC(model, lr=optimizer)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = fn.cross_entropy(model(x), y)
+        loss.backward()
+        kfac.step()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+
+    assert losses[-1] < losses[0] / 10
+    metrics = kfac.metrics()
+    assert metrics["steps"] == 60
+    assert 0 < metrics["kl"] <= 0.5001e-3
+    assert 0 < metrics["clip"] <= 1
+    assert [*kfac.report()] == ["0", "2"]
+
+
+def test_no_plausible_setting_ends_in_nan():
+    """Twelve settings of rate, damping and momentum on a small regression."""
+    x = torch.randn(64, 5)
+    y = torch.tanh(x @ torch.randn(5, 1))
+    start = nn.Sequential(nn.Linear(5, 10), nn.Tanh(), nn.Linear(10, 1))
+    for lr in (0.03, 0.3, 1.0):
+        for damping in (1e-4, 1e-2):
+            for momentum in (0.0, 0.9):
+                model = copy.deepcopy(start)
+                optimizer = torch.optim.SGD(
+                    model.parameters(), lr=lr, momentum=momentum
+                )
+                kfac = KFAC(
+                    model, likelihood=nn.MSELoss(), lr=optimizer, damping=damping
+                )
+                before = fn.mse_loss(model(x), y)
+                for _ in range(20):
+                    optimizer.zero_grad()
+                    fn.mse_loss(model(x), y).backward()
+                    kfac.step()
+                    optimizer.step()
+                assert fn.mse_loss(model(x), y) < before
+
+
+def test_options_that_cannot_be_are_named_at_once():
+    class Plain(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    model = Network()
+    for options, name in (
+        ({"update_every": 0}, "update_every"),
+        ({"refresh_every": 1.5}, "refresh_every"),
+        ({"bases_every": -1}, "bases_every"),
+        ({"likelihood": "softmax"}, "likelihood"),
+        ({"likelihood": nn.L1Loss()}, "likelihood"),
+        ({"likelihood": kc.losses.Categorical}, "likelihood"),
+        ({"likelihood": nn.MSELoss(), "reduction": "sum"}, "reduction"),
+        ({"likelihood": nn.MSELoss(reduction="none")}, "reduction"),
+        ({"likelihood": nn.BCEWithLogitsLoss(torch.ones(3))}, "weight"),
+        ({"reduction": "average"}, "reduction"),
+        ({"fisher": "sampled"}, "mode"),
+        ({"kl_clip": -1}, "kl_clip"),
+        ({"lr": None}, "learning_rate"),
+        ({"damping": -1.0}, "damping"),
+        ({"decay": 2.0}, "decay"),
+        ({"skip_layers": ["three"]}, "skip_layers.*three"),
+        ({"approximations": {"convolution": kc.Diagonal()}}, "approximations"),
+        ({"approximations": {"dense": "diagonal"}}, "approximations"),
+    ):
+        with pytest.raises(kc.KFACError, match=name):
+            KFAC(model, **options)
+    with pytest.raises(TypeError):
+        KFAC(model, likelihood=kc.losses.Gaussian())
+    with pytest.raises(
+        kc.UnsupportedError, match=r"Plain is not known.*register_layer"
+    ):
+        KFAC(nn.Sequential(Plain(3, 3)))
+    with pytest.raises(kc.UnsupportedError, match="no parameters"):
+        KFAC(nn.Tanh())
+
+
+def test_approximations_by_name_class_and_kind():
+    """The name comes first, then the class; None and `skip_layers` leave a layer alone."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3))
+    kfac = KFAC(
+        model,
+        approximations={
+            "1": kc.Eigen(),
+            nn.Linear: kc.Kronecker(output="diagonal"),
+            "scale_shift": None,
+        },
+    )
+    found = {n: b.approximation.name for n, b in kfac.estimator.blocks.items()}
+    assert found == {"0": "kronecker", "1": "eigen"}
+    assert kfac.estimator.blocks["0"].approximation.output == "diagonal"
+    assert [*kfac.skipped] == ["2.weight", "2.bias"]
+    other = KFAC(model, skip_layers=["0", "LayerNorm"])
+    assert [*other.estimator.blocks] == ["1"]
+    x, y = torch.randn(8, 3), torch.randint(3, (8,))
+    for _ in range(3):
+        two_lines(model, kfac, x, y, fn.cross_entropy)
+    assert kfac.estimator.state["1"].basis_age == 2
+    text = repr(kfac)
+    assert "Eigen(" in text
+    assert "2.weight: it was asked for" in text
+
+
+# What went wrong in silence.
+
+
+def test_passes_that_nobody_differentiates_do_not_count():
+    """Evaluation through the same function, with and without gradients, by hand or not."""
+    model, x, y = Network().double(), doubles(9, 4), torch.randint(0, 3, (9,))
+    twin = copy.deepcopy(model)
+    expected = two_lines(twin, attached(twin, **CATEGORICAL), x, y, fn.cross_entropy)
+    for by_hand in (True, False):
+        own = copy.deepcopy(model)
+        kfac = attached(own, **CATEGORICAL)
+
+        def loss_of(inputs, labels, own=own, kfac=kfac, by_hand=by_hand):
+            outputs = own(inputs)
+            if by_hand:
+                kfac.observe(outputs)
+            return fn.cross_entropy(outputs, labels)
+
+        other = doubles(50, 4), torch.randint(0, 3, (50,))
+        with torch.no_grad():
+            loss_of(*other)
+        with torch.inference_mode():
+            loss_of(*other)
+        loss_of(*other)
+        loss_of(x, y).backward()
+        kfac.step()
+        same({n: p.grad for n, p in own.named_parameters()}, expected)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_scaled_loss_makes_no_difference(fisher):
+    """With the scaler given; without it, empirical rows of a scaled loss are refused."""
+    model, x, y = Network(), torch.randn(12, 4), torch.randint(0, 3, (12,))
+    twin = copy.deepcopy(model)
+    options = {"likelihood": "categorical", "fisher": fisher}
+    expected = two_lines(twin, attached(twin, **options), x, y, fn.cross_entropy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    kfac = attached(model, **options, grad_scaler=scaler)
+    scaler.scale(fn.cross_entropy(model(x), y)).backward()
+    with pytest.raises(kc.NotReadyError, match="unscale_"):
+        kfac.step()
+    optimizer.zero_grad()
+    scaler.scale(fn.cross_entropy(model(x), y)).backward()
+    scaler.unscale_(optimizer)
+    kfac.step()
+    found = {n: p.grad.clone() for n, p in model.named_parameters()}
+    same(found, expected, rtol=2e-4)
+    scaler.step(optimizer)
+    scaler.update()
+
+    optimizer.zero_grad()
+    scaler.scale(fn.cross_entropy(model(x) * float("inf"), y)).backward()
+    scaler.unscale_(optimizer)
+    if fisher == "exact":
+        kfac.step()  # Left out, as the optimizer's own step will be.
+        assert kfac.steps == 1
+    other = attached(twin, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    if fisher == "empirical":
+        with pytest.raises(kc.ConventionError, match="grad_scaler"):
+            scaler.scale(fn.cross_entropy(twin(x), y)).backward()
+    else:
+        scaler.scale(fn.cross_entropy(twin(x), y)).backward()
+        other.step()
+
+
+@pytest.mark.filterwarnings("ignore:K-FAC leaves")
+def test_a_cast_that_autocast_keeps_hides_no_use():
+    """A weight cast once and read twice: both uses count, or the block is left alone."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(3, 3, bias=False)
+            self.conv = nn.Conv1d(1, 1, 2, bias=False)
+
+        def forward(self, x):
+            h = self.conv(fn.pad(x[:, None], (0, 1)))
+            h = h + fn.conv1d(fn.pad(x[:, None], (0, 2)), self.conv.weight, dilation=2)
+            return fn.linear(torch.tanh(self.one(h[:, 0])), self.one.weight)
+
+    model, x, y = Twice(), torch.randn(40, 3), torch.randn(40, 3)
+    blocks = []
+    for low in (False, True):
+        own = copy.deepcopy(model)
+        kfac = attached(own)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
+            loss = half_squares(own(x).float(), y)
+        loss.backward()
+        kfac.step()
+        assert [*kfac.skipped] == ["conv.weight"]
+        blocks.append(kfac.estimator.operator("one").to_dense(damped=False))
+
+    difference = torch.linalg.norm(blocks[1] - blocks[0])
+    assert difference < 0.05 * torch.linalg.norm(blocks[0])
+
+
+def test_more_than_one_process_is_refused(monkeypatch):
+    """At construction, and in a step after the process group was made."""
+    model, x, y = Network(), torch.randn(6, 4), torch.randint(0, 3, (6,))
+    kfac = KFAC(model)
+    fn.cross_entropy(model(x), y).backward()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for refused in (kfac.step, lambda: KFAC(model)):
+        with pytest.raises(kc.UnsupportedError, match="2 ranks"):
+            refused()
+
+
+@pytest.mark.parametrize("kind", ["bce", "mse", "mse sum", "gaussian"])
+def test_means_over_outputs_are_means_over_outputs(kind):
+    """``(F / P + damping)^-1``, where a loss is a mean over N x P."""
+    P, N = 3, 10
+    model = nn.Linear(4, P).double()
+    x = doubles(N, 4)
+    y = torch.rand(N, P, dtype=torch.float64)
+    loss = {
+        "bce": nn.BCEWithLogitsLoss(),
+        "mse": nn.MSELoss(),
+        "mse sum": nn.MSELoss(reduction="sum"),
+        "gaussian": half_squares,
+    }[kind]
+    likelihood = "gaussian" if kind == "gaussian" else loss
+    kfac = attached(model, likelihood=likelihood, loss=None)
+    p = torch.sigmoid(model(x)).detach()
+    H = {
+        "bce": torch.diag((p * (1 - p)).mean(0)) / P,
+        "mse": 2 * torch.eye(P, dtype=x.dtype) / P,
+        "mse sum": 2 * torch.eye(P, dtype=x.dtype),
+        "gaussian": torch.eye(P, dtype=x.dtype),
+    }[kind]
+    ones = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    A = ones.T @ ones / N
+
+    before, after = step(model, kfac, x, y, loss)
+
+    V = torch.cat([before["weight"], before["bias"][:, None]], 1)
+    V = V / (N if kind == "mse sum" else 1)
+    found = torch.cat([after["weight"], after["bias"][:, None]], 1)
+    close(found, kfac_by_hand(A, H, V))
+
+
+def test_rows_have_weights():
+    """Class weights: ``sum_n w_n F_n / sum_n w_n``, and refused where nobody gives them."""
+    model = Network().double()
+    x, y = doubles(14, 4), torch.randint(0, 3, (14,))
+    of_class = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+    loss = nn.CrossEntropyLoss(weight=of_class)
+    w = of_class[y]
+    with torch.no_grad():
+        h = torch.tanh(model.one(x))
+        p = torch.softmax(model.two(h), -1)
+        roots = torch.stack([torch.diag(r) - torch.outer(r, r) for r in p])
+        values, bases = torch.linalg.eigh(roots)
+        v = (bases * values.clamp(min=0).sqrt()[:, None]).permute(2, 0, 1)
+        v = v * w.sqrt()[:, None]
+        gs = (v @ model.two.weight) * (1 - h**2), v
+    kfac = attached(model, likelihood=loss, loss=None)
+    with pytest.raises(kc.ConventionError, match=r"weight=loss.weight\[labels\]"):
+        kfac.observe(model(x))
+    loss(model(x), y).backward()
+    with pytest.raises(kc.NotReadyError):
+        kfac.step()
+    model.zero_grad()
+    outputs = model(x)
+    kfac.observe(outputs, weight=w)
+    loss(outputs, y).backward()
+    before = {n: p.grad.clone() for n, p in model.named_parameters()}
+    kfac.step()
+    after = {n: p.grad for n, p in model.named_parameters()}
+
+    for name, inputs, g in zip(("one", "two"), (x, h), gs, strict=True):
+        A, G = factors_by_hand(inputs, g, 14)
+        expected = kfac_by_hand(A, G * 14 / w.sum(), joined(before, name))
+        close(joined(after, name), expected)
+    plain = attached(Network(), likelihood="categorical", fisher="empirical")
+    with pytest.raises(kc.UnsupportedError, match="empirical"):
+        plain.observe(plain.model(x.float()), weight=w)
+    with pytest.raises(kc.ShapeError, match="weight"):
+        kfac.observe(model(x), weight=w[:3])
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_batch_that_is_left_out_is_not_merged_into_the_next(by_hand):
+    """Never differentiated: does not count; differentiated: `discard`."""
+    model, x, y = Network().double(), doubles(9, 4), torch.randint(0, 3, (9,))
+    twin = copy.deepcopy(model)
+    expected = two_lines(twin, attached(twin, **CATEGORICAL), x, y, fn.cross_entropy)
+    kfac = attached(model, **CATEGORICAL)
+    for differentiated in (False, True):
+        outputs = model(doubles(30, 4))
+        if by_hand:
+            kfac.observe(outputs)
+        loss = fn.cross_entropy(outputs, torch.zeros(30, dtype=torch.int64))
+        if differentiated:
+            loss.backward()
+            kfac.discard()
+        model.zero_grad()
+    found = two_lines(model, kfac, x, y, fn.cross_entropy)
+
+    same(found, expected)
+
+
+def test_pruning_and_replaced_parameters_are_named():
+    """A weight that the module computes now, or that is another one now."""
+    x, y = torch.randn(9, 4), torch.randint(0, 3, (9,))
+    for change in ("prune", "replace"):
+        model = Network()
+        kfac = attached(model, **CATEGORICAL)
+        if change == "prune":
+            prune.l1_unstructured(model.one, "weight", 0.5)
+        else:
+            model.one.weight = nn.Parameter(model.one.weight.detach().clone())
+        model.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        before = {n: p.grad.clone() for n, p in model.named_parameters()}
+        with pytest.warns(UserWarning, match=r"one\.weight"):
+            kfac.step()
+        kept = [
+            n for n, p in model.named_parameters() if torch.equal(p.grad, before[n])
+        ]
+        assert sorted(kept) == sorted(n for n in before if n.startswith("one"))
+
+
+def test_probabilities_in_the_place_of_logits_are_warned_of():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1))
+    x, y = torch.randn(9, 4), torch.randint(0, 3, (9,))
+    kfac = attached(model, **CATEGORICAL)
+    with pytest.warns(UserWarning, match="probabilities"):
+        fn.nll_loss(torch.log(model(x)), y).backward()
+    kfac.step()
+    logits = nn.Linear(4, 3)
+    two_lines(logits, attached(logits, **CATEGORICAL), x, y, fn.cross_entropy)
+
+
+def test_outputs_that_are_modified_in_place_are_refused():
+    """Refused where it is seen; else the pass was not seen, which the step says."""
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    model = Returning("answer")
+    kfac = attached(model, **CATEGORICAL)
+    answer = model(x, y)
+    answer.logits += 1.0
+    with pytest.raises(kc.UnsupportedError, match="in place"):
+        answer.loss.backward()
+    model = Network()
+    kfac = attached(model, **CATEGORICAL)
+    outputs = model(x)
+    outputs += 1.0
+    fn.cross_entropy(outputs, y).backward()
+    with pytest.raises(kc.NotReadyError, match="in place"):
+        kfac.step()
+
+
+# Crashes and costs.
+
+
+def test_copies_and_pickles_are_refused():
+    kfac = KFAC(Network())
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(kc.UnsupportedError, match="state_dict"):
+            copied(kfac)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_losses_that_are_kept_keep_no_rows(fisher, by_hand):
+    """The calls in the graph of an undetached loss are emptied by the step."""
+    model = Network()
+    kfac = attached(model, likelihood="categorical", fisher=fisher)
+    outputs = model(torch.randn(5, 4))
+    if by_hand:
+        kfac.observe(outputs)
+    loss = fn.cross_entropy(outputs, torch.zeros(5, dtype=torch.int64))
+    loss.backward()
+    kfac.step()
+    calls, todo = [], [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None:
+            calls += [call for _, call in node.metadata.get(id(kfac), ())]
+            todo += [below for below, _ in node.next_functions]
+
+    assert len(calls) == 2
+    assert all(call.inputs is None and call.output_grads == [] for call in calls)
+
+
+def test_a_step_without_statistics_needs_no_observation():
+    """And leaves nothing in the graph."""
+    model, x, y = Network(), torch.randn(6, 4), torch.randint(0, 3, (6,))
+    kfac = attached(model, **CATEGORICAL, update_every=2, output=None)
+    with pytest.raises(kc.NotReadyError):
+        two_lines(model, kfac, x, y, fn.cross_entropy)
+    step(model, kfac, x, y, fn.cross_entropy)
+    two_lines(model, kfac, x, y, fn.cross_entropy)
+    with pytest.raises(kc.NotReadyError):
+        two_lines(model, kfac, x, y, fn.cross_entropy)
+    assert kfac.steps == 2
+
+
+def test_an_error_says_why_nothing_was_seen():
+    """A structure without logits; a pass of parts of the model; other weights."""
+
+    class Pair(Network):
+        def forward(self, x):
+            return super().forward(x), x
+
+    model, x, y = Pair(), torch.randn(6, 4), torch.randint(0, 3, (6,))
+    kfac = attached(model, **CATEGORICAL)
+    fn.cross_entropy(model(x)[0], y).backward()
+    with pytest.raises(kc.NotReadyError, match=r"returned a tuple.*`output`"):
+        kfac.step()
+    kfac.output = "logits"
+    with pytest.raises(kc.ConventionError, match="gave a"):
+        model(x)
+    other = attached(Network(), **CATEGORICAL)
+    frozen = {n: p.detach() for n, p in other.model.named_parameters()}
+    inputs = x.clone().requires_grad_()
+    outputs = torch.func.functional_call(other.model, frozen, (inputs,))
+    fn.cross_entropy(outputs, y).backward()
+    for p in other.model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(kc.NotReadyError):
+        other.step()
+
+
+def test_sharded_parameters_are_refused(tmp_path):
+    """DTensor, as FSDP2 and tensor parallelism make them; here of one rank."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    from torch.distributed.tensor import distribute_module, init_device_mesh
+
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model = distribute_module(nn.Linear(4, 3), init_device_mesh("cpu", (1,)))
+        with pytest.raises(kc.UnsupportedError, match="DTensor"):
+            KFAC(model)
+        KFAC(nn.Linear(4, 3))
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_damping_may_be_changed_and_scheduled():
+    model, x, y = Network(), torch.randn(6, 4), torch.randint(0, 3, (6,))
+    kfac = attached(model, **CATEGORICAL, damping=lambda step: 0.1 / (1 + step))
+    for expected in (0.1, 0.05):
+        two_lines(model, kfac, x, y, fn.cross_entropy)
+        assert kfac.estimator.state["one"].damping == expected
+    kfac.damping = 0.7
+    two_lines(model, kfac, x, y, fn.cross_entropy)
+    assert kfac.estimator.state["one"].damping == 0.7
+    assert kfac.damping == 0.7
+    assert DAMPING != 0.7
+
+
+def test_time_first_inputs_are_refused_where_examples_are_summed():
+    """EKFAC squares examples' gradients; K-FAC's rows do not ask which axis is first."""
+
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.two(torch.tanh(self.one(x)).mean(0))
+
+    x, y = torch.randn(7, 6, 4), torch.randint(3, (6,))
+    model = TimeFirst()
+    ekfac = attached(
+        model,
+        **CATEGORICAL,
+        approximations={"one": kc.Eigen()},
+        damping_rule="factored",
+    )
+    with pytest.raises(kc.UnsupportedError, match=r"'one'.*batch_first"):
+        fn.cross_entropy(model(x), y).backward()
+    ekfac.remove()
+    model.zero_grad()
+    two_lines(model, attached(model, **CATEGORICAL), x, y, fn.cross_entropy)
+
+
+def test_the_factor_of_a_large_side_is_diagonal():
+    """The logits of a large vocabulary; chosen approximations are as they were chosen."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 9000, bias=False))
+    sides = KFAC(model).estimator.blocks
+    assert sides["0"].approximation == kc.Kronecker()
+    assert sides["1"].approximation == kc.Kronecker(output="diagonal")
+    chosen = KFAC(
+        model, approximations={"1": kc.ScaledIdentity(scale=1.0)}
+    ).estimator.blocks
+    assert chosen["1"].approximation == kc.ScaledIdentity(scale=1.0)

@@ -1,0 +1,408 @@
+"""`KFACOptimizer` against dense quadratic models, whose Fisher matrix is made by rows."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as fn  # noqa: E402
+
+import kfac_core as kc  # noqa: E402
+from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
+
+DAMPING, DECAY = 0.03, 0.9
+OPTIONS = {
+    "damping": DAMPING,
+    "decay": DECAY,
+    "fisher": "exact",
+    "min_damping": 1e-12,
+    "refresh_every": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Models and data are the same in every run."""
+    torch.manual_seed(0)
+
+
+def network():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch(n=7):
+    return torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
+
+
+def parameters(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def dense(model, x, *, weight=None):
+    """Return the exact Fisher matrix of a cross-entropy's mean, row by row."""
+    held = {n: p.detach() for n, p in model.named_parameters()}
+
+    def logits(held, row):
+        return torch.func.functional_call(model, held, (row[None],))[0]
+
+    jac = torch.func.vmap(torch.func.jacrev(logits), in_dims=(None, 0))(held, x)
+    J = torch.cat([jac[n].flatten(2) for n in held], -1)
+    p = torch.softmax(model(x).detach(), -1)
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    weight = torch.ones(len(x)) if weight is None else weight
+    weight = weight.to(J.dtype) / weight.sum()
+    return torch.einsum("n,nai,nab,nbj->ij", weight, J, H, J)
+
+
+def gradient_of(model, loss):
+    return torch.cat(
+        [g.reshape(-1) for g in torch.autograd.grad(loss, list(model.parameters()))]
+    )
+
+
+def natural_gradient(model, loss_of, **options):
+    """Return the natural gradient of `KFAC` itself on a copy of the model."""
+    twin = copy.deepcopy(model)
+    kfac = KFAC(twin, kl_clip=None, likelihood="categorical", **options)
+    loss_of(twin).backward()
+    kfac.step()
+    return torch.cat([p.grad.reshape(-1) for p in twin.parameters()])
+
+
+def optimizer_of(model, **options):
+    return KFACOptimizer(model, likelihood="categorical", **{**OPTIONS, **options})
+
+
+def assert_minimum(delta, gradient, matrix, directions):
+    """Assert that no step along the directions makes the quadratic model smaller."""
+    residual = gradient + matrix @ delta
+    for d in directions:
+        scale = gradient.norm() * d.norm()
+        assert abs(float(residual @ d)) < 1e-10 * float(scale)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.05])
+def test_steps_minimize_the_dense_quadratic_model(eta):
+    """The first along the natural gradient, the next along the last change as well."""
+    model, (x, y) = network(), batch()
+    optimizer = optimizer_of(model, weight_decay=eta, adapt_every=10)
+    last = None
+    for _ in range(3):
+        theta = parameters(model)
+        gradient = gradient_of(model, fn.cross_entropy(model(x), y)) + eta * theta
+        F = dense(model, x) + (DAMPING + eta) * torch.eye(len(theta), dtype=theta.dtype)
+
+        optimizer.step(lambda: fn.cross_entropy(model(x), y))
+
+        delta = parameters(model) - theta
+        natural = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+        directions = [natural] if last is None else [natural, last]
+        assert_minimum(delta, gradient, F, directions)
+        basis = torch.stack(directions, 1)
+        rest = delta - basis @ torch.linalg.lstsq(basis, delta[:, None]).solution[:, 0]
+        assert float(rest.norm()) < 1e-10 * float(delta.norm())
+        assert optimizer.metrics()["accepted"] == 1.0
+        last = delta
+
+
+def test_the_direction_is_that_of_kfac():
+    """The first step is a multiple of K-FAC's own natural gradient."""
+    model, (x, y) = network(), batch()
+    theta = parameters(model)
+    options = {"damping": DAMPING, "decay": DECAY, "fisher": "exact"}
+    natural = natural_gradient(model, lambda m: fn.cross_entropy(m(x), y), **options)
+
+    optimizer = optimizer_of(model)
+    optimizer.step(lambda: fn.cross_entropy(model(x), y))
+
+    rate = optimizer.metrics()["rate"]
+    assert rate > 0
+    torch.testing.assert_close(parameters(model) - theta, -rate * natural)
+
+
+def test_least_squares_are_solved_in_one_step():
+    """One linear layer: K-FAC is exact, and the best rate of the exact model is one."""
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(20, 4, dtype=torch.float64)
+    y = torch.randn(20, 3, dtype=torch.float64)
+    ones = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    best = torch.linalg.lstsq(ones, y).solution.T
+    optimizer = KFACOptimizer(
+        model,
+        likelihood=nn.MSELoss(),
+        fisher="exact",
+        damping=1e-12,
+        min_damping=0.0,
+        damping_rule="exact",
+    )
+
+    optimizer.step(lambda: fn.mse_loss(model(x), y))
+
+    found = torch.cat([model.weight, model.bias[:, None]], 1).detach()
+    torch.testing.assert_close(found, best, rtol=1e-6, atol=1e-8)
+    assert optimizer.metrics()["rate"] == pytest.approx(1.0, rel=1e-6)
+
+
+def test_the_model_has_the_dropout_of_the_loss():
+    """The minimum is that of the layer without the inputs that were dropped."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(30, 3, bias=False)).double()
+    x, y = torch.randn(40, 30, dtype=torch.float64), torch.randint(3, (40,))
+    torch.manual_seed(5)
+    dropped = model[0](x)
+    theta = parameters(model)
+    gradient = gradient_of(model[1], fn.cross_entropy(model[1](dropped), y))
+    F = dense(model[1], dropped) + DAMPING * torch.eye(len(theta), dtype=theta.dtype)
+    other = dense(model[1], x) + DAMPING * torch.eye(len(theta), dtype=theta.dtype)
+
+    torch.manual_seed(5)
+    optimizer_of(model).step(lambda: fn.cross_entropy(model(x), y))
+
+    delta = parameters(model) - theta
+    natural = model[1].weight.grad.reshape(-1)
+    assert_minimum(delta, gradient, F, [natural])
+    with pytest.raises(AssertionError):
+        assert_minimum(delta, gradient, other, [natural])
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_closures_and_reductions_give_one_step(own, reduction):
+    """Whether the closure differentiates itself, and sum or mean, is no difference."""
+    model, (x, y) = network(), batch()
+    plain = copy.deepcopy(model)
+    optimizer = optimizer_of(model, reduction=reduction, weight_decay=0.01)
+    reference = optimizer_of(plain, weight_decay=0.01)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = fn.cross_entropy(model(x), y, reduction=reduction)
+        if own:
+            loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+        reference.step(lambda: fn.cross_entropy(plain(x), y))
+
+    torch.testing.assert_close(parameters(model), parameters(plain))
+    assert optimizer.damping == pytest.approx(reference.damping)
+
+
+def test_rows_that_the_loss_ignores_have_no_curvature():
+    """``ignore_index``: the model is that of the rows that count."""
+    model, (x, y) = network(), batch()
+    y[2] = y[5] = -100
+    counted = y != -100
+    theta = parameters(model)
+    gradient = gradient_of(model, fn.cross_entropy(model(x), y))
+    F = dense(model, x, weight=counted) + DAMPING * torch.eye(
+        len(theta), dtype=theta.dtype
+    )
+    every = dense(model, x) + DAMPING * torch.eye(len(theta), dtype=theta.dtype)
+
+    optimizer_of(model).step(lambda: fn.cross_entropy(model(x), y))
+
+    delta = parameters(model) - theta
+    natural = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    assert_minimum(delta, gradient, F, [natural])
+    with pytest.raises(AssertionError):
+        assert_minimum(delta, gradient, every, [natural])
+
+
+def test_parameters_without_a_block_have_a_rate_of_their_own():
+    """A scale that no module holds moves along its gradient."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = network(), nn.Parameter(torch.ones(3).double())
+
+        def forward(self, x):
+            return self.inner(x) * self.scale
+
+    model, (x, y) = Scaled(), batch()
+    theta = parameters(model)
+    gradient = gradient_of(model, fn.cross_entropy(model(x), y))
+    F = dense(model, x) + DAMPING * torch.eye(len(theta), dtype=theta.dtype)
+    with pytest.warns(UserWarning, match="scale"):
+        optimizer = optimizer_of(model)
+
+    optimizer.step(lambda: fn.cross_entropy(model(x), y))
+
+    delta = parameters(model) - theta
+    names = [n for n, p in model.named_parameters() for _ in range(p.numel())]
+    alone = torch.tensor([n == "scale" for n in names])
+    natural = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    zero = torch.zeros(())
+    directions = [
+        torch.where(alone, zero, natural),
+        torch.where(alone, gradient, zero),
+    ]
+    assert_minimum(delta, gradient, F, directions)
+    assert optimizer.metrics()["rate_of_others"] > 0
+
+
+def test_the_damping_falls_where_the_model_is_exact_and_rises_where_it_is_not():
+    """On a linear Gaussian model the prediction is the change; on a steep one, not."""
+    linear = nn.Linear(4, 2).double()
+    x = torch.randn(9, 4, dtype=torch.float64)
+    z = torch.randn(9, 2, dtype=torch.float64)
+    optimizer = KFACOptimizer(
+        linear, likelihood="gaussian", damping=0.1, fisher="exact", refresh_every=1
+    )
+
+    def half_squares():
+        return 0.5 * (linear(x) - z).square().sum(-1).mean()
+
+    for _ in range(5):
+        optimizer.step(half_squares)
+        assert optimizer.metrics()["reduction_ratio"] == pytest.approx(1.0, abs=1e-8)
+    assert optimizer.damping == pytest.approx(0.1 * 0.95**5)
+
+    class Steep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1, bias=False).double()
+
+        def forward(self, x):
+            return torch.atan(self.layer(x))
+
+    steep, one = Steep(), torch.ones(1, 1, dtype=torch.float64)
+    nn.init.constant_(steep.layer.weight, 3.0)
+    optimizer = KFACOptimizer(
+        steep, likelihood="gaussian", damping=1e-4, min_damping=1e-6, fisher="exact"
+    )
+    optimizer.step(lambda: 0.5 * steep(one).square().mean())
+
+    # Newton's step for the root of an arc tangent diverges from 3.
+    assert optimizer.metrics()["accepted"] == 0.0
+    assert steep.layer.weight.item() == 3.0
+    assert optimizer.damping == pytest.approx(4e-4)
+
+
+def test_a_forward_pass_counts_once_in_buffers_and_random_numbers():
+    """Running averages and dropout are those of one call of the closure."""
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3)
+    ).double()
+    plain, (x, y) = copy.deepcopy(model), batch()
+    optimizer = optimizer_of(model)
+    torch.manual_seed(3)
+    expected = fn.cross_entropy(plain(x), y)
+    after = torch.get_rng_state()
+
+    torch.manual_seed(3)
+    loss = optimizer.step(lambda: fn.cross_entropy(model(x), y))
+
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(model[1].running_mean, plain[1].running_mean)
+    assert int(model[1].num_batches_tracked) == 1
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_resumed_run_is_the_same_to_the_bit():
+    """Damping, last change, statistics and operators are all in the state."""
+    data = [batch() for _ in range(6)]
+
+    def made():
+        torch.manual_seed(1)
+        model = network()
+        return model, optimizer_of(model, fisher="gradients", refresh_every=2)
+
+    def train(model, optimizer, part):
+        for x, y in part:
+            optimizer.step(lambda x=x, y=y: fn.cross_entropy(model(x), y))
+
+    model, optimizer = made()
+    train(model, optimizer, data)
+    first, begun = made()
+    train(first, begun, data[:3])
+    second, resumed = made()
+    second.load_state_dict(first.state_dict())
+    resumed.load_state_dict(begun.state_dict())
+    train(second, resumed, data[3:])
+
+    assert torch.equal(parameters(second), parameters(model))
+    assert resumed.damping == optimizer.damping
+    with pytest.raises(kc.StateError, match="curvature"):
+        resumed.load_state_dict(torch.optim.SGD(second.parameters()).state_dict())
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("damping", [1e-6, 1e-2, 1.0])
+def test_plausible_settings_lower_the_loss(scale, damping):
+    """Of a small regression, from any damping and initial scale: never NaN, never up."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(scale)
+    x = torch.randn(64, 3)
+    z = torch.sin(3 * x[:, :1]) + x[:, 1:2] * x[:, 2:]
+    optimizer = KFACOptimizer(model, likelihood=nn.MSELoss(), damping=damping)
+
+    losses = [
+        float(optimizer.step(lambda: fn.mse_loss(model(x), z))) for _ in range(30)
+    ]
+
+    assert all(map(math.isfinite, losses))
+    assert all(b <= a * (1 + 1e-5) for a, b in itertools.pairwise(losses))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_what_cannot_be_is_refused_by_name():
+    """Options and closures; the parameters stay."""
+    model, (x, y) = network(), batch()
+    theta = parameters(model)
+    for option, value in [
+        ("damping", -1.0),
+        ("damping", "x"),
+        ("lr", math.nan),
+        ("adapt_factor", 1.0),
+        ("adapt_every", 0),
+        ("weight_decay", -0.1),
+        ("kl_clip", 1e-3),
+        ("grad_scaler", None),
+        ("fisher", "empirical"),
+        ("output", None),
+    ]:
+        with pytest.raises(kc.ConventionError, match=option):
+            KFACOptimizer(model, **{option: value})
+    with pytest.raises(kc.ConventionError, match="params"):
+        KFACOptimizer(model, network().parameters())
+    optimizer = optimizer_of(model)
+    with pytest.raises(kc.UnsupportedError, match="state_dict"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(kc.NotReadyError, match="closure"):
+        optimizer.step(lambda: torch.zeros(()))
+    with pytest.raises(kc.NotReadyError, match="closure"):
+        optimizer.step(lambda: sum(p.sum() for p in model.parameters()))
+    with pytest.raises(kc.NotFiniteError):
+        optimizer.step(lambda: fn.cross_entropy(model(x * math.nan), y))
+
+    assert torch.equal(parameters(model), theta)
+    first, second = list(model.parameters())[:2], list(model.parameters())[2:]
+    groups = [{"params": first, "lr": 0.5}, {"params": second}]
+    with pytest.raises(kc.ConventionError, match="lr"):
+        optimizer_of(model, params=groups).step(lambda: fn.cross_entropy(model(x), y))
+
+
+def test_attention_has_forward_derivatives():
+    """A transformer's layer is trained like any other."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(40, 3))
+    x, y = torch.randn(6, 5, 8), torch.randint(3, (6,))
+    optimizer = KFACOptimizer(model)
+
+    losses = [
+        float(optimizer.step(lambda: fn.cross_entropy(model(x), y))) for _ in range(8)
+    ]
+
+    assert losses[-1] < 0.2 * losses[0]

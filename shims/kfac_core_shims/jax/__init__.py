@@ -1,0 +1,35 @@
+"""K-FAC for JAX: any network function, a whole step inside one ``jax.jit``.
+
+Conventions.  A network is a pure function ``(params, *inputs) -> outputs`` of a batch;
+the first axis of its outputs is that of the examples.  Its layers are found in what JAX
+traces, whatever library it was written with, or marked by `dense` or `tap`.  Zeros are
+added to their outputs, and derivatives by these are the output gradients.
+
+In the order of reading: ``marks`` (what a user says), ``program`` and ``views`` (a trace as
+a list of operations), ``finding`` (layers in it), ``examples`` (whose rows are whose),
+``network`` (the blocks, and the capture), ``kfac`` (the optax transformation), and
+``optimizer`` (rate, momentum and damping from the quadratic model).
+"""
+
+from kfac_core_shims.jax.compiled import compiled
+from kfac_core_shims.jax.kfac import KFAC
+from kfac_core_shims.jax.marks import dense, tap
+from kfac_core_shims.jax.network import Network
+from kfac_core_shims.jax.optimizer import (
+    Optimizer,
+    OptimizerState,
+    Progress,
+    kfac_optimizer,
+)
+
+__all__ = [
+    "KFAC",
+    "Network",
+    "Optimizer",
+    "OptimizerState",
+    "Progress",
+    "compiled",
+    "dense",
+    "kfac_optimizer",
+    "tap",
+]

@@ -1,0 +1,106 @@
+"""The stages of an estimator as compiled programs: an executor."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kfac_core as kc
+
+__all__ = ["compiled"]
+
+
+def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
+    """Run a function of several blocks as one compiled program: an executor.
+
+    Pass it as ``kfac_core.Estimator(..., execution=compiled)``.  If a result is flagged,
+    the blocks are run one by one without the compiler, so that factorizations use the
+    fallback chain, and errors name the block.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a name, a block and arguments.
+    tasks : mapping of str to tuple
+        For each name, the block and its arguments.
+
+    Returns
+    -------
+    dict of str to object
+        Results of the function, by name.
+    """
+    raises = getattr(function, "check", "status") == "raise"
+    traced = dataclasses.replace(function, check="status") if raises else function
+    fixed = tuple(
+        (name, tuple(part if isinstance(part, _FIXED) else None for part in task))
+        for name, task in tasks.items()
+    )
+    given = {
+        name: [None if isinstance(part, _FIXED) else part for part in task]
+        for name, task in tasks.items()
+    }
+    # A part of another program is compiled as that is; JAX refuses options for it.
+    inside = isinstance(jnp.zeros(()), jax.core.Tracer)
+    options = None if inside else _compiler_options(jax.default_backend())
+    try:
+        hash(traced)
+    except TypeError:  # a product with arguments that no program can be known by
+        return _one_by_one(function, tasks)
+    try:
+        found = _program(options)(traced, fixed, given)
+    except kc.NotReadyError:  # a product prepares what it needs, and may raise
+        return _one_by_one(function, tasks)
+    if raises and not all(map(function.accepts, found.values())):
+        return _one_by_one(function, tasks)
+    return {name: found[name] for name in tasks}
+
+
+def _one_by_one(function: Any, tasks: Any) -> dict[str, Any]:
+    return {name: function(name, *task) for name, task in tasks.items()}
+
+
+_FIXED = (kc.Block, str, frozenset)
+"""What is a part of a program among a block's arguments."""
+
+
+@functools.cache
+def _program(options: tuple[tuple[str, str], ...] | None) -> Any:
+    """Return the loop over blocks as a program for each form of its arguments."""
+
+    def run(function: Any, fixed: Any, given: Any) -> dict[str, Any]:
+        if hasattr(function, "memo"):
+            # What is remembered belongs to one trace.
+            function = dataclasses.replace(function, memo={})
+        tasks = {
+            name: tuple(
+                traced if own is None else own
+                for own, traced in zip(parts, given[name], strict=True)
+            )
+            for name, parts in fixed
+        }
+        return _one_by_one(function, tasks)
+
+    known = None if options is None else dict(options)
+    return jax.jit(run, static_argnums=(0, 1), compiler_options=known)
+
+
+@functools.cache
+def _compiler_options(platform: str) -> tuple[tuple[str, str], ...] | None:
+    """Return what the compiler is told, None where it does not know it.
+
+    On the CPU to order operations so that little memory is in use at a time.  By default
+    all blocks are begun at once, in fresh memory of a few times the factors' size, and
+    the system's clearing of that takes a third of an update.
+    """
+    if platform != "cpu":
+        return None
+    options = (("xla_cpu_scheduler_type", "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"),)
+    try:
+        jax.jit(jnp.negative, compiler_options=dict(options))(1.0)
+    except jax.errors.JaxRuntimeError:
+        return None
+    return options

@@ -1,0 +1,265 @@
+"""Which axis of a layer's rows the examples are.
+
+Conventions.  A network sees N examples, and its loss is the mean over the R rows of its
+outputs (N, or N T where the outputs were flattened).  Nothing else in a traced network
+says which axis is whose: a layer on ``x.reshape(N * T, d)`` looks like one with N T
+examples.  So the network is traced once more with twice as many examples: the axis that
+becomes twice as long is theirs.  Where a network cannot be traced so, the first axis must
+be a multiple of N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+import kfac_core as kc
+from kfac_core_shims.jax.finding import Site, find
+from kfac_core_shims.jax.program import Trace, traced
+
+__all__ = ["Counts", "ExampleAxis", "counts", "example_axes"]
+
+# Operations that may put rows in another order.
+REORDERING = frozenset(
+    {
+        "concatenate",
+        "dynamic_slice",
+        "gather",
+        "rev",
+        "scan",
+        "scatter",
+        "slice",
+        "sort",
+    }
+)
+
+
+@dataclass(frozen=True)
+class ExampleAxis:
+    """Where a site's examples are.
+
+    Attributes
+    ----------
+    row : int
+        Which of the site's axes of rows.
+    order : {"first", "last", None}
+        Where that axis is longer than N: whether the examples are the slower or the
+        faster part of it; None where that is not known.
+    """
+
+    row: int
+    order: Literal["first", "last"] | None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many examples a batch has, and how many rows its outputs.
+
+    Attributes
+    ----------
+    examples : int
+        N.
+    rows : int
+        R, a multiple of N.
+    axes : tuple of int or None
+        For each leaf of the inputs, the axis of the examples.
+    """
+
+    examples: int
+    rows: int
+    axes: tuple[int | None, ...]
+
+
+def counts(inputs: Sequence[Any], outputs: Any, /) -> Counts:
+    """Return N and R of a batch from the leaves of its inputs and outputs.
+
+    Parameters
+    ----------
+    inputs : sequence of array
+        Leaves of the network's inputs.
+    outputs : pytree
+        The network's outputs, or their shapes.
+
+    Returns
+    -------
+    Counts
+        R is the length of the outputs' first axis.  N is the same if any input has an
+        axis of this length, else that of the first input's first axis.
+
+    Raises
+    ------
+    ConventionError
+        If R is no multiple of N, or outputs have first axes of different lengths.
+    """
+    shapes = [tuple(x.shape) for x in inputs]
+    found = {tuple(y.shape)[:1] for y in jax.tree.leaves(outputs)}
+    if len(found) > 1:
+        raise kc.ConventionError(
+            "Expected outputs with one first axis, that of the examples, got lengths "
+            f"{sorted(length for (length,) in found - {()})}. Return other results by "
+            "`has_aux`."
+        )
+    rows = next((length for (length,) in found - {()}), None)
+    first = next((shape[0] for shape in shapes if shape), None)
+    if rows is None:
+        rows = first
+    if rows is None:
+        raise kc.ConventionError("Expected inputs or outputs with an axis of examples.")
+    examples = rows if any(rows in shape for shape in shapes) else first
+    if not examples or rows % examples:
+        raise kc.ConventionError(
+            f"The outputs have {rows} rows, and the inputs {examples} examples: expected "
+            "the examples to be the first axis of inputs and outputs. Pass what is not a "
+            "batch (masks, keys, tables) after the batch."
+        )
+    axes = tuple(_axis_of(examples, shape) for shape in shapes)
+    return Counts(examples, rows, axes)
+
+
+def _axis_of(length: int, shape: tuple[int, ...]) -> int | None:
+    if length in shape[:1]:
+        return 0
+    return shape.index(length) if shape.count(length) == 1 else None
+
+
+def example_axes(
+    function: Callable[..., Any],
+    params: Any,
+    inputs: Sequence[Any],
+    /,
+    *,
+    trace: Trace,
+    sites: Sequence[Site],
+    outputs: Sequence[int],
+    batch: Counts,
+) -> list[ExampleAxis | None]:
+    """Return where each site's examples are, None where it has none.
+
+    Parameters
+    ----------
+    function, params, inputs : callable, pytree, sequence of pytree
+        The network, and arrays or their shapes and dtypes.
+    trace, sites : Trace, sequence of Site
+        What was found with these inputs.
+    outputs : sequence of int
+        See `find`.
+    batch : Counts
+        Of the same inputs.
+
+    Returns
+    -------
+    list of ExampleAxis or None
+        For each site.
+    """
+    twice = _traced_twice(function, params, inputs, batch)
+    if twice is not None:
+        other = find(twice, outputs).sites
+        same = len(twice.avals) == len(trace.avals) and [
+            (site.kind, site.parts) for site in other
+        ] == [(site.kind, site.parts) for site in sites]
+        if same:
+            return [_by_doubling(site, trace, twice, batch) for site in sites]
+    return [_by_length(site, trace, batch) for site in sites]
+
+
+def _traced_twice(
+    function: Callable[..., Any], params: Any, inputs: Sequence[Any], batch: Counts
+) -> Trace | None:
+    leaves, form = jax.tree.flatten(tuple(inputs))
+    doubled = [
+        leaf if axis is None else _doubled(leaf, axis)
+        for leaf, axis in zip(leaves, batch.axes, strict=True)
+    ]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    try:
+        return traced(function, shapes, jax.tree.unflatten(form, doubled))
+    except Exception:  # the network's own, for a batch that it was not written for
+        return None
+
+
+def _doubled(leaf: Any, axis: int) -> Any:
+    shape = list(leaf.shape)
+    shape[axis] *= 2
+    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+
+def row_axes(site: Site) -> tuple[int, ...]:
+    """Return the axes of rows of a site's outputs, as the network has them."""
+    return (0,) if site.y is None else site.y.rows
+
+
+def _by_doubling(
+    site: Site, trace: Trace, twice: Trace, batch: Counts
+) -> ExampleAxis | None:
+    place = site.operation.outputs[0]
+    shape, other = trace.shape(place), twice.shape(place)
+    grown = [
+        row for row, axis in enumerate(row_axes(site)) if other[axis] != shape[axis]
+    ]
+    if len(grown) != 1 or shape[row_axes(site)[grown[0]]] % batch.examples:
+        return None
+    row = grown[0]
+    axis = row_axes(site)[row]
+    if other[axis] != 2 * shape[axis]:
+        return None
+    order = _order(trace, twice, place, axis, batch.examples)
+    return ExampleAxis(row, order)
+
+
+def _by_length(site: Site, trace: Trace, batch: Counts) -> ExampleAxis | None:
+    shape = trace.shape(site.operation.outputs[0])
+    rows = row_axes(site)
+    if not rows or shape[rows[0]] % batch.examples:
+        return None
+    return ExampleAxis(0, "first" if shape[rows[0]] == batch.examples else None)
+
+
+def _order(
+    trace: Trace, twice: Trace, place: int, axis: int, examples: int
+) -> Literal["first", "last"] | None:
+    """Walk back to where other axes were merged with that of the examples."""
+    producers = {
+        made: operation
+        for operation in trace.program.operations
+        for made in operation.outputs
+    }
+    length = trace.shape(place)[axis]
+    if length == examples:
+        return "first"
+    for _ in range(len(producers)):
+        operation = producers.get(place)
+        if operation is None or operation.name in REORDERING:
+            return None
+        for x in operation.inputs:
+            if not isinstance(x, int):
+                continue
+            old, new = trace.shape(x), twice.shape(x)
+            grown = [i for i in range(len(old)) if new[i] == 2 * old[i]]
+            if len(grown) != 1 or old == new:
+                continue
+            if old[grown[0]] == length:
+                place, axis = x, grown[0]
+                break
+            if operation.name == "reshape" and old[grown[0]] == examples:
+                return _within(old, grown[0], trace.shape(place), axis)
+        else:
+            return None
+    return None
+
+
+def _within(
+    old: tuple[int, ...], at: int, new: tuple[int, ...], axis: int
+) -> Literal["first", "last"] | None:
+    """Return where an axis lies within that which a reshape merged it into."""
+    before = 1
+    for length in old[:at]:
+        before *= length
+    start = 1
+    for length in new[:axis]:
+        start *= length
+    if before == start:
+        return "first"
+    return "last" if before * old[at] == start * new[axis] else None

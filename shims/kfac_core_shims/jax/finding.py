@@ -1,0 +1,629 @@
+"""The layers of a traced network, found from what is done with its parameters.
+
+Conventions.  A `Site` is one use of a layer: the operation whose outputs the layer's are,
+where its inputs lie, which leaves of the parameters it has, and how inputs and outputs
+are arranged as rows.  Found are products with a matrix (dense layers, projections of
+attention), convolutions, looked-up rows (embeddings), and elementwise scales and shifts
+(normalizations), each with the bias that is added to it; marked layers; and all of these
+in the body of a ``scan``.  Every other use of a parameter is an *obstacle*: it is
+remembered by name, and the parameter is then of no block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import kfac_core as kc
+from kfac_core_shims.jax.marks import Label, mark
+from kfac_core_shims.jax.program import Operand, Operation, Program, Trace
+from kfac_core_shims.jax.views import Piece, View, joined, whole_axes
+
+__all__ = ["Arrangement", "Found", "Loop", "Part", "Site", "find"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a layer's parameter is of the leaves: one, one of a stack, or one transposed.
+
+    Attributes
+    ----------
+    leaf : int
+        Number of the leaf.
+    sliced : bool
+        Whether a loop runs over the leaf's first axis.
+    order : tuple of int or None
+        Permutation of the axes, where the layer's order is another.
+    """
+
+    leaf: int
+    sliced: bool = False
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Which axes of an array are rows, and which are features, in the layer's order.
+
+    The features are merged to one axis unless they are `kept`; `last` is a unit axis at
+    the end that is dropped.
+    """
+
+    rows: tuple[int, ...]
+    features: tuple[int, ...]
+    kept: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A ``scan`` that a layer lies in; whether its parameters change from turn to turn."""
+
+    operation: Operation
+    length: int
+    sliced: bool
+
+
+@dataclass(eq=False)
+class Site:
+    """One use of a layer.
+
+    Attributes
+    ----------
+    kind : str
+        ``"marked"``, or the layer's kind.
+    parts : dict of str to Part
+        The layer's parameters.
+    operation : Operation
+        Whose first output the layer's outputs are.
+    inputs : Operand
+        Where the layer's inputs are.
+    mask : Operand or None
+        Where a mark has a mask.
+    x, y : Arrangement or None
+        How inputs and outputs are rows; None where they are as the layer has them.
+    make : callable
+        ``(parts) -> Layer`` for the parameters that it was found with.
+    chain : list of Operation
+        The operations from `inputs` to the outputs of a scale.
+    loops : tuple of Loop
+        Loops that it lies in, from the outside.
+    name : str or None
+        A mark's name.
+    """
+
+    kind: str
+    parts: dict[str, Part]
+    operation: Operation
+    inputs: Operand
+    make: Callable[[dict[str, Part]], kc.Layer]
+    mask: Operand | None = None
+    x: Arrangement | None = None
+    y: Arrangement | None = None
+    chain: list[Operation] = field(default_factory=list)
+    loops: tuple[Loop, ...] = ()
+    name: str | None = None
+
+    @property
+    def layer(self) -> kc.Layer:
+        """The layer's geometry."""
+        return self.make(self.parts)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether it is a layer of its own in each turn of a loop."""
+        return any(loop.sliced for loop in self.loops)
+
+
+@dataclass(eq=False)
+class Found:
+    """The layers of a network, and what else is done with its parameters.
+
+    Attributes
+    ----------
+    sites : list of Site
+        Uses of layers, in the order of the computation.
+    obstacles : dict of int to list of str
+        For a leaf, the uses of it that belong to no layer.
+    """
+
+    sites: list[Site]
+    obstacles: dict[int, list[str]]
+
+
+Consumer: TypeAlias = tuple[Operation, int]
+Channels: TypeAlias = Literal["first", "last"]
+
+
+def find(trace: Trace, outputs: Sequence[int], /) -> Found:
+    """Return the layers of a traced network.
+
+    Parameters
+    ----------
+    trace : Trace
+        Trace of the network.
+    outputs : sequence of int
+        Which of the program's outputs the loss is a function of.
+
+    Returns
+    -------
+    Found
+        Sites and obstacles.
+    """
+    return _Finder(trace, outputs).found()
+
+
+class _Finder:
+    def __init__(self, trace: Trace, outputs: Sequence[int]) -> None:
+        self.trace = trace
+        self.consumers: dict[int, list[Consumer]] = {}
+        self.live: list[tuple[Program, list[Operation], tuple[Loop, ...]]] = []
+        self.sites: list[Site] = []
+        self.obstacles: dict[int, list[str]] = {}
+        self.taken: set[tuple[int, int]] = set()
+        self._enter(trace.program, [trace.program.outputs[i] for i in outputs], ())
+
+    def found(self) -> Found:
+        """Read all live operations: products first, since a bias belongs to them."""
+        for _, operations, loops in self.live:
+            for operation in operations:
+                if operation.primitive is mark:
+                    self._add(self._marked(operation), loops)
+        for reader in (self._product, self._scaled, self._shifted):
+            for _, operations, loops in self.live:
+                for operation in operations:
+                    self._read(operation, loops, reader)
+        for _, operations, _ in self.live:
+            for operation in operations:
+                self._leave(operation)
+        order = {
+            id(operation): i
+            for i, operation in enumerate(
+                operation for _, ops, _ in self.live for operation in ops
+            )
+        }
+        self.sites.sort(key=lambda site: order[id(site.operation)])
+        return Found(self.sites, self.obstacles)
+
+    # ------------------------------------------------------------ what is used at all
+
+    def _enter(
+        self, program: Program, outputs: Sequence[Operand], loops: tuple[Loop, ...]
+    ) -> None:
+        """Find the operations that some outputs depend on; marks end a layer."""
+        needed = {x for x in outputs if isinstance(x, int)}
+        for place in needed:
+            if place in self.trace.views:
+                self._obstruct(place, "an output of the network, or of a loop")
+        live: list[Operation] = []
+        for operation in reversed(program.operations):
+            if not needed.intersection(operation.outputs):
+                continue
+            live.append(operation)
+            used = operation.inputs
+            if operation.primitive is mark:
+                used = used[1 : 2 + operation.params["label"].masked]
+            needed.update(x for x in used if isinstance(x, int))
+        live.reverse()
+        self.live.append((program, live, loops))
+        for operation in live:
+            for position, x in enumerate(operation.inputs):
+                if isinstance(x, int):
+                    self.consumers.setdefault(x, []).append((operation, position))
+            if operation.body is not None:
+                self._enter_loop(operation, loops)
+        for x in outputs:
+            if isinstance(x, int):
+                # An output is a use: nothing is added to a value that leaves.
+                self.consumers.setdefault(x, []).append((_END, 0))
+
+    def _enter_loop(self, operation: Operation, loops: tuple[Loop, ...]) -> None:
+        body = operation.body
+        assert body is not None
+        for position, (outside, inside) in enumerate(
+            zip(operation.inputs, body.inputs, strict=True)
+        ):
+            if isinstance(outside, int) and outside in self.trace.views:
+                self.taken.add((id(operation), position))
+                if inside not in self.trace.views:
+                    self._obstruct(outside, "what a `scan` carries along or runs over")
+        loop = Loop(operation, int(operation.params["length"]), False)
+        self._enter(body, body.outputs, (*loops, loop))
+
+    def _obstruct(self, place: int, what: str) -> None:
+        self.obstacles.setdefault(self.trace.views[place].source, []).append(what)
+
+    def _leave(self, operation: Operation) -> None:
+        """Note the uses of parameters that no layer explains."""
+        views = self.trace.views
+        for position, x in enumerate(operation.inputs):
+            if not isinstance(x, int) or x not in views:
+                continue
+            moved = len(operation.outputs) == 1 and operation.outputs[0] in views
+            if not moved and (id(operation), position) not in self.taken:
+                shape = self.trace.shape(x)
+                self._obstruct(x, f"`{operation.name}` with it, as an array of {shape}")
+
+    # ------------------------------------------------------------------ kinds of layers
+
+    def _read(
+        self, operation: Operation, loops: tuple[Loop, ...], reader: Callable[..., Any]
+    ) -> None:
+        views = self.trace.views
+        for position, x in enumerate(operation.inputs):
+            if not isinstance(x, int) or x not in views:
+                continue
+            if (id(operation), position) in self.taken:
+                continue
+            site = reader(operation, position, views[x])
+            if site is not None:
+                self.taken.add((id(operation), position))
+                self._add(site, loops)
+
+    def _add(self, site: Site, loops: tuple[Loop, ...]) -> None:
+        if self._placed(site, loops):
+            self.sites.append(site)
+            return
+        for part in site.parts.values():
+            why = "layers that a `scan` runs over, and others that not"
+            self.obstacles.setdefault(part.leaf, []).append(why)
+
+    def _placed(self, site: Site, loops: tuple[Loop, ...]) -> bool:
+        """Put a site into its loops; all of its parameters change in the same one."""
+        sliced = {part.sliced for part in site.parts.values()}
+        if len(sliced) > 1:
+            return False
+        if sliced == {False}:
+            site.loops = loops
+            return True
+        # The loop whose body first sees a part of the leaf.
+        leaves = {part.leaf for part in site.parts.values()}
+        for depth, loop in enumerate(loops):
+            body = loop.operation.body
+            assert body is not None
+            seen = [self.trace.views.get(place) for place in body.inputs]
+            if any(v is not None and v.sliced and v.source in leaves for v in seen):
+                site.loops = (
+                    *loops[:depth],
+                    replace(loop, sliced=True),
+                    *loops[depth + 1 :],
+                )
+                return True
+        return False
+
+    def _marked(self, operation: Operation) -> Site:
+        label: Label = operation.params["label"]
+        first = 2 + label.masked
+        parts: dict[str, Part] = {}
+        views = self.trace.views
+        given = operation.inputs[first:]
+        for position, (role, x) in enumerate(zip(label.roles, given, strict=True)):
+            self.taken.add((id(operation), first + position))
+            own = views.get(x) if isinstance(x, int) else None
+            if own is None or not self._whole(own):
+                raise kc.ConventionError(
+                    f"Layer {label.name!r}: expected `{role}` to be a leaf of the "
+                    "parameters itself; casts, axes of length one and `jit`, `remat`, "
+                    "`scan` or `vmap` in between are seen through, and nothing else."
+                )
+            parts[role] = Part(own.source, own.sliced)
+        self._require_only_within(operation, label, parts)
+        x = operation.inputs[1]
+        mask = operation.inputs[2] if label.masked else None
+        return Site(
+            "marked",
+            parts,
+            operation,
+            x,
+            lambda parts: label.layer,
+            mask=mask,
+            name=label.name,
+        )
+
+    def _whole(self, view: View) -> bool:
+        """Whether a view is the parameter itself, but for axes of length one."""
+        return joined(view.axes) == joined(whole_axes(self._source_shape(view)))
+
+    def _source_shape(self, view: View) -> tuple[int, ...]:
+        place = self.trace.program.inputs[view.source]
+        shape = self.trace.shape(place)
+        return shape[1:] if view.sliced else shape
+
+    def _require_only_within(
+        self, operation: Operation, label: Label, parts: dict[str, Part]
+    ) -> None:
+        """Refuse a mark whose layer is also used without the mark."""
+        producers = {
+            place: made
+            for _, operations, _ in self.live
+            for made in operations
+            for place in made.outputs
+        }
+        outside = set(operation.inputs[1 : 2 + label.masked])
+        waiting, leaves = [operation.inputs[0]], {p.leaf for p in parts.values()}
+        seen: set[Any] = set()
+        while waiting:
+            x = waiting.pop()
+            if not isinstance(x, int) or x in outside or x in seen:
+                continue
+            seen.add(x)
+            made = producers.get(x)
+            # Only what is used beside the mark was found to be live.
+            if made is None or made.primitive is mark:
+                continue
+            for given in made.inputs:
+                view = self.trace.views.get(given) if isinstance(given, int) else None
+                if view is not None and view.source in leaves:
+                    raise kc.ConventionError(
+                        f"Layer {label.name!r}: its outputs are also used before the mark, "
+                        "and would be counted twice. Go on with what `tap` returned."
+                    )
+                waiting.append(given)
+
+    def _product(self, operation: Operation, position: int, view: View) -> Site | None:
+        readers = {
+            "dot_general": self._dense,
+            "conv_general_dilated": self._conv,
+            "gather": self._embedding,
+        }
+        reader = readers.get(operation.name)
+        return None if reader is None else reader(operation, position, view)
+
+    def _dense(self, operation: Operation, position: int, view: View) -> Site | None:
+        contracted, batched = operation.params["dimension_numbers"]
+        x = operation.inputs[1 - position]
+        parameter = isinstance(x, int) and x in self.trace.views
+        if batched[0] or not contracted[0] or parameter:
+            return None
+        mine, other = contracted[position], contracted[1 - position]
+        free = [i for i in range(len(view.axes)) if i not in mine]
+        first = joined(view.axes[i] for i in mine)
+        last = joined(view.axes[i] for i in free)
+        part = self._matrix(view, first, last)
+        if part is None:
+            return None
+        order, layout = part
+        n = math.prod(self.trace.shape(operation.inputs[position])[i] for i in mine)
+        m = math.prod(self.trace.shape(operation.inputs[position])[i] for i in free)
+        rows = [i for i in range(len(self.trace.shape(x))) if i not in other]
+        shift = 0 if position == 1 else len(free)
+        wide = len(rows) if position == 1 else 0
+        parts = {"weight": Part(view.source, view.sliced, order)}
+        features = tuple(range(wide, wide + len(free)))
+
+        def make(parts: dict[str, Part]) -> kc.Layer:
+            return kc.Dense(
+                in_features=n,
+                out_features=m,
+                bias="bias" in parts,
+                weight_layout=layout,
+            )
+
+        site = Site("dense", parts, operation, x, make)
+        site.x = Arrangement(tuple(rows), tuple(other))
+        site.y = Arrangement(tuple(range(shift, shift + len(rows))), features)
+        self._add_bias(site, features)
+        return site
+
+    def _matrix(
+        self, view: View, first: list[Piece], last: list[Piece]
+    ) -> tuple[tuple[int, ...] | None, Any] | None:
+        """Return in which order of axes a weight is the matrix, and its layout."""
+        shape = self._source_shape(view)
+        whole = joined(whole_axes(shape))
+        if joined([first, last]) == whole:
+            return None, "io"
+        if joined([last, first]) == whole:
+            return None, "oi"
+        order = [axis for axis, *_ in (*first, *last)]
+        if sorted([*first, *last]) != whole:
+            return None
+        units = [i for i in range(len(shape)) if i not in order]
+        return (*units, *order), "io"
+
+    def _conv(self, operation: Operation, position: int, view: View) -> Site | None:
+        params = operation.params
+        numbers = params["dimension_numbers"]
+        d = len(params["window_strides"])
+        plain = params["batch_group_count"] == 1 and position == 1
+        if not plain or any(n != 1 for n in params["lhs_dilation"]):
+            return None
+        shape = self.trace.shape(operation.inputs[1])
+        if list(view.axes) != list(whole_axes(shape)) or len(shape) != d + 2:
+            return None
+        first, last = (0, 1, *range(2, d + 2)), (0, d + 1, *range(1, d + 1))
+        orders: dict[Any, Channels] = {first: "first", last: "last"}
+        data = orders.get(tuple(numbers.lhs_spec))
+        kernel = {
+            (0, 1, *range(2, d + 2)): "first",
+            (d + 1, d, *range(d)): "last",
+        }.get(tuple(numbers.rhs_spec))
+        if (
+            data is None
+            or data != kernel
+            or tuple(numbers.out_spec) != tuple(numbers.lhs_spec)
+        ):
+            return None
+
+        def make(parts: dict[str, Part]) -> kc.Layer:
+            layer = kc.integration.framework_conv(
+                shape,
+                strides=params["window_strides"],
+                padding=params["padding"],
+                dilation=params["rhs_dilation"],
+                groups=params["feature_group_count"],
+                bias="bias" in parts,
+                channels=data,
+            )
+            assert layer is not None
+            return layer
+
+        parts = {"weight": Part(view.source, view.sliced)}
+        site = Site("conv", parts, operation, operation.inputs[0], make)
+        self._add_bias(site, (1 if data == "first" else d + 1,))
+        return site
+
+    def _embedding(
+        self, operation: Operation, position: int, view: View
+    ) -> Site | None:
+        numbers = operation.params["dimension_numbers"]
+        shape = self.trace.shape(operation.inputs[0])
+        y = self.trace.shape(operation.outputs[0])
+        rows = len(y) - 1
+        taken = (
+            position == 0
+            and len(shape) == 2
+            and tuple(numbers.offset_dims) == (rows,)
+            and tuple(numbers.collapsed_slice_dims) == (0,)
+            and tuple(numbers.start_index_map) == (0,)
+            and tuple(operation.params["slice_sizes"]) == (1, shape[1])
+        )
+        if not taken:
+            return None
+        part = self._matrix(view, joined(view.axes[:1]), joined(view.axes[1:]))
+        if part is None:
+            return None
+        order, layout = part
+        parts = {"weight": Part(view.source, view.sliced, order)}
+
+        def make(parts: dict[str, Part]) -> kc.Layer:
+            return kc.Embedding(
+                num_embeddings=shape[0], features=shape[1], weight_layout=layout
+            )
+
+        site = Site("embedding", parts, operation, operation.inputs[1], make)
+        site.x = Arrangement(tuple(range(rows)), (), last=True)
+        site.y = Arrangement(tuple(range(rows)), (rows,))
+        return site
+
+    def _add_bias(self, site: Site, channels: tuple[int, ...]) -> None:
+        """Find the bias that is added to a layer's outputs along their channels."""
+        place = site.operation.outputs[0]
+        y = View.of(-1, self.trace.shape(place))
+        wanted = joined(y.axes[i] for i in channels)
+        _, place, here = self._way(place, y)
+        addition = self._addition(place)
+        if addition is None:
+            return
+        operation, position, bias = addition
+        along = [i for i, pieces in enumerate(bias.axes) if pieces]
+        same = joined(here.axes[i] for i in along) == wanted
+        if same and bias.sliced == site.parts["weight"].sliced:
+            self.taken.add((id(operation), position))
+            site.parts["bias"] = Part(bias.source, bias.sliced)
+
+    def _way(
+        self, place: int, view: View, factors: bool = False
+    ) -> tuple[list[Operation], int, View]:
+        """Follow a value that is used once, through moves, and through factors if asked.
+
+        Returns
+        -------
+        tuple of list of Operation, int and View
+            The operations on the way, where it ends, and the view there.
+        """
+        way: list[Operation] = []
+        while True:
+            uses = self.consumers.get(place, [])
+            if len(uses) != 1 or len(uses[0][0].outputs) != 1:
+                return way, place, view
+            operation, position = uses[0]
+            old, new = self.trace.shape(place), self.trace.shape(operation.outputs[0])
+            moved = None
+            if len(operation.inputs) == 1:
+                moved = view.moved(operation.name, operation.params, old, new)
+            elif factors and self._is_factor(operation, position):
+                # Axes of length one may be repeated; those of the view have their length.
+                moved = view if len(old) == len(new) else None
+            if moved is None:
+                return way, place, view
+            way.append(operation)
+            place, view = operation.outputs[0], moved
+
+    def _addition(self, place: int) -> tuple[Operation, int, View] | None:
+        """Return the only use of a value, if a parameter is added: how, and its view."""
+        uses = self.consumers.get(place, [])
+        if len(uses) != 1 or uses[0][0].name not in ("add", "add_any"):
+            return None
+        operation, position = uses[0]
+        other = operation.inputs[1 - position]
+        added = self.trace.views.get(other) if isinstance(other, int) else None
+        shape = self.trace.shape(place)
+        whole = added is not None and self._whole(added)
+        if not whole or self.trace.shape(operation.outputs[0]) != shape:
+            return None
+        assert added is not None
+        return (
+            (operation, 1 - position, added) if len(added.axes) == len(shape) else None
+        )
+
+    def _is_factor(self, operation: Operation, position: int) -> bool:
+        """Whether an operation multiplies one operand by something without parameters."""
+        other = operation.inputs[1 - position]
+        plain = not (isinstance(other, int) and other in self.trace.views)
+        return plain and (
+            operation.name == "mul" or (operation.name == "div" and position == 0)
+        )
+
+    def _scaled(self, operation: Operation, position: int, view: View) -> Site | None:
+        """Find an elementwise scale, and the shift that is added to what it scales."""
+        if operation.name != "mul" or not self._whole(view):
+            return None
+        x = operation.inputs[1 - position]
+        if not isinstance(x, int) or x in self.trace.views:
+            return None
+        parts = {"scale": Part(view.source, view.sliced)}
+        way, place, here = self._way(operation.outputs[0], view, factors=True)
+        chain = [operation, *way]
+        last, addition = chain[-1], self._addition(place)
+        if addition is not None and self._whole(here):
+            added, position, shift = addition
+            alike = [bool(pieces) for pieces in shift.axes] == [
+                bool(pieces) for pieces in here.axes
+            ]
+            if alike and shift.sliced == view.sliced:
+                self.taken.add((id(added), position))
+                parts["shift"] = Part(shift.source, shift.sliced)
+                last = added
+        return self._elementwise(parts, last, x, here, chain)
+
+    def _shifted(self, operation: Operation, position: int, view: View) -> Site | None:
+        """Find a shift that is added to something, such as codes of positions."""
+        if operation.name not in ("add", "add_any") or not self._whole(view):
+            return None
+        x = operation.inputs[1 - position]
+        if not isinstance(x, int) or x in self.trace.views:
+            return None
+        parts = {"shift": Part(view.source, view.sliced)}
+        return self._elementwise(parts, operation, operation.outputs[0], view, [])
+
+    def _elementwise(
+        self,
+        parts: dict[str, Part],
+        operation: Operation,
+        x: Operand,
+        view: View,
+        chain: list[Operation],
+    ) -> Site | None:
+        shape = self.trace.shape(operation.outputs[0])
+        if len(view.axes) != len(shape):
+            return None
+        features = tuple(i for i, pieces in enumerate(view.axes) if pieces)
+        rows = tuple(i for i in range(len(shape)) if i not in features)
+        lengths = tuple(shape[i] for i in features)
+
+        def make(parts: dict[str, Part]) -> kc.Layer:
+            return kc.ScaleShift(
+                scale_shape=lengths if "scale" in parts else None,
+                shift_shape=lengths if "shift" in parts else None,
+            )
+
+        site = Site("scale_shift", parts, operation, x, make, chain=chain)
+        site.x = site.y = Arrangement(rows, features, kept=True)
+        return site
+
+
+_END = Operation(mark, {"label": Label("", kc.Dense, (), False)}, (), ())  # type: ignore[arg-type]
+"""Stands for the end of a program among what uses a value."""

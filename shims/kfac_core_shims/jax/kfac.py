@@ -1,0 +1,330 @@
+"""K-FAC as an optax gradient transformation, whose state is one pytree."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import kfac_core as kc
+from kfac_core_shims.jax.mapped import Summed, averaged, mapped_axes
+from kfac_core_shims.jax.network import Network
+
+__all__ = ["KFAC"]
+
+
+class KFAC:
+    """K-FAC as an optax gradient transformation.
+
+    Its state is a `kfac_core.NetworkState`; a whole step can be compiled by one
+    ``jax.jit``.
+
+    Parameters
+    ----------
+    network : Network
+        Network to train.
+    reduction : {"sum", "mean", "mean_rows"}
+        Reduction of the loss of the output gradients: ``"sum"`` for vectors of
+        `kfac_core.losses.vectors`, else as given to `Network.vjp`.
+    damping : float or mapping of str to float
+        Damping of the operators, unless a step gives another.
+    refresh_every : int
+        Number of updates between refreshes, at least 1; the first update refreshes.
+    bases_every : int
+        Number of updates between recomputations of the bases of `kfac_core.Eigen` (EKFAC)
+        blocks.  Without such blocks it is not read.
+    moments : {"kronecker", "carried"}
+        How second moments start in new bases; see `kfac_core.Eigen.rebased`.
+    axis_name : hashable, optional
+        Name of the axis (or names of the axes) that the step is mapped over by ``pmap`` or
+        ``shard_map``: statistics are those of all devices' examples, and gradients are
+        averaged over it.
+    kl_clip : float or callable of int, optional
+        Bound on ``eta^2 G . P G``, about twice the Kullback-Leibler divergence between the
+        model before and after a step; None for no bound.  See `kfac_core.steps.kl_clip`.
+    learning_rate : float or callable of int
+        What the direction will be multiplied by, eta; read by the KL clip alone.  A
+        callable takes the number of updates so far.
+    **options : object
+        Options of `kfac_core.Estimator`, such as `decay`, `damping_rule` or `sources`.
+
+    Attributes
+    ----------
+    curvature : kfac_core.Network
+        Network whose pure functions `update` calls.
+
+    Raises
+    ------
+    ConventionError
+        For an interval that is no whole number of updates >= 1, or a `kl_clip` or
+        `learning_rate` that is not positive.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        *,
+        reduction: Literal["sum", "mean", "mean_rows"],
+        damping: Any = 1e-3,
+        refresh_every: int = 10,
+        bases_every: int = 100,
+        moments: Literal["kronecker", "carried"] = "kronecker",
+        axis_name: Any = None,
+        kl_clip: Any = None,
+        learning_rate: Any = 1.0,
+        **options: Any,
+    ) -> None:
+        kc.integration.interval_at("refresh_every", refresh_every, 0)
+        kc.integration.interval_at("bases_every", bases_every, 0)
+        kc.integration.require_positive("kl_clip", kl_clip, optional=True)
+        kc.integration.require_positive("learning_rate", learning_rate)
+        made = {"reduction": reduction, "damping": damping, **options}
+        self._made = functools.partial(kc.Estimator, network.blocks, **made)
+        estimator = self._made()
+        self.network, self.curvature = network, estimator.network
+        self.axis_name = axis_name
+        self.damping, self.decay = estimator.damping, estimator.decay
+        self.refresh_every, self.bases_every = refresh_every, bases_every
+        self.moments = moments
+        self.kl_clip, self.learning_rate = kl_clip, learning_rate
+        kinds = [block.approximation for block in network.blocks.values()]
+        self._has_bases = any(kind.has_bases for kind in kinds)
+
+    def init(self, params: Any, /) -> kc.NetworkState:
+        """Return the state before the first update.
+
+        Directions are zero before the first refresh.
+        """
+        like = next(
+            leaf
+            for leaf in jax.tree.leaves(params)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        )
+        return self.curvature.initial(like, damping=self.damping)
+
+    def update(
+        self,
+        updates: Any,
+        state: kc.NetworkState,
+        params: Any = None,
+        *,
+        captured: kc.integration.Captured | None,
+        damping: Any = None,
+    ) -> tuple[Any, kc.NetworkState]:
+        """Return the inverse curvature times gradients of the mean loss, and the state.
+
+        Parameters
+        ----------
+        updates, state, params : pytree
+            As optax has them.  Gradients are matched with parameters by their paths;
+            blocks none of whose gradients are there are left out.  A batch that a block
+            flags changes ``status`` only.
+        captured : Captured or None
+            From `Network.vjp`; None for a step without statistics.
+        damping : float, array, or mapping of str to these, optional
+            Damping of a refresh in this step.
+
+        Returns
+        -------
+        updates : pytree
+            In the structure of the gradients.
+        state : NetworkState
+            New state.  Where `captured` is None before the first refresh the direction is
+            zero, and a compiled step flags it (``state.is_good()`` is false).
+
+        Raises
+        ------
+        ConventionError
+            For batches captured under other conventions; for gradients of another
+            structure; inside a mapped axis that `axis_name` does not name.
+        NotReadyError
+            Without `captured` before the first refresh, where values are read.
+        """
+        self._require_axes()
+        if captured is None:
+            state = _flagged_unless_ready(state)
+        else:
+            state = self.absorbed(state, captured, damping=damping)
+        if self.axis_name is not None:
+            updates = averaged(updates, self.axis_name)
+        return self.preconditioned(updates, state), state
+
+    def preconditioned(self, gradients: Any, state: kc.NetworkState, /) -> Any:
+        """Return the inverse curvature times gradients, in the tree of the gradients."""
+        leaves, wiring = self.network.leaves, self.network.wiring
+        vectors = leaves.vectors(gradients, wiring)
+        found = self.curvature.precondition(state, vectors)
+        if self.kl_clip is not None:
+            taken = next(iter(state.blocks.values())).updates
+            clip = kc.steps.kl_clip(
+                vectors,
+                found,
+                learning_rate=kc.integration.value_at(self.learning_rate, taken),
+                bound=kc.integration.value_at(self.kl_clip, taken),
+                check="status",
+            )
+            found = jax.tree.map(lambda x: x * clip.scale.astype(x.dtype), found)
+        return leaves.replaced(gradients, found, wiring)
+
+    def _require_axes(self) -> None:
+        """Refuse a mapped axis whose devices would keep statistics of their own."""
+        named = self.axis_name
+        named = set(named if isinstance(named, tuple) else (named,)) - {None}
+        inside = set(mapped_axes())
+        if inside - named:
+            raise kc.ConventionError(
+                f"This step is mapped over the axes {sorted(map(str, inside))}, and "
+                f"`axis_name` is {self.axis_name!r}: each device would keep statistics of "
+                "its own examples, and go its own way. Say KFAC(..., axis_name=...)."
+            )
+        if named - inside:
+            raise kc.ConventionError(
+                f"`axis_name` is {self.axis_name!r}, but this step is mapped over "
+                f"{sorted(map(str, inside)) or 'no axis'}. Call it inside `pmap` or "
+                "`shard_map`, or leave `axis_name` out."
+            )
+
+    def absorbed(
+        self,
+        state: kc.NetworkState,
+        captured: kc.integration.Captured,
+        /,
+        *,
+        damping: Any = None,
+    ) -> kc.NetworkState:
+        """Return the state after an update with what was captured, and what is due then.
+
+        Parameters
+        ----------
+        state, captured, damping
+            See `update`.
+
+        Returns
+        -------
+        NetworkState
+            New state.
+        """
+        self._require_axes()
+        damping = self.damping if damping is None else damping
+        network = self.curvature
+        promised = network.conventions
+        same = captured.reduction == promised.reduction
+        if not same or captured.sources not in (None, promised.sources):
+            raise kc.ConventionError(
+                f"Expected batches captured under {promised}, got "
+                f"reduction={captured.reduction!r}, sources={captured.sources!r}. Say the "
+                "same in both."
+            )
+        updates = next(iter(state.blocks.values())).updates
+        how = {} if self.axis_name is None else {"executor": Summed(self.axis_name)}
+        state = network.update(
+            state, captured.batches, decay=self.decay, check="status", **how
+        )
+        good = state.is_good()
+
+        def kept(state: kc.NetworkState) -> kc.NetworkState:
+            return state
+
+        def rebased(state: kc.NetworkState) -> kc.NetworkState:
+            return network.rebase(state, moments=self.moments, check="status")
+
+        def refreshed(state: kc.NetworkState) -> kc.NetworkState:
+            return network.refresh(state, damping=damping, check="status")
+
+        if self._has_bases:
+            due = good & (updates % self.bases_every == 0)
+            state = jax.lax.cond(due, rebased, kept, state)
+        due = good & (updates % self.refresh_every == 0)
+        made: kc.NetworkState = jax.lax.cond(due, refreshed, kept, state)
+        return made
+
+    def estimator(self, state: kc.NetworkState | None = None, /) -> kc.Estimator:
+        """Return an estimator of the same options, which holds a state if one is given.
+
+        For saving and loading a state, and for reports.
+
+        Parameters
+        ----------
+        state : NetworkState, optional
+            State whose arrays have values.  A block that was never refreshed is left out.
+        """
+        made = self._made()
+        if state is not None:
+            made.state = state.updated(
+                {
+                    name: kc.BlockState()
+                    for name, held in state.blocks.items()
+                    if not int(held.refreshes)
+                }
+            )
+        return made
+
+    def state(self, estimator: kc.Estimator, params: Any, /) -> kc.NetworkState:
+        """Return the state that an estimator holds, such as one that was loaded.
+
+        Parameters
+        ----------
+        estimator : kfac_core.Estimator
+            Made by `estimator`.
+        params : pytree
+            See `init`.
+
+        Returns
+        -------
+        NetworkState
+            State to pass to `update`.
+
+        Raises
+        ------
+        StateError
+            If statistics or operators are of another form.
+        """
+        return self.curvature.in_form_of(estimator.state, self.init(params))
+
+    def optax(self) -> Any:
+        """Return the optax transformation, to be chained with a learning rate.
+
+        Its ``update`` takes `captured` and `damping` as `KFAC.update` does; what other
+        transformations of a chain are given besides is passed over.
+        """
+        import optax
+
+        def update(updates: Any, state: Any, params: Any = None, **given: Any) -> Any:
+            own = {name: given.pop(name) for name in _ARGUMENTS if name in given}
+            for name in given:
+                meant = difflib.get_close_matches(name, _ARGUMENTS, 1)
+                if meant:
+                    raise kc.ConventionError(
+                        f"Unknown argument {name!r} of `update`; did you mean "
+                        f"{meant[0]!r}?"
+                    )
+            if "captured" not in own:
+                raise kc.ConventionError(
+                    "Expected `update(gradients, state, params, captured=...)`, with what "
+                    "`Network.vjp` captured; captured=None is a step without statistics."
+                )
+            return self.update(updates, state, params, **own)
+
+        return optax.GradientTransformationExtraArgs(self.init, update)
+
+
+_ARGUMENTS: tuple[str, ...] = ("captured", "damping")
+"""What `KFAC.update` takes beside the arguments of optax."""
+
+
+def _flagged_unless_ready(state: kc.NetworkState) -> kc.NetworkState:
+    """Flag blocks that have no operator yet, or raise where values can be read."""
+    blocks = {}
+    for name, held in state.blocks.items():
+        ready = held.refreshes > 0
+        if not isinstance(ready, jax.core.Tracer) and not bool(ready):
+            raise kc.NotReadyError(
+                f"Block {name!r} has no operator yet: the first step needs `captured`."
+            )
+        flag = jnp.where(ready, 0, int(kc.Status.NOT_POSITIVE)).astype(jnp.int32)
+        blocks[name] = dataclasses.replace(held, status=held.status | flag)
+    return state.updated(blocks)

@@ -1,0 +1,342 @@
+"""The leaves of a network's parameters: their names, and the parameters of layers.
+
+Conventions.  A leaf is known by its path in the parameters.  A layer's parameter is a
+leaf, one of the arrays that a leaf is a stack of (where a ``scan`` runs over layers), or a
+leaf with its axes in another order; each of these has a place of its own in what the
+blocks are wired to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kfac_core as kc
+from kfac_core_shims.jax.examples import Counts, ExampleAxis, row_axes
+from kfac_core_shims.jax.finding import Found, Part, Site
+from kfac_core_shims.jax.program import Trace
+
+__all__ = ["Leaves"]
+
+
+class Leaves:
+    """Names of parameters, and what the blocks have of each.
+
+    Parameters
+    ----------
+    params : pytree
+        The parameters, or their shapes and dtypes.
+    found : Found
+        What is done with them.
+
+    Attributes
+    ----------
+    shapes : dict of str to tuple of int
+        Name and shape of each parameter of a block, in the order of places.
+    """
+
+    def __init__(self, params: Any, found: Found) -> None:
+        paths = jax.tree_util.tree_leaves_with_path(params)
+        self.names = [jax.tree_util.keystr(path) for path, _ in paths]
+        self.paths = [_words(path) for path, _ in paths]
+        self.leaf_shapes = [tuple(leaf.shape) for _, leaf in paths]
+        self.trained = [
+            i
+            for i, (_, leaf) in enumerate(paths)
+            if jnp.issubdtype(leaf.dtype, jnp.floating)
+        ]
+        self.obstacles = {leaf: list(why) for leaf, why in found.obstacles.items()}
+        self._parts: dict[int, Part] = {}
+        for part in (part for site in found.sites for part in site.parts.values()):
+            known = self._parts.setdefault(part.leaf, part)
+            if known != part:
+                self._obstruct(part.leaf, "layers that have it in different forms")
+        self._places: list[tuple[Part, int | None]] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for i, shape in enumerate(self.leaf_shapes):
+            part = self._parts.get(i, Part(i))
+            inner = shape[1:] if part.sliced else shape
+            if part.order is not None:
+                inner = tuple(inner[axis] for axis in part.order)
+            for turn in range(shape[0]) if part.sliced else (None,):
+                name = self.names[i] + ("" if turn is None else f"[{turn}]")
+                self.shapes[name] = inner
+                self._places.append((part, turn))
+        self._place_of = {
+            (part.leaf, turn): place for place, (part, turn) in enumerate(self._places)
+        }
+        self._block_names: dict[Any, str] = {}
+        self._left_out: set[Any] = set()
+
+    def _obstruct(self, leaf: int, what: str) -> None:
+        self.obstacles.setdefault(leaf, []).append(what)
+
+    # --------------------------------------------------------------- which sites count
+
+    def use(
+        self,
+        sites: Sequence[Site],
+        axes: Sequence[ExampleAxis | None],
+        batch: Counts,
+        trace: Trace,
+    ) -> list[Site]:
+        """Return the sites whose rows are those of examples and whose uses are all known.
+
+        The others, and their parameters, are remembered with the reason.
+        """
+        for site, axis in zip(sites, axes, strict=True):
+            if axis is not None:
+                continue
+            shape = trace.shape(site.operation.outputs[0])
+            rows = [shape[i] for i in row_axes(site)] if site.y or shape else []
+            what = (
+                f"a layer with rows {rows}, of which none are those of the "
+                f"{batch.examples} examples"
+            )
+            if site.kind == "marked":
+                raise kc.ConventionError(
+                    f"Layer {site.name!r}: expected the examples on the first axis, got "
+                    f"{what}. Pass x and y with the axis of the examples first."
+                )
+            for part in site.parts.values():
+                self._obstruct(part.leaf, what)
+        used: list[Site] = []
+        for site in sites:
+            bad = [p.leaf for p in site.parts.values() if p.leaf in self.obstacles]
+            if bad:
+                self._left_out.add(_key(site))
+                for part in site.parts.values():
+                    if part.leaf not in bad:
+                        why = f"a layer that has {self.names[bad[0]]} too"
+                        self._obstruct(part.leaf, why)
+            else:
+                used.append(site)
+        self._name(used)
+        return [site for site in used if _key(site) in self._block_names]
+
+    def knows(self, site: Site, /) -> bool:
+        """Whether a site is one of a block's; or raise if it was not there before."""
+        key = _key(site)
+        if key not in self._block_names and key not in self._left_out:
+            names = [self.names[part.leaf] for part in site.parts.values()]
+            raise kc.ConventionError(
+                f"The parameters {names} are used in another way than when the network "
+                "was made. Make a `Network` of each of the two functions."
+            )
+        return key in self._block_names
+
+    def require_known(self, found: Found, /) -> None:
+        """Raise if a parameter of a block is now also used outside of layers."""
+        blocks = {p.leaf for key in self._block_names for _, p in key[1]}
+        for leaf, why in found.obstacles.items():
+            if leaf in blocks:
+                raise kc.ConventionError(
+                    f"The parameter {self.names[leaf]} is used in another way than when "
+                    f"the network was made: {why[0]}."
+                )
+
+    def _name(self, sites: Iterable[Site]) -> None:
+        """Give each layer the name of its place in the parameters."""
+        kinds: dict[Any, Site] = {}
+        for site in sites:
+            kinds.setdefault(_key(site), site)
+        short = {key: site.name or self._module_of(site) for key, site in kinds.items()}
+        given = list(short.values())
+        for key, site in kinds.items():
+            name = short[key]
+            if site.name is None and given.count(name) > 1:
+                leaf = next(iter(site.parts.values())).leaf
+                name = "/".join(self.paths[leaf])
+                taken = name in self._block_names.values()
+                if taken:
+                    name += ".attend" if site.kind == "dense" else f".{site.kind}"
+            self._block_names[key] = name
+
+    def _module_of(self, site: Site) -> str:
+        """Return the path of a layer's weight, without the last word."""
+        path = self.paths[next(iter(site.parts.values())).leaf]
+        return "/".join(path[:-1] or path)
+
+    # ------------------------------------------------------------------- to the blocks
+
+    def uses(self, sites: Iterable[Site], /) -> list[Any]:
+        """Return the uses of layers, as `kfac_core.integration.Wiring` has them."""
+        found: list[Any] = []
+        for site in sites:
+            name, layer = self._block_names[_key(site)], site.layer
+            if not site.sliced:
+                found.append((name, layer, self._slots(site, None)))
+                continue
+            (length,) = (loop.length for loop in site.loops if loop.sliced)
+            found.extend(
+                (f"{name}[{turn}]", layer, self._slots(site, turn))
+                for turn in range(length)
+            )
+        return found
+
+    def _slots(self, site: Site, turn: int | None) -> dict[str, int]:
+        return {
+            role: self._place_of[part.leaf, turn] for role, part in site.parts.items()
+        }
+
+    def require_all(
+        self, slots: Mapping[str, Mapping[str, int]], /, *, rest: str
+    ) -> dict[str, str]:
+        """Return the parameters of no block with the reasons, or raise for them.
+
+        Parameters
+        ----------
+        slots : mapping of str to mapping of str to int
+            The places of each block's parameters.
+        rest : {"refuse", "keep"}
+            Whether to raise.
+
+        Raises
+        ------
+        UnsupportedError
+            For a parameter of no block.
+        """
+        covered = {place for own in slots.values() for place in own.values()}
+        missing: dict[str, str] = {}
+        for place, (name, (part, _)) in enumerate(
+            zip(self.shapes, self._places, strict=True)
+        ):
+            if place in covered or part.leaf not in self.trained:
+                continue
+            obstacles = self.obstacles.get(part.leaf)
+            missing[name] = f"used in {obstacles[0]}" if obstacles else "in no layer"
+        if missing and rest == "refuse":
+            name, why = next(iter(missing.items()))
+            others = f" So are {len(missing) - 1} more." if len(missing) > 1 else ""
+            raise kc.UnsupportedError(
+                f"Expected the parameter {name} to be in one block, not in 0: it is {why}. "
+                "Mark its layer by `tap`; or say rest='keep', and parameters of no block "
+                f"keep their gradients.{others}"
+            )
+        return missing
+
+    # ------------------------------------------------------------ gradients and vectors
+
+    def vectors(
+        self, gradients: Any, wiring: kc.integration.Wiring, /
+    ) -> dict[str, dict[str, Any]]:
+        """Return a tree of gradients as blocks have them, matched by path.
+
+        Parameters
+        ----------
+        gradients : pytree
+            Gradients of the parameters; of all, or as `optax.masked` passes them, of some.
+        wiring : Wiring
+            The blocks.
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            Vectors of those blocks whose parameters are all there.
+
+        Raises
+        ------
+        ConventionError
+            For a leaf that is no parameter, and for a block of which only some
+            parameters are there.
+        ShapeError
+            For a gradient of another shape than its parameter.
+        """
+        leaves = self._by_name(gradients)
+        found: dict[str, dict[str, Any]] = {}
+        for name, slots in wiring.slots.items():
+            shapes = wiring.blocks[name].layer.parameter_shapes
+            own = {role: self._places[place] for role, place in slots.items()}
+            names = {role: self.names[part.leaf] for role, (part, _) in own.items()}
+            there = [role for role, leaf in names.items() if leaf in leaves]
+            if not there:
+                continue
+            if len(there) < len(own):
+                missing = [leaf for leaf in names.values() if leaf not in leaves]
+                raise kc.ConventionError(
+                    f"Block {name!r}: the gradients have no {missing}, but the block's "
+                    "other parameters. Mask or partition whole layers."
+                )
+            found[name] = {
+                role: _taken(leaves[names[role]], part, turn).reshape(shapes[role])
+                for role, (part, turn) in own.items()
+            }
+        return found
+
+    def replaced(
+        self,
+        gradients: Any,
+        vectors: Mapping[str, Mapping[str, Any]],
+        wiring: kc.integration.Wiring,
+        /,
+    ) -> Any:
+        """Return the tree of gradients with the blocks' vectors in their places."""
+        leaves = self._by_name(gradients)
+        for name, own in vectors.items():
+            for role, place in wiring.slots[name].items():
+                part, turn = self._places[place]
+                leaf = self.names[part.leaf]
+                leaves[leaf] = _put(leaves[leaf], own[role], part, turn)
+        return jax.tree.unflatten(jax.tree.structure(gradients), leaves.values())
+
+    def _by_name(self, gradients: Any) -> dict[str, Any]:
+        paths = jax.tree_util.tree_leaves_with_path(gradients)
+        found = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+        known = dict(zip(self.names, self.leaf_shapes, strict=True))
+        for name, leaf in found.items():
+            if name not in known:
+                raise kc.ConventionError(
+                    f"Expected gradients in the structure of the parameters, got a leaf "
+                    f"{name!r}; the parameters are {', '.join(self.names[:6])}"
+                    f"{', ...' if len(self.names) > 6 else ''}."
+                )
+            if tuple(leaf.shape) != known[name]:
+                raise kc.ShapeError(
+                    f"Expected a gradient of shape {known[name]} for {name}, got "
+                    f"{tuple(leaf.shape)}."
+                )
+        return found
+
+
+def _key(site: Site) -> Any:
+    return (
+        site.layer,
+        tuple(sorted(site.parts.items(), key=lambda item: item[0])),
+        site.name,
+    )
+
+
+def _taken(leaf: Any, part: Part, turn: int | None) -> Any:
+    own = leaf if turn is None else leaf[turn]
+    return own if part.order is None else jnp.transpose(own, part.order)
+
+
+def _put(leaf: Any, vector: Any, part: Part, turn: int | None) -> Any:
+    shape = leaf.shape if turn is None else leaf.shape[1:]
+    order = part.order
+    if order is None:
+        own = vector.reshape(shape)
+    else:
+        back = sorted(range(len(shape)), key=order.__getitem__)
+        own = vector.reshape([shape[axis] for axis in order]).transpose(back)
+    own = own.astype(leaf.dtype)
+    return own if turn is None else leaf.at[turn].set(own)
+
+
+def _words(path: Any) -> tuple[str, ...]:
+    """Return a path as words; what boxes a leaf (partitioning, NNX) is no part of it."""
+    words = [_word(key) for key in path]
+    if len(words) > 1 and words[-1] in ("value", "raw_value"):
+        words.pop()
+    return tuple(words)
+
+
+def _word(key: Any) -> str:
+    """Return a step of a path as a word."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)

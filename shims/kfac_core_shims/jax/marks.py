@@ -1,0 +1,115 @@
+"""Marks: what a user says about a layer, as operations that a trace of a network shows.
+
+Conventions.  A mark is the identity of a layer's outputs.  Being an operation of JAX, it
+is seen wherever the layer lies: inside ``jit``, ``remat``, ``scan`` or ``vmap`` too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.extend.core as jex
+from jax.interpreters import ad, batching, mlir
+
+import kfac_core as kc
+
+__all__ = ["Label", "dense", "mark", "tap"]
+
+
+class Label:
+    """What a mark says: the block's name, its layer, and what the operands are.
+
+    Parameters
+    ----------
+    name, layer : str, Layer
+        Name of the block, and its geometry.
+    roles : tuple of str
+        Names of the layer's parameters, in the order of the operands.
+    masked : bool
+        Whether there is a mask among the operands.
+    """
+
+    def __init__(
+        self, name: str, layer: kc.Layer, roles: tuple[str, ...], masked: bool
+    ) -> None:
+        self.name, self.layer, self.roles, self.masked = name, layer, roles, masked
+
+    def __repr__(self) -> str:
+        return f"{self.name!r}: {self.layer!r}"
+
+
+def tap(
+    name: str, layer: Any, x: Any, y: Any, /, mask: Any = None, **given: Any
+) -> Any:
+    """Mark ``y`` as the outputs of ``layer`` for the batch ``x``, and return it.
+
+    Parameters
+    ----------
+    name, layer : str, Layer
+        Name of the block, and its geometry, such as `kfac_core.Conv`.
+    x, y, mask : array, shape (N, ...)
+        See `kfac_core.Batch`.
+    **given : array
+        Parameters of the layer by name: leaves of ``params``, in any shape of the right
+        size.
+
+    Returns
+    -------
+    array
+        `y`.  Outside of `Network` the mark does nothing else.
+    """
+    operands = [x] if mask is None else [x, mask]
+    label = Label(name, layer, tuple(given), mask is not None)
+    return mark.bind(y, *operands, *given.values(), label=label)
+
+
+def dense(name: str, x: Any, weight: Any, bias: Any = None, /, mask: Any = None) -> Any:
+    """Return ``x @ weight + bias``, marked by `tap`; the weight has shape (in, out)."""
+    y, given = x @ weight, {"weight": weight}
+    if bias is not None:
+        y, given["bias"] = y + bias, bias
+    n, m = weight.shape
+    layer = kc.Dense(
+        in_features=n, out_features=m, bias=bias is not None, weight_layout="io"
+    )
+    return tap(name, layer, x, y, mask, **given)
+
+
+mark = jex.Primitive("kfac_core_mark")
+"""The operation; its first operand is ``y``, which it returns."""
+
+
+def _first(y: Any, *operands: Any, label: Label) -> Any:
+    del operands, label
+    return y
+
+
+def _jvp(primals: Any, tangents: Any, *, label: Label) -> tuple[Any, Any]:
+    return mark.bind(*primals, label=label), tangents[0]
+
+
+def _batched(operands: Any, axes: Any, *, label: Label) -> tuple[Any, int]:
+    """Let the mapped axis be that of the examples, as a network of one example needs."""
+    rows = 2 + label.masked
+    if any(axis is not None for axis in axes[rows:]):
+        raise kc.ConventionError(
+            f"Layer {label.name!r}: expected parameters that are the same for all that "
+            "`vmap` runs over, got a mapped one. Map over the examples only."
+        )
+    size = next(
+        x.shape[axis]
+        for x, axis in zip(operands, axes, strict=True)
+        if axis is not None
+    )
+    moved = [
+        batching.bdim_at_front(x, axis, size)
+        for x, axis in zip(operands[:rows], axes[:rows], strict=True)
+    ]
+    return mark.bind(*moved, *operands[rows:], label=label), 0
+
+
+mark.def_impl(_first)
+mark.def_abstract_eval(_first)
+ad.primitive_jvps[mark] = _jvp
+batching.primitive_batchers[mark] = _batched
+mlir.register_lowering(mark, mlir.lower_fun(_first, multiple_results=False))

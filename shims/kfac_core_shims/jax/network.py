@@ -1,0 +1,352 @@
+"""The blocks of a network function, and its derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+import kfac_core as kc
+from kfac_core_shims.jax.examples import (
+    Counts,
+    ExampleAxis,
+    counts,
+    example_axes,
+    row_axes,
+)
+from kfac_core_shims.jax.finding import Found, Site, find
+from kfac_core_shims.jax.leaves import Leaves
+from kfac_core_shims.jax.program import Operation, Program, Trace, bound, run, traced
+from kfac_core_shims.jax.rows import Rows, joined_uses
+
+__all__ = ["Network"]
+
+
+class Network:
+    """A network function, the ``blocks`` found in it, and its derivatives.
+
+    Layers are found from what the function does with its parameters, whatever library it
+    was written with: products with a matrix, convolutions, embeddings, elementwise scales
+    and shifts, also within ``jit``, ``remat``, ``scan`` and ``vmap``.  A weight that is
+    used several times is one block.  `tap` marks a layer of another kind.
+
+    Parameters
+    ----------
+    function : callable
+        ``(params, *inputs) -> outputs``, or ``-> (outputs, aux)`` with `has_aux`.  The
+        first axis of the outputs is that of the examples.
+    params, *inputs : pytree
+        Arrays, or their shapes and dtypes; the function is traced with them.
+    approximation : callable
+        ``(name, layer) -> Approximation``; None leaves that use of a layer out.
+    rest : {"refuse", "keep"}
+        Whether parameters of no block are an error, or keep their gradients.
+    has_aux : bool
+        Whether the function returns something beside its outputs.
+
+    Attributes
+    ----------
+    blocks : dict of str to Block
+        Blocks, named by the place of their weights in `params`.
+    rest : dict of str to str
+        Parameters of no block, and why they are in none.
+
+    Raises
+    ------
+    UnsupportedError
+        For a parameter of no block (``rest="refuse"``), or of two.
+    ConventionError
+        For a layer whose rows are not those of examples.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        params: Any,
+        /,
+        *inputs: Any,
+        approximation: Callable[[str, Any], Any] = kc.integration.usual_approximation,
+        rest: Literal["refuse", "keep"] = "refuse",
+        has_aux: bool = False,
+    ) -> None:
+        self.function, self.has_aux = function, has_aux
+        self._axes: dict[Any, list[ExampleAxis | None]] = {}
+        found, trace, batch = self._found(params, inputs)
+        axes = self._example_axes(params, inputs, found, trace, batch)
+        self.leaves = Leaves(params, found)
+        used = self.leaves.use(found.sites, axes, batch, trace)
+        self.wiring = kc.integration.Wiring(
+            self.leaves.uses(used),
+            self.leaves.shapes,
+            approximation=approximation,
+            rest="keep",
+        )
+        self.blocks = self.wiring.blocks
+        self.rest = self.leaves.require_all(self.wiring.slots, rest=rest)
+        self._require_examples(found, axes, trace, batch)
+
+    def __repr__(self) -> str:
+        lines = [f"Network({len(self.blocks)} blocks"]
+        for name, block in self.blocks.items():
+            n, m = block.layer.matrix_shape
+            kind = type(block.approximation).__name__
+            lines.append(f"  {name}: {block.layer.kind} {n} x {m}, {kind}")
+        lines.extend(f"  {name}: no block, {why}" for name, why in self.rest.items())
+        return ",\n".join(lines) + ")"
+
+    def vjp(
+        self, params: Any, /, *inputs: Any, mask: Any = None
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Return the outputs (with `has_aux`, and aux), and what pulls vectors back.
+
+        Parameters
+        ----------
+        params, *inputs : pytree
+            Arrays.
+        mask : array of bool, shape (N, T), optional
+            Which rows count in all layers whose rows have these axes: False for the
+            padding of sequences of unequal lengths.
+
+        Returns
+        -------
+        outputs : pytree
+            What the function returns.
+        pull : callable
+            ``pull(cotangent, reduction="mean") -> (gradients, Captured)``, with the
+            reduction of the loss whose derivative by the outputs the cotangent is;
+            ``pull(made) -> Captured`` for `kfac_core.losses.SourceVectors`.
+
+        Notes
+        -----
+        Inside a mapped axis (``pmap``, ``shard_map``) gradients are those of the local
+        examples; ``KFAC(axis_name=...)`` averages them.
+        """
+        params = _as_varying(params, inputs)
+        found, trace, batch = self._found(params, inputs)
+        axes = self._example_axes(params, inputs, found, trace, batch)
+        self.leaves.require_known(found)
+        sites = [
+            (site, axis)
+            for site, axis in zip(found.sites, axes, strict=True)
+            if self.leaves.knows(site) and axis is not None
+        ]
+        zeros = [_zeros(site, trace) for site, _ in sites]
+
+        def function(params: Any, zeros: Any) -> Any:
+            capture = _Capture(trace, [site for site, _ in sites])
+            values = jax.tree.leaves((params, inputs))
+            results = capture.run(trace.program, values, dict(enumerate(zeros)))
+            made = jax.tree.unflatten(jax.tree.structure(trace.outputs), results)
+            outputs, aux = made if self.has_aux else (made, None)
+            return outputs, (aux, [capture.seen[i] for i in range(len(sites))])
+
+        outputs, back, (aux, seen) = jax.vjp(function, params, zeros, has_aux=True)
+
+        def pull(cotangent: Any, /, *, reduction: Any = None) -> Any:
+            made = cotangent if isinstance(cotangent, kc.losses.SourceVectors) else None
+            vectors = cotangent if made is None else made.vectors
+            vectors = jax.tree.map(
+                lambda v, y: jnp.asarray(v, y.dtype), vectors, outputs
+            )
+            gradients, grads = (back if made is None else jax.vmap(back))(vectors)
+            captured = self._captured(sites, seen, grads, batch, mask, made, reduction)
+            return (gradients, captured) if made is None else captured
+
+        return ((outputs, aux) if self.has_aux else outputs), pull
+
+    def _found(self, params: Any, inputs: Any) -> tuple[Found, Trace, Counts]:
+        trace = traced(self.function, params, inputs)
+        outputs = trace.outputs[0] if self.has_aux else trace.outputs
+        found = find(trace, range(len(jax.tree.leaves(outputs))))
+        return found, trace, counts(jax.tree.leaves(inputs), outputs)
+
+    def _example_axes(
+        self, params: Any, inputs: Any, found: Found, trace: Trace, batch: Counts
+    ) -> list[ExampleAxis | None]:
+        """Return what `example_axes` does, remembered for networks of the same layers."""
+        key = tuple(
+            (site.kind, tuple(site.parts.items()), site.x, site.y)
+            for site in found.sites
+        )
+        if key not in self._axes:
+            outputs = trace.outputs[0] if self.has_aux else trace.outputs
+            self._axes[key] = example_axes(
+                self.function,
+                params,
+                inputs,
+                trace=trace,
+                sites=found.sites,
+                outputs=range(len(jax.tree.leaves(outputs))),
+                batch=batch,
+            )
+        return self._axes[key]
+
+    def _captured(
+        self,
+        sites: Sequence[tuple[Site, ExampleAxis]],
+        seen: Sequence[Any],
+        grads: Sequence[Any],
+        batch: Counts,
+        mask: Any,
+        made: Any,
+        reduction: Any,
+    ) -> kc.integration.Captured:
+        """Return the batches of all blocks from what each site saw."""
+        uses: list[Any] = []
+        pairs: list[Any] = []
+        vectors: list[Any] = []
+        declared = "sum" if made is not None else reduction
+        for (site, axis), (x, own_mask), g in zip(sites, seen, grads, strict=True):
+            rows = Rows(site, axis, batch)
+            x = rows.inputs(x)
+            g = rows.output_grads(g, sources=made is not None, reduction=declared)
+            own_mask = rows.mask(own_mask, x, mask)
+            own_uses = self.leaves.uses([site])
+            for turn, (x_turn, g_turn, mask_turn) in enumerate(
+                rows.turns(x, g, own_mask, sources=made is not None)
+            ):
+                uses.append(own_uses[turn * len(own_uses) // max(rows.separate, 1)])
+                pairs.append((x_turn, mask_turn))
+                vectors.append(g_turn)
+        captured = self.wiring.captured(
+            uses, pairs, vectors, reduction=reduction, made=made
+        )
+        for name, given in captured.batches.items():
+            kind = self.blocks[name].layer.kind
+            if isinstance(given, tuple) and kind in ("embedding", "scale_shift"):
+                captured.batches[name] = joined_uses(given, kind)
+        return captured
+
+    def _require_examples(
+        self,
+        found: Found,
+        axes: Sequence[ExampleAxis | None],
+        trace: Trace,
+        batch: Counts,
+    ) -> None:
+        """Refuse merged rows where an approximation must tell examples apart."""
+        pairs = [
+            (axis, site, use)
+            for site, axis in zip(found.sites, axes, strict=True)
+            if axis is not None and self.leaves.knows(site)
+            for use in self.leaves.uses([site])
+        ]
+        names = self.wiring.names([use for _, _, use in pairs])
+        for (axis, site, _), name in zip(pairs, names, strict=True):
+            if name is None:
+                continue
+            length = trace.shape(site.operation.outputs[0])[row_axes(site)[axis.row]]
+            known = axis.order is not None and site.layer.kind != "conv"
+            kind: Any = self.blocks[name].approximation
+            expands = getattr(kind, "sharing", None) == "expand"
+            if not (length == batch.examples or known or expands):
+                raise kc.ConventionError(
+                    f"Block {name!r}: its first axis has {length} rows for "
+                    f"{batch.examples} examples, and whose they are cannot be told; "
+                    f"{kind!r} needs to know. Keep the examples as an axis of their own, "
+                    "or take Kronecker(), with sharing='expand'."
+                )
+
+
+class _Capture:
+    """Runs a network with zeros added to its layers' outputs, and keeps their inputs."""
+
+    def __init__(self, trace: Trace, sites: Sequence[Site]) -> None:
+        self.trace = trace
+        self.seen: dict[int, Any] = {}
+        self.at: dict[int, list[int]] = {}
+        self.within: dict[int, list[int]] = {}
+        self.sites = sites
+        for i, site in enumerate(sites):
+            self.at.setdefault(id(site.operation), []).append(i)
+            for loop in site.loops:
+                self.within.setdefault(id(loop.operation), []).append(i)
+
+    def run(
+        self, program: Program, values: Sequence[Any], zeros: dict[int, Any]
+    ) -> list[Any]:
+        """Return a program's outputs; `seen` holds the inputs of the sites in it."""
+
+        def after(operation: Operation, given: list[Any], read: Any) -> list[Any]:
+            if id(operation) in self.within:
+                return self._loop(operation, given, zeros)
+            found = bound(operation, given)
+            for i in self.at.get(id(operation), []):
+                self.seen[i] = self._inputs(self.sites[i], found[0], read)
+                found[0] = found[0] + zeros[i]
+            return found
+
+        return run(self.trace, program, values, after=after)
+
+    def _inputs(self, site: Site, y: Any, read: Any) -> tuple[Any, Any]:
+        """Return a site's inputs and mask; of a scale, what a scale of ones leaves."""
+        if site.kind == "scale_shift" and "scale" not in site.parts:
+            return y, None
+        x = read(site.inputs)
+        if site.chain:
+            before = site.chain[0].outputs[0]
+            x = jnp.broadcast_to(x, self.trace.shape(before))
+            for operation in site.chain[1:]:
+                given = [
+                    x if place == before else read(place) for place in operation.inputs
+                ]
+                (x,) = bound(operation, given)
+                before = operation.outputs[0]
+        return x, None if site.mask is None else read(site.mask)
+
+    def _loop(
+        self, operation: Operation, values: list[Any], zeros: dict[int, Any]
+    ) -> list[Any]:
+        """Run a `scan` whose body's layers are captured in each turn."""
+        params, inner = operation.params, self.within[id(operation)]
+        first = params["num_consts"]
+        last = first + params["num_carry"]
+        body = operation.body
+        assert body is not None
+
+        def turn(carry: Any, slices: Any) -> Any:
+            xs, own = slices
+            results = self.run(body, [*values[:first], *carry, *xs], own)
+            seen = {i: self.seen.pop(i) for i in inner}
+            kept = last - first
+            return results[:kept], (results[kept:], seen)
+
+        carry, (ys, seen) = jax.lax.scan(
+            turn,
+            values[first:last],
+            (values[last:], {i: zeros[i] for i in inner}),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        self.seen.update(seen)
+        return [*carry, *ys]
+
+
+def _zeros(site: Site, trace: Trace) -> Any:
+    aval = trace.avals[site.operation.outputs[0]]
+    shape = (*(loop.length for loop in site.loops), *aval.shape)
+    zeros = jnp.zeros(shape, aval.dtype)
+    return _cast_varying(zeros, _varying(aval))
+
+
+def _varying(aval: Any) -> frozenset[Any]:
+    return frozenset(getattr(aval, "vma", None) or ())
+
+
+def _as_varying(params: Any, inputs: Any) -> Any:
+    """Let parameters vary over the mapped axes of the inputs.
+
+    Else their gradients, and those of zeros, are summed over the axes.
+    """
+    axes: frozenset[Any] = frozenset()
+    for leaf in jax.tree.leaves(inputs):
+        axes |= _varying(jax.typeof(leaf))
+    return jax.tree.map(lambda x: _cast_varying(x, axes), params) if axes else params
+
+
+def _cast_varying(x: Any, axes: frozenset[Any]) -> Any:
+    missing = tuple(sorted(axes - _varying(jax.typeof(x))))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -1,0 +1,448 @@
+"""K-FAC as an optimizer: rate, momentum and damping from the exact quadratic model.
+
+Conventions.  The objective is ``h = mean of -log p(y | z) + l2/2 |theta|^2``, the mean over
+the rows of the network's outputs z.  A step is ``delta = alpha D + mu delta_0``, with
+``D = -P grad`` the preconditioned gradient and ``delta_0`` the step before; alpha and mu
+minimize
+
+    M(delta) = grad . delta + 1/2 delta . (F + (l2 + lam) I) delta,
+
+where F is the exact Fisher matrix of the batch, of which only products with D and
+``delta_0`` are needed: one ``jax.jvp`` each.  The damping lam follows how well M predicts
+the change of h.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import kfac_core as kc
+from kfac_core_shims.jax.kfac import KFAC
+from kfac_core_shims.jax.mapped import averaged
+from kfac_core_shims.jax.network import Network
+
+__all__ = ["Optimizer", "OptimizerState", "Progress", "kfac_optimizer"]
+
+
+class OptimizerState(NamedTuple):
+    """Everything that changes from step to step, beside the parameters.
+
+    Attributes
+    ----------
+    curvature : NetworkState
+        Statistics and operators.
+    last : pytree
+        The step before, ``delta_0``.
+    damping : array, 0-d
+        lam.
+    steps : array, 0-d int32
+        Number of steps taken.
+    """
+
+    curvature: kc.NetworkState
+    last: Any
+    damping: Any
+    steps: Any
+
+
+class Progress(NamedTuple):
+    """What a step did.
+
+    Attributes
+    ----------
+    loss : array, 0-d
+        Objective before the step.
+    learning_rate, momentum : array, 0-d
+        alpha and mu.
+    damping : array, 0-d
+        lam of this step.
+    reduction_ratio : array, 0-d
+        Change of the objective over the predicted one; NaN where it was not computed.
+    is_good : array of bool, 0-d
+        Whether the step was taken: false where loss, gradient or rows were not finite, or
+        a factorization failed; parameters are then as they were.
+    aux : object
+        What the network returned beside its outputs; None without.
+    """
+
+    loss: Any
+    learning_rate: Any
+    momentum: Any
+    damping: Any
+    reduction_ratio: Any
+    is_good: Any
+    aux: Any = None
+
+
+def kfac_optimizer(
+    function: Callable[..., Any],
+    params: Any,
+    /,
+    *inputs: Any,
+    likelihood: Any,
+    approximation: Callable[[str, Any], Any] = kc.integration.usual_approximation,
+    rest: Any = "refuse",
+    has_aux: bool = False,
+    **options: Any,
+) -> Optimizer:
+    """Return K-FAC for a network function: its `Network` is found, and wired.
+
+    Parameters
+    ----------
+    function, params, *inputs, approximation, rest, has_aux
+        See `Network`; the function returns one array of outputs, shape (N, ..., P).
+    likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss
+        Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.
+    **options : object
+        Options of `Optimizer`.
+
+    Returns
+    -------
+    Optimizer
+        With the methods ``init`` and ``step``.
+    """
+    network = Network(
+        function,
+        params,
+        *inputs,
+        approximation=approximation,
+        rest=rest,
+        has_aux=has_aux,
+    )
+    return Optimizer(network, likelihood=likelihood, **options)
+
+
+class Optimizer:
+    r"""K-FAC with a rate, a momentum and a damping of its own finding.
+
+    Parameters
+    ----------
+    network : Network
+        Network to train, with one array of outputs.
+    likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss
+        Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.
+    fisher : {"gradients", "exact", "empirical"}
+        Output gradients of which the blocks are made: of one drawn label, of all labels,
+        or of the data's.
+    learning_rate, momentum : float or callable of array, optional
+        alpha and mu; None to take the minimum of the quadratic model.  A callable takes
+        the number of steps taken so far.
+    damping : float
+        lam of the first steps.
+    adapt_damping : bool
+        Whether the damping follows the reduction ratio.
+    adapt_every : int
+        Steps between adaptations, which cost a forward pass each.
+    damping_decay : float
+        Factor by which the damping falls or rises for one step, ``19/20``; an adaptation
+        takes it to the power of `adapt_every`.
+    minimum_damping : float
+        Lower bound of the damping.
+    l2 : float
+        Coefficient of ``1/2 |theta|^2`` in the objective.
+    update_every, refresh_every, bases_every : int
+        Steps between statistics, and updates between factorizations and between the
+        eigenbases of `kfac_core.Eigen` blocks.
+    kl_clip : float, optional
+        Bound on ``alpha^2 grad . P grad``, where the learning rate is given.
+    axis_name : hashable, optional
+        See `KFAC`; `transition` is then to be called inside the mapped axis.
+    **options : object
+        Options of `kfac_core.Estimator`.
+
+    Raises
+    ------
+    ConventionError
+        For options out of range.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, sections 6 and 7.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        /,
+        *,
+        likelihood: Any,
+        fisher: Any = "gradients",
+        learning_rate: Any = None,
+        momentum: Any = None,
+        damping: float = 1e-3,
+        adapt_damping: bool = True,
+        adapt_every: int = 5,
+        damping_decay: float = 0.95,
+        minimum_damping: float = 1e-8,
+        l2: float = 0.0,
+        update_every: int = 1,
+        refresh_every: int = 5,
+        bases_every: int = 100,
+        kl_clip: float | None = 1e-3,
+        axis_name: Any = None,
+        **options: Any,
+    ) -> None:
+        for name, every in (
+            ("adapt_every", adapt_every),
+            ("update_every", update_every),
+        ):
+            kc.integration.interval_at(name, every, 0)
+        for name, given in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
+            if not callable(given):
+                kc.integration.require_positive(name, given, optional=True)
+        self.network = network
+        self.row_loss = kc.integration.row_loss(likelihood)
+        self.loss = self.row_loss.likelihood
+        self.fisher, self.axis_name = fisher, axis_name
+        self.learning_rate, self.momentum = learning_rate, momentum
+        self.kl_clip = kl_clip
+        self.adapt_damping, self.adapt_every = adapt_damping, adapt_every
+        self.damping_decay, self.minimum_damping = damping_decay, minimum_damping
+        self.l2, self.update_every = l2, update_every
+        self.kfac = KFAC(
+            network,
+            reduction="sum",
+            sources=kc.losses.source_reduction_of(fisher),
+            mode=fisher,
+            damping=damping,
+            refresh_every=refresh_every,
+            bases_every=bases_every,
+            axis_name=axis_name,
+            **options,
+        )
+        self.step = jax.jit(self.transition, donate_argnums=(0, 1))
+        """`transition`, compiled; parameters and state are donated, and not to be used
+        again."""
+
+    def init(self, params: Any, /) -> OptimizerState:
+        """Return the state before the first step."""
+        curvature = self.kfac.init(params)
+        statistics = next(iter(curvature.blocks.values())).statistics
+        assert statistics is not None
+        return OptimizerState(
+            curvature,
+            jax.tree.map(jnp.zeros_like, params),
+            jnp.asarray(self.kfac.damping, statistics.dtype),
+            jnp.zeros((), jnp.int32),
+        )
+
+    def transition(
+        self, params: Any, state: OptimizerState, inputs: Any, targets: Any, key: Any
+    ) -> tuple[Any, OptimizerState, Progress]:
+        """Take a step: a pure function, which `step` compiles.
+
+        Parameters
+        ----------
+        params : pytree
+            Parameters.
+        state : OptimizerState
+            From `init` or a step before.
+        inputs : pytree or tuple of pytree
+            The network's input; a tuple is several of them.
+        targets : array
+            What the likelihood is of, such as labels.
+        key : key
+            For what is drawn in ``fisher="gradients"``.
+
+        Returns
+        -------
+        params, state, progress : pytree, OptimizerState, Progress
+            New parameters and state, and what was done.
+        """
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        given, pull = self.network.vjp(params, *inputs)
+        z, aux = given if self.network.has_aux else (given, None)
+        rows, weight = self._counts(z)
+        before = self._objective(params, z, targets)
+        cotangent = self.loss.gradient(z, targets) * (weight / rows)
+        gradients, _ = pull(cotangent, reduction="mean")
+        gradients = jax.tree.map(
+            lambda g, p: g + self.l2 * p if self.l2 else g, gradients, params
+        )
+        gradients = self._averaged(gradients)
+        direction, curvature = self._direction(
+            params, state, gradients, lambda: self._captured(pull, z, targets, key)
+        )
+        model = self._model(params, state, inputs, z, gradients, direction)
+        rate, momentum, predicted = self._coefficients(
+            model, state, gradients, direction
+        )
+        delta = jax.tree.map(
+            lambda d, last: rate.astype(d.dtype) * d + momentum.astype(d.dtype) * last,
+            direction,
+            state.last,
+        )
+        moved = jax.tree.map(jnp.add, params, delta)
+        good = curvature.is_good() & jnp.isfinite(before) & jnp.isfinite(predicted)
+        damping, ratio = self._adapted(
+            state, lambda: self._objective_at(moved, inputs, targets), before, predicted
+        )
+        progress = Progress(before, rate, momentum, state.damping, ratio, good, aux)
+        params, last, damping = kc.steps.select(
+            good, (moved, delta, damping), (params, state.last, state.damping)
+        )
+        return (
+            params,
+            OptimizerState(curvature, last, damping, state.steps + 1),
+            progress,
+        )
+
+    # -------------------------------------------------------------------- the objective
+
+    def _counts(self, z: Any) -> tuple[int, float]:
+        """Return the number of rows of the outputs, and the weight of each's loss."""
+        if z.ndim < 2:
+            raise kc.ShapeError(
+                f"Expected outputs of shape (N, ..., P), got {tuple(z.shape)}."
+            )
+        return z.size // z.shape[-1], self.row_loss.weight(z.shape[-1])
+
+    def _objective(self, params: Any, z: Any, targets: Any) -> Any:
+        rows, weight = self._counts(z)
+        loss = -self.loss.log_probability(z, targets).sum() * (weight / rows)
+        if self.l2:
+            squares = sum(jnp.sum(p * p) for p in jax.tree.leaves(params))
+            loss = loss + 0.5 * self.l2 * squares
+        return self._averaged(loss)
+
+    def _objective_at(self, params: Any, inputs: Any, targets: Any) -> Any:
+        return self._objective(params, self._outputs(params, inputs), targets)
+
+    def _outputs(self, params: Any, inputs: Any) -> Any:
+        given = self.network.function(params, *inputs)
+        return given[0] if self.network.has_aux else given
+
+    def _averaged(self, tree: Any) -> Any:
+        return tree if self.axis_name is None else averaged(tree, self.axis_name)
+
+    # -------------------------------------------------------------------- the direction
+
+    def _captured(self, pull: Any, z: Any, targets: Any, key: Any) -> Any:
+        """Return the rows of each block, for the mean over all rows of the outputs."""
+        rows, weight = self._counts(z)
+        spec = kc.losses.noise_spec(self.loss, z, mode=self.fisher)
+        noise = None
+        if spec is not None:
+            draw = {"uniform": jax.random.uniform, "normal": jax.random.normal}
+            noise = draw[spec.distribution](key, spec.shape)
+        made = kc.losses.vectors(
+            self.loss,
+            z,
+            mode=self.fisher,
+            targets=targets if self.fisher == "empirical" else None,
+            noise=noise,
+            weight=weight * len(z) / rows,
+        )
+        return pull(made)
+
+    def _direction(
+        self, params: Any, state: OptimizerState, gradients: Any, capture: Any
+    ) -> tuple[Any, kc.NetworkState]:
+        damping = state.damping + self.l2
+
+        def fed(curvature: kc.NetworkState) -> kc.NetworkState:
+            return self.kfac.absorbed(curvature, capture(), damping=damping)
+
+        curvature = state.curvature
+        if self.update_every == 1:
+            curvature = fed(curvature)
+        else:
+            due = state.steps % self.update_every == 0
+            curvature = jax.lax.cond(due, fed, lambda held: held, curvature)
+        found = self.kfac.preconditioned(gradients, curvature)
+        return jax.tree.map(jnp.negative, found), curvature
+
+    # ------------------------------------------------------------------------ the model
+
+    def _model(
+        self,
+        params: Any,
+        state: OptimizerState,
+        inputs: Any,
+        z: Any,
+        gradients: Any,
+        direction: Any,
+    ) -> Any:
+        """Return the quadratic model on the span of D and the step before."""
+        directions = [direction]
+        if self.momentum is None or callable(self.momentum) or self.momentum:
+            directions.append(state.last)
+        rows, weight = self._counts(z)
+        outputs = functools.partial(self._outputs, inputs=inputs)
+
+        def change(tangent: Any) -> Any:
+            return jax.jvp(outputs, (params,), (tangent,))[1]
+
+        together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *directions)
+        changes = list(jax.vmap(change)(together))
+        multiplied = [self.loss.fisher_multiply(z, dz) * weight for dz in changes]
+        F = kc.steps.curvature_of_outputs(changes, multiplied, examples=rows)
+        model = kc.steps.quadratic_model(
+            _vector(gradients),
+            [_vector(d) for d in directions],
+            curvature=self._averaged(F),
+            damping=state.damping,
+        )
+        if not self.l2:
+            return model
+        return dataclasses.replace(
+            model, curvature=model.curvature + self.l2 * model.gram
+        )
+
+    def _coefficients(
+        self, model: Any, state: OptimizerState, gradients: Any, direction: Any
+    ) -> tuple[Any, Any, Any]:
+        """Return alpha, mu and the change of the objective that the model predicts."""
+        value_at = kc.integration.value_at
+        rate = value_at(self.learning_rate, state.steps)
+        fixed = [rate]
+        if len(model.slope) > 1:
+            fixed.append(value_at(self.momentum, state.steps))
+        if rate is not None and self.kl_clip is not None:
+            clip = kc.steps.kl_clip(
+                _vector(gradients),
+                jax.tree.map(jnp.negative, _vector(direction)),
+                learning_rate=rate,
+                bound=self.kl_clip,
+                check="status",
+            )
+            fixed[0] = rate * clip.scale
+        found = model.minimize(fixed=fixed, check="status").coefficients
+        predicted = model.change(found, damped=True)
+        momentum = found[1] if len(fixed) > 1 else jnp.zeros_like(found[0])
+        return found[0], momentum, predicted
+
+    def _adapted(
+        self, state: OptimizerState, after: Any, before: Any, predicted: Any
+    ) -> tuple[Any, Any]:
+        """Return the next damping, and the reduction ratio where it is due."""
+
+        def adapted() -> tuple[Any, Any]:
+            ratio = kc.steps.reduction_ratio(before, after(), predicted=predicted)
+            damping = kc.levenberg_marquardt(
+                state.damping,
+                ratio.astype(state.damping.dtype),
+                decay=self.damping_decay**self.adapt_every,
+                minimum=self.minimum_damping,
+            )
+            return damping, ratio.astype(state.damping.dtype)
+
+        def kept() -> tuple[Any, Any]:
+            return state.damping, jnp.full_like(state.damping, jnp.nan)
+
+        if not self.adapt_damping:
+            return kept()
+        due = (state.steps + 1) % self.adapt_every == 0
+        found: tuple[Any, Any] = jax.lax.cond(due, adapted, kept)
+        return found
+
+
+def _vector(tree: Any) -> dict[str, dict[str, Any]]:
+    """Return a pytree as a vector of `kfac_core.steps`."""
+    return {"": {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}}

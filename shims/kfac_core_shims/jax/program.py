@@ -1,0 +1,248 @@
+"""A traced function as a list of operations, which can be read and run again.
+
+Conventions.  Every value has a number, its *place*.  Calls that a parameter or a mark goes
+into (``jit``, ``remat``) are written out, so that what they do is seen; loops (``scan``)
+have their body as a list of its own.  Everything else is left as it is, with its own
+derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import jax
+import jax.extend.core as jex
+
+from kfac_core_shims.jax.marks import mark
+from kfac_core_shims.jax.views import View
+
+__all__ = ["Operand", "Operation", "Program", "Trace", "bound", "run", "traced"]
+
+Operand: TypeAlias = Any
+"""The place of a value, or a literal of JAX."""
+
+CALLS = frozenset(
+    {"closed_call", "checkpoint", "core_call", "jit", "pjit", "remat", "remat2"}
+)
+"""Calls that may be written out without a change of what is computed."""
+
+
+@dataclass(eq=False)
+class Operation:
+    """One operation: what is done, to what, and where the results are."""
+
+    primitive: Any
+    params: Mapping[str, Any]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[int, ...]
+    body: Program | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the operation, as JAX has it."""
+        return str(self.primitive.name)
+
+
+@dataclass(eq=False)
+class Program:
+    """A list of operations, from the places of its inputs to its outputs."""
+
+    inputs: list[int]
+    operations: list[Operation] = field(default_factory=list)
+    outputs: list[Operand] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Trace:
+    """A traced function of parameters and inputs.
+
+    Attributes
+    ----------
+    program : Program
+        The operations; inputs are the leaves of the parameters, then of the inputs.
+    avals : list
+        Shape and dtype of each place.
+    constants : dict of int to array
+        Values of places that are given.
+    views : dict of int to View
+        Places that hold a parameter, moved but not changed.
+    outputs : pytree
+        Structure, shapes and dtypes of the function's result.
+    """
+
+    program: Program
+    avals: list[Any]
+    constants: dict[int, Any]
+    views: dict[int, View]
+    outputs: Any
+
+    def shape(self, operand: Operand) -> tuple[int, ...]:
+        """Return the shape of an operand."""
+        aval = self.avals[operand] if isinstance(operand, int) else operand.aval
+        return tuple(aval.shape)
+
+
+def traced(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Trace:
+    """Return a function's trace for arrays, or for their shapes and dtypes."""
+    closed, outputs = jax.make_jaxpr(function, return_shape=True)(params, *inputs)
+    writer = _Writer()
+    places = [writer.new(v.aval) for v in closed.jaxpr.invars]
+    for i, leaf in enumerate(jax.tree.leaves(params)):
+        writer.views[places[i]] = View.of(i, leaf.shape)
+    program = Program(places)
+    program.outputs = writer.write(
+        closed.jaxpr, closed.consts, places, program.operations
+    )
+    return Trace(program, writer.avals, writer.constants, writer.views, outputs)
+
+
+def run(
+    trace: Trace,
+    program: Program,
+    values: Sequence[Any],
+    /,
+    *,
+    after: Callable[[Operation, list[Any], Callable[[Operand], Any]], list[Any]],
+    outer: Mapping[int, Any] | None = None,
+) -> list[Any]:
+    """Run a program, and return its outputs.
+
+    Parameters
+    ----------
+    trace, program : Trace, Program
+        What to run: the trace's own program, or the body of one of its loops.
+    values : sequence of array
+        The program's inputs.
+    after : callable
+        Called with each operation, its results and a function that reads an operand;
+        returns what takes the results' place.
+    outer : mapping of int to array, optional
+        Values that are known besides.
+
+    Returns
+    -------
+    list of array
+        Values of the program's outputs.
+    """
+    known: dict[int, Any] = dict(trace.constants if outer is None else outer)
+    known.update(zip(program.inputs, values, strict=True))
+
+    def read(operand: Operand) -> Any:
+        return known[operand] if isinstance(operand, int) else operand.val
+
+    for operation in program.operations:
+        found = after(operation, [read(x) for x in operation.inputs], read)
+        known.update(zip(operation.outputs, found, strict=True))
+    return [read(x) for x in program.outputs]
+
+
+def bound(operation: Operation, values: Sequence[Any]) -> list[Any]:
+    """Return the results of an operation for the values of its inputs."""
+    if operation.primitive is mark:
+        return [values[0]]
+    params = operation.primitive.get_bind_params(operation.params)
+    # Before JAX 0.10, functions of a call were apart from its parameters.
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    found = operation.primitive.bind(*functions, *values, **params)
+    return list(found) if operation.primitive.multiple_results else [found]
+
+
+class _Writer:
+    """Writes jaxprs as operations, and follows the parameters."""
+
+    def __init__(self) -> None:
+        self.avals: list[Any] = []
+        self.constants: dict[int, Any] = {}
+        self.views: dict[int, View] = {}
+
+    def new(self, aval: Any) -> int:
+        """Return a new place."""
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def write(
+        self,
+        jaxpr: Any,
+        constants: Sequence[Any],
+        inputs: Sequence[Operand],
+        operations: list[Operation],
+    ) -> list[Operand]:
+        """Append a jaxpr's operations, and return its outputs."""
+        places: dict[Any, Operand] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for variable, value in zip(jaxpr.constvars, constants, strict=True):
+            places[variable] = self.new(variable.aval)
+            self.constants[places[variable]] = value
+
+        def place(atom: Any) -> Operand:
+            return atom if isinstance(atom, jex.Literal) else places[atom]
+
+        for equation in jaxpr.eqns:
+            given = tuple(place(atom) for atom in equation.invars)
+            name, params = equation.primitive.name, equation.params
+            inner = _inner(params) if name in CALLS or name == "scan" else None
+            opened = inner is not None and (
+                any(x in self.views for x in given if isinstance(x, int))
+                or _has_marks(inner[0])
+            )
+            if opened and inner is not None and name in CALLS:
+                found = self.write(*inner, given, operations)
+                places.update(zip(equation.outvars, found, strict=True))
+                continue
+            made = tuple(self.new(v.aval) for v in equation.outvars)
+            places.update(zip(equation.outvars, made, strict=True))
+            operation = Operation(equation.primitive, params, given, made)
+            if opened and inner is not None:
+                operation.body = self._body(*inner, operation)
+            self._follow(operation)
+            operations.append(operation)
+        return [place(atom) for atom in jaxpr.outvars]
+
+    def _follow(self, operation: Operation) -> None:
+        """Remember the result of an operation that only moves a parameter."""
+        if len(operation.inputs) != 1 or not isinstance(operation.inputs[0], int):
+            return
+        (x,) = operation.inputs
+        if x in self.views and len(operation.outputs) == 1:
+            (y,) = operation.outputs
+            shapes = tuple(self.avals[x].shape), tuple(self.avals[y].shape)
+            view = self.views[x].moved(operation.name, operation.params, *shapes)
+            if view is not None:
+                self.views[y] = view
+
+    def _body(self, jaxpr: Any, constants: Any, operation: Operation) -> Program:
+        """Write the body of a loop; it sees parameters, and parts of them."""
+        first = operation.params["num_consts"]
+        last = first + operation.params["num_carry"]
+        places = [self.new(v.aval) for v in jaxpr.invars]
+        for i, (outside, inside) in enumerate(
+            zip(operation.inputs, places, strict=True)
+        ):
+            view = self.views.get(outside) if isinstance(outside, int) else None
+            if view is None or first <= i < last:
+                continue
+            inner = view if i < first else view.first_axis_taken()
+            if inner is not None:
+                self.views[inside] = inner
+        body = Program(places)
+        body.outputs = self.write(jaxpr, constants, places, body.operations)
+        return body
+
+
+def _inner(params: Mapping[str, Any]) -> tuple[Any, Sequence[Any]] | None:
+    """Return the jaxpr of a call and its constants."""
+    jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
+    if isinstance(jaxpr, jex.ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return None if jaxpr is None else (jaxpr, ())
+
+
+def _has_marks(jaxpr: Any) -> bool:
+    """Whether a jaxpr holds a mark at any depth."""
+    for equation in jaxpr.eqns:
+        if equation.primitive is mark:
+            return True
+        if any(_has_marks(inner) for inner in jex.jaxprs_in_params(equation.params)):
+            return True
+    return False

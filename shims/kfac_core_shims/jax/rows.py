@@ -1,0 +1,165 @@
+"""What a layer saw, as the rows of a batch.
+
+Conventions.  A network has its layers' arrays in its own order of axes: that of the
+examples anywhere, merged with others or not, the turns of loops in front.  Here they
+become ``(N, turns, rows..., features)``.  Where more than the examples lie on one axis and
+it is not known how, each row stays an example of its own, and output gradients are scaled
+by ``sqrt(rows / N)``: the block of K-FAC that expands shared positions is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import kfac_core as kc
+from kfac_core_shims.jax.examples import Counts, ExampleAxis
+from kfac_core_shims.jax.finding import Arrangement, Site
+
+__all__ = ["Rows", "joined_uses"]
+
+
+class Rows:
+    """The arrays of one site in the order that its layer has.
+
+    Parameters
+    ----------
+    site, axis, batch : Site, ExampleAxis, Counts
+        The use of a layer, and where its examples are.
+
+    Attributes
+    ----------
+    separate : int
+        Turns of loops that are uses of their own; 0 where there are none.
+    """
+
+    def __init__(self, site: Site, axis: ExampleAxis, batch: Counts) -> None:
+        self.site, self.axis, self.batch = site, axis, batch
+        self.kind = site.layer.kind
+        lengths = [loop.length for loop in site.loops]
+        sliced = [i for i, loop in enumerate(site.loops) if loop.sliced]
+        shared = [i for i in range(len(lengths)) if i not in sliced]
+        # A convolution's rows have no further axes: each turn is a use of its own.
+        apart = self.kind == "conv"
+        self._front = [*sliced, *shared] if apart else sliced
+        self._shared = [] if apart else shared
+        self.separate = math.prod(lengths[i] for i in self._front) if self._front else 0
+
+    def inputs(self, x: Any, /) -> Any:
+        """Return the inputs, shape ``((turns,) N, ..., features)``."""
+        arrangement = self.site.x
+        if arrangement is not None and arrangement.last:
+            return self._arranged(x[..., 0], Arrangement(arrangement.rows, (), True))
+        return self._arranged(x, arrangement)
+
+    def output_grads(self, g: Any, /, *, sources: bool, reduction: Any) -> Any:
+        """Return the output gradients; an axis of sources stays in front of all."""
+
+        def arranged(g: Any) -> Any:
+            return self._arranged(g, self.site.y)
+
+        factor = self._factor(g.shape[1:] if sources else g.shape, reduction)
+        g = jax.vmap(arranged)(g) if sources else arranged(g)
+        return g if factor == 1.0 else g * jnp.asarray(factor, g.dtype)
+
+    def mask(self, own: Any, x: Any, given: Any) -> Any:
+        """Return the mask of a mark, or the network's where the rows have its axes."""
+        if own is not None:
+            return self._arranged(own, None)
+        if given is None or self.kind not in ("dense", "embedding"):
+            return None
+        lead = 1 if self.separate else 0
+        rows = x.shape[lead:] if self.kind == "embedding" else x.shape[lead:-1]
+        if tuple(rows[: given.ndim]) != tuple(given.shape):
+            return None
+        wide = given.reshape(*given.shape, *(1,) * (len(rows) - given.ndim))
+        return jnp.broadcast_to(wide, (*x.shape[:lead], *rows))
+
+    def turns(
+        self, x: Any, g: Any, mask: Any, /, *, sources: bool
+    ) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield inputs, output gradients and mask of each use."""
+        if not self.separate:
+            yield x, g, mask
+        for i in range(self.separate):
+            own = None if mask is None else mask[i]
+            yield x[i], g[:, i] if sources else g[i], own
+
+    def _factor(self, shape: tuple[int, ...], reduction: Any) -> float:
+        """Return the factor on output gradients.
+
+        The curvature is that of the mean over the R rows of the network's outputs; a
+        block is that of the mean over what it counts as examples.
+        """
+        row = (0,) if self.site.y is None else self.site.y.rows
+        length = shape[len(self.site.loops) + row[self.axis.row]]
+        counted = self.batch.examples if self._split(length) else length
+        factor = math.sqrt(counted / self.batch.rows)
+        # Of a mean, the core takes the number of rows to be that of its examples.
+        return factor * self.batch.rows / counted if reduction == "mean" else factor
+
+    def _split(self, length: int) -> bool:
+        """Whether the examples on an axis of some length can be told apart."""
+        known = self.axis.order is not None and self.kind != "conv"
+        return known or length == self.batch.examples
+
+    def _arranged(self, x: Any, arrangement: Arrangement | None) -> Any:
+        loops = len(self.site.loops)
+        if arrangement is None:
+            arrangement = Arrangement((0,), tuple(range(1, x.ndim - loops)), True)
+        rows = [loops + axis for axis in arrangement.rows]
+        first = rows.pop(self.axis.row)
+        features = [loops + axis for axis in arrangement.features]
+        order = (*self._front, first, *self._shared, *rows, *features)
+        x = jnp.transpose(x, order)
+        if len(self._front) > 1:
+            x = x.reshape(self.separate, *x.shape[len(self._front) :])
+        if not arrangement.kept:
+            kept = x.ndim - len(features)
+            x = x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
+        return self._by_example(x, 1 if self.separate else 0)
+
+    def _by_example(self, x: Any, at: int) -> Any:
+        """Split an axis that holds more than the examples, where its order is known."""
+        n, length = self.batch.examples, x.shape[at]
+        if length == n or not self._split(length):
+            return x
+        k = length // n
+        if self.axis.order == "first":
+            return x.reshape(*x.shape[:at], n, k, *x.shape[at + 1 :])
+        x = x.reshape(*x.shape[:at], k, n, *x.shape[at + 1 :])
+        return jnp.moveaxis(x, at + 1, at)
+
+
+def joined_uses(uses: tuple[kc.Batch, ...], kind: str, /) -> kc.Batch:
+    """Return several uses of an embedding or a normalization as positions of one."""
+    sources = uses[0].sources
+    lead = 1 if sources is None else 2
+    if kind == "scale_shift":
+        x = jnp.stack([use.inputs for use in uses], axis=1)
+        g = jnp.stack([use.output_grads for use in uses], axis=lead)
+        return kc.Batch(x, g, None, sources)
+    x = jnp.concatenate([u.inputs.reshape(len(u.inputs), -1) for u in uses], axis=1)
+    grads = [
+        u.output_grads.reshape(
+            *u.output_grads.shape[:lead], -1, u.output_grads.shape[-1]
+        )
+        for u in uses
+    ]
+    masks = [use.mask for use in uses]
+    mask = None
+    if any(own is not None for own in masks):
+        mask = jnp.concatenate(
+            [
+                jnp.ones((len(u.inputs), u.inputs[0].size), bool)
+                if u.mask is None
+                else u.mask.reshape(len(u.inputs), -1)
+                for u in uses
+            ],
+            axis=1,
+        )
+    return kc.Batch(x, jnp.concatenate(grads, axis=lead), mask, sources)

@@ -1,0 +1,161 @@
+"""What became of an array on its way: which axes of it lie where in another one.
+
+Conventions.  A parameter is often transposed, reshaped, cast or broadcast before a layer
+uses it, and so is a layer's output before its bias is added.  A `View` follows that, axis
+by axis.  A *piece* ``(axis, stride, size)`` is a part of one axis of the first array: all
+of it is ``(axis, 1, size)``.  An axis of the view is a row-major product of pieces; an
+axis of length one, or along which the array was repeated, has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+__all__ = ["Piece", "View", "joined", "whole_axes"]
+
+Piece: TypeAlias = tuple[int, int, int]
+
+SAME = frozenset(
+    {
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "optimization_barrier",
+        "pbroadcast",
+        "pcast",
+        "pvary",
+        "sharding_constraint",
+    }
+)
+"""Operations that move nothing."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Which axes of an array, such as a parameter, lie where in another.
+
+    Attributes
+    ----------
+    source : int
+        The array, by a number.
+    axes : tuple of tuple of Piece
+        For each axis of the view, what it is of the array.
+    sliced : bool
+        Whether it is a view of one of the arrays ``source[0], source[1], ...``, over
+        which a loop runs.
+    """
+
+    source: int
+    axes: tuple[tuple[Piece, ...], ...]
+    sliced: bool = False
+
+    @staticmethod
+    def of(source: int, shape: Sequence[int], /, *, sliced: bool = False) -> View:
+        """Return the view of a whole array."""
+        return View(source, whole_axes(shape), sliced)
+
+    def first_axis_taken(self) -> View | None:
+        """Return what a loop over the first axis sees in each turn."""
+        if self.sliced or not self.axes or len(self.axes[0]) != 1:
+            return None
+        ((axis, stride, _),) = self.axes[0]
+        if axis != 0 or stride != 1:
+            return None
+        if any(piece[0] == 0 for pieces in self.axes[1:] for piece in pieces):
+            return None
+        rest = tuple(
+            tuple((axis - 1, stride, size) for axis, stride, size in pieces)
+            for pieces in self.axes[1:]
+        )
+        return View(self.source, rest, sliced=True)
+
+    def moved(
+        self, operation: str, params: Any, shape: Sequence[int], new: Sequence[int]
+    ) -> View | None:
+        """Return the view after an operation, None if that computes something.
+
+        Parameters
+        ----------
+        operation, params : str, mapping
+            Name and parameters of an operation of one operand, as JAX has them.
+        shape, new : tuple of int
+            Shapes of its operand and of its result.
+
+        Returns
+        -------
+        View or None
+            View of the same array.
+        """
+        axes: tuple[tuple[Piece, ...], ...] | None = None
+        if operation in SAME:
+            axes = self.axes
+        elif operation == "transpose":
+            axes = tuple(self.axes[i] for i in params["permutation"])
+        elif operation == "squeeze":
+            gone = params["dimensions"]
+            axes = tuple(a for i, a in enumerate(self.axes) if i not in gone)
+        elif operation == "broadcast_in_dim":
+            places = [int(i) for i in params["broadcast_dimensions"]]
+            axes = tuple(
+                self.axes[places.index(i)] if i in places else ()
+                for i in range(len(new))
+            )
+        elif operation == "expand_dims":
+            places = [i for i in range(len(new)) if i not in params["dimensions"]]
+            axes = tuple(
+                self.axes[places.index(i)] if i in places else ()
+                for i in range(len(new))
+            )
+        elif operation == "reshape" and params.get("dimensions") is None:
+            repeated = any(
+                n > 1 and not a for n, a in zip(shape, self.axes, strict=True)
+            )
+            axes = None if repeated else _regrouped(joined(self.axes), new)
+        return None if axes is None else View(self.source, axes, self.sliced)
+
+
+def whole_axes(shape: Sequence[int], /) -> tuple[tuple[Piece, ...], ...]:
+    """Return the axes of an array as it is."""
+    return tuple(((i, 1, n),) if n > 1 else () for i, n in enumerate(shape))
+
+
+def joined(axes: Iterable[Iterable[Piece]], /) -> list[Piece]:
+    """Return the pieces of some axes in row-major order, adjacent parts put together."""
+    found: list[Piece] = []
+    for axis, stride, size in (piece for pieces in axes for piece in pieces):
+        if found:
+            before, outer, count = found[-1]
+            if before == axis and outer == stride * size:
+                found[-1] = (axis, stride, count * size)
+                continue
+        found.append((axis, stride, size))
+    return found
+
+
+def _regrouped(
+    pieces: list[Piece], shape: Sequence[int]
+) -> tuple[tuple[Piece, ...], ...] | None:
+    """Return the axes of a reshaped array, None where a piece would be cut unevenly."""
+    left = list(pieces)
+    axes: list[tuple[Piece, ...]] = []
+    for length in shape:
+        own: list[Piece] = []
+        while math.prod(size for *_, size in own) < length:
+            axis, stride, size = left.pop(0)
+            need, uneven = divmod(length, math.prod(n for *_, n in own))
+            if uneven:
+                return None
+            if size > need:
+                inner, uneven = divmod(size, need)
+                if uneven:
+                    return None
+                left.insert(0, (axis, stride, inner))
+                stride, size = stride * inner, need
+            own.append((axis, stride, size))
+        if math.prod(size for *_, size in own) != length:
+            return None
+        axes.append(tuple(own))
+    return tuple(axes)

@@ -1,0 +1,454 @@
+"""What the layers saw, and what came back to them, read from the graph of the outputs.
+
+A forward hook leaves each call in the node of the graph that made its output.  From the
+outputs that are observed, the graph is walked down, and so finds exactly the calls that the
+outputs depend on.  It also shows every other use of a weight: a weight that something else
+than its modules has used is either read there too (a matrix product), or left alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+import kfac_core as kc
+from kfac_core_shims.torch.sites import Found, Site
+
+__all__ = ["Observation", "Reached", "calls_below", "install", "pull_back"]
+
+_CAST, _TRANSPOSED = "ToCopyBackward0", ("TBackward0", "TransposeBackward0")
+_SPLITS = "SplitBackward0", "SplitWithSizesBackward0"
+_PRODUCTS = {"MmBackward0": (1, "_saved_self"), "AddmmBackward0": (2, "_saved_mat1")}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A call that outputs depend on.
+
+    Attributes
+    ----------
+    edge : GradientEdge
+        Where the gradient of the call's output comes back.
+    call : kfac_core.integration.LayerCall
+        Its inputs.
+    columns : slice or None
+        Which features of that gradient are the block's; None for all.
+    """
+
+    edge: GradientEdge
+    call: kc.integration.LayerCall
+    columns: slice | None = None
+
+    def take(self, g: Any) -> Any:
+        """Return the block's features of a gradient that came back."""
+        return g if g is None or self.columns is None else g[..., self.columns]
+
+
+@dataclass(eq=False)
+class Observation:
+    """Outputs of one forward pass.
+
+    Attributes
+    ----------
+    calls : list of LayerCall
+        Calls that they depend on.
+    rows : float
+        Number of their rows, or the sum of the rows' weights.
+    differentiated : bool
+        Whether a backward pass went through any of the calls.
+    weight : torch.Tensor or None
+        Weights of the rows.
+    replay : tuple or None
+        Arguments of the model's call, positional and by name, and the state of the random
+        numbers before it; where these are kept.
+    """
+
+    calls: list[kc.integration.LayerCall] = field(default_factory=list)
+    rows: float = 0.0
+    differentiated: bool = False
+    weight: Any = None
+    replay: Any = None
+
+    def watch(self, reached: Reached, *, empirical: bool) -> None:
+        """Note when a backward pass reaches a call, and take its gradient if empirical."""
+        # A hook that held the node that it is of would keep the graph for ever.
+        noted = partial(
+            _note,
+            self,
+            reached.call if empirical else None,
+            reached.edge.output_nr,
+            reached.columns,
+        )
+        reached.edge.node.register_prehook(noted)
+
+    def take(self, reached: Reached, gradients: Any) -> None:
+        """Take the empirical gradient of a call out of those of its node."""
+        g = reached.take(gradients[reached.edge.output_nr])
+        reached.call.add_to_source(g)
+
+    def clear(self) -> None:
+        """Leave all arrays behind: a loss that is kept keeps the calls."""
+        for call in self.calls:
+            call.clear()
+        self.replay = self.weight = None
+
+
+def _note(
+    observation: Observation, call: Any, index: int, columns: Any, grads: Any
+) -> None:
+    # A pass that makes a graph, as for a penalty, is not the loss's own.
+    if torch.is_grad_enabled():
+        return
+    observation.differentiated = True
+    if call is not None and call.inputs is not None:
+        g = grads[index]
+        call.add_to_source(g if g is None or columns is None else g[..., columns])
+
+
+# Forward hooks.
+
+
+class _Inert:
+    """A hook whose copies and pickles do nothing."""
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *arguments: Any) -> None:
+        """Do nothing, as a hook of a copied module."""
+
+
+class _CallHook(_Inert):
+    """Records calls of a module."""
+
+    def __init__(self, kfac: Any, sites: list[Site]) -> None:
+        self.kfac, self.sites = ref(kfac), sites
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: Any, a: Any, k: Any, y: Any) -> None:
+        """Record a call, in the graph node of its output."""
+        kfac = self.kfac()
+        recorded = (
+            kfac is not None
+            and isinstance(y, torch.Tensor)
+            and y.requires_grad
+            and kfac.wants_statistics
+        )
+        if not recorded:
+            return
+        edge = None
+        for site in self.sites:
+            if not site.is_in(module):
+                continue
+            arguments = tuple(x.detach() if _is_tensor(x) else x for x in a)
+            arguments += tuple(x.detach() if _is_tensor(x) else x for x in k.values())
+            read: Any = site.part.read
+            with torch.no_grad():
+                reading = read(module, arguments, y)
+            if reading is None:
+                continue
+            call = kc.integration.LayerCall(
+                site.name,
+                reading.inputs,
+                mask=reading.mask,
+                grad_shape=reading.grad_shape,
+                grad_scale=reading.grad_scale,
+            )
+            edge = edge or get_gradient_edge(y)
+            held = edge.node.metadata.setdefault(id(kfac), [])
+            held.append((edge.output_nr, call))
+
+
+class _WeightHook(_Inert):
+    """Takes the gradients of a weight that a parametrization computes."""
+
+    def __init__(self, site: Any) -> None:
+        self.site = site
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: Any, arguments: Any, weight: Any) -> None:
+        """Take the gradient of a weight, when it comes."""
+        self.site.take(module, arguments, weight)
+
+
+class _Around(_Inert):
+    """Calls a module in a context that leaves its matrix products in the graph."""
+
+    def __init__(self, kfac: Any, context: Any) -> None:
+        self.kfac, self.context = ref(kfac), context
+        self.entered: list[Any] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(self, module: Any, arguments: Any) -> None:
+        """Enter the context, where statistics are due."""
+        kfac = self.kfac()
+        if kfac is not None and torch.is_grad_enabled() and kfac.wants_statistics:
+            entered = self.context()
+            entered.__enter__()
+            self.entered.append(entered)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(self, module: Any, arguments: Any, y: Any) -> None:
+        """Leave it, also where the call raised."""
+        if self.entered:
+            self.entered.pop().__exit__(None, None, None)
+
+
+class _Before(_Inert):
+    def __init__(self, around: _Around) -> None:
+        self.around = around
+
+    def __call__(self, module: Any, arguments: Any) -> None:
+        self.around.before(module, arguments)
+
+
+class _After(_Inert):
+    def __init__(self, around: _Around) -> None:
+        self.around = around
+
+    def __call__(self, module: Any, arguments: Any, y: Any) -> None:
+        self.around.after(module, arguments, y)
+
+
+def install(kfac: Any, found: Found, /) -> list[Any]:
+    """Set the forward hooks of a model's modules; they hold `kfac` weakly.
+
+    Parameters
+    ----------
+    kfac : KFAC
+        Whose ``wants_statistics`` says whether calls are recorded.
+    found : Found
+        Modules and blocks.
+
+    Returns
+    -------
+    list of torch.utils.hooks.RemovableHandle
+        Handles of the hooks.
+    """
+    handles: list[Any] = []
+    for site in found.sites.values():
+        computes = getattr(site, "computes", None)
+        if computes is not None:
+            handles.append(computes.register_forward_hook(_WeightHook(site)))
+    for module, names, context in found.users:
+        read = [found.sites[name] for name in names]
+        read = [site for site in read if site.part.read is not None]
+        if read:
+            hook = _CallHook(kfac, read)
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        if context is not None:
+            around = _Around(kfac, context)
+            handles.append(module.register_forward_pre_hook(_Before(around)))
+            handles.append(
+                module.register_forward_hook(_After(around), always_call=True)
+            )
+    return handles
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+# Walking the graph.
+
+
+def calls_below(
+    root: Any, /, *, token: int, sites: Mapping[str, Site]
+) -> tuple[list[Reached], dict[str, str]]:
+    """Return the calls that outputs depend on, of weights with no other use.
+
+    Parameters
+    ----------
+    root : torch.autograd.graph.Node
+        Node that made the outputs.
+    token : int
+        Key of the calls in the nodes' metadata.
+    sites : mapping of str to Site
+        Blocks by name.
+
+    Returns
+    -------
+    reached : list of Reached
+        Calls of all blocks whose every use is known.
+    reasons : dict of str to str
+        Blocks with a use that is not, and what it is.
+    """
+    walk = _Walk(root, token)
+    own = Counter(call.block for _, call in walk.recorded)
+    whole: dict[str, list[Reached]] = {name: [] for name in own}
+    for edge, call in walk.recorded:
+        whole[call.block].append(Reached(edge, call))
+    reached: list[Reached] = []
+    reasons: dict[str, str] = {}
+    for name, site in sites.items():
+        uses = [0, *(walk.uses[id(p)] for p in site.parameters.values())]
+        if max(uses) == 0 and name not in own:
+            continue
+        if site.part.rows or max(uses) > own[name]:
+            found = walk.products_of(site)
+            if isinstance(found, str):
+                reasons[name] = found
+            else:
+                reached += found
+        else:
+            reached += whole[name]
+    # Experts that got no token have nothing to say.
+    return [r for r in reached if r.call.inputs.shape[0]], reasons
+
+
+class _Walk:
+    """The part of a graph that is below a node."""
+
+    def __init__(self, root: Any, token: int) -> None:
+        self.recorded: list[tuple[GradientEdge, Any]] = []
+        self.leaves: dict[int, Any] = {}
+        self.seen: set[Any] = set()
+        incoming: Counter[Any] = Counter()
+        readers: list[tuple[Any, int]] = []
+        todo = [root]
+        while todo:
+            node = todo.pop()
+            if node in self.seen:
+                continue
+            self.seen.add(node)
+            for index, call in node.metadata.get(token, ()):
+                self.recorded.append((GradientEdge(node, index), call))
+            for below, _ in node.next_functions:
+                if below is None:
+                    continue
+                incoming[below] += 1
+                variable = getattr(below, "variable", None)
+                if variable is None:
+                    todo.append(below)
+                else:
+                    readers.append((node, id(variable)))
+                    self.leaves[id(variable)] = below
+        self.uses: Counter[int] = Counter()
+        for node, key in readers:
+            # Autocast casts a weight once, and each of its uses reads the cast.
+            cast = node.name() == _CAST
+            self.uses[key] += max(1, incoming[node]) if cast else 1
+        self._parents: dict[Any, list[tuple[Any, int, int]]] | None = None
+
+    @property
+    def parents(self) -> dict[Any, list[tuple[Any, int, int]]]:
+        """For each node those above it: ``(node, its argument, output that it reads)``."""
+        if self._parents is None:
+            self._parents = defaultdict(list)
+            for node in self.seen:
+                for place, (below, output) in enumerate(node.next_functions):
+                    if below is not None:
+                        self._parents[below].append((node, place, output))
+        return self._parents
+
+    def products_of(self, site: Site) -> list[Reached] | str:
+        """Return the matrix products that read a weight, or what else reads it."""
+        layer = site.layer
+        if layer.kind != "dense" or "weight" not in site.parameters:
+            return "its weight is used outside of its module's forward"
+        found: list[Reached] = []
+        for node, place, rows, flipped in self._consumers(site, "weight"):
+            layout = "oi" if flipped else "io"
+            slot, saved = _PRODUCTS.get(node.name(), (None, ""))
+            if place != slot or layout != layer.weight_layout or not _is_plain(node):
+                return f"its weight is read by {node.name()} in the graph"
+            x = getattr(node, saved).detach()
+            call = kc.integration.LayerCall(site.name, x)
+            found.append(Reached(GradientEdge(node, 0), call, rows))
+        biases = 0
+        if "bias" in site.parameters:
+            biases = len(list(self._consumers(site, "bias")))
+            if biases != len(found):
+                return f"its weight has {len(found)} uses, and its bias {biases}"
+        return found
+
+    def _consumers(
+        self, site: Site, role: str
+    ) -> Iterator[tuple[Any, int, slice | None, bool]]:
+        """Yield what reads a block's rows of a parameter.
+
+        Each is ``(node, its argument, the block's rows among those read, transposed)``.
+        """
+        leaf = self.leaves.get(id(site.parameters[role]))
+        size = site.parameters[role].shape[0]
+        own = site.rows_of(role) or slice(0, size)
+        todo: list[tuple[Any, int, int, bool, int | None]] = []
+        if leaf is not None:
+            todo.append((leaf, 0, size, False, None))
+        while todo:
+            node, start, stop, flipped, only = todo.pop()
+            for parent, place, output in self.parents[node]:
+                if only is not None and output != only:
+                    continue
+                name = parent.name()
+                if name == _CAST:
+                    todo.append((parent, start, stop, flipped, None))
+                elif name in _TRANSPOSED or _swaps(parent, name):
+                    todo.append((parent, start, stop, not flipped, None))
+                elif name in _SPLITS and not flipped and parent._saved_dim == 0:
+                    for piece, (low, high) in enumerate(_pieces(parent, start, stop)):
+                        if low < own.stop and own.start < high:
+                            todo.append((parent, low, high, flipped, piece))
+                else:
+                    exact = (start, stop) == (own.start, own.stop)
+                    rows = slice(own.start - start, own.stop - start)
+                    yield parent, place, None if exact else rows, flipped
+
+
+def _swaps(node: Any, name: str) -> bool:
+    return name == "PermuteBackward0" and len(node._saved_dims) == 2
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether a product is neither scaled nor added to a scaled matrix."""
+    return bool(
+        getattr(node, "_saved_alpha", 1) == getattr(node, "_saved_beta", 1) == 1
+    )
+
+
+def _pieces(node: Any, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    if node.name() == "SplitBackward0":
+        size = node._saved_split_size
+        for low in range(start, stop, size):
+            yield low, min(low + size, stop)
+        return
+    for size in node._saved_split_sizes:
+        yield start, start + size
+        start += size
+
+
+# Going back.
+
+
+def pull_back(
+    outputs: GradientEdge, reached: list[Reached], vectors: Any, /, *, like: Any
+) -> None:
+    """Backpropagate vectors from the outputs to the calls.
+
+    Parameters
+    ----------
+    outputs : GradientEdge
+        The outputs in the graph, which stays.
+    reached : list of Reached
+        Calls that they depend on.
+    vectors : torch.Tensor, shape (M, N, ..., P)
+        One vector for each source.
+    like : torch.Tensor
+        The outputs, whose dtype the vectors take.
+    """
+    edges = [r.edge for r in reached]
+    for v in vectors.to(like.dtype):
+        found = torch.autograd.grad(
+            [outputs], edges, [v], allow_unused=True, retain_graph=True
+        )
+        for r, g in zip(reached, found, strict=True):
+            r.call.add_source(r.take(g))

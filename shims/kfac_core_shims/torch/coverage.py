@@ -1,0 +1,113 @@
+"""Which weights have which block, which have none and why, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import kfac_core as kc
+
+__all__ = ["APPROXIMATIONS", "approximation_of", "coverage_table"]
+
+APPROXIMATIONS: dict[str, Any] = {
+    "dense": kc.Kronecker(),
+    "conv": kc.Kronecker(),
+    "embedding": kc.Kronecker(input="diagonal"),
+    "scale_shift": kc.Diagonal(),
+}
+"""The default approximation of each kind of layer."""
+
+LARGEST_FACTOR = 8192
+"""A dense layer's side with more features than this has a diagonal factor by default."""
+
+
+def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:
+    """Return the approximation of a block; None where it is to be left alone.
+
+    Parameters
+    ----------
+    site : Site
+        The block.
+    chosen : mapping
+        Approximations by name of the block, class of its module, or kind of layer, the
+        first of these that is there.
+
+    Returns
+    -------
+    Approximation or None
+        That which was chosen, or the default of its kind; diagonal on sides of more than
+        `LARGEST_FACTOR` features, such as the logits of a large vocabulary.
+    """
+    if site.name in chosen:
+        return chosen[site.name]
+    for kind in type(site.module).__mro__:
+        if kind in chosen:
+            return chosen[kind]
+    if site.layer.kind in chosen:
+        return chosen[site.layer.kind]
+    if site.layer.kind != "dense":
+        return APPROXIMATIONS[site.layer.kind]
+    sides = zip(("input", "output"), site.layer.matrix_shape, strict=True)
+    large = {side: "diagonal" for side, n in sides if n > LARGEST_FACTOR}
+    return replace(APPROXIMATIONS["dense"], **large)
+
+
+def require_known(chosen: Mapping[Any, Any], sites: Mapping[str, Any], /) -> None:
+    """Raise `ConventionError` for approximations of nothing.
+
+    Parameters
+    ----------
+    chosen : mapping
+        See `approximation_of`.
+    sites : mapping of str to Site
+        All blocks.
+    """
+    for key, approximation in chosen.items():
+        matches = any(
+            key in (site.name, site.layer.kind) or key in type(site.module).__mro__
+            for site in sites.values()
+        )
+        if not matches and key not in APPROXIMATIONS:
+            raise kc.ConventionError(
+                f"`approximations` has {key!r}, which is no block ({', '.join(sites)}), no "
+                f"class of a covered module, and no kind ({', '.join(APPROXIMATIONS)})."
+            )
+        if approximation is not None and not hasattr(approximation, "problem_with"):
+            raise kc.ConventionError(
+                f"Expected `approximations` to hold approximations such as Kronecker(), or "
+                f"None to leave a layer alone; got {approximation!r} for {key!r}."
+            )
+
+
+def coverage_table(blocks: Mapping[str, Any], skipped: Mapping[str, str], /) -> str:
+    """Return a table of blocks, and of the parameters that have none.
+
+    Parameters
+    ----------
+    blocks : mapping of str to kfac_core.Block
+        Blocks by name.
+    skipped : mapping of str to str
+        Reasons by name of a parameter.
+
+    Returns
+    -------
+    str
+        One line for each.
+    """
+    rows = []
+    for name, block in blocks.items():
+        shapes = block.layer.parameter_shapes.values()
+        sizes = " + ".join("x".join(map(str, shape)) for shape in shapes)
+        rows.append(
+            (name or "(model)", block.layer.kind, sizes, repr(block.approximation))
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    if skipped:
+        lines.append("left alone, with their gradients as they are:")
+        lines += [f"  {name}: {reason}" for name, reason in skipped.items()]
+    return "\n".join(lines)

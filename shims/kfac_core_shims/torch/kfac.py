@@ -1,0 +1,648 @@
+"""`KFAC`: natural gradients between ``loss.backward()`` and ``optimizer.step()``."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+from warnings import warn
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+import kfac_core as kc
+from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
+from kfac_core_shims.torch.capturing import Observation
+from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook
+from kfac_core_shims.torch.sites import find_sites
+
+__all__ = ["KFAC"]
+
+_LARGEST_EMPIRICAL = 16.0
+"""Entries of a cross-entropy's gradient are at most 1; beyond this the loss is scaled."""
+
+_ASKED = "it was asked for"
+
+
+class KFAC(kc.integration.NaturalGradient):
+    r"""K-FAC for a PyTorch model: replaces gradients by natural gradients.
+
+    Call `step` between ``loss.backward()`` and ``optimizer.step()``.  For a layer with
+    inputs x, output gradients g and the gradient V of the mean loss, `step` writes
+
+    .. math:: \nu \, (A + \alpha I)^{-1} \, V \, (G + \beta I)^{-1}, \qquad
+        A = \mathrm{E}[x x^T], \; G = \mathrm{E}[g g^T]
+
+    into ``.grad``, with the damping :math:`\lambda = \alpha \beta` and the factor
+    :math:`\nu \le 1` of the KL clip.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Model on its device; if compiled, before its first call.
+    likelihood : str, kfac_core.losses.Loss or torch.nn.Module, optional
+        Likelihood of one row of outputs: ``"categorical"`` (cross-entropy of logits),
+        ``"bernoulli"``, ``"gaussian"`` (half the squared error, summed over outputs), an
+        object of `kfac_core.losses`, or the loss module itself: ``CrossEntropyLoss``,
+        ``NLLLoss``, ``BCEWithLogitsLoss``, ``MSELoss``.  Where left out, ``"categorical"``,
+        and the first backward pass is checked to be of a cross-entropy.
+    reduction : {"mean", "sum"}, optional
+        Reduction over the rows of outputs, in the loss that is differentiated; by default
+        that of the loss module, or ``"mean"``.
+    fisher : {"gradients", "exact", "empirical", ...}
+        ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of
+        them, ``"empirical"`` uses the gradients of the caller's backward pass.
+    lr : float, callable of int, or torch.optim.Optimizer
+        Learning rate that the KL clip reckons with; of an optimizer, its current one.
+    kl_clip : float or callable of int, optional
+        Bound on ``lr^2 V . P V``, about twice the Kullback-Leibler divergence of a step;
+        None for no bound.
+    damping, decay : float or callable of int
+        Damping, in units of the curvature of one row's loss; decay of the statistics at
+        each update.
+    damping_rule : {"factored", "factored_unit_pi", "exact"}
+        See `kfac_core.Estimator`.
+    update_every, refresh_every, bases_every : int or callable of int
+        Steps between statistics, factorizations, and eigenbases of EKFAC.
+    approximations : mapping, optional
+        Approximations by name of a layer, class of a module, or kind of layer
+        (``"dense"``, ``"conv"``, ``"embedding"``, ``"scale_shift"``); None leaves a layer
+        alone.
+    skip_layers : sequence of str
+        Names or class names of modules to leave alone.
+    output : str, int, callable or None
+        Picks a tensor out of what the model returns: a key, a place, or a function.  By
+        default a tensor itself, or ``logits``.  With None only `observe` counts.
+    grad_scaler : torch.amp.GradScaler, optional
+        Scaler of the loss.
+    keep : bool
+        Whether the arguments of the model's calls are kept until the step, for
+        `KFACOptimizer`.
+    **options
+        Other options of `kfac_core.Estimator`: ``precision``, ``sharing``, ``refreshing``,
+        ``execution``, ``averaging``.
+
+    Attributes
+    ----------
+    estimator : kfac_core.Estimator
+        What holds the statistics.
+    skipped : dict of str to str
+        Trained parameters that keep their gradients, with the reason.
+    preconditioned : frozenset of int
+        Parameters, by ``id``, whose gradients the last step replaced.
+    random : RandomState or None
+        With `keep`, the state of the random numbers before the model's last call.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For an option that cannot be, with its name.
+    kfac_core.UnsupportedError
+        For a model without a covered layer, with sharded parameters, or on more than one
+        process.
+
+    Notes
+    -----
+    A pass of the model counts if a backward pass goes through it before `step`.  Passes
+    without gradients, and those that nobody differentiates, do not count.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kfac_core_shims.torch import KFAC
+    >>> model = torch.nn.Linear(4, 3)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> kfac = KFAC(model)
+    >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    >>> torch.nn.functional.cross_entropy(model(x), y).backward()
+    >>> kfac.step()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        likelihood: Any = None,
+        reduction: Literal["mean", "sum"] | None = None,
+        fisher: kc.losses.EstimationMode = "gradients",
+        lr: Any = 0.1,
+        kl_clip: Any = 1e-3,
+        damping: Any = 3e-2,
+        decay: Any = 0.95,
+        damping_rule: Any = "factored",
+        update_every: Any = 1,
+        refresh_every: Any = 10,
+        bases_every: Any = 100,
+        approximations: Mapping[Any, Any] | None = None,
+        skip_layers: Sequence[str] = (),
+        output: Any = "auto",
+        grad_scaler: Any = None,
+        keep: bool = False,
+        **options: Any,
+    ) -> None:
+        parallel.require_one_process()
+        self.model = getattr(model, "_orig_mod", model)
+        parallel.require_plain_parameters(self.model)
+        criterion = likelihoods.criterion_of(likelihood, reduction)
+        sources = kc.losses.source_reduction_of(fisher)
+        self.criterion, self.output, self.grad_scaler = criterion, output, grad_scaler
+        found = find_sites(self.model, skip_layers=skip_layers)
+        chosen = dict(approximations or {})
+        coverage.require_known(chosen, found.sites)
+        kept = {n: coverage.approximation_of(s, chosen) for n, s in found.sites.items()}
+        alone = [name for name, kind in kept.items() if kind is None]
+        self._sites = {n: s for n, s in found.sites.items() if n not in alone}
+        blocks = {n: kc.Block(s.layer, kept[n]) for n, s in self._sites.items()}
+        estimator = kc.Estimator(
+            blocks,
+            reduction="sum",
+            damping=kc.integration.value_at(damping, 0),
+            decay=kc.integration.value_at(decay, 0),
+            damping_rule=damping_rule,
+            sources=sources,
+            mode=fisher,
+            **options,
+        )
+        super().__init__(
+            estimator,
+            reduction=criterion.reduction,
+            update_every=update_every,
+            refresh_every=refresh_every,
+            bases_every=bases_every,
+            damping=damping if callable(damping) else None,
+            decay=decay if callable(decay) else None,
+            kl_clip=kl_clip,
+            learning_rate=_rate_of(lr),
+        )
+        self.skipped: dict[str, str] = {}
+        self._reasons, self._notes = dict(found.reasons), dict[str, None]()
+        self._observations: list[Observation] = []
+        self._passes: list[Pass] = []
+        self._drawn, self._by_hand, self._checked = 0, False, False
+        self._keep = keep
+        self.random: Any = None
+        self.preconditioned: frozenset[int] = frozenset()
+        found.users = [
+            (module, [n for n in names if n in self._sites], context)
+            for module, names, context in found.users
+        ]
+        self._hooks = capturing.install(self, found)
+        if output is not None and not criterion.weighted:
+            hook = OutputHook(self)
+            self._hooks.append(self.model.register_forward_hook(hook, with_kwargs=True))
+        if keep:
+            before = RandomHook(self)
+            self._hooks.append(self.model.register_forward_pre_hook(before))
+        for name in alone:
+            for own in self._names(found.sites[name]):
+                self._reasons[own] = _ASKED
+        self._name_others(self._sites)
+
+    def __repr__(self) -> str:
+        options = (
+            f"fisher={self.estimator.mode!r}, damping={self.estimator.damping!r}, "
+            f"kl_clip={self.kl_clip!r}, update_every={self.update_every!r}, "
+            f"refresh_every={self.refresh_every!r}"
+        )
+        table = coverage.coverage_table(self.estimator.blocks, self.skipped)
+        return f"KFAC({options}), {self.steps} steps\n{table}"
+
+    def __reduce__(self) -> Any:
+        raise kc.UnsupportedError(
+            "A KFAC object belongs to its model and cannot be copied or pickled. Save "
+            "kfac.state_dict(), make KFAC of the copy of the model, and load it there."
+        )
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.__reduce__()
+
+    @property
+    def damping(self) -> Any:
+        """Damping of the next refresh; assigning a number or a schedule changes it."""
+        return self.estimator.damping
+
+    @damping.setter
+    def damping(self, damping: Any) -> None:
+        self.damping_schedule = damping if callable(damping) else None
+        self.estimator.damping = kc.integration.value_at(damping, self.steps)
+
+    @property
+    def wants_outputs(self) -> bool:
+        """Whether a forward pass now is to be observed."""
+        return self.wants_statistics or self.reduction == "sum" or self._keep
+
+    @property
+    def differentiated(self) -> list[Observation]:
+        """Observed passes since the last step that a backward pass went through."""
+        return [seen for seen in self._observations if seen.differentiated]
+
+    def observe(self, outputs: Any, /, weight: Any = None) -> None:
+        """Record a forward pass by hand, before its loss is differentiated.
+
+        For outputs that the model's own hook does not see as the loss reads them: of a
+        part of a model, without padded rows, with weights, or of several heads as one.
+        A step with outputs that were observed by hand counts nothing else.
+
+        Parameters
+        ----------
+        outputs : torch.Tensor, shape (N, ..., P)
+            Outputs with their graph: the rows that the loss and the likelihood read.
+            Without a graph, as under ``no_grad``, nothing is recorded.
+        weight : torch.Tensor, shape (N, ...), optional
+            Weights of the rows in the loss ``sum_n w_n l_n``, or for a mean
+            ``sum_n w_n l_n / sum_n w_n``; such as ``class_weights[labels]``.
+
+        Raises
+        ------
+        kfac_core.ShapeError
+            For outputs without an axis of rows, or weights of another shape.
+        kfac_core.UnsupportedError
+            For outputs of a pass that was observed already, or weights with
+            ``fisher="empirical"``.
+        kfac_core.ConventionError
+            If the likelihood was left out, or weights are missing.
+        """
+        if len(shape := tuple(outputs.shape)) < 2:
+            raise kc.ShapeError(f"Expected `outputs` of (N, ..., P), got {shape}.")
+        if weight is None and self.criterion.weighted:
+            raise kc.ConventionError(
+                "The loss has class weights: pass those of the rows, "
+                "observe(outputs, weight=loss.weight[labels])."
+            )
+        if self.criterion.assumed:
+            raise kc.ConventionError(
+                "Say which `likelihood` the outputs have, KFAC(model, "
+                "likelihood='categorical'), 'bernoulli' or 'gaussian': where outputs are "
+                "observed by hand it cannot be checked."
+            )
+        if weight is not None and self.estimator.mode == "empirical":
+            raise kc.UnsupportedError(
+                "Rows with weights have empirical gradients that are weighted already, "
+                "and squared. Take fisher='gradients' or 'exact'."
+            )
+        if weight is not None and tuple(weight.shape) != shape[:-1]:
+            raise kc.ShapeError(
+                f"Expected `weight` of shape {shape[:-1]}, one number for each row of "
+                f"`outputs`, got {tuple(weight.shape)}."
+            )
+        observed = outputs.requires_grad and torch.is_grad_enabled()
+        if not observed or not self.wants_outputs:
+            return
+        edge = get_gradient_edge(outputs)
+        reached = self._reached(edge)
+        if any(r.call in o.calls for o in self._observations for r in reached):
+            raise kc.UnsupportedError(
+                "These `outputs` depend on calls that were observed already. Observe all "
+                "that is made in one forward pass as one tensor."
+            )
+        self._by_hand = True
+        observation = self._record(edge, outputs.detach(), reached, weight)
+        for r in reached:
+            observation.watch(r, empirical=self.estimator.mode == "empirical")
+
+    def step(self) -> None:
+        """Replace ``.grad`` of parameters in a block by the natural gradient.
+
+        With a gradient scaler, call ``scaler.unscale_(optimizer)`` before; where it found
+        infinite gradients and will leave the optimizer's step out, this does nothing.
+
+        Raises
+        ------
+        kfac_core.NotReadyError
+            If statistics are due and no pass of the model was differentiated; or if a
+            gradient scaler has not unscaled the gradients.
+        kfac_core.NotFiniteError
+            If a gradient or a row is not finite.  Gradients and state are then unchanged.
+        """
+        parallel.require_one_process()
+        try:
+            if self._is_overflow():
+                return
+            self._step(self.differentiated)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Forget the passes since the last step, as for a batch that is left out.
+
+        Not needed where the batch's loss was never differentiated: such passes do not
+        count.
+        """
+        for observation in self._observations:
+            observation.clear()
+        for started in self._passes:
+            started.drop()
+        for site in self._sites.values():
+            site.forget()
+        self._observations, self._passes = [], []
+        self._drawn, self._by_hand = 0, False
+        self._notes.clear()
+
+    def remove(self) -> None:
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def report(self) -> kc.report.Report:
+        """Return each block's condition, residual, damping and age; prints as a table."""
+        return self.estimator.report()
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of the last step for a logger.
+
+        Returns
+        -------
+        dict of str to float
+            ``steps``; ``damping`` where it is one number; ``clip``, the factor of the KL
+            clip, and ``kl``, half of ``lr^2 V . P V`` after it.  Synchronizes with the
+            device.
+        """
+        found = {"steps": float(self.steps)}
+        if not isinstance(self.estimator.damping, Mapping):
+            found["damping"] = float(self.estimator.damping)
+        if self.clip is not None:
+            nu, size = float(self.clip.scale), float(self.clip.size)
+            found |= {"clip": nu, "kl": 0.5 * nu * nu * size}
+        return found
+
+    def note(self, why: str, /) -> None:
+        """Remember why a pass was not observed, for the error of a step without any."""
+        self._notes[why] = None
+
+    def expect(self, started: Pass, /) -> None:
+        """Hold a pass whose gradient is on its way, until the step."""
+        self._passes.append(started)
+
+    def observe_pass(
+        self,
+        edge: Any,
+        z: Any,
+        gradient: Any,
+        passing: Any = None,
+        replay: Any = None,
+        /,
+    ) -> None:
+        """Observe a pass of the model whose loss is being differentiated.
+
+        Parameters
+        ----------
+        edge : torch.autograd.graph.GradientEdge
+            The outputs in the graph.
+        z : torch.Tensor, shape (N, ..., P)
+            The outputs.
+        gradient : torch.Tensor or None
+            What the loss sent back to them; None where the loss reads others.
+        passing : tuple of torch.Tensor, optional
+            Gradients of all outputs of the node of `edge`, if it is the next to be called.
+        replay : tuple, optional
+            What the model was called with, where it is kept.
+        """
+        if not self.wants_outputs or self._by_hand:
+            return
+        if z.ndim < 2:
+            raise kc.ShapeError(
+                f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. Pick or reshape "
+                "them with `output`, or call `observe`."
+            )
+        reached = self._reached(edge)
+        if not self._checked:
+            self._checked = self._check(z, gradient)
+        weight = None
+        if gradient is not None:
+            unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
+            weight = None if unread is None else (~unread).to(z.dtype)
+        observation = self._record(edge, z, reached, weight)
+        observation.differentiated = observation.rows > 0
+        observation.replay = replay
+        if self.estimator.mode == "empirical":
+            self._require_unscaled(z, gradient, observation.rows)
+            for r in reached:
+                if passing is not None and r.edge.node is edge.node:
+                    observation.take(r, passing)
+                else:
+                    observation.watch(r, empirical=True)
+
+    def _reached(self, edge: Any) -> list[capturing.Reached]:
+        """Return the calls below outputs, and note why blocks have none."""
+        if not self.wants_statistics:
+            return []
+        reached, reasons = capturing.calls_below(
+            edge.node, token=id(self), sites=self._sites
+        )
+        for name, reason in reasons.items():
+            for parameter in self._names(self._sites[name]):
+                self._reasons[parameter] = reason
+        if not reached:
+            self.note(
+                "the outputs depend on no recorded call of a covered layer: they were "
+                "observed after the backward pass, computed by other weights, or by a "
+                "model that was compiled and called before KFAC was made"
+            )
+        return reached
+
+    def _record(
+        self, edge: Any, z: Any, reached: list[capturing.Reached], weight: Any
+    ) -> Observation:
+        """Return the calls of a pass with their gradients, if these are not the data's."""
+        self._require_examples_first(z, reached)
+        rows = z[..., 0].numel() if weight is None else float(weight.sum())
+        calls = [r.call for r in reached]
+        observation = Observation(calls, float(rows), weight=weight)
+        self._observations.append(observation)
+        row = self.criterion.row
+        mode = self.estimator.mode
+        assert mode is not None
+        share = row.weight(z.shape[-1])
+        if mode == "empirical":
+            scale = self._loss_scale(z) * math.sqrt(share)
+            for r in reached:
+                r.call.grad_scale /= scale
+        elif reached and rows:
+            # Where the rows of one example share a source, they must not add up.
+            fewest = min(len(r.call.inputs) for r in reached)
+            shared = z.ndim > 2 or fewest < len(z)
+            # A seed of its own for each pass of each step, and the same in a resumed run.
+            seed = (self.steps << 40) + self._drawn
+            with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+                made = kc.losses.drawn_vectors(
+                    row.likelihood, z, mode=mode, seed=seed, shared=shared
+                )
+                vectors = made.vectors
+                if share != 1.0:
+                    vectors = vectors * math.sqrt(share)
+                if weight is not None:
+                    # Replaced and not multiplied: padding may hold anything.
+                    on = (weight > 0)[..., None]
+                    root = weight.clamp(min=0).sqrt()[..., None].to(vectors.dtype)
+                    vectors = torch.where(on, vectors, 0.0) * root
+                capturing.pull_back(edge, reached, vectors, like=z)
+        self._drawn += z[..., 0].numel()
+        return observation
+
+    def _step(self, seen: list[Observation]) -> None:
+        given = {}
+        for name, site in self._sites.items():
+            gradients = site.gradients()
+            if gradients is not None:
+                given[name] = gradients
+        calls = itertools.chain.from_iterable(o.calls for o in seen)
+        refreshes = self.wants_refresh
+        device = next(self.model.parameters()).device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            try:
+                found = self.directions(given, calls, rows=sum(o.rows for o in seen))
+            except kc.NotReadyError as error:
+                why = "; ".join(self._notes) or (
+                    "no pass of the model was differentiated, or its outputs were modified "
+                    "in place"
+                )
+                error.args = (f"{error.args[0]} What was seen: {why}.",)
+                raise
+            for name, direction in found.items():
+                self._sites[name].write(direction)
+        own = [p for name in found for p in self._sites[name].trained]
+        self.preconditioned = frozenset(map(id, own))
+        if refreshes:
+            self._name_others(found)
+
+    # Names of what is left alone.
+
+    def _names(self, site: Any) -> list[str]:
+        own = {id(p) for p in site.trained}
+        return [n for n, p in self.model.named_parameters() if id(p) in own]
+
+    def _name_others(self, blocks: Iterable[str]) -> None:
+        """Warn once of each trained parameter that is in none of these blocks."""
+        known = {id(p) for n in blocks for p in self._sites[n].trained}
+        with_site = {id(p) for s in self._sites.values() for p in s.trained}
+        others: dict[str, str] = {}
+        for name, p in self.model.named_parameters():
+            trained = p.requires_grad and (p.grad is not None or self.steps == 0)
+            if not trained or id(p) in known or name in self.skipped:
+                continue
+            default = "it was trained only after KFAC was made, or frozen in part"
+            if id(p) in with_site:
+                default = "it took no part in the observed outputs, or was replaced"
+            others[name] = self._reasons.get(name, default)
+        self.skipped |= others
+        unasked = [name for name, why in others.items() if why != _ASKED]
+        if unasked:
+            reasons = sorted({others[name] for name in unasked})
+            warn(
+                f"K-FAC leaves the gradients of {unasked} alone: {'; '.join(reasons)}.",
+                stacklevel=4,
+            )
+
+    # Checks of the loss.
+
+    def _check(self, z: Any, gradient: Any) -> bool:
+        """Check that outputs and loss are what the likelihood says; return if it could."""
+        told = True
+        if self.criterion.assumed:
+            told = self._check_assumed(z, gradient)
+        if likelihoods.looks_like_probabilities(self.criterion.row, z):
+            warn(
+                "The observed outputs look like probabilities, but the likelihood reads "
+                "logits. Observe what comes before the softmax or the sigmoid.",
+                stacklevel=2,
+            )
+        return told
+
+    def _check_assumed(self, z: Any, gradient: Any) -> bool:
+        """Raise unless the loss's gradients are those of a cross-entropy of logits.
+
+        These sum to zero in each row, whatever the labels and weights.  Where a
+        probability is nearly one, roundoff is all that is left of them.
+        """
+        good = gradient is not None and z.shape[-1] > 1
+        told = True
+        if good:
+            g = gradient.double()
+            total, size = g.sum(-1).abs(), g.abs().sum(-1)
+            coarse = 2e-2 if gradient.dtype.itemsize < 4 else 1e-3
+            clear = torch.softmax(z.float(), -1).amax(-1) < 1 - 1e-3
+            told = bool((clear & (size > 0)).any())
+            good = bool(((total <= coarse * size) | ~clear).all())
+        if not good:
+            raise kc.ConventionError(
+                "The loss is no cross-entropy of logits along the last axis of the "
+                f"outputs, of shape {tuple(z.shape)}. Say which `likelihood` it has: "
+                "'categorical', 'bernoulli', 'gaussian', or the loss module. With classes "
+                "on the second axis say output=lambda z: z.movedim(1, -1)."
+            )
+        return told
+
+    def _require_examples_first(self, z: Any, reached: list[capturing.Reached]) -> None:
+        """Refuse time-first inputs of approximations that sum over each example."""
+        for r in reached:
+            shape = tuple(r.call.inputs.shape)
+            block = self.estimator.network.blocks.get(r.call.block)
+            if block is None or block.layer.kind not in ("dense", "embedding"):
+                continue
+            approximation = block.approximation
+            if getattr(approximation, "sharing", None) == "expand" and isinstance(
+                approximation, kc.Kronecker
+            ):
+                continue
+            if len(shape) > 2 and shape[0] != len(z) == shape[1]:
+                raise kc.UnsupportedError(
+                    f"Layer {r.call.block!r} has inputs of shape {shape}, with examples on "
+                    f"the second axis, but {type(approximation).__name__} sums over the "
+                    "positions of each example along the first. Take batch_first=True, "
+                    "or Kronecker()."
+                )
+
+    def _require_unscaled(self, z: Any, gradient: Any, rows: float) -> None:
+        """Refuse empirical gradients of a loss that is scaled in secret."""
+        bounded = self.criterion.row.likelihood in likelihoods.BOUNDED
+        if gradient is None or not bounded or self.grad_scaler is not None:
+            return
+        mean = rows if self.reduction == "mean" else 1.0
+        largest = float(gradient.abs().max()) * mean
+        largest /= self.criterion.row.weight(z.shape[-1])
+        if largest > _LARGEST_EMPIRICAL:
+            raise kc.ConventionError(
+                f"Gradients of the loss at the outputs are up to {largest:.3g} times what "
+                f"a {self.reduction} over {rows:.0f} rows can have, and fisher='empirical' "
+                "squares them. Pass the gradient scaler as `grad_scaler`, or say which "
+                "`reduction` the loss has."
+            )
+
+    def _loss_scale(self, z: Any) -> float:
+        """Return what the caller's loss is multiplied by, for fisher="empirical"."""
+        if self.grad_scaler is not None:
+            return float(self.grad_scaler.get_scale())
+        if z.dtype == torch.float16:
+            raise kc.ConventionError(
+                "fisher='empirical' squares the gradients of the loss, which is scaled "
+                "where outputs are float16. Pass the gradient scaler as `grad_scaler`, or "
+                "take fisher='gradients'."
+            )
+        return 1.0
+
+    def _is_overflow(self) -> bool:
+        """Return whether the scaler will leave this step out; raise if it is too early."""
+        scaler = self.grad_scaler
+        if scaler is None or not scaler.is_enabled():
+            return False
+        states = list(scaler._per_optimizer_states.values())
+        found = [f for state in states for f in state["found_inf_per_device"].values()]
+        if not found:
+            raise kc.NotReadyError(
+                "The gradients are still multiplied by the scale of `grad_scaler`. Call "
+                "scaler.unscale_(optimizer) before kfac.step()."
+            )
+        return any(float(f) > 0 for f in found)
+
+
+def _rate_of(lr: Any) -> Any:
+    """Return the learning rate as a schedule."""
+    if isinstance(lr, torch.optim.Optimizer):
+        return lambda step: max(float(group["lr"]) for group in lr.param_groups)
+    return lr

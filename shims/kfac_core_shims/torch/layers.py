@@ -1,0 +1,616 @@
+"""Which modules are covered, and how each is a layer of ``kfac_core``.
+
+A module is known by the class that defines its ``forward``: a subclass that inherits it is
+covered too, and one that overrides it is not.  `register_layer` adds modules of other
+libraries.
+
+Conventions.  A *part* is one block: one weight, perhaps with a bias.  Most modules have one
+part, attention has one for each projection.  A part is read in one of two ways.  A forward
+hook takes the inputs of the module's call (`Part.read`); or, where the module reads its
+weights itself, the inputs are those of the matrix products in the graph (``read=None``).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional as fn
+
+import kfac_core as kc
+
+__all__ = [
+    "Part",
+    "Parts",
+    "Reading",
+    "covered_modules",
+    "describe",
+    "register_layer",
+    "without_fused_kernels",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a layer was called with, as ``kfac_core`` takes it.
+
+    Attributes
+    ----------
+    inputs : torch.Tensor
+        Inputs of the layer, one row of examples after the other.
+    mask : torch.Tensor of bool, optional
+        Rows that count.
+    grad_shape : tuple of int
+        Shape that gradients of the module's output are brought into; empty to keep theirs.
+    grad_scale : float
+        What these gradients are multiplied by.
+    """
+
+    inputs: Any
+    mask: Any = None
+    grad_shape: tuple[int, ...] = ()
+    grad_scale: float = 1.0
+
+
+Reader = Callable[[Any, tuple[Any, ...], Any], Reading | None]
+"""``(module, arguments, output) -> Reading``; None for a call that cannot be read."""
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A weight of a module, with its bias, as one layer.
+
+    Attributes
+    ----------
+    layer : kfac_core.layers.Layer
+        The geometry.
+    parameters : dict of str to str
+        For each parameter of the layer the attribute of the module.
+    rows : dict of str to slice
+        For each parameter of the layer that is a part of the attribute: the rows of it.
+    read : callable or None
+        Reads a call; None where the graph's matrix products are read instead.
+    to_layer, to_module : callable
+        Bring a weight into the layer's layout and back.
+    """
+
+    layer: Any
+    parameters: Mapping[str, str]
+    rows: Mapping[str, slice] = field(default_factory=dict)
+    read: Reader | None = None
+    to_layer: Callable[[Any], Any] = _same
+    to_module: Callable[[Any], Any] = _same
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a module by name.
+
+    Attributes
+    ----------
+    of : dict of str to Part
+        The parts; the name of an only part is empty.
+    around : callable, optional
+        Returns a context in which the module is called where its graph is to be read.
+    """
+
+    of: Mapping[str, Part]
+    around: Callable[[], AbstractContextManager[Any]] | None = None
+
+
+Owns = Callable[[str], bool]
+"""Whether a parameter is there, trained, and used wherever the weight is."""
+
+Describe = Callable[[Any, Owns], Parts | str]
+"""``(module, owns) -> Parts``, or the reason why a module is left alone."""
+
+_BY_TYPE: dict[type, Describe] = {}
+_BY_NAME: dict[str, Describe] = {}
+
+
+def register_layer(
+    kind: type | str,
+    how: Literal["linear", "norm"] | Describe,
+    /,
+    *,
+    weight: str = "weight",
+    bias: str = "bias",
+    weight_layout: Literal["oi", "io"] = "oi",
+) -> None:
+    """Cover modules of another library.
+
+    Parameters
+    ----------
+    kind : type or str
+        The class that defines ``forward``; or its full name, in which ``*`` stands for any
+        letters, so that its library need not be imported.
+    how : {"linear", "norm"} or callable
+        ``"linear"``: ``y = x W + b`` along the last axis.  ``"norm"``: the weight
+        multiplies a normalized input, and the bias is added, along the last axes.  Or
+        ``(module, owns) -> Parts`` for anything else, where ``owns(name)`` says whether a
+        parameter is trained and belongs to the weight.
+    weight, bias : str
+        Attributes of the module that hold the parameters.
+    weight_layout : {"oi", "io"}
+        For ``"linear"``: whether the weight is (out, in) or (in, out).
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For something else than these.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kfac_core_shims.torch import register_layer
+    >>> class Columns(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.kernel = torch.nn.Parameter(torch.zeros(3, 2))
+    ...     def forward(self, x):
+    ...         return x @ self.kernel
+    >>> register_layer(Columns, "linear", weight="kernel", weight_layout="io")
+    """
+    if weight_layout not in ("oi", "io"):
+        raise kc.ConventionError(
+            f"Expected `weight_layout` to be 'oi' or 'io', got {weight_layout!r}."
+        )
+    if how == "linear":
+        found: Any = _linear_of(weight, bias, weight_layout)
+    elif how == "norm":
+        found = _norm_of(weight, bias)
+    elif callable(how):
+        found = how
+    else:
+        raise kc.ConventionError(
+            f"Expected `how` to be 'linear', 'norm' or a callable, got {how!r}."
+        )
+    if isinstance(kind, str):
+        _BY_NAME[kind] = found
+    elif isinstance(kind, type):
+        _BY_TYPE[kind] = found
+    else:
+        raise kc.ConventionError(
+            f"Expected `kind` to be a class or its full name, got {kind!r}."
+        )
+
+
+def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:
+    """Return the parts of a module, a reason why it has none, or None if it is not known.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Module with parameters of its own.
+    owns : callable
+        Whether a parameter of the module belongs to its weight.
+
+    Returns
+    -------
+    Parts, str or None
+        Parts of a covered module.
+    """
+    forward = type(module).forward
+    for kind in type(module).__mro__:
+        if kind.__dict__.get("forward") is not forward:
+            continue
+        if kind in _BY_TYPE:
+            return _BY_TYPE[kind](module, owns)
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        for pattern, how in _BY_NAME.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return how(module, owns)
+    return None
+
+
+def _whole(layer: Any, read: Reader | None, *, bias: bool, **options: Any) -> Parts:
+    """Return the only part of a module with a `weight` and perhaps a `bias`."""
+    names = {"weight": "weight", "bias": "bias"} if bias else {"weight": "weight"}
+    return Parts(of={"": Part(layer=layer, parameters=names, read=read, **options)})
+
+
+# Linear layers and what multiplies like one.
+
+
+def _linear_of(weight: str, bias: str, layout: Literal["oi", "io"]) -> Describe:
+    def described(module: Any, owns: Owns) -> Parts | str:
+        own_bias = owns(bias)
+        first, second = getattr(module, weight).shape
+        out, inputs = (first, second) if layout == "oi" else (second, first)
+        layer = kc.Dense(
+            in_features=inputs,
+            out_features=out,
+            bias=own_bias,
+            weight_layout=layout,
+        )
+        names = {"weight": weight, "bias": bias} if own_bias else {"weight": weight}
+        part = Part(layer=layer, parameters=names, read=_read_features)
+        return Parts(of={"": part})
+
+    return described
+
+
+def _read_features(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    x = arguments[0]
+    if x.ndim == 1:
+        return Reading(inputs=x[None], grad_shape=(1, *y.shape))
+    return Reading(inputs=x)
+
+
+def _bilinear(module: Any, owns: Owns) -> Parts | str:
+    """``y_o = x_i W_oij z_j``: a linear layer of all products of the two inputs."""
+    bias = owns("bias")
+    out, first, second = module.weight.shape
+    layer = kc.Dense(
+        in_features=first * second, out_features=out, bias=bias, weight_layout="oi"
+    )
+
+    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+        x, z = arguments
+        products = (x[..., :, None] * z[..., None, :]).flatten(-2)
+        return _read_features(module, (products,), y)
+
+    return _whole(layer, read, bias=bias, to_layer=lambda w: w.reshape(out, -1))
+
+
+# Convolutions.
+
+
+def _conv(module: Any, owns: Owns) -> Parts | str:
+    bias = owns("bias")
+    padded = module.padding_mode != "zeros"
+    layer = kc.integration.framework_conv(
+        module.weight.shape,
+        strides=module.stride,
+        padding=0 if padded else module.padding,
+        dilation=module.dilation,
+        groups=module.groups,
+        bias=bias,
+        channels="first",
+    )
+    d = module.weight.ndim - 2
+
+    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+        x = arguments[0]
+        if padded:
+            widths = module._reversed_padding_repeated_twice
+            x = fn.pad(x, widths, mode=module.padding_mode)
+        return _batched(x, y, d)
+
+    return _whole(layer, read, bias=bias)
+
+
+def _transposed_conv(module: Any, owns: Owns) -> Parts | str:
+    """Describe it as a convolution of the inputs with zeros between them.
+
+    The kernel is flipped.
+    """
+    bias = owns("bias")
+    inputs, out, *kernel = module.weight.shape
+    groups, d = module.groups, len(kernel)
+    spatial = tuple(range(-d, 0))
+    layer = kc.integration.framework_conv(
+        (out * groups, inputs // groups, *kernel),
+        padding=0,
+        dilation=module.dilation,
+        groups=groups,
+        bias=bias,
+        channels="first",
+    )
+
+    def to_layer(w: Any) -> Any:
+        split = w.reshape(groups, inputs // groups, out, *kernel).transpose(1, 2)
+        return split.reshape(groups * out, inputs // groups, *kernel).flip(spatial)
+
+    def to_module(w: Any) -> Any:
+        split = w.reshape(groups, out, inputs // groups, *kernel).transpose(1, 2)
+        return split.reshape(inputs, out, *kernel).flip(spatial)
+
+    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+        x = arguments[0]
+        strides, dilations = module.stride, module.dilation
+        lengths = [(n - 1) * s + 1 for n, s in zip(x.shape[-d:], strides, strict=True)]
+        z = x.new_zeros(*x.shape[:-d], *lengths)
+        z[(..., *(slice(None, None, s) for s in strides))] = x
+        widths: list[int] = []
+        for i in reversed(range(d)):
+            reach = dilations[i] * (kernel[i] - 1)
+            before = reach - module.padding[i]
+            widths += [before, y.shape[i - d] + reach - before - lengths[i]]
+        return _batched(fn.pad(z, widths), y, d)
+
+    return _whole(layer, read, bias=bias, to_layer=to_layer, to_module=to_module)
+
+
+def _batched(x: Any, y: Any, d: int) -> Reading:
+    """Return inputs with an axis of examples, which an unbatched call lacks."""
+    if x.ndim == d + 1:
+        return Reading(inputs=x[None], grad_shape=(1, *y.shape))
+    return Reading(inputs=x)
+
+
+# Embeddings.
+
+
+def _embedding(module: Any, owns: Owns) -> Parts | str:
+    if module.sparse:
+        return "its gradients are sparse; take sparse=False"
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq scales its gradients; take scale_grad_by_freq=False"
+    rows, features = module.weight.shape
+    layer = kc.Embedding(num_embeddings=rows, features=features, weight_layout="io")
+
+    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+        ids = arguments[0]
+        if ids.ndim == 0:
+            return Reading(inputs=ids[None], grad_shape=(1, *y.shape))
+        padding = module.padding_idx
+        return Reading(inputs=ids, mask=None if padding is None else ids != padding)
+
+    return _whole(layer, read, bias=False)
+
+
+def _embedding_bag(module: Any, owns: Owns) -> Parts | str:
+    if module.sparse or module.scale_grad_by_freq or module.padding_idx is not None:
+        return "it has sparse gradients, scale_grad_by_freq or padding_idx"
+    if module.mode == "max":
+        return "mode='max' is not linear in the weight"
+    rows, features = module.weight.shape
+    layer = kc.Embedding(
+        num_embeddings=rows,
+        features=features,
+        weight_layout="io",
+        bag=True,
+        duplicates="count",
+    )
+
+    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading | None:
+        ids, *others = arguments
+        if ids.ndim != 2 or any(other is not None for other in others):
+            return None
+        scale = 1.0 / ids.shape[1] if module.mode == "mean" else 1.0
+        return Reading(inputs=ids, grad_scale=scale)
+
+    return _whole(layer, read, bias=False)
+
+
+# Normalizations and other elementwise scales.
+
+
+class _Unit:
+    """A module's output with unit scale and no shift, by a copy of the module.
+
+    Where the module may add something to its scale (Gemma's ``1 + w``), the difference
+    between scales of one and zero is taken.
+    """
+
+    def __init__(self, module: Any, weight: str, bias: str, *, plain: bool) -> None:
+        values = (1.0,) if plain else (1.0, 0.0)
+        self.copies = [_filled(module, weight, bias, value) for value in values]
+
+    def __call__(self, module: Any, x: Any) -> Any:
+        found = []
+        for copied in self.copies:
+            copied.training = module.training
+            if next(copied.parameters()).device != x.device:
+                copied.to(x.device)
+            for mine, buffer in zip(copied.buffers(), module.buffers(), strict=True):
+                mine.copy_(buffer)
+            found.append(copied.forward(x))
+        return found[0] if len(found) == 1 else found[0] - found[1]
+
+
+def _filled(module: Any, weight: str, bias: str, value: float) -> Any:
+    copied = deepcopy(module).requires_grad_(False)
+    with torch.no_grad():
+        getattr(copied, weight).fill_(value)
+        if getattr(copied, bias, None) is not None:
+            getattr(copied, bias).zero_()
+    return copied
+
+
+def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
+    """Norms of the last axes: every position counts as an example, in any layout."""
+
+    def described(module: Any, owns: Owns) -> Parts | str:
+        own_bias = owns(bias)
+        shape = tuple(getattr(module, weight).shape)
+        unit = _Unit(module, weight, bias, plain=plain)
+        layer = kc.ScaleShift(
+            scale_shape=shape, shift_shape=shape if own_bias else None
+        )
+
+        def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+            x = unit(module, arguments[0]).reshape(-1, *shape)
+            return Reading(inputs=x, grad_shape=tuple(x.shape))
+
+        names = {"scale": weight, "shift": bias} if own_bias else {"scale": weight}
+        part = Part(layer=layer, parameters=names, read=read)
+        return Parts(of={"": part})
+
+    return described
+
+
+def _channel_norm(module: Any, owns: Owns) -> Parts | str:
+    """Norms with one scale a channel, which is the axis after the examples."""
+    bias = owns("bias")
+    channels = len(module.weight)
+    unit = _Unit(module, "weight", "bias", plain=True)
+    shape = (channels, 1)
+    layer = kc.ScaleShift(scale_shape=shape, shift_shape=shape if bias else None)
+
+    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+        x = arguments[0]
+        unbatched = getattr(module, "_get_no_batch_dim", None)
+        lone = unbatched is not None and x.ndim == unbatched()
+        x = unit(module, x)
+        x = x.reshape(1 if lone else len(x), channels, -1)
+        return Reading(inputs=x, grad_shape=tuple(x.shape))
+
+    names = {"scale": "weight", "shift": "bias"} if bias else {"scale": "weight"}
+    return Parts(of={"": Part(layer=layer, parameters=names, read=read)})
+
+
+def _prelu(module: Any, owns: Owns) -> Parts | str:
+    """``max(x, 0) + a min(x, 0)``: a scale on the negative part."""
+    channels = len(module.weight)
+
+    def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+        x = arguments[0].clamp(max=0)
+        x = x.reshape(-1, 1, 1) if channels == 1 else x.reshape(len(x), channels, -1)
+        return Reading(inputs=x, grad_shape=tuple(x.shape))
+
+    layer = kc.ScaleShift(scale_shape=(channels, 1), shift_shape=None)
+    part = Part(layer=layer, parameters={"scale": "weight"}, read=read)
+    return Parts(of={"": part})
+
+
+# Modules that read their weights themselves.
+
+
+def _attention(module: Any, owns: Owns) -> Parts | str:
+    """Describe the three projections of the inputs; ``out_proj`` is a module."""
+    width = module.embed_dim
+    biased = owns("in_proj_bias")
+    packed = module.in_proj_weight is not None
+    sizes = {"q": width, "k": module.kdim, "v": module.vdim}
+    parts: dict[str, Part] = {}
+    for place, (name, inputs) in enumerate(sizes.items()):
+        layer = kc.Dense(
+            in_features=inputs, out_features=width, bias=biased, weight_layout="oi"
+        )
+        rows = slice(place * width, (place + 1) * width)
+        weight = "in_proj_weight" if packed else f"{name}_proj_weight"
+        names, taken = {"weight": weight}, {"weight": rows} if packed else {}
+        if biased:
+            names["bias"] = "in_proj_bias"
+            taken["bias"] = rows
+        parts[f"{name}_proj"] = Part(layer=layer, parameters=names, rows=taken)
+    return Parts(of=parts)
+
+
+def _recurrent(module: Any, owns: Owns) -> Parts | str:
+    """Each weight of each layer and direction, as a linear layer shared over time."""
+    parts: dict[str, Part] = {}
+    for name, weight in module.named_parameters(recurse=False):
+        if not name.startswith("weight"):
+            continue
+        biased = owns(name.replace("weight", "bias"))
+        layer = kc.Dense(
+            in_features=weight.shape[1],
+            out_features=weight.shape[0],
+            bias=biased,
+            weight_layout="oi",
+        )
+        names = {"weight": name}
+        if biased:
+            names["bias"] = name.replace("weight", "bias")
+        parts[name.removeprefix("weight_")] = Part(layer=layer, parameters=names)
+    return Parts(of=parts, around=without_fused_kernels)
+
+
+@contextmanager
+def without_fused_kernels() -> Iterator[None]:
+    """Have recurrent modules computed by matrix products, which the graph then shows."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+_LAYER_NORM = _norm_of("weight", "bias", plain=True)
+
+_TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
+    ((nn.Linear,), _linear_of("weight", "bias", "oi"), "dense", ""),
+    ((nn.Bilinear,), _bilinear, "dense", "of all products of the two inputs"),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
+    (
+        (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        _transposed_conv,
+        "conv",
+        "as the convolution of inputs with zeros between them",
+    ),
+    ((nn.Embedding,), _embedding, "embedding", "`padding_idx` is no row; not sparse"),
+    ((nn.EmbeddingBag,), _embedding_bag, "embedding", "2-D ids; sum and mean"),
+    (
+        (nn.LayerNorm, nn.RMSNorm),
+        _LAYER_NORM,
+        "scale_shift",
+        "every position is an example, so that no axis is trusted",
+    ),
+    (
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        _channel_norm,
+        "scale_shift",
+        "",
+    ),
+    ((nn.GroupNorm,), _channel_norm, "scale_shift", ""),
+    (
+        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        _channel_norm,
+        "scale_shift",
+        "",
+    ),
+    ((nn.PReLU,), _prelu, "scale_shift", "a scale of the negative part"),
+    (
+        (nn.MultiheadAttention,),
+        _attention,
+        "dense",
+        "a block for each projection; also in `nn.TransformerEncoderLayer`",
+    ),
+    (
+        (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell),
+        _recurrent,
+        "dense",
+        "both weights, shared over time; on CPU",
+    ),
+)
+
+_OTHERS: tuple[tuple[str, Any, str, str], ...] = (
+    (
+        "transformers.pytorch_utils.Conv1D",
+        _linear_of("weight", "bias", "io"),
+        "dense",
+        "",
+    ),
+    ("transformers.models.*RMSNorm", _norm_of("weight", "bias"), "scale_shift", ""),
+    ("transformers.models.*LayerNorm", _norm_of("weight", "bias"), "scale_shift", ""),
+)
+
+
+def covered_modules() -> list[tuple[str, str, str]]:
+    """Return which modules are covered: ``(names, kind of layer, remark)``.
+
+    Returns
+    -------
+    list of tuple of str
+        Rows of the table in the documentation; without what `register_layer` added.
+    """
+    rows = []
+    for kinds, _, layer, remark in _TORCH:
+        names = ", ".join(f"`nn.{kind.__name__}`" for kind in kinds)
+        rows.append((names, layer, remark))
+    for name, _, layer, remark in _OTHERS:
+        rows.append((f"`{name}`", layer, remark))
+    return rows
+
+
+for _kinds, _how, _, _ in _TORCH:
+    for _kind in _kinds:
+        # The class that defines `forward`: BatchNorm2d inherits BatchNorm1d's.
+        _defining = [t for t in _kind.__mro__ if "forward" in vars(t)]
+        _BY_TYPE[_defining[0] if _defining else _kind] = _how
+for _name, _how, _, _ in _OTHERS:
+    register_layer(_name, _how)

@@ -1,0 +1,151 @@
+"""What a loss module of PyTorch says about the likelihood of a row of outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import kfac_core as kc
+
+__all__ = ["Criterion", "criterion_of", "looks_like_probabilities", "unread_rows"]
+
+_CATEGORICAL, _BERNOULLI = kc.losses.Categorical(), kc.losses.Bernoulli()
+
+BOUNDED: tuple[Any, ...] = (_CATEGORICAL, _BERNOULLI)
+"""Likelihoods whose gradients have entries of at most one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """The likelihood of a row, and how the loss puts rows together.
+
+    Attributes
+    ----------
+    row : kfac_core.integration.RowLoss
+        The loss of one row of outputs.
+    reduction : {"mean", "sum"}
+        Over the rows; where they have weights, the weighted mean or sum.
+    weighted : bool
+        Whether rows have weights that only the targets tell, as class weights do.
+    assumed : bool
+        Whether nobody said which likelihood, so that it has to be checked.
+    """
+
+    row: kc.integration.RowLoss
+    reduction: Any
+    weighted: bool = False
+    assumed: bool = False
+
+
+def criterion_of(likelihood: Any, reduction: Any, /) -> Criterion:
+    """Return what `likelihood` and `reduction` of `KFAC` say.
+
+    Parameters
+    ----------
+    likelihood : str, kfac_core.losses.Loss, RowLoss, torch.nn.Module or None
+        A name, a likelihood, or a loss module.
+    reduction : {"mean", "sum"} or None
+        None for the loss module's own, and "mean" where there is none.
+
+    Returns
+    -------
+    Criterion
+        The likelihood and the reduction.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For a loss module that says something else than `reduction`, or too little.
+    """
+    if not isinstance(likelihood, nn.Module):
+        assumed = likelihood is None
+        row = kc.integration.row_loss("categorical" if assumed else likelihood)
+        reduction = "mean" if reduction is None else reduction
+        return Criterion(row=row, reduction=reduction, assumed=assumed)
+    own = getattr(likelihood, "reduction", None)
+    name = type(likelihood).__name__
+    if own == "none" and reduction is None:
+        raise kc.ConventionError(
+            f"{name} has reduction='none'. Say which `reduction` over the rows the loss "
+            "has, 'mean' or 'sum'."
+        )
+    if reduction not in (None, own) and own != "none":
+        raise kc.ConventionError(
+            f"`reduction` is {reduction!r}, but that of {name} is {own!r}. Leave it out."
+        )
+    reduction = own if reduction is None else reduction
+    weight = getattr(likelihood, "weight", None)
+    if isinstance(likelihood, nn.CrossEntropyLoss | nn.NLLLoss):
+        # Smoothed labels move the target, and leave the curvature of the logits as it is.
+        smoothing: Any = getattr(likelihood, "label_smoothing", None)
+        if weight is not None and smoothing:
+            raise kc.ConventionError(
+                f"{name} with class weights and label smoothing has a curvature that "
+                "depends on the labels. Leave one of the two out."
+            )
+        row = kc.integration.RowLoss(likelihood=_CATEGORICAL)
+        return Criterion(row=row, reduction=reduction, weighted=weight is not None)
+    # What these call a mean is one over rows and outputs.
+    mean = reduction == "mean"
+    if isinstance(likelihood, nn.BCEWithLogitsLoss):
+        if weight is not None or likelihood.pos_weight is not None:
+            raise kc.ConventionError(
+                "BCEWithLogitsLoss with `weight` or `pos_weight` is no likelihood of the "
+                "outputs. Leave these out, or pass kfac_core.losses.Bernoulli() to ignore "
+                "them."
+            )
+        row = kc.integration.RowLoss(likelihood=_BERNOULLI, mean_over_outputs=mean)
+        return Criterion(row=row, reduction=reduction)
+    if isinstance(likelihood, nn.MSELoss):
+        squares = kc.losses.SquaredError(scale=1.0)
+        row = kc.integration.RowLoss(likelihood=squares, mean_over_outputs=mean)
+        return Criterion(row=row, reduction=reduction)
+    raise kc.ConventionError(
+        f"Expected `likelihood` to be CrossEntropyLoss, NLLLoss, BCEWithLogitsLoss or "
+        f"MSELoss where it is a loss module, got {name}. Pass 'categorical', 'bernoulli', "
+        "'gaussian' or an object of kfac_core.losses."
+    )
+
+
+def looks_like_probabilities(row: kc.integration.RowLoss, z: Any, /) -> bool:
+    """Return whether outputs look like probabilities where logits belong."""
+    if z.shape[-1] > 1 and row.likelihood == _CATEGORICAL:
+        ones = torch.ones_like(z[..., 0])
+        near = torch.isclose(z.sum(-1), ones, rtol=0.0, atol=1e-3)
+        return bool((near.all() & (z >= 0).all()).item())
+    if row.likelihood == _BERNOULLI and z.numel() >= 64:
+        return bool(((z >= 0) & (z <= 1)).all().item())
+    return False
+
+
+def unread_rows(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
+    """Return which rows the loss did not read, such as those of ignored labels.
+
+    A cross-entropy's gradient in a row is zero only if the row is not read, or if the
+    label's probability is one to roundoff.
+
+    Parameters
+    ----------
+    row : RowLoss
+        The loss of a row.
+    z, g : torch.Tensor, shape (N, ..., P)
+        The outputs and the gradient that the loss sent back to them.
+
+    Returns
+    -------
+    torch.Tensor of bool, shape (N, ...), or None
+        None if it cannot be told, or all were read.
+    """
+    if row.likelihood not in (_CATEGORICAL, _BERNOULLI):
+        return None
+    zero = (g == 0).all(-1)
+    if not bool(zero.any()):
+        return None
+    if row.likelihood == _CATEGORICAL:
+        certain = torch.softmax(z.float(), -1).amax(-1) > 1 - 1e-3
+    else:
+        certain = (z.float().abs() > 7.0).all(-1)
+    return zero & ~certain

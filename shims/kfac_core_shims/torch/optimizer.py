@@ -1,0 +1,544 @@
+"""`KFACOptimizer`: an optimizer that needs no learning rate.
+
+Each step minimizes the exact quadratic model of its batch along the natural gradient and
+the last change of the parameters.  The damping follows how well that model predicted the
+loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import kfac_core as kc
+from kfac_core_shims.torch.capturing import Observation
+from kfac_core_shims.torch.kfac import KFAC
+from kfac_core_shims.torch.layers import without_fused_kernels
+from kfac_core_shims.torch.outputs import RandomState, pick
+
+__all__ = ["KFACOptimizer"]
+
+Vectors = list[Any]
+"""One tensor for each trained parameter."""
+
+REJECTED = 4.0
+"""What the damping is multiplied by after a step that was taken back."""
+
+ATTENTION = SDPBackend.MATH
+"""Of the attention kernels, the only one with forward derivatives."""
+
+
+class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
+    r"""K-FAC that chooses its learning rate, its momentum and its damping.
+
+    Let g be the gradient of the batch's loss, F its exact Fisher matrix and
+    :math:`\lambda` the damping.  A step changes the parameters by
+    :math:`\delta = \sum_i c_i d_i`, where the coefficients minimize
+
+    .. math:: M(\delta) = g \cdot \delta
+        + \tfrac12 \, \delta \cdot (F + \lambda I) \, \delta
+
+    and the directions are the natural gradient :math:`d_1 = -P g`, the gradient
+    :math:`d_2` of the parameters that no block covers, if there are any, and the last
+    change :math:`d_3`.  Their products with F are exact: one forward derivative of the
+    model each.  The loss after the step is compared with M: every `adapt_every` steps the
+    damping falls or rises by the Levenberg-Marquardt rule.  A step that made the batch's
+    loss worse is taken back, and the damping rises fourfold.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Model whose outputs the loss reads.
+    params : iterable, optional
+        Parameters or parameter groups, as for other optimizers of PyTorch; those of the
+        model by default.  Groups may differ in `weight_decay`.
+    lr : float
+        Factor on the step that the quadratic model chooses, for schedulers; the same in
+        all groups.
+    weight_decay : float
+        Factor eta of the penalty ``eta/2 |theta|^2``, a part of gradient and model.
+    damping : float
+        First damping, in units of the curvature of one row's loss.
+    adapt_every : int
+        Steps between adaptations of the damping.
+    adapt_factor : float
+        An adaptation multiplies or divides the damping by
+        ``adapt_factor ** adapt_every``.
+    min_damping, max_damping : float
+        Bounds of the damping.
+    refresh_every : int or callable of int
+        Steps between factorizations.
+    **options
+        Options of `KFAC`: ``likelihood``, ``reduction``, ``fisher``, ``decay``,
+        ``approximations``, ``skip_layers``, ``output`` and so on; none about the length
+        of steps.
+
+    Attributes
+    ----------
+    kfac : KFAC
+        What computes the natural gradients.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For an option that cannot be, with its name.
+    kfac_core.UnsupportedError
+        As `KFAC`.
+
+    Notes
+    -----
+    Beside the closure's passes, a step takes one forward derivative for each direction,
+    and one more loss, for which the closure is called again with the same random numbers:
+    it has to compute the same batch.  With small batches
+    the minimum of M is that of the batch and not of the data; shorter steps are better
+    then (``lr=0.3``).  Synchronizes with the device.
+
+    References
+    ----------
+    Martens and Grosse (2015), arXiv:1503.05671, sections 6.4, 6.5 and 7.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from kfac_core_shims.torch import KFACOptimizer
+    >>> model = torch.nn.Linear(4, 3)
+    >>> optimizer = KFACOptimizer(model)
+    >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
+    >>> loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: Any = None,
+        *,
+        lr: float = 1.0,
+        weight_decay: float = 0.0,
+        damping: float = 1e-2,
+        adapt_every: int = 5,
+        adapt_factor: float = 0.95,
+        min_damping: float = 1e-6,
+        max_damping: float = 1e4,
+        refresh_every: Any = 5,
+        **options: Any,
+    ) -> None:
+        if options.get("fisher") == "empirical":
+            raise kc.ConventionError(
+                "The quadratic model has the Fisher matrix of the outputs, and "
+                "fisher='empirical' has none. Take 'gradients' or 'exact'."
+            )
+        if options.get("output", "auto") is None:
+            raise kc.ConventionError(
+                "KFACOptimizer runs the model again for its quadratic model, and needs "
+                "`output` to pick the outputs; got None."
+            )
+        for name in ("kl_clip", "grad_scaler"):
+            if name in options:
+                raise kc.ConventionError(
+                    f"KFACOptimizer has no option `{name}`: the quadratic model decides "
+                    "how long a step is. Leave it out, or use KFAC beside an optimizer."
+                )
+        _require_within("lr", lr, 0.0, float("inf"))
+        _require_within("weight_decay", weight_decay, 0.0, float("inf"))
+        _require_within("damping", damping, min_damping, max_damping)
+        if not 0.0 < adapt_factor < 1.0:
+            raise kc.ConventionError(
+                f"Expected `adapt_factor` between 0 and 1, got {adapt_factor!r}."
+            )
+        kc.integration.interval_at("adapt_every", adapt_every, 0)
+        plain = getattr(model, "_orig_mod", model)
+        self._names = {id(p): n for n, p in plain.named_parameters()}
+        super().__init__(
+            plain.parameters() if params is None else params,
+            {"lr": lr, "weight_decay": weight_decay},
+        )
+        self.adapt_every, self.adapt_factor = adapt_every, adapt_factor
+        self.min_damping, self.max_damping = min_damping, max_damping
+        self._damping = float(damping)
+        self._metrics: dict[str, float] = {}
+        self.kfac = KFAC(
+            model,
+            damping=damping,
+            kl_clip=None,
+            refresh_every=refresh_every,
+            keep=True,
+            **options,
+        )
+
+    def __repr__(self) -> str:
+        return f"KFACOptimizer(damping={self._damping:.3g})\n{self.kfac!r}"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.__reduce__()
+
+    def __reduce__(self) -> Any:
+        raise kc.UnsupportedError(
+            "A KFACOptimizer belongs to its model and cannot be copied or pickled. Save "
+            "optimizer.state_dict(), make an optimizer of the copy of the model, and load "
+            "it there."
+        )
+
+    @property
+    def damping(self) -> float:
+        """Damping of the next step; may be assigned."""
+        return self._damping
+
+    @damping.setter
+    def damping(self, damping: float) -> None:
+        _require_within("damping", damping, self.min_damping, self.max_damping)
+        self._damping = float(damping)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of the model, as every optimizer of PyTorch does.
+
+        Raises
+        ------
+        kfac_core.ConventionError
+            For a parameter of another model.
+        """
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if id(p) not in self._names:
+                self.param_groups.pop()
+                raise kc.ConventionError(
+                    "Expected `params` of the model: a tensor of shape "
+                    f"{tuple(p.shape)} is none of its parameters."
+                )
+
+    def step(self, closure: Callable[[], Any]) -> Any:
+        """Compute the loss by `closure`, and change the parameters.
+
+        Parameters
+        ----------
+        closure : callable
+            Returns the loss of a batch, with its graph.  It may call ``backward`` itself,
+            as closures of other optimizers do; gradients are cleared before it runs.
+
+        Returns
+        -------
+        torch.Tensor
+            Loss before the step, without the penalty of `weight_decay`.
+
+        Raises
+        ------
+        kfac_core.NotFiniteError
+            For a loss or a gradient that is not finite.  The parameters are unchanged.
+        kfac_core.NotReadyError
+            For a closure that does not differentiate a loss of the model's outputs.
+        kfac_core.UnsupportedError
+            For a model that has no forward derivatives.
+        """
+        lr = self._rate()
+        start = _Moment(self.kfac.model)
+        loss, differentiates = self._differentiated(closure)
+        # The step forgets its passes; what the model was called with is needed after it.
+        passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
+        if not passes:
+            self.kfac.discard()
+            raise kc.NotReadyError(
+                "The closure differentiated no loss of the model's outputs. Compute the "
+                "loss from model(inputs) within the closure."
+            )
+        rows = sum(o.rows for o in passes)
+        # All that follows is of the mean over rows.
+        total = rows if self.kfac.reduction == "sum" else 1.0
+        trained = self._given()
+        with torch.no_grad():
+            before = float(loss) / total + _penalty(trained)
+            gradient = [p.grad / total + decay * p for p, decay in trained]
+            for (p, _), g in zip(trained, gradient, strict=True):
+                p.grad.copy_(g * total)
+            self.kfac.damping = self._damping + max(decay for _, decay in trained)
+            self.kfac.step()
+            directions = self._directions(trained, gradient)
+            model = self._model(trained, gradient, list(directions.values()), passes)
+            coefficients = lr * model.minimize().coefficients
+            kept = [p.clone() for p, _ in trained]
+            changes = [
+                sum(c * d for c, d in zip(coefficients, parts, strict=True))
+                for parts in zip(*directions.values(), strict=True)
+            ]
+            for (p, _), change in zip(trained, changes, strict=True):
+                p.add_(change)
+        chosen = dict(zip(directions, map(float, coefficients), strict=True))
+        self._metrics = {
+            "loss": float(loss) / total,
+            "damping": self._damping,
+            **chosen,
+        }
+        after = self._repeated(closure, start, differentiates) / total
+        after += _penalty(trained)
+        accepted = kc.steps.is_accepted(before, after)
+        with torch.no_grad():
+            for (p, _), old, change in zip(trained, kept, changes, strict=True):
+                if accepted:
+                    self.state[p]["change"] = change
+                else:
+                    p.copy_(old)
+                    self.state[p].pop("change", None)
+        predicted = float(model.change(coefficients, damped=False))
+        self._adapt(before, after, predicted, accepted=bool(accepted))
+        return loss
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of the last step for a logger.
+
+        Returns
+        -------
+        dict of str to float
+            ``loss`` before the step, as a mean over rows; ``damping``; the coefficients
+            ``rate`` of the natural gradient, ``rate_of_others`` of the gradient of
+            parameters that no block covers, and ``momentum`` of the last change, where
+            there are such; ``reduction_ratio``, the change of the loss over its
+            prediction; and ``accepted``, 1 or 0.  Empty before the first step.
+        """
+        return dict(self._metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state needed to resume: that of the optimizer and of `kfac`."""
+        own = {"damping": self._damping, "kfac": self.kfac.state_dict()}
+        return {**super().state_dict(), "curvature": own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore a state that `state_dict` returned.
+
+        Raises
+        ------
+        kfac_core.StateError, ValueError
+            If it does not fit; nothing was changed then.
+        """
+        own = state_dict.get("curvature")
+        if not isinstance(own, Mapping) or not {"damping", "kfac"} <= set(own):
+            raise kc.StateError(
+                "Expected a state of KFACOptimizer, with 'curvature'; got the keys "
+                f"{sorted(map(str, state_dict))}."
+            )
+        before = self.kfac.state_dict()
+        self.kfac.load_state_dict(own["kfac"])
+        try:
+            _require_within(
+                "damping", own["damping"], self.min_damping, self.max_damping
+            )
+            super().load_state_dict(
+                {key: state_dict[key] for key in ("state", "param_groups")}
+            )
+        except BaseException:
+            self.kfac.load_state_dict(before)
+            raise
+        self._damping = float(own["damping"])
+
+    def _rate(self) -> float:
+        """Return the factor on the step, which has to be one number."""
+        rates = {float(group["lr"]) for group in self.param_groups}
+        if len(rates) != 1:
+            raise kc.ConventionError(
+                f"Expected one `lr` for all parameter groups, got {sorted(rates)}: one "
+                "quadratic model chooses the step of them all. To train a part less, "
+                "give its group a `weight_decay`, or leave it out of `params`."
+            )
+        return rates.pop()
+
+    def _differentiated(self, closure: Callable[[], Any]) -> tuple[Any, bool]:
+        """Return the loss, and whether `closure` itself called ``backward``."""
+        self.kfac.discard()
+        self.zero_grad()
+        with torch.enable_grad():
+            loss = closure()
+        differentiates = bool(self._given())
+        if not differentiates:
+            if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
+                raise kc.NotReadyError(
+                    "Expected the closure to return a loss with its graph, or to call "
+                    "backward; it did neither. Compute the loss within the closure, and "
+                    "return it."
+                )
+            loss.backward()
+        return loss.detach(), differentiates
+
+    def _given(self) -> list[tuple[Any, float]]:
+        """Return the parameters that have a gradient, each with its weight decay."""
+        return [
+            (p, float(group["weight_decay"]))
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
+
+    def _directions(
+        self, trained: Sequence[tuple[Any, float]], gradient: Vectors
+    ) -> dict[str, Vectors]:
+        """Return the directions, by the names of their coefficients."""
+        covered = self.kfac.preconditioned
+        zero = torch.zeros_like
+        found = {"rate": [-p.grad if id(p) in covered else zero(p) for p, _ in trained]}
+        if any(id(p) not in covered for p, _ in trained):
+            found["rate_of_others"] = [
+                zero(g) if id(p) in covered else -g
+                for (p, _), g in zip(trained, gradient, strict=True)
+            ]
+        if any("change" in self.state[p] for p, _ in trained):
+            found["momentum"] = [
+                self.state[p].get("change", zero(p)) for p, _ in trained
+            ]
+        return found
+
+    def _model(
+        self,
+        trained: Sequence[tuple[Any, float]],
+        gradient: Vectors,
+        directions: list[Vectors],
+        passes: Sequence[Observation],
+    ) -> kc.steps.QuadraticModel:
+        """Return the quadratic model of the mean loss and its penalty."""
+        rows = sum(o.rows for o in passes)
+        curvature: Any = 0.0
+        for observed in passes:
+            changes = [
+                self._output_change(observed, trained, direction)
+                for direction in directions
+            ]
+            curvature = curvature + kc.steps.curvature_of_outputs(
+                changes, changes, examples=rows
+            )
+        flat = [torch.cat([x.reshape(-1) for x in d]) for d in directions]
+        if any(decay for _, decay in trained):
+            root = torch.cat(
+                [torch.full_like(p, decay).sqrt().reshape(-1) for p, decay in trained]
+            )
+            penalized = torch.stack([root * d for d in flat])
+            curvature = curvature + penalized @ penalized.mT
+        everything = torch.cat([g.reshape(-1) for g in gradient])
+        return kc.steps.quadratic_model(
+            {"parameters": {"all": everything}},
+            [{"parameters": {"all": d}} for d in flat],
+            curvature=curvature,
+            damping=self._damping,
+        )
+
+    def _output_change(
+        self,
+        observed: Observation,
+        trained: Sequence[tuple[Any, float]],
+        direction: Vectors,
+    ) -> Any:
+        """Return ``B^T J d`` of one pass, ``B B^T`` the Fisher matrix of outputs."""
+        names = [self._names[id(p)] for p, _ in trained]
+        theta = {n: p.detach() for n, (p, _) in zip(names, trained, strict=True)}
+        along = dict(zip(names, direction, strict=True))
+        # The running averages of normalizations see this batch once only.
+        buffers = {n: b.clone() for n, b in self.kfac.model.named_buffers()}
+        arguments, keywords, random = observed.replay
+        _load_forward_derivatives()
+        now = RandomState(self.kfac.model)
+        random.restore()
+        try:
+            with (
+                forward_ad.dual_level(),
+                sdpa_kernel(ATTENTION),
+                without_fused_kernels(),
+            ):
+                duals = {n: forward_ad.make_dual(theta[n], along[n]) for n in names}
+                returned = functional_call(
+                    self.kfac.model, {**duals, **buffers}, arguments, keywords
+                )
+                z, change = forward_ad.unpack_dual(pick(returned, self.kfac.output))
+        except (NotImplementedError, RuntimeError) as error:
+            raise kc.UnsupportedError(
+                f"The model has no forward derivative: {error}. Replace the operation, or "
+                "use KFAC beside another optimizer."
+            ) from error
+        finally:
+            now.restore()
+        dtype = torch.promote_types(change.dtype, torch.float32)
+        row = self.kfac.criterion.row
+        multiplied = row.likelihood.fisher_factor_transpose_multiply(
+            z.to(dtype), change.to(dtype)
+        )
+        share = row.weight(z.shape[-1])
+        if observed.weight is None:
+            return multiplied * share**0.5
+        weight = share * observed.weight.clamp(min=0)
+        weight = weight.reshape(weight.shape + (1,) * (multiplied.ndim - weight.ndim))
+        return torch.where(weight > 0, multiplied, 0.0) * weight.sqrt()
+
+    def _adapt(
+        self, before: float, after: float, predicted: float, *, accepted: bool
+    ) -> None:
+        """Compare the change of the loss with its prediction, and change the damping."""
+        ratio = kc.steps.reduction_ratio(before, after, predicted=predicted)
+        self._metrics |= {"reduction_ratio": ratio, "accepted": float(accepted)}
+        if not accepted:
+            self._damping = min(REJECTED * self._damping, self.max_damping)
+        elif self.kfac.steps % self.adapt_every == 0:
+            self._damping = float(
+                kc.levenberg_marquardt(
+                    self._damping,
+                    ratio,
+                    decay=self.adapt_factor**self.adapt_every,
+                    minimum=self.min_damping,
+                    maximum=self.max_damping,
+                )
+            )
+
+    def _repeated(
+        self, closure: Callable[[], Any], start: _Moment, differentiates: bool
+    ) -> float:
+        """Return the loss of the same batch, and leave everything else as it is."""
+        end = _Moment(self.kfac.model)
+        kept = [(p, p.grad) for p, _ in self._given()]
+        start.restore()
+        try:
+            with torch.set_grad_enabled(differentiates):
+                loss = float(closure().detach())
+        finally:
+            end.restore()
+            self.kfac.discard()
+            for p, grad in kept:
+                p.grad = grad
+        return loss
+
+
+class _Moment:
+    """The random numbers to come and a model's buffers, which a forward pass changes."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._random = model, RandomState(model)
+        self._buffers = [b.clone() for b in model.buffers()]
+
+    def restore(self) -> None:
+        """Make both what they were."""
+        self._random.restore()
+        with torch.no_grad():
+            for buffer, kept in zip(self._model.buffers(), self._buffers, strict=True):
+                buffer.copy_(kept)
+
+
+@functools.cache
+def _load_forward_derivatives() -> None:
+    """Let PyTorch import its forward derivatives, without a warning about itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with forward_ad.dual_level():
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
+def _penalty(trained: Sequence[tuple[Any, float]]) -> float:
+    """Return ``sum eta/2 |theta|^2``."""
+    return sum(0.5 * decay * float(p.detach().square().sum()) for p, decay in trained)
+
+
+def _require_within(name: str, value: Any, least: float, greatest: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and least <= value <= greatest):
+        raise kc.ConventionError(
+            f"Expected `{name}` to be a number from {least:g} to {greatest:g}, got "
+            f"{value!r}."
+        )

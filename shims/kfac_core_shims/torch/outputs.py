@@ -1,0 +1,232 @@
+"""The outputs of a model, observed when a loss is differentiated by them.
+
+A forward hook of the model returns its outputs as views of themselves.  The backward pass
+of the loss comes to the views first, while all that is below them in the graph is still
+there; that is when vectors are backpropagated to the layers.  A forward pass that nobody
+differentiates costs nothing and counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+import kfac_core as kc
+
+__all__ = ["OutputHook", "Pass", "RandomHook", "RandomState", "pick"]
+
+
+def pick(returned: Any, output: Any, /) -> Any:
+    """Return the tensor of a model's outputs that the likelihood is of, or None.
+
+    Parameters
+    ----------
+    returned : object
+        What the model returned.
+    output : "auto", str, int or callable
+        A key or attribute, a place, or a function of what was returned.  ``"auto"`` takes
+        a tensor itself, and the ``logits`` of anything else.
+
+    Returns
+    -------
+    torch.Tensor or None
+        None where ``"auto"`` finds no tensor.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        If what was asked for is not there, or is no tensor.
+    """
+    if output == "auto":
+        if isinstance(returned, torch.Tensor):
+            return returned
+        found = _entry(returned, "logits")
+        return found if isinstance(found, torch.Tensor) else None
+    if callable(output):
+        found = output(returned)
+    elif isinstance(output, int):
+        found = returned[output]
+    else:
+        found = _entry(returned, output)
+    if not isinstance(found, torch.Tensor):
+        raise kc.ConventionError(
+            f"Expected `output` to pick a tensor out of what the model returns, a "
+            f"{type(returned).__name__}; output={output!r} gave a {type(found).__name__}."
+        )
+    return found
+
+
+class OutputHook:
+    """Forward hook of a model; its copies do nothing."""
+
+    def __init__(self, kfac: Any) -> None:
+        self.kfac = ref(kfac)
+
+    def __reduce__(self) -> Any:
+        return _Inert, ()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: Any, arguments: Any, options: Any, returned: Any) -> Any:
+        """Return the outputs as views of themselves, where they are to be observed."""
+        kfac = self.kfac()
+        if kfac is None or not torch.is_grad_enabled() or not kfac.wants_outputs:
+            return None
+        picked = pick(returned, kfac.output)
+        if picked is None:
+            kfac.note(
+                f"the model returned a {type(returned).__name__}: pick a tensor out of it "
+                "with `output`, or call `observe`"
+            )
+            return None
+        if not picked.requires_grad:
+            return None
+        started = Pass(kfac, picked, plain=picked is returned)
+        if kfac.random is not None:
+            started.replay = arguments, options, kfac.random
+        return _viewed(returned, started)
+
+
+class RandomHook:
+    """Forward pre-hook of a model, which keeps the state of the random numbers."""
+
+    def __init__(self, kfac: Any) -> None:
+        self.kfac = ref(kfac)
+
+    def __reduce__(self) -> Any:
+        return _Inert, ()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: Any, arguments: Any) -> None:
+        """Keep the state from which the model's next call draws."""
+        kfac = self.kfac()
+        if kfac is not None and torch.is_grad_enabled():
+            kfac.random = RandomState(module)
+
+
+class RandomState:
+    """The random numbers to come, on the CPU and on the devices of a model."""
+
+    def __init__(self, model: Any) -> None:
+        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        self._on_host = torch.random.get_rng_state()
+        self._on_devices = {d: torch.cuda.get_rng_state(d) for d in devices}
+
+    def restore(self) -> None:
+        """Make them the same again."""
+        torch.random.set_rng_state(self._on_host)
+        for device, state in self._on_devices.items():
+            torch.cuda.set_rng_state(state, device)
+
+
+class _Inert:
+    def __call__(self, *arguments: Any) -> None:
+        """Do nothing, as a hook of a copied model."""
+
+
+class Pass:
+    """One forward pass of the model, which a backward pass may come to."""
+
+    def __init__(self, kfac: Any, picked: Any, *, plain: bool) -> None:
+        self.kfac, self.plain = ref(kfac), plain
+        self.edge: Any = get_gradient_edge(picked)
+        self.z = picked.detach()
+        self.version = self.z._version
+        self.derived = False
+        self.replay: Any = None
+        self.handle: Any = None
+        self.done = False
+
+    def arrived(self, gradient: Any) -> None:
+        """Take a gradient that came to one of the model's outputs."""
+        # A pass that makes a graph, as for a penalty, is not the loss's own.
+        if self.done or torch.is_grad_enabled():
+            return
+        self.done = True
+        if self.plain:
+            self.finish(gradient)
+        elif self.derived:
+            # Nothing comes back to what was computed from outputs for `output` alone.
+            self.finish(None)
+        else:
+            kfac = self.kfac()
+            if kfac is not None:
+                kfac.expect(self)
+                self.handle = self.edge.node.register_prehook(self.reached)
+
+    def reached(self, gradients: Any) -> None:
+        """Take the gradients that came to the node of the picked tensor."""
+        if not torch.is_grad_enabled() and self.edge is not None:
+            self.finish(gradients[self.edge.output_nr], passing=gradients)
+
+    def finish(self, gradient: Any, passing: Any = None) -> None:
+        """Observe, once, and let go of the graph.
+
+        `passing` are the gradients that the outputs' own node is about to be called with.
+        """
+        kfac, edge, z, replay = self.kfac(), self.edge, self.z, self.replay
+        self.drop()
+        if kfac is None or edge is None:
+            return
+        if z._version != self.version:
+            raise kc.UnsupportedError(
+                "The model's outputs were modified in place after its forward pass, so "
+                "that they cannot be observed. Write y = y + x in the place of y += x."
+            )
+        kfac.observe_pass(edge, z, gradient, passing, replay)
+
+    def drop(self) -> None:
+        """Let go of the graph."""
+        if self.handle is not None:
+            self.handle.remove()
+        self.edge = self.z = self.handle = self.replay = None
+
+
+def _entry(returned: Any, name: str) -> Any:
+    if isinstance(returned, Mapping):
+        return returned.get(name)
+    return getattr(returned, name, None)
+
+
+def _viewed(returned: Any, started: Pass) -> Any:
+    """Return a structure with views of its tensors, whose gradients tell of a pass."""
+    views = 0
+    own = started.edge
+
+    def viewed(x: Any) -> Any:
+        nonlocal views
+        if not (isinstance(x, torch.Tensor) and x.requires_grad):
+            return x
+        if x.grad_fn is None:
+            return x
+        views += x.grad_fn is own.node
+        view = x.view_as(x)
+        view.register_hook(started.arrived)
+        return view
+
+    found = _mapped(returned, viewed)
+    started.derived = views == 0
+    return found
+
+
+def _mapped(returned: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(returned, torch.Tensor):
+        return function(returned)
+    if isinstance(returned, MutableMapping):
+        for key in list(returned):
+            new = function(returned[key])
+            if new is not returned[key]:
+                returned[key] = new
+        return returned
+    if isinstance(returned, tuple | list):
+        parts = [function(x) for x in returned]
+        kind: Any = type(returned)
+        return kind(*parts) if hasattr(returned, "_fields") else kind(parts)
+    for key, x in list(vars(returned).items()) if hasattr(returned, "__dict__") else ():
+        new = function(x)
+        if new is not x:
+            object.__setattr__(returned, key, new)
+    return returned

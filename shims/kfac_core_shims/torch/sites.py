@@ -1,0 +1,293 @@
+"""The weights of a model that have a block, and the modules that use each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+import kfac_core as kc
+from kfac_core_shims.torch.layers import Part, Parts, describe
+
+__all__ = ["Found", "Site", "find_sites"]
+
+
+@dataclass(eq=False, kw_only=True)
+class Site:
+    """One block: a part of a module, and its parameters.
+
+    Attributes
+    ----------
+    name : str
+        Name of the block: that of the first module with this weight, and of its part.
+    part : Part
+        Geometry, and how it is read.
+    parameters : dict of str to torch.nn.Parameter
+        Parameters by the layer's names for them.
+    module : torch.nn.Module
+        The first module that uses it.
+    """
+
+    name: str
+    part: Part
+    parameters: dict[str, Any]
+    module: Any
+
+    @property
+    def layer(self) -> Any:
+        """Geometry of the block."""
+        return self.part.layer
+
+    @property
+    def trained(self) -> list[Any]:
+        """All parameters whose gradients are replaced."""
+        return list(self.parameters.values())
+
+    def gradients(self) -> dict[str, Any] | None:
+        """Return the gradients in the layer's layout; None unless all are there."""
+        found: dict[str, Any] = {}
+        for role, shape in self.layer.parameter_shapes.items():
+            parameter = self.parameters[role]
+            if parameter.grad is None or not parameter.requires_grad:
+                return None
+            g = self._own(role, parameter.grad)
+            if role == "weight":
+                g = self.part.to_layer(g)
+            found[role] = g.reshape(shape)
+        return found
+
+    def write(self, direction: Mapping[str, Any]) -> None:
+        """Put a direction into the place of the gradients."""
+        for role, x in direction.items():
+            target = self._own(role, self.parameters[role].grad)
+            if role == "weight":
+                x = self.part.to_module(x)
+            target.copy_(x.reshape(target.shape))
+
+    def is_in(self, module: Any) -> bool:
+        """Return whether a module still holds these very parameters."""
+        names = self.part.parameters
+        return all(
+            getattr(module, names[role], None) is parameter
+            for role, parameter in self.parameters.items()
+        )
+
+    def forget(self) -> None:
+        """Forget what belongs to the last step; here nothing."""
+
+    def rows_of(self, role: str) -> slice | None:
+        """Return which rows of a parameter are this block's; None for all."""
+        return self.part.rows.get(role)
+
+    def _own(self, role: str, x: Any) -> Any:
+        rows = self.rows_of(role)
+        return x if rows is None else x[rows]
+
+
+@dataclass(kw_only=True)
+class Found:
+    """The blocks of a model.
+
+    Attributes
+    ----------
+    sites : dict of str to Site
+        Blocks by name.
+    users : list of tuple
+        ``(module, names of its blocks, context of its calls or None)``.
+    reasons : dict of str to str
+        Why parameters without a block have none, by the parameters' names.
+    """
+
+    sites: dict[str, Site] = field(default_factory=dict)
+    users: list[tuple[Any, list[str], Any]] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
+    """Return the blocks of a model.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    skip_layers : sequence of str
+        Names or class names of modules to leave alone, with all that is in them.
+
+    Returns
+    -------
+    Found
+        Modules that share a weight share its block where they are of one kind.
+
+    Raises
+    ------
+    kfac_core.UnsupportedError
+        If no layer is covered.
+    kfac_core.ConventionError
+        For a name in `skip_layers` that is no module's.
+    """
+    found = Found()
+    skipped = _skipped(model, skip_layers)
+    # A weight is known by the parameter, and by its rows where it is a part of one.
+    of_key: dict[Any, str] = {}
+    users = _users(model)
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if prefix in skipped:
+            _explain(found, prefix, own, "it was asked for")
+            continue
+        if is_parametrized(module):
+            site = _computed(prefix, module)
+            if isinstance(site, str):
+                _explain(found, prefix, dict(module.named_parameters()), site)
+            else:
+                found.sites[prefix] = site
+                found.users.append((module, [prefix], None))
+            continue
+        if not own:
+            continue
+        parts = _parts(module, users)
+        if isinstance(parts, str):
+            _explain(found, prefix, own, parts)
+            continue
+        names = []
+        for suffix, part in parts.of.items():
+            parameters = {r: getattr(module, n) for r, n in part.parameters.items()}
+            weight = next(iter(parameters.values()))
+            if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
+                continue
+            key = id(weight), repr(next(iter(part.rows.values()), None))
+            if key not in of_key:
+                name = ".".join(filter(None, (prefix, suffix)))
+                of_key[key] = name
+                found.sites[name] = Site(
+                    name=name, part=part, parameters=parameters, module=module
+                )
+            names.append(of_key[key])
+        if names:
+            found.users.append((module, names, parts.around))
+        others = {n: p for n, p in own.items() if not _has_block(p, found.sites)}
+        reason = "its weight is shared, and it is not"
+        if not names:
+            reason = "its weight is frozen, or computed from other parameters"
+        _explain(found, prefix, others, reason)
+    if not found.sites:
+        reasons = sorted(set(found.reasons.values()))
+        raise kc.UnsupportedError(
+            "No layer of the model is covered that has a trained weight. Reasons: "
+            f"{'; '.join(reasons) or 'the model has no parameters'}. See `register_layer`."
+        )
+    return found
+
+
+def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
+    """Return the parts of a module, or why it has none."""
+    weight = next(module.parameters(recurse=False))
+    alike = users[id(weight)]
+    if len({_kind(user) for user in alike}) > 1:
+        names = sorted({type(user).__name__ for user in alike})
+        return (
+            f"its weight is shared by modules of different kinds ({', '.join(names)})"
+        )
+
+    def owns(name: str) -> bool:
+        parameter = getattr(module, name, None)
+        if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
+            return False
+        return users[id(parameter)] == alike
+
+    parts = describe(module, owns=owns)
+    if parts is None:
+        return (
+            f"{type(module).__name__} is not known; `register_layer` can make it known"
+        )
+    return parts
+
+
+def _computed(name: str, module: Any) -> Any:
+    """Return the block of a parametrized module, or why it has none."""
+    # A subclass of `Site`, which this module cannot import at its top.
+    from kfac_core_shims.torch.computed import ComputedSite
+
+    if [*module.parametrizations] != ["weight"]:
+        return "another parameter than its weight is parametrized"
+    bias = getattr(module, "bias", None)
+
+    def owns(name: str) -> bool:
+        return isinstance(bias, nn.Parameter) and bias.requires_grad and name == "bias"
+
+    training = module.parametrizations.training
+    module.parametrizations.eval()  # Spectral norm's power iteration stays where it is.
+    try:
+        with torch.no_grad():
+            parts = describe(module, owns=owns)
+    finally:
+        module.parametrizations.train(training)
+    if not isinstance(parts, Parts):
+        return parts or f"{type(module).__mro__[1].__name__} is not known"
+    part = parts.of.get("")
+    if part is None or part.read is None or part.layer.kind not in ("dense", "conv"):
+        return "its weight is parametrized, and it is neither linear nor a convolution"
+    originals = list(module.parametrizations["weight"].parameters())
+    if not all(original.requires_grad for original in originals):
+        return "a part of what its weight is computed from is frozen"
+    return ComputedSite(
+        name=name,
+        part=part,
+        parameters={"bias": bias} if owns("bias") else {},
+        module=module,
+        originals=originals,
+    )
+
+
+def _users(model: Any) -> dict[int, list[Any]]:
+    """Return the modules that hold each parameter."""
+    users: dict[int, list[Any]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(module)
+    return users
+
+
+def _kind(module: Any) -> Any:
+    """Return what modules must have in common to share a block."""
+    return type(module).forward, module.extra_repr().replace("bias=True", "bias=False")
+
+
+def _has_block(parameter: Any, sites: Mapping[str, Site]) -> bool:
+    return any(parameter is own for site in sites.values() for own in site.trained)
+
+
+def _explain(
+    found: Found, prefix: str, parameters: Mapping[str, Any], reason: str
+) -> None:
+    for name in parameters:
+        found.reasons.setdefault(".".join(filter(None, (prefix, name))), reason)
+
+
+def _skipped(model: Any, skip_layers: Sequence[str]) -> set[str]:
+    """Return the names of the modules to leave alone."""
+    if isinstance(skip_layers, str):
+        skip_layers = [skip_layers]
+    found: set[str] = set()
+    modules = dict(model.named_modules())
+    for name in skip_layers:
+        matching = list(_matching(name, modules))
+        if not matching:
+            raise kc.ConventionError(
+                f"`skip_layers` has {name!r}, which is neither the name nor the class name "
+                f"of a module. Modules: {', '.join([n for n in modules if n][:20])}."
+            )
+        found.update(matching)
+    return found
+
+
+def _matching(name: str, modules: Mapping[str, Any]) -> Iterator[str]:
+    for path in modules:
+        parents = [path.rsplit(".", i)[0] for i in range(path.count(".") + 1)]
+        classes = [type(modules[p]).__name__ for p in {path, *parents} if p in modules]
+        if name in (path, *parents) or name in classes:
+            yield path
