@@ -348,6 +348,14 @@ def pythons(session: nox.Session) -> None:
     session.run("pytest", *PARALLEL, *session.posargs)
 
 
+@nox.session(venv_backend="virtualenv")
+def precision(session: nox.Session) -> None:
+    """Compare products with references of 120 digits; print right, refused and wrong."""
+    session.install("-e", ".[scipy,torch,jax]", *group("test"), *TORCH_CPU)
+    names = session.posargs or ("numpy", "torch", "jax")
+    session.run("python", "-m", "conformance_tests.precision", *names)
+
+
 @nox.session
 def kernels(session: nox.Session) -> None:
     """Run the tests on NumPy with each of OpenBLAS's kernels, on one and two threads."""

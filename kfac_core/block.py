@@ -13,7 +13,7 @@ executors: whether tasks can be stacked, and how much work they are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, get_args
@@ -24,7 +24,7 @@ import numpy as np
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
-from kfac_core.array.finite import known_true
+from kfac_core.array.finite import all_finite, known_true
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
@@ -38,7 +38,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import is_structure, map_structure, replaced
+from kfac_core.array.structure import is_structure, leaves, map_structure, replaced
 from kfac_core.constraints import (
     RANGES,
     checked,
@@ -52,6 +52,7 @@ from kfac_core.constraints import (
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
+    DampingError,
     FactorizationError,
     KFACError,
     MixedArraysError,
@@ -268,7 +269,11 @@ class Block:
         if check == "raise":
             raise_for_flags(int(status), name=name)
         options = UpdateOptions(conventions=conventions, decay=0.0, weight=None, xp=xp)
-        new = self.approximation.updated(empty, rows, self.layer, options)
+        with _quiet(check, rows.like, over="ignore", invalid="ignore"):
+            new = self.approximation.updated(empty, rows, self.layer, options)
+            status = _with_overflow(status, new, options, ())
+        if check == "raise":
+            raise_for_flags(int(status), name=name)
         new = replaced(new, status=status)
         return new if check == "raise" else _accepted(new, empty)
 
@@ -597,10 +602,12 @@ class UpdateBlock:
             flags = flags | rows.status(xp=xp)
             rows = rows.with_ids_inside(xp=xp)
         # The status reports infinities; NumPy would also warn of inf - inf.
-        with _quiet(self.check, like, invalid="ignore"):
+        with _quiet(self.check, like, over="ignore", invalid="ignore"):
             new = block.approximation.updated(statistics, rows, block.layer, options)
             if not isinstance(rows, IdRows):
-                flags = flags | _finite_status(block, rows, new, options, stack)
+                flags = _finite_status(flags, block, rows, new, options, stack)
+            else:
+                flags = _with_overflow(flags, new, options, stack)
         return _with_status(new, flags)
 
     def _by_parts(
@@ -619,7 +626,7 @@ class UpdateBlock:
         for rows in parts:
             _require_place(statistics.any_weight, rows.like)
             status = status | rows.status(xp=options.xp)
-            with _quiet(self.check, rows.like, invalid="ignore"):
+            with _quiet(self.check, rows.like, over="ignore", invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
                 total = part if total is None else total.merged(part)
             # Otherwise the loop variable keeps this chunk alive while the next one is made.
@@ -633,7 +640,7 @@ class UpdateBlock:
             weight=options.weight,
             decays=block.approximation.decays,
         )
-        return new, status
+        return new, _with_overflow(status, new, options, ())
 
     def stacks(
         self,
@@ -832,7 +839,7 @@ class RefreshBlock:
             swapped = ["cholesky" if f == "inverse" else f for f in factorizations]
             factorizations = tuple(dict.fromkeys(swapped))
         options = OperatorOptions(
-            damping=_checked_damping(damping, like, compute, check, name),
+            damping=_checked_damping(damping, like, (compute, apply), check, name),
             rule=self.rule,
             debias=self.debias,
             factorizations=factorizations,
@@ -852,7 +859,7 @@ class RefreshBlock:
                     undamped = make(statistics, layer, bare)
                     n, m = undamped.shape
                     damping = damping * undamped.trace(damped=False) / (n * m)
-                    own = _checked_damping(damping, like, compute, check, name)
+                    own = _checked_damping(damping, like, (compute, apply), check, name)
                     options = dataclasses.replace(options, damping=own)
                 operator = make(statistics, layer, options)
         except (FactorizationError, NotFiniteError) as error:
@@ -993,31 +1000,75 @@ def _require_place(held: Array, given: Array) -> None:
 
 
 def _finite_status(
+    earlier: Any,
     block: Block,
     rows: Any,
     new: Statistics,
     options: UpdateOptions,
     stack: tuple[int, ...],
 ) -> Any:
-    """Return the flags of rows that are not finite.
+    """Return earlier flags, and those of rows or sums of squares that are not finite.
 
     Infer that a batch is finite from the traces of the updated Gram matrices, which are
     sums of squares.  Arrays are read only without such a sum, or where that is not finite.
     """
     xp = options.xp
-    summed, traces = set(), 0.0
+    summed: set[str] = set()
+    names: set[str] = set()
+    traces: Any = 0.0
     for name, argument in block.approximation.sums_of_squares:
         total = new.averages[name].sum
         if name not in options.skip and isinstance(total, SymmetricMatrix):
             summed.add(argument)
+            names.add(name)
             traces = traces + xp.linalg.trace(total.array)
     if not (summed and known_true(xp.isfinite(traces), xp=xp)):
-        summed = set()
+        summed, names = set(), set()
     if stack:
-        return rows.status_of_stack(xp=xp, known=frozenset(summed))
-    if summed:
-        return rows.status(xp=xp, known=frozenset(summed))
-    return rows.status(xp=xp)
+        flags = rows.status_of_stack(xp=xp, known=frozenset(summed))
+    elif summed:
+        flags = rows.status(xp=xp, known=frozenset(summed))
+    else:
+        flags = rows.status(xp=xp)
+    return _with_overflow(earlier | flags, new, options, stack, known=names)
+
+
+def _with_overflow(
+    flags: Any,
+    new: Statistics,
+    options: UpdateOptions,
+    stack: tuple[int, ...],
+    *,
+    known: Collection[str] = (),
+) -> Any:
+    """Return flags of an update, with one for sums of squares that are not finite.
+
+    Rows may be finite and their squares not.  Of a Gram matrix the diagonal is looked at;
+    averages in `known` are finite.
+    """
+    xp, good = options.xp, None
+    for name, average in new.averages.items():
+        if name in options.skip or name in known:
+            continue
+        total = getattr(average, "sum", average)
+        if isinstance(total, SymmetricMatrix):
+            total = xp.linalg.diagonal(total.array)
+        for _, leaf in leaves(total):
+            if leaf.ndim == len(stack) or not xp.isdtype(leaf.dtype, "real floating"):
+                continue
+            if stack:
+                flat = xp.reshape(leaf, (*stack, -1))
+                finite = xp.all(xp.isfinite(flat), axis=-1)
+            else:
+                finite = all_finite(leaf, xp=xp)
+            if not known_true(finite, xp=xp):
+                good = finite if good is None else good & finite
+    if good is None:
+        return flags
+    overflow = status_unless(xp, good, Status.OVERFLOWED)
+    return flags | xp.where(
+        overflow * 0 + flags == 0, overflow, xp.zeros_like(overflow)
+    )
 
 
 def emptied(statistics: Statistics) -> Statistics:
@@ -1027,17 +1078,35 @@ def emptied(statistics: Statistics) -> Statistics:
 
 
 def _checked_damping(
-    damping: Scalar, like: Array, dtype: Any, check: Check, name: str
+    damping: Scalar, like: Array, dtypes: tuple[Any, ...], check: Check, name: str
 ) -> Scalar:
-    """Return a damping in a dtype; reads the value of a 0-d array if it is to raise."""
+    """Return a damping in a dtype; reads the value of a 0-d array if it is to raise.
+
+    The dtypes are those of computing and of applying.
+    """
     require_damping(damping)
+    xp = own_namespace(like)
     if isinstance(damping, NUMBER):
+        _require_normal(float(damping), dtypes, xp)
         return float(damping)
     same_place(statistics=like, damping=damping)
     if check == "raise":
         value = float(detached_array(damping))
         require_damping(value, name=f"damping` of block `{name}")
-    return as_scalar(own_namespace(like), damping, dtype, "damping")
+        _require_normal(value, dtypes, xp)
+    return as_scalar(xp, damping, dtypes[0], "damping")
+
+
+def _require_normal(damping: float, dtypes: tuple[Any, ...], xp: Namespace) -> None:
+    """Raise for a damping that a dtype of the operator cannot hold."""
+    for dtype in dtypes:
+        smallest = float(xp.finfo(dtype).smallest_normal)
+        if 0.0 < damping < smallest:
+            raise DampingError(
+                f"Expected `damping` to be zero or at least {smallest:.1e}, the smallest "
+                f"number of {dtype} with all its digits, got {damping}. Take "
+                'Precision(compute="float64", apply="float64").'
+            )
 
 
 def _coefficient_flags(decay: Any, weight: Any, like: Array, xp: Namespace) -> Array:

@@ -78,16 +78,18 @@ def factored_shifts(
     """
     k = len(mean_eigenvalues)
     # A negative damping becomes NaN or stays negative; the factorization reports it.
-    share = (damping / scale) ** (1.0 / k)
+    share = damping ** (1.0 / k) / scale ** (1.0 / k)
     if unit_pi:
         return [share + xp.zeros_like(n) for n in mean_eigenvalues]
     positive = mean_eigenvalues[0] > 0
     for n in mean_eigenvalues[1:]:
         positive = positive & (n > 0)
-    # Logarithms avoid overflow and underflow of the product of the n_i.
-    logs = [xp.log(xp.where(positive, n, 1.0)) for n in mean_eigenvalues]
-    center = sum(logs[1:], start=logs[0]) / k
-    return [share * xp.exp(log - center) for log in logs]
+    safe = [xp.where(positive, n, xp.ones_like(n)) for n in mean_eigenvalues]
+    # A product of roots, since that of the n_i may overflow or underflow.
+    center = safe[0] ** (1.0 / k)
+    for n in safe[1:]:
+        center = center * n ** (1.0 / k)
+    return [share * (n / center) for n in safe]
 
 
 def levenberg_marquardt(

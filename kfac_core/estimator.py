@@ -367,6 +367,26 @@ class Estimator:
         finally:
             self._changing = None
 
+    def reset(self, name: str, /) -> None:
+        """Make one block as it was before its first batch; the others are unchanged.
+
+        Parameters
+        ----------
+        name : str
+            Name of the block.
+
+        Raises
+        ------
+        UnknownBlockError
+            For an unknown block name.
+
+        Notes
+        -----
+        Call `update` and `refresh` before it preconditions again.  See
+        `kfac_core.Network.reset` for a state whose counts are arrays.
+        """
+        self.state = self.network.reset(self.state, name)
+
     def rebase(
         self,
         names: Iterable[str] | None = None,

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.finite import is_plain
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -582,6 +583,46 @@ class Network:
             {n: _after_update(state.blocks[n], new, 1) for n, new in found.items()}
         )
 
+    def reset(self, state: NetworkState, name: str, /) -> NetworkState:
+        """Return the state with one block as it was before its first batch.
+
+        Parameters
+        ----------
+        state : NetworkState
+            State to read; not modified.
+        name : str
+            Name of the block.
+
+        Returns
+        -------
+        NetworkState
+            State in which the block's sums and counts are zero.  Where counts are Python
+            numbers the block has no statistics and no operator, and must be updated and
+            refreshed before it preconditions.  Where they are arrays (`initial`), the
+            structure stays the same, and products are zero until the next refresh.
+
+        Raises
+        ------
+        UnknownBlockError
+            For an unknown block name.
+        """
+        block, held = self.blocks[self.known(name)], state[name]
+        if isinstance(held.updates, int) or held.statistics is None:
+            return state.updated({name: BlockState()})
+        empty = block.initial(held.statistics.any_weight, precision=self.precision)
+        statistics = map_structure(_copied, empty)
+        counts = {
+            field: getattr(held, field) * 0
+            for field in (
+                *("updates", "age", "refreshes", "failures"),
+                *("moments_missing", "status"),
+            )
+        }
+        made = replaced(
+            held, statistics=statistics, basis_age=held.basis_age * 0 - 1, **counts
+        )
+        return state.updated({name: made})
+
     def rebase(
         self,
         state: NetworkState,
@@ -1113,18 +1154,19 @@ def _one_where(burning: Any, value: Scalar, statistics: Statistics | None) -> Sc
 
 
 def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockState:
-    """Return a block's state with new statistics, every count one higher."""
-    one, aged, status = 1, held.basis_age, statistics.status
-    if isinstance(held.updates, int):
-        one = good if isinstance(good, int) else 1
-        aged = aged if aged < 0 else aged + 1
+    """Return a block's state with new statistics, every count one higher if it is good."""
+    one = good
+    if not isinstance(good, int):
+        xp = own_namespace(good)
+        # Counts that cannot be read here become arrays.
+        one = int(good) if is_plain(good, xp=xp) else cast(xp, good, xp.int32)
+    if not isinstance(held.updates, int):
+        one = own_namespace(held.updates).zeros_like(held.updates) + one
+    aged, status = held.basis_age, statistics.status
+    if isinstance(aged, int):
+        aged = aged if aged < 0 else aged + one
     else:
-        xp = own_namespace(held.updates)
-        one = (
-            xp.ones_like(held.updates)
-            if isinstance(good, int)
-            else cast(xp, good, xp.int32)
-        )
+        xp = own_namespace(aged)
         aged = xp.where(aged < 0, aged, aged + one)
         # An array of its own: a state whose arrays are donated holds none twice.
         status = _copied(status)

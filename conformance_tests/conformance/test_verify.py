@@ -219,17 +219,28 @@ def test_the_memory_limit_can_be_chosen(run, tmp_path):
     assert "8 MiB" in errors[0]
 
 
-def test_a_record_without_checks_says_so(run, tmp_path):
-    """Nothing to check is no difference, and not shown as agreement either."""
+def test_a_record_without_checks_is_refused(run, tmp_path):
+    """Nothing to check is no agreement."""
     good = Good()
     good.document["checks"] = []
     path = write(tmp_path, "mute", good.bytes())
 
     code, lines, errors = run(path)
 
-    assert (code, errors) == (0, [])
-    assert lines[0] == f"{path}: nothing to check"
-    assert lines[1].startswith("0 of 0 answers")
+    assert (code, lines) == (2, [])
+    assert "checks: expected at least one, got none" in errors[0]
+
+
+def test_a_record_that_tolerates_everything_is_refused(run, tmp_path):
+    """With a relative tolerance of 1e308 an answer of zeros would agree."""
+    good = Good()
+    good.document["checks"][0]["rtol"] = 1e308
+    path = write(tmp_path, "tolerant", good.bytes())
+
+    code, lines, errors = run(path)
+
+    assert (code, lines) == (2, [])
+    assert "rtol: expected less than 1" in errors[0]
 
 
 @pytest.mark.parametrize(

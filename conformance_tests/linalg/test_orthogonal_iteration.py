@@ -125,7 +125,7 @@ def test_a_refresh_never_raises_the_ratio(backend):
         assert np.all(after < before)
 
         if t % 10 == 0:
-            w, _, residual, refused, status = map(backend.to_numpy, basis)
+            w, _, residual, refused, status, _ = map(backend.to_numpy, basis)
             assert_close(residual, after, "cholesky", "float32")
             assert not np.any(refused)
             assert not np.any(status)
@@ -374,3 +374,40 @@ def test_a_refresh_runs_inside_a_compiled_program(requires_backend, rng, library
     assert dense_ratio(A, backend.to_numpy(new)) < dense_ratio(A, Q)
     assert (bool(refused), int(status)) == (False, Status.OK)
     assert (bool(bad_refused), int(bad)) == (True, Status.MATRIX_NOT_FINITE)
+
+
+def test_the_order_says_where_each_column_was(backend, rng):
+    """Eigenvalues that cross: what goes with a column is found again by the order."""
+    Q = np.linalg.qr(rng.normal(size=(5, 5)))[0]
+    first = Q @ np.diag([5.0, 4.0, 3.0, 2.0, 1.0]) @ Q.T
+    second = Q @ np.diag([1.0, 4.5, 3.0, 6.0, 2.0]) @ Q.T
+    basis = ordered_basis(backend.asarray(first))
+    np.testing.assert_array_equal(backend.to_numpy(basis.order), np.arange(5))
+
+    made = refreshed_basis(basis, backend.asarray(second), steps=2)
+
+    np.testing.assert_array_equal(backend.to_numpy(made.order), [3, 1, 2, 4, 0])
+    before, after = (backend.to_numpy(b.eigenvectors) for b in (basis, made))
+    order = backend.to_numpy(made.order)
+    overlaps = np.abs(np.sum(before[:, order] * after, axis=0))
+    np.testing.assert_allclose(overlaps, 1.0, atol=1e-8)
+
+
+def test_squares_permuted_by_the_order_follow_the_published_code(backend, rng):
+    """SOAP's published step sorts columns and squares by the old basis, then takes a QR."""
+    A = rng.normal(size=(6, 6))
+    A = A @ A.T
+    basis = ordered_basis(backend.asarray(A))
+    squares = rng.uniform(size=(6, 6))
+    Q = backend.to_numpy(basis.eigenvectors)
+    new = A + 3.0 * np.outer(Q[:, 4], Q[:, 4])
+    sort = np.argsort(-np.diag(Q.T @ new @ Q), kind="stable")
+    expected = squares[sort]
+    expected_Q = np.linalg.qr(new @ Q[:, sort])[0]
+
+    made = refreshed_basis(basis, backend.asarray(new))
+
+    got = backend.to_numpy(made.eigenvectors)
+    order = backend.to_numpy(made.order)
+    np.testing.assert_allclose(squares[order], expected)
+    np.testing.assert_allclose(np.abs(got.T @ expected_Q), np.eye(6), atol=1e-8)

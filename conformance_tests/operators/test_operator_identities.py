@@ -14,6 +14,7 @@ from kfac_core.errors import (
     DtypeError,
     FactorizationError,
     MixedArraysError,
+    NotFiniteError,
     ShapeError,
 )
 
@@ -243,7 +244,10 @@ def test_in_status_mode_a_bad_damping_is_flagged(plain, rule, damping):
             factorizations=ALL,
             check="status",
         )
-        product = plain.backend.to_numpy(operator.multiply_cholesky_inverse(V))
+        try:
+            product = plain.backend.to_numpy(operator.multiply_cholesky_inverse(V))
+        except NotFiniteError:
+            product = np.nan
 
     assert Status.BAD_DAMPING in Status(int(operator.status()))
     assert not np.all(np.isfinite(product))

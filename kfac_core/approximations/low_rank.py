@@ -162,13 +162,18 @@ class LowRankKronecker(Approximation):
         S = xp.where(S > 0, S, xp.ones_like(S))
         lam = full_of(xp, options.damping, S)
         bases, means = [], []
+        stored = float(xp.finfo(statistics.dtype).eps)
         for side in ("input", "output"):
             total = _low_rank(statistics.averages[side]).value(debias=options.debias)
             total = in_dtype(total, compute, xp)
             means.append(total.trace() / total.size)
             bases.append(
                 low_rank_basis(
-                    total, check=options.check, name=f"{options.name}/{side}", xp=xp
+                    total,
+                    roundoff=stored,
+                    check=options.check,
+                    name=f"{options.name}/{side}",
+                    xp=xp,
                 )
             )
         shifts = None

@@ -38,3 +38,6 @@ class Status(IntFlag):
     """A decay lies outside [0, 1], or a weight is negative or not finite."""
     IDS_OUT_OF_RANGE = 128
     """An id is negative, or not below the size of the vocabulary."""
+    OVERFLOWED = 256
+    """Sums of squares of finite rows are not finite; the statistics were left as they
+    were."""

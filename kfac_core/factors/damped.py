@@ -30,7 +30,7 @@ from kfac_core.array.structure import replaced, structure
 from kfac_core.damping import require_damping
 from kfac_core.errors import ShapeError
 from kfac_core.factors.factor import Shifted
-from kfac_core.linalg.shifted import Factorization, shifted_matrix
+from kfac_core.linalg.shifted import Factorization, real_exponent, shifted_matrix
 from kfac_core.linalg.shifted_diagonal import shifted_diagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -110,6 +110,7 @@ class DampedFactor:
         FactorizationError
             If M has no such power.
         """
+        exponent = real_exponent(exponent)
         xp = self._entering(v)
         if v.ndim not in (1, 2) or v.shape[0] != self.size:
             raise ShapeError(

@@ -61,13 +61,15 @@ class FullFactor:
         """Return the average in a dtype, without a pass over the sum where it has that."""
         total: SymmetricMatrix = average.sum
         factor = average.factor(debias=debias)
+        roundoff = 0.0
         if total.array.dtype != dtype:
+            roundoff = float(xp.finfo(total.array.dtype).eps)
             factor = cast(xp, factor, dtype)
             total = replaced(total, array=cast(xp, total.array, dtype))
         # Of the weights of a stack, one a matrix.
         if factor.ndim:
             factor = xp.reshape(factor, total.array.shape[:-2])
-        return ScaledMatrix(total, factor)
+        return ScaledMatrix(total, factor, roundoff)
 
     def mean_eigenvalue(self, value: ScaledMatrix, /) -> Array:
         """Return ``tr / n``, shape (...)."""

@@ -10,7 +10,7 @@ from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.array.status import Status
 from kfac_core.array.structure import is_structure, map_structure
-from kfac_core.errors import ArgumentError, DecayError
+from kfac_core.errors import ArgumentError, DecayError, NotFiniteError
 from kfac_core.layers.rows import require_finite
 
 __all__ = [
@@ -143,6 +143,12 @@ def raise_for_flags(flags: int, /, *, name: str) -> None:
         For a decay or weight, given as an array, that is out of range.
     """
     require_finite(flags, name=name)
+    if Status.OVERFLOWED in Status(flags):
+        raise NotFiniteError(
+            f"Block {name!r}: the batch is finite, but the sums of its squares overflow. "
+            "Nothing was changed. Scale the loss or the inputs, or keep statistics in "
+            'float64 (Precision(storage="float64")).'
+        )
     if Status.BAD_DECAY in Status(flags):
         raise DecayError(
             f"Block {name!r}: expected `decay` in [0, 1] and `weight` > 0, both finite. "

@@ -13,7 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import namespace_of, require_floating
+from kfac_core.array.namespaces import (
+    cast,
+    namespace_of,
+    require_floating,
+    wide_dtype,
+)
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.example_gradients import ExampleGradients
@@ -108,6 +113,8 @@ class ScaleShift:
                 f"Expected `output_grads` to have shape {expected}, with at least one row, "
                 f"for `inputs` of shape {tuple(x.shape)}, got {tuple(g.shape)}."
             )
+        # Half precision is widened before anything is multiplied.
+        x, g = (cast(xp, array, wide_dtype(xp, array.dtype)) for array in (x, g))
         examples, event = x.shape[0], tuple(x.shape[1:])
         g = xp.reshape(g, (batch.sources or 1, *x.shape))
         parts = []

@@ -18,6 +18,7 @@ from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of
+from kfac_core.linalg.certificate import relative_norm
 
 __all__ = ["estimated_norm", "measured_residual"]
 
@@ -80,5 +81,4 @@ def measured_residual(
 ) -> float:
     """Return ``|M M^-1 z - z| / |z|`` for a probe z, read from the device."""
     error = product(inverse(probe)) - probe
-    norms = [xp.sqrt(xp.sum(v * v)) for v in (error, probe)]
-    return float(norms[0] / norms[1])
+    return float(relative_norm(error, probe, xp=xp))

@@ -10,20 +10,27 @@ all of M is, and is the one guard before LAPACK.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import known_true
-from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.namespaces import own_namespace, status_unless
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import structure
+from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
+    SPECTRAL_GAP,
+    Spectrum,
+    backward_residual,
     cholesky_residual,
     eigen_residual,
     inverse_residual,
+    pivot_error,
     probe_of,
+    roundoff_units,
+    settled_eigenvalues,
+    spectrum_error,
 )
 from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
 from kfac_core.linalg.eigen import eigh
@@ -48,7 +55,7 @@ __all__ = [
 ]
 
 
-@structure()
+@structure(static=("roundoff",))
 class DampedMatrix:
     """The matrix ``M = c B + shift I``, or a stack of them.
 
@@ -60,11 +67,14 @@ class DampedMatrix:
         Factor c, positive.
     shift : array, shape () or (...)
         Finite and >= 0.
+    roundoff : float
+        Relative roundoff of B as it was stored; 0 for that of its dtype.
     """
 
     matrix: SymmetricMatrix
     factor: Array
     shift: Array
+    roundoff: float = 0.0
 
     @property
     def size(self) -> int:
@@ -77,6 +87,8 @@ class DampedMatrix:
         product = self.factor[..., None, None] * product
         return product + self.shift[..., None, None] * v if shifted else product
 
+
+T = TypeVar("T")
 
 Conditions = tuple[tuple[Array, Status], ...]
 """Conditions, each with the flag to set if it fails."""
@@ -113,9 +125,18 @@ def cholesky_factor(
     ``n^3 / 3`` flops.  ``check="raise"`` synchronizes with the device once.
     """
     xp = own_namespace(problem.matrix.array)
-    return with_fallbacks(
-        _attempt_cholesky, problem, _clipped_cholesky, check=check, name=name, xp=xp
+    options: Any = {"check": check, "name": name, "xp": xp}
+    factor: CholeskyFactor = with_fallbacks(
+        _attempt_cholesky,
+        problem,
+        _clipped_cholesky,
+        settled=_settled_cholesky,
+        doubted=_is_doubted(problem, xp),
+        **options,
     )
+    if check == "status" and _is_doubted(problem, xp):
+        return _flagged(factor, problem, _smallest_pivot(factor, xp), xp)
+    return factor
 
 
 def damped_inverse(
@@ -151,18 +172,31 @@ def damped_inverse(
     made = _attempt_inverse(problem, xp, lower)
     options: Any = {"check": check, "name": name, "made": made, "xp": xp}
     inverse: Inverse = with_fallbacks(
-        _attempt_inverse, problem, _clipped_inverse, **options
+        _attempt_inverse,
+        problem,
+        _clipped_inverse,
+        settled=_settled_inverse,
+        doubted=_is_doubted(problem, xp),
+        **options,
     )
+    if check == "status" and _is_doubted(problem, xp):
+        return _flagged(inverse, problem, 1.0 / inverse.matrix.trace(), xp)
     return inverse
 
 
 def eigendecomposition(
-    problem: DampedMatrix, /, *, check: Check, name: str
+    problem: DampedMatrix, /, *, check: Check, name: str, wide: bool = False
 ) -> Eigendecomposition:
     """Return the eigendecomposition of ``c B``; the shift is not read.
 
     Parameters, errors and conventions are those of `cholesky_factor`, with a fallback to
-    float64 alone.
+    float64 alone.  Eigenvalues that are only roundoff are zero; see
+    `kfac_core.linalg.certificate.settled_eigenvalues`.
+
+    Parameters
+    ----------
+    wide : bool
+        Whether to begin with float64, with ``check="raise"``.
 
     Returns
     -------
@@ -176,9 +210,12 @@ def eigendecomposition(
     accurate than one by Cholesky.
     """
     xp = own_namespace(problem.matrix.array)
-    return with_fallbacks(
-        _attempt_eigen, problem, _no_eigendecomposition, check=check, name=name, xp=xp
+    options: Any = {"check": check, "name": name, "wide": wide, "xp": xp}
+    attempt = _attempt_eigen if check == "status" else _attempt_known_eigen
+    basis: Eigendecomposition = with_fallbacks(
+        attempt, problem, _no_eigendecomposition, **options
     )
+    return basis
 
 
 def problem_flags(problem: DampedMatrix, finite: Array, xp: Namespace, /) -> Conditions:
@@ -236,6 +273,9 @@ def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
     image, conditions, valid = _validity(problem, image, xp)
     lower = _lower(problem, valid, xp)
     residual = cholesky_residual(lower, z, image, xp=xp)
+    # L L^T is always close to M.  Solving with L is not, where M is ill-conditioned.
+    solving = pivot_error(lower, xp=xp)
+    residual = xp.where(residual > solving, residual, solving)
     positive = lower[..., -1, -1] > 0
     if not known_true(positive, xp=xp):
         # Above the diagonal, too, there is then nothing that passes for a factor.
@@ -274,7 +314,8 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
     residual = eigen_residual(w, Q, z, image, xp=xp)
     zeros = xp.zeros_like(w)
     clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
-    w = xp.where(w < 0, zeros, w)
+    diagonal = problem.factor[..., None] * matrix.diagonal()
+    w = settled_eigenvalues(w, diagonal, _storage_roundoff(problem, xp), xp=xp)
     _, fallback = untouched(residual, xp)
     status = first_flag(
         (finite, Status.MATRIX_NOT_FINITE),
@@ -286,6 +327,30 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
         w = xp.where(finite[..., None], w, xp.full_like(w, xp.nan))
         Q = xp.where(finite[..., None, None], Q, xp.full_like(Q, xp.nan))
     return Eigendecomposition(w, Q, status, residual, clipped, fallback)
+
+
+def _attempt_known_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
+    """Return the eigendecomposition of a matrix without the roundoff of its storage.
+
+    Roundoff of ``(A)_ij`` is relative to the root of ``(A)_ii (A)_jj``, so that of small
+    entries it is small.  It is removed from the matrix with a diagonal of 1.
+    """
+    if not _is_doubted(problem, xp):
+        return _attempt_eigen(problem, xp)
+    full = problem.factor[..., None, None] * problem.matrix.full()
+    diagonal = xp.linalg.diagonal(full)
+    root = xp.sqrt(xp.where(diagonal > 0, diagonal, xp.ones_like(diagonal)))
+    outer = root[..., :, None] * root[..., None, :]
+    one = xp.ones_like(problem.factor)
+    options: Any = {"shift": problem.shift, "roundoff": problem.roundoff}
+    unit = SymmetricMatrix(full / outer, full_storage=True)
+    found = _attempt_eigen(DampedMatrix(unit, one, **options), xp)
+    if bool(xp.any(found.status != 0)):
+        return _attempt_eigen(problem, xp)
+    clean = from_eigenbasis(found.eigenvectors, found.eigenvalues, xp)
+    cleaned = SymmetricMatrix(clean.array * outer, full_storage=True)
+    made = _attempt_eigen(DampedMatrix(cleaned, one, problem.shift), xp)
+    return replaced(made, fallback=xp.full_like(made.fallback, int(Fallback.FLOAT64)))
 
 
 def _lower(problem: DampedMatrix, valid: Array | None, xp: Namespace) -> Array:
@@ -337,6 +402,77 @@ def _clipped_inverse(
     return Inverse(X, xp.zeros_like(fallback), residual, basis.clipped, fallback)
 
 
+def _settled_cholesky(
+    problem: DampedMatrix, made: CholeskyFactor, name: str, xp: Namespace
+) -> CholeskyFactor | None:
+    """Return the factor of M without what is only roundoff in A, if there is such."""
+    if not bool(xp.any(_is_doubtful(problem, _smallest_pivot(made, xp), xp))):
+        return None
+    return _clipped_cholesky(problem, made, name, xp)
+
+
+def _settled_inverse(
+    problem: DampedMatrix, made: Inverse, name: str, xp: Namespace
+) -> Inverse | None:
+    """Return the inverse of M without what is only roundoff in A, if there is such."""
+    # The trace of the inverse is at least the inverse of the smallest eigenvalue.
+    if not bool(xp.any(_is_doubtful(problem, 1.0 / made.matrix.trace(), xp))):
+        return None
+    return _clipped_inverse(problem, made, name, xp)
+
+
+def _smallest_pivot(made: CholeskyFactor, xp: Namespace) -> Array:
+    """Return the smallest pivot, which is at least the smallest eigenvalue."""
+    pivots = xp.linalg.diagonal(made.lower)
+    return xp.min(pivots * pivots, axis=-1)
+
+
+def _flagged(made: T, problem: DampedMatrix, smallest: Array, xp: Namespace) -> T:
+    """Return a factorization with a flag where the storage of B decides on it."""
+    good = xp.logical_not(_is_doubtful(problem, smallest, xp))
+    status: Array = cast(Any, made).status
+    flags = status | status_unless(xp, good, Status.INACCURATE)
+    return replaced(made, status=flags)
+
+
+def _is_doubtful(problem: DampedMatrix, smallest: Array, xp: Namespace) -> Array:
+    """Return whether an eigenvalue may be only roundoff, and large beside the shift.
+
+    `smallest` is an estimate of the smallest eigenvalue of M.
+    """
+    trace = problem.factor * problem.matrix.trace()
+    noise = roundoff_units(problem.size) * _storage_roundoff(problem, xp) * trace
+    return (smallest <= SPECTRAL_GAP * noise) & (
+        problem.shift * RESIDUAL_LIMIT <= noise
+    )
+
+
+def _is_doubted(problem: DampedMatrix, xp: Namespace) -> bool:
+    """Whether B was stored in a narrower dtype than it is factorized in."""
+    return problem.roundoff > float(xp.finfo(problem.matrix.array.dtype).eps)
+
+
+def _is_determined(
+    basis: Eigendecomposition, problem: DampedMatrix, xp: Namespace
+) -> bool:
+    """Whether the eigenvalues of M are known, in the dtype of the eigendecomposition."""
+    w, shift = basis.eigenvalues, problem.shift
+    roundoff = xp.full_like(shift, float(xp.finfo(w.dtype).eps))
+    diagonal = problem.factor[..., None] * problem.matrix.diagonal()
+    error = spectrum_error(
+        [Spectrum(w, roundoff, diagonal)],
+        scale=xp.ones_like(shift),
+        damping=shift,
+        xp=xp,
+    )
+    return bool(error <= RESIDUAL_LIMIT)
+
+
+def _storage_roundoff(problem: DampedMatrix, xp: Namespace) -> float:
+    """Return the relative roundoff of B."""
+    return max(problem.roundoff, float(xp.finfo(problem.matrix.array.dtype).eps))
+
+
 def _clipped(
     problem: DampedMatrix, name: str, xp: Namespace
 ) -> tuple[Eigendecomposition, Array, SymmetricMatrix, Array, Array]:
@@ -344,15 +480,20 @@ def _clipped(
 
     Or raise, where M is not positive definite even so.
     """
-    basis = _attempt_eigen(problem, xp)
+    basis = _attempt_known_eigen(problem, xp)
     damped = basis.eigenvalues + problem.shift[..., None]
     Q, unit = basis.eigenvectors, xp.where(damped > 0, damped, xp.ones_like(damped))
     X = from_eigenbasis(Q, 1.0 / unit, xp)
     z = probe_of(problem.matrix.array, xp)
     image = multiply_symmetric(from_eigenbasis(Q, damped, xp), z, xp=xp)
-    residual = inverse_residual(X, z, image, xp=xp)
+    # Of a matrix whose condition number is beyond roundoff no product with the inverse
+    # is close to z; with orthogonal eigenvectors the inverse is as accurate as they are.
+    backward = backward_residual(X, z, image, damped, xp=xp)
+    residual = xp.where(backward > basis.residual, backward, basis.residual)
     smallest, worst = float(xp.min(damped)), float(xp.max(residual))
-    if not (smallest > 0 and worst <= RESIDUAL_LIMIT):
+    if not (
+        smallest > 0 and worst <= RESIDUAL_LIMIT and _is_determined(basis, problem, xp)
+    ):
         raise FactorizationError(
             f"a {problem.size} x {problem.size} matrix is not positive definite even after "
             f"its negative eigenvalues (sum {float(xp.max(basis.clipped)):.1e}) were set "

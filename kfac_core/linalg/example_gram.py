@@ -110,21 +110,44 @@ def squared_norms(x: Array, g: Array, /, *, xp: Namespace) -> Array:
 
 def divided_difference(
     h: Array, lam: Array, exponent: float, /, *, xp: Namespace
-) -> Array:
-    """Return ``((h + lam)^p - lam^p) / h``, accurate for h small against lam.
+) -> tuple[Array, Array]:
+    """Return ``((h + lam)^p - lam^p) / h`` as two factors, accurate for h small.
 
-    Zero where both h and lam are below the rounding errors of the largest h: the
-    direction is then not known, and the quotient could be anything.
+    Parameters
+    ----------
+    h : array, shape (K,)
+        Eigenvalues, nonnegative.
+    lam : array, 0-d
+        Damping, positive.
+    exponent : float
+        p.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    quotient : array, shape (K,)
+        Zero where both h and lam are below the rounding errors of the largest h: the
+        direction is then not known, and the quotient could be anything.
+    unit : array, 0-d
+        ``lam^p`` for a negative p, where the product may underflow; else 1.
     """
     noise = float(h.shape[0] * xp.finfo(h.dtype).eps) * xp.max(h)
-    ratio = xp.where(h < lam, h, lam) / lam
-    near = lam**exponent * xp.expm1(exponent * xp.log1p(ratio))
-    far = (h + lam) ** exponent - lam**exponent
     known = (h > noise) | ((h > 0) & (lam > noise))
     safe = xp.where(known, h, xp.ones_like(h))
-    limit = exponent * xp.where(lam > noise, lam, noise + lam) ** (exponent - 1.0)
+    one = xp.ones_like(lam)
+    unit = lam**exponent if exponent < 0 else one
+    ratio = xp.where(h < lam, h, lam) / lam
+    near = xp.expm1(exponent * xp.log1p(ratio))
+    if exponent < 0:
+        far = (lam / (h + lam)) ** -exponent - 1.0
+        limit = exponent / xp.where(lam > noise, lam, noise + lam)
+    else:
+        near = lam**exponent * near
+        far = (h + lam) ** exponent - lam**exponent
+        limit = exponent * xp.where(lam > noise, lam, noise + lam) ** (exponent - 1.0)
     at_zero = xp.where((h <= 0) & (lam > noise), limit, xp.zeros_like(h))
-    return xp.where(known, xp.where(h < lam, near, far) / safe, at_zero)
+    return xp.where(known, xp.where(h < lam, near, far) / safe, at_zero), unit
 
 
 def _gram_of_columns(rows: Array, xp: Namespace) -> SymmetricMatrix:

@@ -20,7 +20,12 @@ from typing import Any, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import is_plain, known_true
-from kfac_core.array.namespaces import any_status, device_of, own_namespace
+from kfac_core.array.namespaces import (
+    any_status,
+    device_of,
+    own_namespace,
+    status_unless,
+)
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype, leaves, replaced
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
@@ -31,6 +36,7 @@ __all__ = [
     "fallback_of",
     "first_flag",
     "guarded",
+    "in_narrow_dtype",
     "in_wider_dtype",
     "raise_invalid",
     "untouched",
@@ -78,6 +84,9 @@ def with_fallbacks(
     check: Check,
     name: str,
     made: M | None = None,
+    settled: Callable[[P, M, str, Namespace], M | None] | None = None,
+    doubted: bool = False,
+    wide: bool = False,
     xp: Namespace,
 ) -> M:
     """Return a factorization from the first step of the fallback chain that succeeds.
@@ -98,6 +107,13 @@ def with_fallbacks(
         Name of the matrix in error messages.
     made : structure, optional
         First attempt, if already computed.
+    settled : callable, optional
+        Takes what `last` does.  Returns what is to replace an attempt in float64 that has
+        no flags: the numbers of a narrower dtype are not known to its precision.
+    doubted : bool
+        Whether the first attempt, too, is shown to `settled`.
+    wide : bool
+        Whether to begin with float64 (``check="raise"``).
     xp : namespace
         Array API namespace of the arrays.
 
@@ -113,18 +129,28 @@ def with_fallbacks(
     KFACError
         As `last` (``check="raise"``).
     """
-    found: Any = attempt(problem, xp) if made is None else made
-    if check == "status" or not (flags := _flags(found.status, xp)):
-        return found  # type: ignore[no-any-return]
-    widest = widened(problem, xp=xp)
+    widest = widened(problem, xp=xp) if wide and check == "raise" else None
+    if widest is None:
+        found: Any = attempt(problem, xp) if made is None else made
+        if check == "status":
+            return found  # type: ignore[no-any-return]
+        flags = _flags(found.status, xp)
+        if not flags:
+            better = settled(problem, found, name, xp) if settled and doubted else None
+            return found if better is None else better
+        widest = widened(problem, xp=xp)
     if widest is not None:
         found = attempt(widest, xp)
-        if not (flags := _flags(found.status, xp)):
-            fallback = xp.full_like(found.fallback, int(Fallback.FLOAT64))
-            return _narrowed(replaced(found, fallback=fallback), problem, xp)  # type: ignore[no-any-return]
+        flags = _flags(found.status, xp)
+        if not flags:
+            better = settled(widest, found, name, xp) if settled else None
+            if better is None:
+                fallback = xp.full_like(found.fallback, int(Fallback.FLOAT64))
+                better = replaced(found, fallback=fallback)
+            return _narrowed(better, problem, name, xp)
     raise_invalid(Status(flags), name)
     widest = problem if widest is None else widest
-    return _narrowed(last(widest, found, name, xp), problem, xp)
+    return _narrowed(last(widest, found, name, xp), problem, name, xp)
 
 
 def in_wider_dtype(
@@ -305,9 +331,60 @@ def widened(problem: P, /, *, xp: Namespace) -> P | None:
     return in_dtype(problem, xp.float64, xp)
 
 
-def _narrowed(made: M, problem: Any, xp: Namespace) -> M:
+def _narrowed(made: M, problem: Any, name: str, xp: Namespace) -> M:
     """Return a factorization in the dtype of the problem."""
-    return in_dtype(made, _like(problem).dtype, xp)
+    return in_narrow_dtype(made, _like(problem).dtype, check="raise", name=name, xp=xp)
+
+
+def in_narrow_dtype(
+    made: M, dtype: Any, /, *, check: Check, name: str, xp: Namespace
+) -> M:
+    """Return a factorization in another dtype.
+
+    Parameters
+    ----------
+    made : structure with a ``status``
+        Factorization.
+    dtype : dtype
+        Dtype of the result.
+    check : {"raise", "status"}
+        Whether numbers beyond the range of the dtype raise, or set a flag.
+    name : str
+        Name used in error messages.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    structure
+        Itself, if it has that dtype.
+
+    Raises
+    ------
+    FactorizationError
+        If a number is beyond the range of the dtype (``check="raise"``).
+    """
+    if next(x for _, x in leaves(made) if _is_floating(x, xp)).dtype == dtype:
+        return made
+    narrow: Any = in_dtype(made, dtype, xp)
+    good = xp.asarray(True, device=device_of(narrow.status))
+    for path, x in leaves(narrow):
+        if _is_floating(x, xp) and path not in ("residual", "clipped"):
+            good = good & xp.all(xp.isfinite(x))
+    if check == "raise":
+        if not bool(good):
+            raise FactorizationError(
+                f"a factorization has numbers beyond the range of {dtype}. Increase "
+                '`damping`, or take Precision(apply="float64").',
+                factor=name,
+            )
+        return narrow  # type: ignore[no-any-return]
+    flag = status_unless(xp, good, Status.INACCURATE)
+    return replaced(narrow, status=narrow.status | flag)  # type: ignore[no-any-return]
+
+
+def _is_floating(x: Array, xp: Namespace) -> bool:
+    return bool(xp.isdtype(x.dtype, "real floating"))
 
 
 def _like(problem: Any) -> Array:

@@ -7,6 +7,8 @@ and what happens on the complement, never U.
 
 from __future__ import annotations
 
+import functools
+
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
@@ -15,7 +17,7 @@ from kfac_core.array.namespaces import device_of
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
-from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, settled_eigenvalues
 from kfac_core.linalg.fallback import first_flag, with_fallbacks
 from kfac_core.linalg.low_rank import LowRankSum
 
@@ -84,7 +86,13 @@ class LowRankBasis:
 
 
 def low_rank_basis(
-    matrix: LowRankSum, /, *, check: Check, name: str, xp: Namespace
+    matrix: LowRankSum,
+    /,
+    *,
+    roundoff: float = 0.0,
+    check: Check,
+    name: str,
+    xp: Namespace,
 ) -> LowRankBasis:
     """Return the eigendecomposition of ``B B^T``, certified.
 
@@ -92,6 +100,8 @@ def low_rank_basis(
     ----------
     matrix : LowRankSum
         Sum of a single matrix, not of a stack.
+    roundoff : float
+        Relative roundoff of the dtype in which the root was stored, if that was narrower.
     check : {"raise", "status"}
         Whether to look, try float64 where float32 is not accurate and raise; or to
         report in the flags.
@@ -116,7 +126,8 @@ def low_rank_basis(
     -----
     A thin singular value decomposition, ``O(d r^2)`` flops.
     """
-    return with_fallbacks(_attempt, matrix, _inaccurate, check=check, name=name, xp=xp)
+    attempt = functools.partial(_attempt, roundoff=roundoff)
+    return with_fallbacks(attempt, matrix, _inaccurate, check=check, name=name, xp=xp)
 
 
 def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:
@@ -154,7 +165,7 @@ def rank_one_basis(vector: Array, /, *, xp: Namespace) -> LowRankBasis:
     return LowRankBasis(w, (unit / length)[:, None], zero, zero, status, fallback)
 
 
-def _attempt(matrix: LowRankSum, xp: Namespace) -> LowRankBasis:
+def _attempt(matrix: LowRankSum, xp: Namespace, *, roundoff: float) -> LowRankBasis:
     """Decompose in the dtype of the root; NaN where it cannot be."""
     B = matrix.root
     finite = xp.all(xp.isfinite(B)) & xp.isfinite(matrix.truncated_trace)
@@ -167,6 +178,9 @@ def _attempt(matrix: LowRankSum, xp: Namespace) -> LowRankBasis:
         U, s = xp.full_like(B, xp.nan), xp.full_like(B[0, :], xp.nan)
     w = s * s
     residual = _residual(safe, w, U, xp)
+    # Columns were joined by the eigendecomposition of their Gram matrix.
+    roundoff = max(roundoff, float(xp.finfo(w.dtype).eps))
+    w = settled_eigenvalues(w, xp.sum(safe * safe, axis=-1), roundoff, xp=xp)
     status = first_flag(
         (finite, Status.MATRIX_NOT_FINITE),
         (residual <= RESIDUAL_LIMIT, Status.INACCURATE),

@@ -17,6 +17,8 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
+from kfac_core.linalg.certificate import Spectrum
+from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.shifted import (
     Factorization,
     Reporting,
@@ -99,6 +101,15 @@ class ShiftedRankOne:
     def wide(self) -> ShiftedRankOne:
         """Return the same in the computing dtype, without factorizations."""
         return replaced(self, block=self.block.wide(), whole=None)
+
+    def in_wide_basis(self, *, name: str) -> ShiftedRankOne:
+        """Return the same with its eigendecomposition computed in float64, or raise."""
+        return replaced(self, whole=self._dense_matrix().in_wide_basis(name=name))
+
+    def spectrum(self, basis: Eigendecomposition | None, /) -> Spectrum:
+        """Return the eigenvalues, and how well they are known."""
+        found = self.block.spectrum(basis)
+        return Spectrum(found.eigenvalues, found.roundoff, None)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or the same without the shift; ``2 K c^2 k`` flops."""

@@ -16,16 +16,25 @@ from typing import Any, Literal, TypedDict, TypeVar
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import is_plain, is_readable, truth_of
 from kfac_core.array.namespaces import (
+    NUMBER,
     Scalar,
     any_status,
     cast,
     device_of,
     full_of,
+    is_finite_number,
     own_namespace,
+    status_unless,
 )
-from kfac_core.array.status import Check
-from kfac_core.array.structure import in_dtype, replaced, structure
-from kfac_core.errors import FactorizationError, NotReadyError
+from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import replaced, structure
+from kfac_core.errors import (
+    ConventionError,
+    DtypeError,
+    FactorizationError,
+    NotReadyError,
+)
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, spectrum_error
 from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.damped import (
     DampedMatrix,
@@ -34,6 +43,7 @@ from kfac_core.linalg.damped import (
     eigendecomposition,
 )
 from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
+from kfac_core.linalg.fallback import Fallback, in_narrow_dtype
 from kfac_core.linalg.symmetric import (
     ScaledMatrix,
     SymmetricMatrix,
@@ -46,6 +56,7 @@ __all__ = [
     "Reporting",
     "ShiftedMatrix",
     "Solving",
+    "real_exponent",
     "require_readable",
     "shifted_matrix",
 ]
@@ -177,8 +188,56 @@ class ShiftedMatrix:
         if not made:
             return self
         if self.applied.array.dtype != self.damped.shift.dtype:
-            made = in_dtype(made, self.dtype, self._xp())
-        return replaced(self, **made)
+            made = {
+                key: self._in_applied_dtype(part, **options)
+                for key, part in made.items()
+            }
+        found = replaced(self, **made)
+        return found._with_known_basis(**options) if "basis" in made else found
+
+    def _with_known_basis(self, *, check: Check, name: str) -> ShiftedMatrix:
+        """Return the same with an eigenbasis that determines M, where there is a shift."""
+        xp, basis = self._xp(), self.basis
+        assert basis is not None
+        inaccurate = (self.shift > 0) & xp.logical_not(self._is_determined())
+        if check == "status":
+            flags = status_unless(
+                xp, xp.logical_not(inaccurate), int(Status.INACCURATE)
+            )
+            return replaced(self, basis=replaced(basis, status=basis.status | flags))
+        if truth_of(xp.any(inaccurate), xp=xp):
+            return self.in_wide_basis(name=name)
+        return self
+
+    def _is_determined(self) -> Array:
+        """Return whether the eigenvalues of M are known, 0-d; see `Spectrum`."""
+        xp, shift = self._xp(), self._shift()
+        error = spectrum_error(
+            [self.spectrum(self.basis)],
+            scale=xp.ones_like(shift),
+            damping=shift,
+            xp=xp,
+        )
+        return error <= RESIDUAL_LIMIT
+
+    def in_wide_basis(self, *, name: str) -> ShiftedMatrix:
+        """Return the same with its eigendecomposition computed in float64, or raise."""
+        options = Reporting(check="raise", name=name)
+        basis = eigendecomposition(self.damped, wide=True, **options)
+        return replaced(self, basis=self._in_applied_dtype(basis, **options))
+
+    def spectrum(self, basis: Eigendecomposition | None, /) -> Spectrum:
+        """Return the eigenvalues of a basis of A, and how well they are known."""
+        assert basis is not None
+        xp = self._xp()
+        working = max(
+            self.damped.roundoff, float(xp.finfo(self.damped.shift.dtype).eps)
+        )
+        wide = basis.fallback >= int(Fallback.FLOAT64)
+        w, M = basis.eigenvalues, self._applied()
+        own = xp.full_like(w[..., 0], working)
+        roundoff = xp.where(wide, xp.full_like(own, 2.0**-52), own)
+        return Spectrum(w, roundoff, M.factor[..., None] * M.matrix.diagonal())
 
     def wide(self) -> ShiftedMatrix:
         """Return the same in the computing dtype, without factorizations."""
@@ -224,6 +283,16 @@ class ShiftedMatrix:
             raise FactorizationError(
                 f"a {self.size} x {self.size} matrix with eigenvalues down to zero and no "
                 f"damping has no power {exponent}. Increase `damping`.",
+                factor="matrix",
+            )
+        if (
+            looks
+            and truth_of(self._having("eigenbasis")._is_determined(), xp=xp) is False
+        ):
+            raise FactorizationError(
+                f"roundoff changes an eigenvalue of a {self.size} x {self.size} matrix by "
+                f"more than {RESIDUAL_LIMIT} of it, so that its power {exponent} is not "
+                "known. Increase `damping`.",
                 factor="matrix",
             )
         scaled = damped**exponent
@@ -315,12 +384,45 @@ class ShiftedMatrix:
         M, xp, dtype = self.damped, self._xp(), self.dtype
         if dtype == M.shift.dtype:
             return M
-        return DampedMatrix(
-            self.applied, cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
-        )
+        factor, shift = cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
+        return DampedMatrix(self.applied, factor, shift, M.roundoff)
+
+    def _in_applied_dtype(self, made: T, *, check: Check, name: str) -> T:
+        """Return a factorization in the dtype of applying."""
+        return in_narrow_dtype(made, self.dtype, check=check, name=name, xp=self._xp())
 
     def _xp(self) -> Namespace:
         return own_namespace(self.damped.shift)
+
+
+def real_exponent(exponent: object, /) -> float:
+    """Return the exponent of a matrix power as a float.
+
+    Parameters
+    ----------
+    exponent : float
+        Real number; NumPy's scalars are real numbers.
+
+    Returns
+    -------
+    float
+        Exponent.
+
+    Raises
+    ------
+    DtypeError
+        If it is no real number.
+    ConventionError
+        If it is not finite.
+    """
+    if isinstance(exponent, bool) or not isinstance(exponent, NUMBER):
+        raise DtypeError(
+            f"Expected `exponent` to be a real number, got {exponent!r}. An array of one "
+            "number becomes one with float(...)."
+        )
+    if not is_finite_number(exponent):
+        raise ConventionError(f"Expected `exponent` to be finite, got {exponent}.")
+    return float(exponent)
 
 
 def require_readable(like: Array, factorization: str, /) -> None:
@@ -387,8 +489,14 @@ def shifted_matrix(
         applied = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
     # NumPy makes scalars of its own of 0-d arrays.
     shift = full_of(xp, shift, B.array)
-    damped = DampedMatrix(B, matrix.factor, shift)
+    damped = DampedMatrix(B, matrix.factor, shift, _roundoff(matrix, xp))
     made = ShiftedMatrix(damped, applied)
     if not factorizations:
         return made
     return made.prepared(*factorizations, check=check, name=name)
+
+
+def _roundoff(matrix: ScaledMatrix, xp: Namespace) -> float:
+    """Return the relative roundoff of a matrix as it was stored."""
+    own = float(xp.finfo(matrix.matrix.array.dtype).eps)
+    return max(matrix.roundoff, own)

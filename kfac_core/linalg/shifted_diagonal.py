@@ -22,6 +22,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import FactorizationError
+from kfac_core.linalg.certificate import Spectrum
 from kfac_core.linalg.fallback import raise_invalid
 from kfac_core.linalg.shifted import Factorization
 
@@ -97,6 +98,14 @@ class ShiftedDiagonal:
     def wide(self) -> ShiftedDiagonal:
         """Return itself; nothing is computed in another dtype than it is kept in."""
         return self
+
+    def in_wide_basis(self, *, name: str) -> ShiftedDiagonal:
+        """Return itself; its eigenvalues are exact."""
+        return self
+
+    def spectrum(self, basis: object, /) -> Spectrum:
+        """Return the diagonal, which has no error relative to its largest entry."""
+        return Spectrum(self.entries, self._xp().zeros_like(self.shift), self.entries)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or ``diag(a) v``."""

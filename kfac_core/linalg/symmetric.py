@@ -73,7 +73,7 @@ class SymmetricMatrix:
         return SymmetricMatrix(*scale_symmetric(self, factor, xp=xp))
 
 
-@structure()
+@structure(static=("roundoff",))
 class ScaledMatrix:
     """A number times a symmetric matrix, which is not multiplied out.
 
@@ -83,6 +83,8 @@ class ScaledMatrix:
         Matrix B.
     factor : array, shape () or (...)
         Factor c.
+    roundoff : float
+        Relative roundoff of the dtype in which B was stored, if that was narrower; else 0.
 
     Notes
     -----
@@ -92,6 +94,7 @@ class ScaledMatrix:
 
     matrix: SymmetricMatrix
     factor: Array
+    roundoff: float = 0.0
 
     @property
     def size(self) -> int:

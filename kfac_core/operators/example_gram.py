@@ -35,7 +35,8 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.damping import require_damping
-from kfac_core.errors import ShapeError
+from kfac_core.errors import FactorizationError, ShapeError
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, spectrum_error
 from kfac_core.linalg.example_gram import (
     combined_gradients,
     divided_difference,
@@ -123,7 +124,9 @@ class ExampleGramOperator(CurvatureOperator):
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """Factorizations that have been prepared."""
-        return self.gram.factorizations
+        made = self.gram.factorizations
+        # The eigenbasis serves the inverse, too.
+        return made | {"inverse"} if "eigenbasis" in made and self.definite else made
 
     def prepared(
         self,
@@ -132,14 +135,37 @@ class ExampleGramOperator(CurvatureOperator):
         name: str = "block",
     ) -> ExampleGramOperator:
         """Return the same operator with factorizations of ``H + lam I`` made."""
-        made = self
+        made, by_basis = self, False
+        wanted = tuple(f for f in factorizations if f not in self.factorizations)
         if factorizations and not self.definite:
-            xp = own_namespace(self.inputs)
-            flag = status_unless(xp, self._lam() > 0, Status.NOT_POSITIVE)
+            xp, lam = own_namespace(self.inputs), self._lam()
+            flag = status_unless(xp, lam > 0, Status.NOT_POSITIVE)
+            # Woodbury's formula subtracts two vectors of which 1 - lam/h is equal.
+            roundoff = float(xp.finfo(lam.dtype).eps) * self.gram.trace(shifted=False)
+            close = lam * RESIDUAL_LIMIT >= roundoff
+            cancels = status_unless(xp, close, Status.INACCURATE)
+            flags = int(flag | cancels) if check == "raise" else 0
+            if Status.NOT_POSITIVE in Status(flags):
+                raise_for(flag, name, remedy=_SINGULAR)
+            if check == "status":
+                flag = flag | cancels
+            by_basis = bool(flags) and "inverse" in factorizations
+            if by_basis and self.gradients >= self._numbers():
+                # Without directions that no gradient goes, all of the formula cancels.
+                raise_for(cancels, name, remedy="Increase `damping`, or take Full.")
+            if by_basis:
+                wanted = ("eigenbasis", *(f for f in wanted if f != "inverse"))
             made = replaced(self, flags=self.flags | flag, definite=True)
-            if check == "raise":
-                raise_for(made.flags, name, remedy=_SINGULAR)
-        gram = self.gram.prepared(*factorizations, check=check, name=name)
+        gram = self.gram.prepared(*wanted, check=check, name=name)
+        if gram.inverse is not None and gram.inverse is not self.gram.inverse:
+            stable = status_unless(own_namespace(self.inputs), *_is_stable(gram))
+            if check == "status":
+                made = replaced(made, flags=made.flags | stable)
+            elif int(stable):
+                by_basis = True
+                gram = replaced(gram, inverse=None).prepared("eigenbasis", name=name)
+        if by_basis:
+            _require_known(gram, name)
         return made if gram is made.gram else replaced(made, gram=gram)
 
     def trace(self, *, damped: bool = True) -> Array:
@@ -191,6 +217,8 @@ class ExampleGramOperator(CurvatureOperator):
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         made = self._seen()
+        if made.gram.inverse is None and made.gram.basis is not None:
+            return made._power(V, xp, -1.0)
         inner = made.gram.solve(self._products(V, xp)[:, None])[:, 0]
         return (V - self._combined(inner, xp)) / self._lam()
 
@@ -198,9 +226,9 @@ class ExampleGramOperator(CurvatureOperator):
         made, lam = self._seen(), self._lam()
         h = made.gram.eigenvalues(shifted=False)
         inner = made.gram.to_basis(self._products(V, xp)[:, None])[:, 0]
-        scaled = inner * divided_difference(h, lam, exponent, xp=xp)
-        change = self._combined(made.gram.from_basis(scaled[:, None])[:, 0], xp)
-        return lam**exponent * V + change
+        quotient, unit = divided_difference(h, lam, exponent, xp=xp)
+        scaled = made.gram.from_basis((inner * quotient)[:, None])[:, 0]
+        return lam**exponent * V + unit * self._combined(scaled, xp)
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         """Return ``(F + lam I)^-1/2 Z``."""
@@ -232,6 +260,36 @@ class ExampleGramOperator(CurvatureOperator):
 
     def _dampings(self) -> dict[str, Array]:
         return {"damping": self.gram.shift}
+
+
+def _is_stable(gram: ShiftedMatrix) -> tuple[Array, Status]:
+    """Return whether Woodbury's formula may use the inverse, and the flag if not.
+
+    Its error is ``u kappa^2``, with the condition number of ``H + lam I``; that of the
+    formula itself is ``u |H| / lam``.
+    """
+    assert gram.inverse is not None
+    xp = own_namespace(gram.shift)
+    matrix, inverse = gram.applied, gram.inverse.matrix
+    factor = cast(xp, gram.damped.factor, matrix.array.dtype)
+    norm = factor * xp.max(matrix.diagonal())
+    condition = norm * xp.max(inverse.diagonal())
+    lam = cast(xp, gram.shift, matrix.array.dtype)
+    return condition * condition <= 8.0 * (norm / lam), Status.INACCURATE
+
+
+def _require_known(gram: ShiftedMatrix, name: str) -> None:
+    """Raise if roundoff decides on the eigenvalues of ``H + lam I``."""
+    xp, lam = own_namespace(gram.shift), gram.shift
+    spectrum = gram.spectrum(gram.basis)
+    error = spectrum_error([spectrum], scale=xp.ones_like(lam), damping=lam, xp=xp)
+    if not bool(error <= RESIDUAL_LIMIT):
+        raise FactorizationError(
+            f"with damping {float(lam):.1e} the Gram matrix of the gradients is not "
+            f"determined: its roundoff changes an eigenvalue by {float(error):.0e} of it "
+            f"(limit {RESIDUAL_LIMIT}). Increase `damping`.",
+            factor=name,
+        )
 
 
 def example_gram_operator(

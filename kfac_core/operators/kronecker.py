@@ -15,7 +15,7 @@ from kfac_core.linalg.groups import dense_of_groups
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, Solving
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.operators.operator import CurvatureOperator
-from kfac_core.operators.parts import eigenbasis_of
+from kfac_core.operators.parts import Bases, eigenbasis_of
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["FactoredKronecker"]
@@ -110,16 +110,21 @@ class FactoredKronecker(CurvatureOperator):
         """
         made = self.prepared("eigenbasis", check=check, name=name)
         xp = own_namespace(self.scale)
-        a = made.input.eigenvalues(shifted=False)
-        g = made.output.eigenvalues(shifted=False)
+        bases = {side: eigenbasis_of(part) for side, part in made.parts().items()}
         return SpectralOperator(
-            eigenbasis_of(made.input),
-            eigenbasis_of(made.output),
-            self._scale() * a[..., :, None] * g[..., None, :],
+            bases["input"],
+            bases["output"],
+            self.spectrum_of(bases),
             xp.zeros_like(self.scale),
             made.status(),
             self.shape,
         )
+
+    def spectrum_of(self, bases: Bases, /) -> Array:
+        """Return ``S a g^T``, the eigenvalues without damping, of the factors' bases."""
+        a = self.input.spectrum(bases["input"]).eigenvalues
+        g = self.output.spectrum(bases["output"]).eigenvalues
+        return self._scale() * a[..., :, None] * g[..., None, :]
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return ``S tr(A + a I) tr(G + b I)``, or ``S tr(A) tr(G)``."""

@@ -27,6 +27,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of, own_namespace, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype, replaced, structure
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, spectrum_error
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.low_rank_basis import LowRankBasis
 from kfac_core.linalg.shifted import Factorization
@@ -133,6 +134,8 @@ class LowRankOperator(CurvatureOperator):
         parts = zip(spectrum, self._multiplicities(), strict=True)
         smallest = xp.stack([xp.min(values) for values, number in parts if number])
         flag = status_unless(xp, xp.all(smallest > 0), Status.NOT_POSITIVE)
+        accurate = self._spectrum_error() <= RESIDUAL_LIMIT
+        flag = flag | status_unless(xp, accurate, Status.INACCURATE)
         made = replaced(self, flags=self.flags | flag, definite=True)
         if check == "raise":
             raise_for(made.status(), name, remedy=_SINGULAR)
@@ -220,6 +223,23 @@ class LowRankOperator(CurvatureOperator):
         return _Spectrum(
             both, S * (a + s) * t + lam, S * s * (g + t) + lam, S * s * t + lam
         )
+
+    def _spectrum_error(self) -> Array:
+        """Return a bound of the relative error of the damped eigenvalues, 0-d."""
+        xp, S = own_namespace(self.scale), self.scale
+        roundoff = xp.full_like(S, float(xp.finfo(S.dtype).eps))
+        a, g = (
+            Spectrum(side.eigenvalues, roundoff, None)
+            for side in (self.input, self.output)
+        )
+        if self.exact:
+            return spectrum_error([a, g], scale=S, damping=self.damping, xp=xp)
+        one = xp.ones_like(S)
+        errors = [
+            spectrum_error([side], scale=one, damping=shift, xp=xp)
+            for side, shift in ((a, self.input_shift), (g, self.output_shift))
+        ]
+        return errors[0] + errors[1]
 
     def _multiplicities(self) -> tuple[int, int, int, int]:
         """Return how often each of the numbers in a spectrum is an eigenvalue."""

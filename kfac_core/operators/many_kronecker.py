@@ -19,6 +19,7 @@ from kfac_core.array.structure import replaced, structure
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
 from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator, raise_for
+from kfac_core.operators.parts import accurate_bases
 
 __all__ = ["ManyKronecker"]
 
@@ -120,7 +121,18 @@ class ManyKronecker(CurvatureOperator):
         flags = self.flags | status_unless(xp, positive, Status.NOT_POSITIVE)
         if check == "raise":
             raise_for(flags, name)
-        return replaced(made, flags=flags, definite=True)
+        bases, inaccurate = accurate_bases(
+            factors,
+            {side: part.basis for side, part in factors.items()},
+            scale=self.scale,
+            damping=self.damping,
+            check=check,
+            name=name,
+        )
+        factors = {
+            side: replaced(part, basis=bases[side]) for side, part in factors.items()
+        }
+        return replaced(made, factors=factors, flags=flags | inaccurate, definite=True)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace, 0-d."""
@@ -170,20 +182,22 @@ class ManyKronecker(CurvatureOperator):
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         shifted = damped and not self.exact
-        product = self.scale * self._along(
-            V, lambda part, x: part.multiply(x, shifted=shifted), xp
+        share = self._share()
+        product = self._along(
+            V, lambda part, x: part.multiply(share * x, shifted=shifted), xp
         )
         return product + self.damping * V if damped and self.exact else product
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         if self.exact:
             return self._power(V, xp, -1.0)
-        return self._along(V, lambda part, x: part.solve(x), xp) / self.scale
+        share = self._share()
+        return self._along(V, lambda part, x: part.solve(x / share), xp)
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         if not self.exact:
-            power = self._along(V, lambda part, x: part.power(x, exponent), xp)
-            return self.scale**exponent * power
+            share = self._share() ** exponent
+            return self._along(V, lambda part, x: part.power(share * x, exponent), xp)
         made = self._ready("inverse" if exponent < 0 else "eigenbasis")
         inner = made._along(V, lambda part, x: part.to_basis(x), xp)
         inner = inner * made._spectrum(True) ** exponent
@@ -191,16 +205,16 @@ class ManyKronecker(CurvatureOperator):
 
     def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
         """Return ``S^1/2 L_1 (x) ... (x) L_k V``, or with the transposes."""
-        product = self._along(
-            V, lambda part, x: part.lower_multiply(x, transpose=transpose), xp
+        share = xp.sqrt(self._share())
+        return self._along(
+            V, lambda part, x: part.lower_multiply(share * x, transpose=transpose), xp
         )
-        return xp.sqrt(self.scale) * product
 
     def _lower_solve(self, V: Array, xp: Namespace, transpose: bool) -> Array:
-        solved = self._along(
-            V, lambda part, x: part.lower_solve(x, transpose=transpose), xp
+        share = xp.sqrt(self._share())
+        return self._along(
+            V, lambda part, x: part.lower_solve(x / share, transpose=transpose), xp
         )
-        return solved / xp.sqrt(self.scale)
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         if self.exact:
@@ -225,12 +239,18 @@ class ManyKronecker(CurvatureOperator):
             v = moved_axis(xp.reshape(flat, moved.shape), 0, axis, xp=xp)
         return v
 
+    def _share(self) -> Array:
+        """Return ``S^(1/k)``: one factor with all of S could overflow or underflow."""
+        return self.scale ** (1.0 / len(self.factors))
+
     def _spectrum(self, damped: bool) -> Array:
         """Return the eigenvalues in the order of the bases, shape (n_1, ..., n_k)."""
         shifted = damped and not self.exact
-        spectrum = self.scale
+        share = self._share()
+        spectrum = own_namespace(share).ones_like(share)
         for part in self.factors.values():
-            spectrum = spectrum[..., None] * part.eigenvalues(shifted=shifted)
+            w = share * part.eigenvalues(shifted=shifted)
+            spectrum = spectrum[..., None] * w
         return spectrum + self.damping if damped and self.exact else spectrum
 
     def _dampings(self) -> dict[str, Array]:

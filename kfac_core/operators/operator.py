@@ -15,10 +15,16 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_readable, plain_number
+from kfac_core.array.finite import (
+    all_finite,
+    is_plain,
+    is_readable,
+    known_true,
+    plain_number,
+)
 from kfac_core.array.namespaces import (
     cast,
     device_of,
@@ -34,8 +40,9 @@ from kfac_core.errors import (
     NotFiniteError,
     UnsupportedError,
 )
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 from kfac_core.linalg.groups import join_groups, split_groups
-from kfac_core.linalg.shifted import Factorization, Solving
+from kfac_core.linalg.shifted import Factorization, Solving, real_exponent
 
 __all__ = [
     "EVERY_PRODUCT",
@@ -84,6 +91,11 @@ class CurvatureOperator(abc.ABC):
     for a product that the operator does not have, `FactorizationError` if a factorization
     that was not prepared fails, and `NotReadyError` if it would have to be computed while
     a program is traced.
+
+    A product that is not finite raises `NotFiniteError` for NumPy arrays and for PyTorch
+    tensors on the CPU without gradients.  On a device, under a tracer and on JAX looking
+    would synchronize, and nothing is looked at: check the result with
+    ``xp.all(xp.isfinite(result))`` where you synchronize anyway.
     """
 
     @property
@@ -163,7 +175,11 @@ class CurvatureOperator(abc.ABC):
         return self._leave(self._multiply_inverse(V, xp), vector)
 
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
-        """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above."""
+        """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above.
+
+        An exponent that is no finite number raises `DtypeError` or `ConventionError`.
+        """
+        exponent = real_exponent(exponent)
         if exponent == 1:
             return self.multiply(vector)
         if exponent == -1:
@@ -342,9 +358,12 @@ class CurvatureOperator(abc.ABC):
             result = xp.reshape(result, self.stack_shape)
             if vector.ndim == 2:
                 result = join_groups(result, xp=xp)
-        return (
-            result if result.dtype == vector.dtype else xp.astype(result, vector.dtype)
-        )
+        if result.dtype != vector.dtype:
+            result = xp.astype(result, vector.dtype)
+        # Elsewhere looking would synchronize with a device, or there are no values yet.
+        if is_plain(result, xp=xp) and not known_true(all_finite(result, xp=xp), xp=xp):
+            _raise_for_product(vector, xp)
+        return result
 
     def __repr__(self) -> str:
         """Return a short description, without reading values from a device."""
@@ -441,6 +460,25 @@ def raise_for(
             f"the damped block has an eigenvalue that is not positive. {remedy}",
             factor=name,
         )
+    if Status.INACCURATE in found:
+        raise FactorizationError(
+            "the damping is so small beside the block that roundoff changes a damped "
+            f"eigenvalue by more than {RESIDUAL_LIMIT} of it. {remedy}",
+            factor=name,
+        )
+
+
+def _raise_for_product(vector: Array, xp: Namespace) -> NoReturn:
+    """Raise for a product that is not finite, with what it comes from."""
+    if not known_true(all_finite(vector, xp=xp), xp=xp):
+        raise NotFiniteError(
+            "the vector holds NaN or infinity. Expected finite numbers; skip this step."
+        )
+    raise NotFiniteError(
+        f"the product with a finite vector is beyond the range of {vector.dtype}, or the "
+        "operator is flagged (`status()`). Scale the vector, increase `damping`, or take "
+        "float64."
+    )
 
 
 def _told(value: Array) -> str:

@@ -2,12 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import own_namespace, status_unless
+from kfac_core.array.status import Check, Status
+from kfac_core.errors import FactorizationError
 from kfac_core.factors.factor import Shifted
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, spectrum_error
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 
-__all__ = ["eigenbasis_of"]
+__all__ = ["Bases", "accurate_bases", "eigenbasis_of"]
+
+
+Bases = Mapping[str, Eigendecomposition | None]
+"""Eigendecompositions of factors by name; None for a diagonal."""
+
+
+def accurate_bases(
+    parts: Mapping[str, Shifted],
+    bases: Bases,
+    /,
+    *,
+    scale: Array,
+    damping: Array,
+    check: Check,
+    name: str,
+) -> tuple[Bases, Array]:
+    """Return eigenbases of factors that determine ``S F_1 (x) ... (x) F_k + lam I``.
+
+    An eigenvalue of the product is a product of eigenvalues, each of which is known up to
+    roundoff times the largest one of its factor.  Where that is more than a hundredth of
+    a damped eigenvalue, the eigendecompositions are repeated in float64.
+
+    Parameters
+    ----------
+    parts : mapping of str to ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
+        Factors.
+    bases : mapping of str to Eigendecomposition or None
+        Their eigendecompositions.
+    scale, damping : array, shape (...)
+        S and lam.
+    check : {"raise", "status"}
+        Whether to use float64 and raise, or to set a flag.
+    name : str
+        Name of the block in error messages.
+
+    Returns
+    -------
+    mapping of str to Eigendecomposition or None
+        Eigendecompositions.
+    array of int32, 0-d
+        `Status` flags.
+
+    Raises
+    ------
+    FactorizationError
+        If float64 does not determine the block either (``check="raise"``).
+
+    Notes
+    -----
+    ``O(sum n_i)`` operations; ``check="raise"`` synchronizes with the device.
+    """
+    xp = own_namespace(damping)
+
+    def error(found: Bases) -> Array:
+        spectra = [part.spectrum(found[side]) for side, part in parts.items()]
+        return spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
+
+    found = error(bases)
+    flags = status_unless(xp, found <= RESIDUAL_LIMIT, Status.INACCURATE)
+    if check == "status" or not int(flags):
+        return bases, flags
+    wide = {
+        side: eigenbasis_of(part.in_wide_basis(name=f"{name}/{side}"))
+        for side, part in parts.items()
+    }
+    found = error(wide)
+    if not float(found) <= RESIDUAL_LIMIT:
+        raise FactorizationError(
+            f"with damping {float(xp.max(damping)):.1e} the block is not determined by "
+            "its factors: their roundoff changes a damped eigenvalue by "
+            f"{float(found):.0e} of it (limit {RESIDUAL_LIMIT}). Increase `damping`, or "
+            'keep statistics in float64 (Precision(storage="float64")).',
+            factor=name,
+        )
+    return wide, xp.zeros_like(flags)
 
 
 def eigenbasis_of(part: Shifted, /) -> Eigendecomposition | None:

@@ -40,6 +40,7 @@ from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_chol
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.operators.operator import CurvatureOperator, raise_for
+from kfac_core.operators.parts import accurate_bases
 
 __all__ = ["SpectralOperator", "spectral_operator"]
 
@@ -392,12 +393,34 @@ class SpectralOperator(CurvatureOperator):
 
     def _definite(self, check: Check, name: str) -> SpectralOperator:
         """Return the same, after a look at the smallest eigenvalue."""
-        xp = self.namespace
+        xp, made = self.namespace, self
         positive = xp.min(self._damped()) > 0
         flags = self.flags | status_unless(xp, positive, Status.NOT_POSITIVE)
         if check == "raise":
             raise_for(flags, name)
-        return replaced(self, flags=flags, definite=True)
+        if self.factors is not None:
+            made, inaccurate = self._accurate(check, name)
+            flags = flags | inaccurate
+        return replaced(made, flags=flags, definite=True)
+
+    def _accurate(self, check: Check, name: str) -> tuple[SpectralOperator, Array]:
+        """Return the same with bases that determine the damped block, and flags."""
+        factors: Any = self._product()
+        bases, flags = accurate_bases(
+            factors.parts(),
+            {"input": self.input, "output": self.output},
+            scale=factors.scale,
+            damping=self.damping,
+            check=check,
+            name=name,
+        )
+        if bases["input"] is self.input and bases["output"] is self.output:
+            return self, flags
+        spectrum = factors.spectrum_of(bases)
+        made = replaced(
+            self, input=bases["input"], output=bases["output"], spectrum=spectrum
+        )
+        return made, flags
 
     def _with_lower(self, check: Check, name: str) -> SpectralOperator:
         """Return the same with its Cholesky factor, where that is no diagonal."""

@@ -34,7 +34,7 @@ from kfac_core.array.namespaces import (
     status_unless,
 )
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import structure
+from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
@@ -65,6 +65,10 @@ class OrderedBasis:
         Whether the last refresh was refused, and the columns are those of before.
     status : array of int32, shape (...)
         `Status` flags.
+    order : array of integers, shape (..., n)
+        The place that each column had before the last refresh; 0 to n - 1 of a basis that
+        was not refreshed.  What goes with the columns,
+        such as the squares of SOAP, is taken in this order: ``squares[order, :]``.
     """
 
     eigenvalues: Array
@@ -72,6 +76,7 @@ class OrderedBasis:
     off_diagonal: Array
     refused: Array
     status: Array
+    order: Array
 
     def multiply_matpower(
         self, v: Array, exponent: float, /, *, damping: Array
@@ -140,7 +145,9 @@ def ordered_basis(
     Q = basis.eigenvectors
     w, off_diagonal = _quotients(Q, multiply_symmetric(A, Q, xp=xp), xp)
     never = xp.zeros_like(basis.status) > 0
-    return _descending(w, Q, off_diagonal, never, basis.status, xp)
+    places = _places(w, xp)
+    made = _descending(w, Q, off_diagonal, never, basis.status, places, xp)
+    return replaced(made, order=places)
 
 
 def refreshed_basis(
@@ -211,8 +218,10 @@ def refreshed_basis(
     Q = old = basis.eigenvectors
     AQ = multiply_symmetric(A, Q, xp=xp)
     w, ratio = old_w, old_ratio = _quotients(Q, AQ, xp)
+    places = unchanged = _places(w, xp)
     for _ in range(steps):
         order = xp.argsort(w, axis=-1, descending=True)
+        places = xp.take_along_axis(places, order, axis=-1)
         Q = xp.linalg.qr(_columns(AQ, order, xp)).Q
         AQ = multiply_symmetric(A, Q, xp=xp)
         w, ratio = _quotients(Q, AQ, xp)
@@ -226,7 +235,8 @@ def refreshed_basis(
     ratio = xp.where(good, ratio, old_ratio)
     lost = xp.isfinite(ratio) & xp.all(xp.isfinite(Q), axis=(-2, -1))
     status = invalid | status_unless(xp, lost, Status.INACCURATE)
-    return _descending(w, Q, ratio, xp.logical_not(good), status, xp)
+    places = xp.where(good[..., None], places, unchanged)
+    return _descending(w, Q, ratio, xp.logical_not(good), status, places, xp)
 
 
 def _quotients(Q: Array, AQ: Array, xp: Namespace) -> tuple[Array, Array]:
@@ -241,14 +251,28 @@ def _quotients(Q: Array, AQ: Array, xp: Namespace) -> tuple[Array, Array]:
     return xp.linalg.diagonal(B), ratio
 
 
+def _places(w: Array, xp: Namespace) -> Array:
+    """Return 0, 1, ..., n - 1 for each of a stack, of the dtype of an order."""
+    n = w.shape[-1]
+    order = xp.argsort(w, axis=-1, descending=True)
+    return xp.zeros_like(order) + xp.arange(n, dtype=order.dtype, device=device_of(w))
+
+
 def _descending(
-    w: Array, Q: Array, ratio: Array, refused: Array, status: Array, xp: Namespace
+    w: Array,
+    Q: Array,
+    ratio: Array,
+    refused: Array,
+    status: Array,
+    places: Array,
+    xp: Namespace,
 ) -> OrderedBasis:
     """Return the basis in descending order of its quotients."""
     order = xp.argsort(w, axis=-1, descending=True)
+    places = xp.take_along_axis(places, order, axis=-1)
     w = xp.take_along_axis(w, order, axis=-1)
     w = xp.where(w < 0, xp.zeros_like(w), w)
-    return OrderedBasis(w, _columns(Q, order, xp), ratio, refused, status)
+    return OrderedBasis(w, _columns(Q, order, xp), ratio, refused, status, places)
 
 
 def _columns(Q: Array, order: Array, xp: Namespace) -> Array:

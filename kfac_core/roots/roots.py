@@ -116,6 +116,9 @@ def inverse_root(
     ``1e-7 |A|`` in every eigenvalue, so that the residual check fails, and the chain goes
     on to float64, where lam is below about ``1e-5 |A|``.
 
+    Derivatives of it are those of an eigendecomposition, which do not exist where two
+    eigenvalues are equal: ``jax.grad`` gives NaN there, as at a multiple of the identity.
+
     Examples
     --------
     >>> import numpy as np

@@ -12,6 +12,7 @@ import math
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import (
+    NUMBER,
     Scalar,
     device_of,
     is_finite_number,
@@ -71,7 +72,9 @@ def reduction_ratio(
         "loss_after": loss_after,
         "predicted": predicted,
     }
-    arrays = {name: x for name, x in named.items() if hasattr(x, "dtype")}
+    # NumPy's scalars have a dtype and are numbers.
+    arrays = {name: x for name, x in named.items() if not isinstance(x, NUMBER)}
+    arrays = {name: x for name, x in arrays.items() if hasattr(x, "dtype")}
     if not arrays:
         for name, x in named.items():
             scalar_of(None, x, None, name)

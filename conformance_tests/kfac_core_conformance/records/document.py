@@ -93,9 +93,14 @@ def parse_document(source: str, /) -> Document:
         With the place, what was expected and what was found.
     """
     document: Document = _converted(_parse_json(source), Document)
+    if not document.checks:
+        raise RecordError("checks: expected at least one, got none")
     checks = []
     for index, check in enumerate(document.checks):
         place = f"checks[{index}]"
+        if check.rtol is not None and check.rtol >= 1.0:
+            # An answer of zeros would pass.
+            raise RecordError(f"{place}.rtol: expected less than 1, got {check.rtol}")
         if check.block not in document.blocks:
             raise RecordError(
                 f"{place}.block: expected the name of a block, got {shown(check.block)}"

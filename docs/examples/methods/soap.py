@@ -45,8 +45,9 @@ class CarriedSOAP(SOAP):
     """SOAP whose squares follow the bases, as those of EKFAC do when they are rebased.
 
     With ``R = Q_old^T Q_new`` on each side the squares become ``(R_L^2)^T v R_R^2``, each
-    entry squared: the diagonal that the old one has in the new bases.  As published, they
-    stay where they are, and a direction that had no gradient yet may get a momentum.
+    entry squared: the diagonal that the old one has in the new bases.  The published code
+    only permutes them with the columns (`OrderedBasis.order`); `SOAP` above leaves them,
+    and a direction that had no gradient yet may get a momentum.
     """
 
     def followed(self, name, values):

@@ -1,0 +1,112 @@
+"""Products that are not finite: refused by name where the host has the numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+from ..builders.estimators import make_estimator
+
+N, n, m = 12, 4, 3
+LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
+LOOKED_AT = ("numpy", "torch")
+"""Where looking at a product costs no synchronization."""
+
+BLOCKS = {
+    "kronecker": (kc.Kronecker(), "factored"),
+    "exact": (kc.Kronecker(), "exact"),
+    "full": (kc.Full(), "exact"),
+    "diagonal": (kc.Diagonal(), "exact"),
+    "low rank": (kc.LowRankKronecker(input_rank=2, output_rank=2), "exact"),
+    "example gram": (kc.ExampleGram(gradients=6, positions=1), "exact"),
+}
+PRODUCTS = {
+    "multiply": {},
+    "multiply_inverse": {},
+    "multiply_cholesky": {},
+    "multiply_cholesky_inverse": {},
+    "sample": {},
+    "multiply_matpower": {"exponent": -0.25},
+}
+
+
+def refreshed(backend, block, *, dtype="float64", damping=0.1, scale=1.0):
+    rng = np.random.default_rng(3)
+    approximation, rule = BLOCKS[block]
+    estimator = make_estimator(
+        {"fc": kc.Block(LAYER, approximation)},
+        **{"damping": damping, "damping_rule": rule, "decay": 0.9, "reduction": "sum"},
+    )
+    x, g = (scale * rng.normal(size=(N, size)) for size in (n, m))
+    estimator.update(
+        {"fc": kc.Batch(backend.asarray(x, dtype), backend.asarray(g, dtype))}
+    )
+    estimator.refresh()
+    return estimator
+
+
+def given(backend, value, *, dtype="float64"):
+    v = np.ones((n, m))
+    v[1, 2] = value
+    return {"fc": {"weight": backend.asarray(v, dtype)}}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_vector_that_is_not_finite_is_refused(backend, block, product, value):
+    """By every product, also from an estimator; where nobody looks, it shows."""
+    estimator = refreshed(backend, block)
+    operator = estimator.operator("fc")
+    if product in operator.unsupported_products:
+        pytest.skip("the operator has no such product")
+    vectors = given(backend, value)
+    options = [*PRODUCTS[product].values()]
+
+    with np.errstate(all="ignore"):
+        if backend.name in LOOKED_AT:
+            with pytest.raises(kc.NotFiniteError, match="the vector"):
+                estimator.apply(product, vectors, *options)
+            return
+        found = estimator.apply(product, vectors, *options)
+    assert not np.all(np.isfinite(backend.to_numpy(found["fc"]["weight"])))
+
+
+@pytest.mark.parametrize(
+    ("product", "scale"), [("multiply", 10.0), ("multiply_inverse", 1e-4)]
+)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_product_beyond_the_range_is_refused(backend, block, product, scale):
+    """A vector of 1e308, multiplied by a large block or divided by a small one."""
+    estimator = refreshed(backend, block, damping=1e-3, scale=scale)
+    vectors = {"fc": {"weight": backend.asarray(np.full((n, m), 1e308), "float64")}}
+
+    with np.errstate(all="ignore"):
+        if backend.name in LOOKED_AT:
+            with pytest.raises(kc.NotFiniteError, match="beyond the range"):
+                estimator.apply(product, vectors)
+            return
+        found = estimator.apply(product, vectors)
+    assert not np.all(np.isfinite(backend.to_numpy(found["fc"]["weight"])))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_damping_that_float32_cannot_hold_is_refused(backend, block):
+    """1e-40 has five digits left in float32, and its inverse is infinite."""
+    with pytest.raises(kc.DampingError, match="smallest"):
+        refreshed(backend, block, dtype="float32", damping=1e-40)
+
+
+def test_a_result_in_the_dtype_of_a_narrow_vector_is_looked_at(backend):
+    """A float16 vector is multiplied in float32, and its result may overflow."""
+    if backend.name not in LOOKED_AT:
+        pytest.skip("products are not looked at")
+    estimator = refreshed(backend, "exact", dtype="float32", scale=1e3)
+    v = backend.xp.astype(
+        backend.asarray(np.ones((n, m)), "float32"), backend.xp.float16
+    )
+
+    with np.errstate(all="ignore"), pytest.raises(kc.NotFiniteError, match="float16"):
+        estimator.apply("multiply", {"fc": {"weight": v}})
