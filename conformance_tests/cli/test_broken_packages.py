@@ -70,7 +70,7 @@ def test_the_library_works_without_what_is_broken(broken):
 
 def test_the_doctor_says_what_is_broken(broken):
     """And goes on to the other backends."""
-    found = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--json")
+    found = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--all", "--json")
 
     assert found.returncode == 0, found.stderr
     told = json.loads(found.stdout)
@@ -81,7 +81,7 @@ def test_the_doctor_says_what_is_broken(broken):
         assert not told["backends"][name]["usable"]
     assert "undefined symbol" in told["backends"]["torch"]["problem"]
     assert "SystemExit" in told["backends"]["cupy"]["problem"]
-    text = broken("-W", "ignore", "-m", "kfac_core", "doctor").stdout
+    text = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--all").stdout
     assert "broken: scipy.linalg (OSError: libopenblas" in text
 
 
@@ -95,7 +95,7 @@ def test_entry_points_of_others_may_be_malformed(broken, tmp_path):
         )
         content = text if isinstance(text, bytes) else text.encode()
         (folder / "entry_points.txt").write_bytes(content)
-    found = broken("-W", "ignore", "-m", "kfac_core", "doctor")
+    found = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--all")
 
     assert found.returncode == 0, found.stderr
     assert "chosen: numpy" in found.stdout
