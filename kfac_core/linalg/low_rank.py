@@ -22,7 +22,7 @@ from typing import Any
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast, device_of
+from kfac_core.array.namespaces import Scalar, device_of
 from kfac_core.array.structure import structure
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.gram import updated_gram
@@ -110,13 +110,6 @@ class LowRankSum:
         # A copy: a view with negative strides is another memory order than a loaded one's.
         root = xp.asarray(xp.flip(root, axis=-1), copy=True)
         return LowRankSum(root, self.truncated_trace + cut)
-
-    def cast(self, dtype: Any, /) -> LowRankSum:
-        """Return the same in another dtype."""
-        xp = array_api_compat.array_namespace(self.root)
-        return LowRankSum(
-            cast(xp, self.root, dtype), cast(xp, self.truncated_trace, dtype)
-        )
 
 
 def low_rank_zero(
