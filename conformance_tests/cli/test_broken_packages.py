@@ -95,7 +95,7 @@ def test_entry_points_of_others_may_be_malformed(broken, tmp_path):
         )
         content = text if isinstance(text, bytes) else text.encode()
         (folder / "entry_points.txt").write_bytes(content)
-    found = broken("-W", "ignore", "-m", "kfac_core", "doctor")
+    found = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--all")
 
     assert found.returncode == 0, found.stderr
     assert "chosen: numpy" in found.stdout
