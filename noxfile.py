@@ -123,7 +123,7 @@ def tests_jax(session: nox.Session) -> None:
 def tests_shims(session: nox.Session) -> None:
     """Run the tests of the shims, with every framework that they feed from."""
     session.install(
-        *("-e", ".[scipy,torch,flax,keras]", *group("test")),
+        *("-e", ".[scipy,torch,flax,keras,sklearn]", *group("test")),
         *("equinox", "dm-haiku"),  # whose modules are found in JAX's traces
         *TORCH_CPU,
     )
@@ -133,6 +133,13 @@ def tests_shims(session: nox.Session) -> None:
         "conformance_tests/documentation/test_documentation.py",
     )
     session.run("pytest", *tests, *PARALLEL, *session.posargs)
+    if "--thorough" in session.posargs:
+        keras = "conformance_tests/shims/test_keras.py"
+        environment = {
+            "KERAS_BACKEND": "jax",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        }
+        session.run("pytest", keras, *PARALLEL, *session.posargs, env=environment)
 
 
 @nox.session(name="no-backends", venv_backend="virtualenv")
@@ -203,6 +210,13 @@ def types(session: nox.Session) -> None:
     session.run("mypy", *session.posargs)
 
 
+@nox.session(name="types-of-pages", venv_backend="virtualenv")
+def types_of_pages(session: nox.Session) -> None:
+    """Check the README's and quick starts' programs as a user's, by mypy and pyright."""
+    session.install(".[scipy,torch]", "mypy>=2.4,<3", "pyright[nodejs]", *TORCH_CPU)
+    session.run("python", "docs/check_types.py", *session.posargs)
+
+
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation; a warning or a broken reference is an error."""
@@ -211,6 +225,44 @@ def docs(session: nox.Session) -> None:
         *("sphinx-build", "-nTW", "--keep-going", "-b", "html"),
         *("docs", "docs/_build/html", *session.posargs),
     )
+
+
+@nox.session
+def tables(session: nox.Session) -> None:
+    """Recompute the tables of pages, and compare them: four minutes."""
+    session.install("-e", ".[demo]")
+    session.run("python", "docs/tables.py", *(session.posargs or ["--check"]))
+
+
+@nox.session
+def screens(session: nox.Session) -> None:
+    """Look at the built pages in Chromium, where it is installed: pictures, overflow."""
+    docs(session)
+    session.run(
+        "python", "docs/screenshots.py", "docs/_build/html", "docs/_build/screens"
+    )
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """Build wheel and sdist, check them, and use each in an empty environment."""
+    session.install("build", "twine")
+    folder = Path(session.create_tmp()).resolve()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    session.run("python", "-m", "build", "--outdir", str(folder / "dist"), silent=True)
+    built = sorted((folder / "dist").glob("*"))
+    session.run("python", "-m", "twine", "check", "--strict", *map(str, built))
+    program = ROOT / "conformance_tests" / "builders" / "installed.py"
+    for path in built:
+        empty = folder / path.suffix.removeprefix(".")
+        session.run("python", "-m", "venv", str(empty))
+        scripts = "Scripts" if sys.platform == "win32" else "bin"
+        python = str(empty / scripts / "python")
+        session.run(python, "-m", "pip", "install", "-q", str(path), external=True)
+        session.chdir(empty)
+        session.run(python, "-I", str(program), external=True)
+        session.chdir(ROOT)
 
 
 @nox.session

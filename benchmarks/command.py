@@ -130,11 +130,15 @@ def _show(runs: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
     from benchmarks.report import print_report
     from benchmarks.result_table import print_results
+    from benchmarks.summary import summary
 
     judged = results(runs)
     everything = {"runs": runs, "targets": [result.to_plain() for result in judged]}
     if arguments.json:
         print_json(everything)
+    elif arguments.quick:
+        print("\n".join(line for found in runs for line in summary(found)))
+        print("A run without --quick prints every figure, and compares with targets.")
     else:
         # Asked of the stream, as rich takes a variable's word for what a terminal is.
         pretty = sys.stdout.isatty()

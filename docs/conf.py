@@ -4,31 +4,14 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# The packages whose public names `api.md` shows.
-PACKAGES = (
-    "kfac_core",
-    "kfac_core.execution",
-    "kfac_core.integration",
-    "kfac_core.losses",
-    "kfac_core.steps",
-    "kfac_core.damping",
-    "kfac_core.report",
-    "kfac_core.roots",
-    "kfac_core.posterior",
-    "kfac_core.influence",
-    "kfac_core.approximations",
-    "kfac_core.operators",
-    "kfac_core.layers",
-    "kfac_core.factors",
-    "kfac_core.linalg",
-    "kfac_core.array",
-    "kfac_core_conformance",
-    "kfac_core_conformance.records",
-)
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
+import api_groups
+import api_pages
 
 project = "kfac_core"
 author = "The kfac_core developers"
@@ -40,20 +23,31 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "api_pages",
 ]
 exclude_patterns = ["_build", "_generated", "examples"]
 
-myst_enable_extensions = ["deflist", "dollarmath"]
+# Nothing is fetched from elsewhere: `_static` holds the fonts and the script of KaTeX.
+mathjax_path = "katex/katex.min.js"
+mathjax_options = {"defer": "defer"}
+html_static_path = ["_static"]
+html_js_files = [("math.js", {"defer": "defer"})]
+html_css_files = ["katex/katex.min.css", "site.css"]
+
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = f"kfac_core {release}"
 
-default_role = "code"
+default_role = "py:obj"  # a link where the name is public, else code
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # Parameters give types together with shapes
 # The shims import their frameworks, which need not be here.
-autodoc_mock_imports = ["flax", "jax", "keras", "optax", "torch"]
+autodoc_mock_imports = api_groups.FRAMEWORKS
 napoleon_google_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
@@ -62,6 +56,8 @@ napoleon_use_ivar = True
 suppress_warnings = ["ref.python"]
 
 # No inventory of another project is fetched, so only our public names must resolve.
+# Groups of entry points have the form of names.
+nitpick_ignore = [("py:obj", "kfac_core.backends"), ("py:obj", "kfac_core.commands")]
 nitpick_ignore_regex = [(r"py:.*", r"(?!kfac_core\.\w+$).*")]
 
 
@@ -78,10 +74,25 @@ def write_capability_table() -> None:
     (folder / "capabilities.md").write_text(table.rstrip() + "\n", encoding="utf-8")
 
 
+def write_integration_table() -> None:
+    """Write the table of the integrations' options that `integrations.md` includes."""
+    folder = Path(__file__).parent
+    spec = importlib.util.spec_from_file_location(
+        "integrations", folder / "examples" / "integrations.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    generated = folder / "_generated"
+    generated.mkdir(exist_ok=True)
+    (generated / "integrations.md").write_text(program.table() + "\n", encoding="utf-8")
+
+
 def public_modules() -> list[str]:
     """Return the modules that public names are defined in, or whose docstrings name."""
     found = set()
-    for package in PACKAGES:
+    for package in api_groups.core_packages():
         root = importlib.import_module(package)
         for value in (getattr(root, name) for name in root.__all__):
             defined = getattr(value, "__module__", None) or ""
@@ -89,7 +100,9 @@ def public_modules() -> list[str]:
             members = vars(value).values() if inspect.isclass(value) else ()
             texts = [inspect.getdoc(part) or "" for part in (value, *members)]
             found |= set(re.findall(r"`(kfac_core(?:\.\w+)+)`", " ".join(texts)))
-    return sorted(name for name in found - {*PACKAGES} if _is_module(name))
+    return sorted(
+        name for name in found - {*api_groups.core_packages()} if _is_module(name)
+    )
 
 
 def _is_module(name: str) -> bool:
@@ -130,5 +143,7 @@ def write_module_texts() -> None:
     (folder / "module_texts.md").write_text(text, encoding="utf-8")
 
 
+api_pages.write_pages(Path(__file__).parent)
 write_capability_table()
+write_integration_table()
 write_module_texts()

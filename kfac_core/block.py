@@ -13,7 +13,6 @@ executors: whether tasks can be stacked, and how much work they are.
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
 from kfac_core.array.finite import known_true
 from kfac_core.array.namespaces import (
+    NUMBER,
     Scalar,
     as_scalar,
     device_of,
@@ -86,6 +86,12 @@ class Block:
     ------
     UnsupportedError
         If the approximation does not support the layer; the message gives the reason.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> layer = kc.Dense(in_features=64, out_features=10, bias=True, weight_layout="io")
+    >>> kfac, ekfac = kc.Block(layer, kc.Kronecker()), kc.Block(layer, kc.Eigen())
     """
 
     layer: Layer
@@ -335,34 +341,19 @@ class Block:
         require_one_of("rule", rule, get_args(DampingRule))
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
-        require_damping(damping)
-        if isinstance(damping, numbers.Real):
-            damping = float(damping)
-        else:
-            same_place(statistics=statistics.any_weight, damping=damping)
-            if check == "raise":
-                _require_damping_value(damping, name)
-        wanted = factorizations
-        if solving == "triangular":
-            swapped = ("cholesky" if f == "inverse" else f for f in factorizations)
-            wanted = tuple(dict.fromkeys(swapped))
-        options = OperatorOptions(
-            damping=damping,
+        refresh = RefreshBlock(
             rule=rule,
             debias=debias,
-            factorizations=wanted,
-            check=check,
+            factorizations=factorizations,
+            damping_scaling="none",
             precision=precision,
-            name=name,
+            check=check,
             memo={} if memo is None else memo,
         )
-        # The status reports infinities; NumPy's warnings would repeat it.
-        like = statistics.any_weight
-        with _quiet(check, like, over="ignore", invalid="ignore"):
-            made = self.approximation.operator(statistics, self.layer, options)
-        if solving == "inverse":
-            return made
-        return made.solved_by(solving)
+        made = refresh(name, self, statistics, damping, solving)
+        if isinstance(made, KFACError):
+            raise made
+        return made[0]
 
     def rebased(
         self, statistics: Statistics, /, *, moments: Any, check: Check = "raise"
@@ -546,7 +537,9 @@ class UpdateBlock:
         xp = own_namespace(like)
         decay = as_scalar(xp, decay, like.dtype, "decay")
         weight = as_scalar(xp, weight, like.dtype, "weight")
-        flags = _coefficient_flags(decay, weight, like, xp)
+        flags = statistics.status * 0
+        if not (isinstance(decay, float) and isinstance(weight, float)):
+            flags = flags | _coefficient_flags(decay, weight, like, xp)
         options = UpdateOptions(
             conventions=self.conventions, decay=decay, weight=weight, skip=skip, xp=xp
         )
@@ -554,7 +547,7 @@ class UpdateBlock:
             new, status = self._by_parts(block, statistics, batch, options)
             return _with_status(new, flags | status)
         rows = block.rows(batch, stack=stack) if stack else block.rows(batch)
-        _require_place(statistics, rows)
+        _require_place(like, rows.like)
         if isinstance(rows, IdRows):
             # Not every library raises for an index out of range; some crash.
             flags = flags | rows.status(xp=xp)
@@ -580,7 +573,7 @@ class UpdateBlock:
         total: Statistics | None = None
         status: Any = 0
         for rows in parts:
-            _require_place(statistics, rows)
+            _require_place(statistics.any_weight, rows.like)
             status = status | rows.status(xp=options.xp)
             with _quiet(self.check, rows.like, invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
@@ -708,32 +701,44 @@ class RefreshBlock:
 
         The error is returned and not raised, so that the other blocks are refreshed.
         """
-        options: dict[str, Any] = {
-            "rule": self.rule,
-            "debias": self.debias,
-            # The flags of a stack are read once, by `accepts`.
-            "check": "status" if stack else self.check,
-            "precision": self.precision,
-            "name": name,
-            "memo": None if stack else self.memo,
-        }
+        like, layer = statistics.any_weight, block.layer
+        xp = own_namespace(like)
+        compute, apply = self.precision.dtypes(like.dtype, xp=xp)
+        # The flags of a stack are read once, by `accepts`.
+        check: Check = "status" if stack else self.check
+        factorizations = self.factorizations
+        if solving == "triangular":
+            swapped = ["cholesky" if f == "inverse" else f for f in factorizations]
+            factorizations = tuple(dict.fromkeys(swapped))
+        options = OperatorOptions(
+            damping=_checked_damping(damping, like, compute, check, name),
+            rule=self.rule,
+            debias=self.debias,
+            factorizations=factorizations,
+            check=check,
+            compute=compute,
+            apply=apply,
+            name=name,
+            memo={} if stack else self.memo,
+            xp=xp,
+        )
+        make = block.approximation.operator
         try:
-            if self.damping_scaling == "mean_eigenvalue":
-                bare = block.operator(
-                    statistics, damping=0.0, factorizations=(), **options
-                )
-                n, m = bare.shape
-                damping = damping * bare.trace(damped=False) / (n * m)
-            operator = block.operator(
-                statistics,
-                damping=damping,
-                factorizations=self.factorizations,
-                solving=solving,
-                **options,
-            )
+            # The status reports infinities; NumPy's warnings would repeat it.
+            with _quiet(check, like, over="ignore", invalid="ignore"):
+                if self.damping_scaling == "mean_eigenvalue":
+                    bare = dataclasses.replace(options, damping=0.0, factorizations=())
+                    undamped = make(statistics, layer, bare)
+                    n, m = undamped.shape
+                    damping = damping * undamped.trace(damped=False) / (n * m)
+                    own = _checked_damping(damping, like, compute, check, name)
+                    options = dataclasses.replace(options, damping=own)
+                operator = make(statistics, layer, options)
         except (FactorizationError, NotFiniteError) as error:
             return error
-        return operator, damping
+        return operator if solving == "inverse" else operator.solved_by(
+            solving
+        ), damping
 
     def stacks(
         self, block: Block, statistics: Statistics, damping: Scalar, solving: Solving, /
@@ -841,24 +846,20 @@ def _with_status(statistics: Statistics, status: Any) -> Statistics:
     if isinstance(status, (np.generic, np.ndarray)):
         # NumPy operations return scalars for 0-d arrays; a state holds arrays only.
         status = np.asarray(status)
-        averages = {name: _of_arrays(held) for name, held in averages.items()}
+        for held in averages.values():
+            plain = type(held) is Average and not isinstance(held.sum, np.generic)
+            if not plain or isinstance(held.weight, np.generic):
+                averages = map_structure(np.asarray, averages)
+                break
     return Statistics(averages, status, statistics.bases)
 
 
-def _of_arrays(average: Any) -> Any:
-    """Return an average without NumPy's scalars."""
-    if type(average) is not Average:
-        return map_structure(np.asarray, average)
-    total = average.sum
-    if isinstance(total, np.generic):
-        total = np.asarray(total)
-    return Average(total, np.asarray(average.weight))
-
-
-def _require_place(statistics: Statistics, rows: Any) -> None:
+def _require_place(held: Array, given: Array) -> None:
     """Raise if a batch and the statistics differ in library or device."""
+    if type(held) is type(given) and device_of(held) == device_of(given):
+        return
     try:
-        namespace_of(statistics=statistics.any_weight, batch=rows.like)
+        namespace_of(statistics=held, batch=given)
     except MixedArraysError as error:
         raise MixedArraysError(
             f"{error} (The statistics stay where their first batch was.)"
@@ -874,21 +875,22 @@ def _finite_status(
 ) -> Any:
     """Return the flags of rows that are not finite.
 
-    Infer that a batch is finite from the diagonals of the updated Gram matrices, whose
-    entries are sums of squares.  Only arrays without such a sum are read.
+    Infer that a batch is finite from the traces of the updated Gram matrices, which are
+    sums of squares.  Arrays are read only without such a sum, or where that is not finite.
     """
     xp = options.xp
-    known = []
+    summed, traces = set(), 0.0
     for name, argument in block.approximation.sums_of_squares:
         total = new.averages[name].sum
-        if name in options.skip or not isinstance(total, SymmetricMatrix):
-            continue
-        if known_true(xp.isfinite(xp.linalg.diagonal(total.array)), xp=xp):
-            known.append(argument)
+        if name not in options.skip and isinstance(total, SymmetricMatrix):
+            summed.add(argument)
+            traces = traces + xp.linalg.trace(total.array)
+    if not (summed and known_true(xp.isfinite(traces), xp=xp)):
+        summed = set()
     if stack:
-        return rows.status_of_stack(xp=xp, known=frozenset(known))
-    if known:
-        return rows.status(xp=xp, known=frozenset(known))
+        return rows.status_of_stack(xp=xp, known=frozenset(summed))
+    if summed:
+        return rows.status(xp=xp, known=frozenset(summed))
     return rows.status(xp=xp)
 
 
@@ -898,16 +900,23 @@ def _emptied(statistics: Statistics) -> Statistics:
     return replaced(nothing, bases=statistics.bases)
 
 
-def _require_damping_value(damping: Array, name: str) -> None:
-    """Check the value of a 0-d array; synchronizes with the device."""
-    require_damping(float(detached_array(damping)), name=f"damping` of block `{name}")
+def _checked_damping(
+    damping: Scalar, like: Array, dtype: Any, check: Check, name: str
+) -> Scalar:
+    """Return a damping in a dtype; reads the value of a 0-d array if it is to raise."""
+    require_damping(damping)
+    if isinstance(damping, NUMBER):
+        return float(damping)
+    same_place(statistics=like, damping=damping)
+    if check == "raise":
+        value = float(detached_array(damping))
+        require_damping(value, name=f"damping` of block `{name}")
+    return as_scalar(own_namespace(like), damping, dtype, "damping")
 
 
 def _coefficient_flags(decay: Any, weight: Any, like: Array, xp: Namespace) -> Array:
     """Return the flags of traced coefficients; Python numbers were checked before."""
-    flags = xp.zeros((), dtype=xp.int32, device=device_of(like))
-    if isinstance(decay, float) and isinstance(weight, float):
-        return flags
+    flags: Any = 0
     for coefficient, value in (("decay", decay), ("weight", weight)):
         if not isinstance(value, float):
             same_place(**{"statistics": like, coefficient: value})

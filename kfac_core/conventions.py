@@ -59,6 +59,15 @@ class Conventions:
     ------
     ConventionError
         For any other value.
+
+    Examples
+    --------
+    PyTorch's cross-entropy is a mean, so that each row of output gradients is N times too
+    small:
+
+    >>> import kfac_core as kc
+    >>> kc.Conventions(reduction="mean", sources="sum").reduction
+    'mean'
     """
 
     reduction: LossReduction

@@ -9,14 +9,13 @@ positions (time steps, tokens), and its part of the damping is divided out first
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, full_of, is_finite_number
+from kfac_core.array.namespaces import NUMBER, Scalar, full_of, is_finite_number
 from kfac_core.errors import DampingError
 
 __all__ = [
@@ -101,7 +100,14 @@ def levenberg_marquardt(
     minimum: float = 0.0,
     maximum: float = math.inf,
 ) -> Scalar:
-    """Adapt the damping by the Levenberg-Marquardt rule.
+    r"""Adapt the damping by the Levenberg-Marquardt rule.
+
+    .. math:: \lambda \leftarrow \begin{cases}
+        \omega \lambda & \rho > \text{upper} \\
+        \lambda / \omega & \rho < \text{lower}
+        \end{cases}
+
+    with the decay :math:`\omega`, and unchanged in between.
 
     Parameters
     ----------
@@ -133,6 +139,16 @@ def levenberg_marquardt(
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 6.5.
+
+    Examples
+    --------
+    The loss fell by 90% of the prediction, so that the damping may fall:
+
+    >>> import kfac_core as kc
+    >>> kc.levenberg_marquardt(1.0, 0.9, decay=0.5)
+    0.5
+    >>> kc.levenberg_marquardt(1.0, 0.1, decay=0.5)
+    2.0
     """
     require_damping(damping)
     if not 0.0 < decay <= 1.0:
@@ -142,7 +158,7 @@ def levenberg_marquardt(
             f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
         )
     scalars = damping, reduction_ratio
-    arrays = [x for x in scalars if not isinstance(x, numbers.Real)]
+    arrays = [x for x in scalars if not isinstance(x, NUMBER)]
     if arrays:
         xp = array_api_compat.array_namespace(*arrays)
         lam, rho = (full_of(xp, x, arrays[0]) for x in scalars)
@@ -164,9 +180,8 @@ def require_damping(damping: Scalar, /, *, name: str = "damping") -> None:
     The value of a 0-d array is not read, since it may be traced or on a device.  It is
     checked when factors are damped with it.
     """
-    if isinstance(damping, numbers.Real) and not (
-        is_finite_number(damping) and float(damping) >= 0
-    ):
+    number: Any = damping
+    if isinstance(damping, NUMBER) and not (is_finite_number(number) and number >= 0):
         raise DampingError(
             f"Expected `{name}` to be a finite number >= 0, got {damping}. Zero is "
             "allowed where the factors are positive definite."

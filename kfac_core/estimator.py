@@ -115,6 +115,23 @@ class Estimator:
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> estimator = kc.Estimator(
+    ...     {"fc": kc.Block(layer, kc.Kronecker())}, reduction="sum", damping=1e-2
+    ... )
+    >>> estimator.update({"fc": kc.Batch(x, g)})
+    >>> estimator.refresh()
+    >>> gradient = {"fc": {"weight": x.T @ g, "bias": g.sum(axis=0)}}
+    >>> direction = estimator.precondition(gradient)
+    >>> direction["fc"]["weight"].shape
+    (3, 2)
     """
 
     def __init__(
@@ -370,13 +387,13 @@ class Estimator:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
-        ready = self.network.ready(self.state, names)
         if check == "raise" and self._movement is not None:
-            ready = self._movement.of(self.state, ready, damping=self._damping)
+            ready = self.network.ready(self.state, names)
+            names = self._movement.of(self.state, ready, damping=self._damping)
         self.state = self.network.refresh(
             self.state,
             damping=self._damping,
-            names=ready,
+            names=names,
             check=check,
             executor=self._executor,
         )

@@ -243,6 +243,27 @@ class Network:
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671.
+
+    Examples
+    --------
+    The functions return a new state, and change nothing:
+
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> network = kc.Network(
+    ...     {"fc": kc.Block(layer, kc.Kronecker())},
+    ...     conventions=kc.Conventions(reduction="sum", sources="sum"),
+    ... )
+    >>> empty = network.empty()
+    >>> state = network.update(empty, {"fc": kc.Batch(x, g)}, decay=0.95)
+    >>> state = network.refresh(state, damping=1e-2)
+    >>> gradient = {"fc": {"weight": x.T @ g, "bias": g.sum(axis=0)}}
+    >>> direction = network.precondition(state, gradient)
+    >>> direction["fc"]["bias"].shape
+    (2,)
     """
 
     def __init__(
@@ -439,16 +460,16 @@ class Network:
                 *(own_decay, own_weight, taken),
             )
         found = executor(function, tasks)
+        blocks: dict[str, BlockState] = {}
         if check == "raise":
-            require_finite_rows({name: new.status for name, new in found.items()})
-            return state.updated(
-                {n: _after_update(state.blocks[n], new, 1) for n, new in found.items()}
-            )
+            require_finite_rows(found)
+            for name, new in found.items():
+                blocks[name] = _after_update(state.blocks[name], new, 1)
+            return state.updated(blocks)
         if not found:
             return state
         xp = next(iter(found.values())).namespace
         good = xp.all(xp.stack([new.status for new in found.values()]) == 0)
-        blocks: dict[str, BlockState] = {}
         for name, new in found.items():
             old = tasks[name][1]
             kept = map_structure(lambda a, b: xp.where(good, a, b), new, old)
@@ -746,16 +767,13 @@ class Network:
         """
         require_one_of("product", product, VECTOR_PRODUCTS)
         given = self.chains.vectors(vectors) if self.chains.of else vectors
-        tasks = {
-            name: (self.blocks[self.known(name)], self.operator(state, name), own)
-            for name, own in given.items()
-        }
-        function = Product(product, arguments, options)
-        found = executor(function, tasks)
-        made = {
-            name: _unless_new(state.blocks[name], vector)
-            for name, vector in found.items()
-        }
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name, own in given.items():
+            operator = self.operator(state, name)
+            tasks[name] = self.blocks[name], operator, own
+        made = executor(Product(product, arguments, options), tasks)
+        for name, vector in made.items():
+            made[name] = _unless_new(state.blocks[name], vector)
         return self.chains.by_layer(made) if self.chains.of else made
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
@@ -947,10 +965,10 @@ class Network:
         uses = self.tied_weights.uses
         grouped = self.tied_weights.grouped(batches) if uses else batches
         grouped = self.chains.batches(grouped) if self.chains.of else grouped
-        return {
-            name if name in self.blocks else self.known(name): detached(batch)
-            for name, batch in grouped.items()
-        }
+        given: dict[str, Any] = {}
+        for name, batch in grouped.items():
+            given[name if name in self.blocks else self.known(name)] = detached(batch)
+        return given
 
     def _first_statistics(self, name: str, batch: Any) -> Statistics:
         """Return zero statistics of a block, in its first batch's library."""
@@ -1001,11 +1019,13 @@ class Network:
             check=check,
             memo={},
         )
-        everything = {name: held.statistics for name, held in state.blocks.items()}
+        everything: dict[str, Statistics | None] = {}
+        if self.shared_factors.pairs:
+            everything = {name: held.statistics for name, held in state.blocks.items()}
         tasks: dict[str, tuple[Any, ...]] = {}
         for name in names:
             own = self._statistics_of(state, name)
-            if self.shared_factors.pairs:
+            if everything:
                 own = self.shared_factors.completed(name, own, everything)
             own_damping = damping[name] if isinstance(damping, Mapping) else damping
             solving = self.solving.get(name, "inverse")
@@ -1024,22 +1044,18 @@ def _one_where(burning: Any, value: Scalar, statistics: Statistics) -> Scalar:
 
 def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockState:
     """Return a block's state with new statistics, every count one higher."""
-    one = good if isinstance(good, int) else 1
-    if not isinstance(held.updates, int):
+    one, aged, status = 1, held.basis_age, statistics.status
+    if isinstance(held.updates, int):
+        one = good if isinstance(good, int) else 1
+        aged = aged if aged < 0 else aged + 1
+    else:
         xp = own_namespace(held.updates)
         one = (
             xp.ones_like(held.updates)
             if isinstance(good, int)
             else cast(xp, good, xp.int32)
         )
-    aged = held.basis_age
-    if isinstance(aged, int):
-        aged = aged if aged < 0 else aged + 1
-    else:
-        xp = own_namespace(aged)
         aged = xp.where(aged < 0, aged, aged + one)
-    status = statistics.status
-    if not isinstance(held.status, int):
         # An array of its own: a state whose arrays are donated holds none twice.
         status = _copied(status)
     return replaced(

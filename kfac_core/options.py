@@ -40,6 +40,12 @@ class Averaging:
         For a negative `burn_in`.
     DecayError
         For a weight that is not positive.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> kc.Averaging(debias=False).debias
+    False
     """
 
     debias: bool = True
@@ -83,6 +89,13 @@ class Refreshing:
     ------
     ConventionError
         For an unknown name.
+
+    Examples
+    --------
+    Keep the previous operator when a factorization fails, twice in a row at most:
+
+    >>> import kfac_core as kc
+    >>> refreshing = kc.Refreshing(failure_budget=2)
     """
 
     factorizations: tuple[Factorization, ...] = ("inverse",)
@@ -117,6 +130,13 @@ class Sharing:
         other is kept too: ``{"encoder": ("fc1", "fc2", "fc3")}``.  Their blocks, each of
         ``Kronecker()``, become one block ``encoder`` of `BlockTridiagonal`, and batches and
         gradients are given by layer.
+
+    Examples
+    --------
+    Two heads that read the same inputs keep one input factor:
+
+    >>> import kfac_core as kc
+    >>> sharing = kc.Sharing(factors={"head_1": "inputs", "head_2": "inputs"})
     """
 
     factors: Mapping[str, str] = field(default_factory=dict)
@@ -142,6 +162,11 @@ class Execution:
     ------
     ConventionError
         If `workers` is below 1.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> execution = kc.Execution(workers=2)
     """
 
     workers: int = 1

@@ -217,10 +217,19 @@ if lapack is not None:
             return _cholesky_of_stack(array, shift, factor)
         if matrix.full_storage and array.flags.c_contiguous:
             array = array.T
-        a = _lower_copy(array, factor)
-        a.T.reshape(-1)[:: a.shape[0] + 1] += shift
-        small = a.shape[0] <= _LEAF
-        info = _POTRF[a.dtype](a, 1, 0, 1)[1] if small else potrf(a)
+        n = array.shape[0]
+        small = n <= _LEAF
+        a = (
+            np.multiply(array, factor, order="F")
+            if small
+            else _lower_copy(array, factor)
+        )
+        a.T.reshape(-1)[:: n + 1] += shift
+        info = (
+            _POTRF[a.dtype](a, lower=1, clean=1, overwrite_a=1)[1]
+            if small
+            else potrf(a)
+        )
         if info != 0:
             a[...] = np.nan
         return a
@@ -231,13 +240,13 @@ if lapack is not None:
             return NotImplemented
         if lower.ndim != 2:
             return _inverse_of_stack(lower), True
-        root = lower if overwrite and _is_ours(lower) else _lower_copy(lower)
-        n = root.shape[0]
+        n, ours = lower.shape[0], overwrite and _is_ours(lower)
         if n <= _LEAF:
-            inverse = _POTRI[root.dtype](root, lower=1, overwrite_c=1)[0]
+            inverse = _POTRI[lower.dtype](lower, lower=1, overwrite_c=ours)[0]
             # So small a matrix is multiplied with in less time if it is whole.
             np.copyto(inverse, inverse.T, where=_ABOVE[:n, :n])
             return inverse, True
+        root = lower if ours else _lower_copy(lower)
         _invert_lower(root)
         lauum(root)
         return root, False
@@ -379,11 +388,14 @@ if lapack is not None:
         array = matrix.array
         if array.ndim != 2 or v.ndim != 2 or array.dtype not in _FLOATS:
             return NotImplemented
-        a, is_lower = _stored(array)
         if v.shape[1] == 1:
+            a, is_lower = _stored(array)
             return _SYMV[a.dtype](1.0, a, v[:, 0], lower=is_lower)[:, None]
-        if matrix.full_storage or v.size == 0:
+        if matrix.full_storage:
+            return np.matmul(array, v)
+        if v.size == 0:
             return NotImplemented
+        a, is_lower = _stored(array)
         transposed = v.flags.c_contiguous or not v.flags.f_contiguous
         if transposed:
             v = v.T

@@ -371,7 +371,7 @@ def test_rank_deficient_moments_and_any_damping(backend, rng, examples, damping)
     expected = np.linalg.solve(F, v)
     condition = min(np.linalg.cond(F), 1e8) * 1e-4
     assert_close(got, expected, "inverse", "float64", condition=condition)
-    spectra = [backend.to_numpy(c.spectrum) for c in operator.conditionals.values()]
+    spectra = [backend.to_numpy(c.weights) for c in operator.conditionals.values()]
     assert all(s.min() > 0 and s.max() <= 1 for s in spectra)
     assert all(float(c.clipped) == 0 for c in operator.conditionals.values())
 
@@ -391,7 +391,7 @@ def test_stale_moments_of_the_layers_are_refused(backend, rng):
 
     assert kc.Status.INACCURATE in kc.Status(int(operator.status()))
     assert float(operator.conditionals["0"].clipped) > 1.0
-    assert np.all(backend.to_numpy(operator.conditionals["0"].spectrum) >= 0)
+    assert np.all(backend.to_numpy(operator.conditionals["0"].weights) >= 0)
     V = column(backend, rng.normal(size=EDGES[-1]))
     assert np.all(np.isfinite(flattened(backend, operator.multiply(V))))
 

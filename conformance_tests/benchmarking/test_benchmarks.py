@@ -216,6 +216,10 @@ def test_a_run_has_the_form_that_is_reported(tmp_path):
         "not been run on a GPU",
     ):
         assert word in page.getvalue()
+    lines = importlib.import_module("benchmarks.summary").summary(found)
+    assert max(map(len, lines)) <= 80
+    for stage in CORE_STAGES:
+        assert any(stage in line.split() for line in lines)
 
 
 def test_a_library_that_takes_too_long_costs_its_own_figures_only():

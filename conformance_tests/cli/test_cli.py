@@ -48,7 +48,7 @@ OTHERS = ("torch", "jax", "cupy")
 @pytest.fixture(scope="module")
 def found():
     """The diagnosis as data, where no library but NumPy can be imported."""
-    done = run("doctor", "--json", blocked=OTHERS)
+    done = run("doctor", "--all", "--json", blocked=OTHERS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -87,16 +87,41 @@ def test_doctor_says_what_is_native(found):
         assert row["torch"] == "unavailable", operation
 
 
-def test_doctor_in_words():
+@pytest.mark.parametrize("every", [True, False], ids=["all", "short"])
+def test_doctor_in_words(every):
     """The text says what is chosen, why, and what each backend and operation is."""
-    done = run("doctor", blocked=OTHERS)
+    done = run("doctor", *(["--all"] if every else []), blocked=OTHERS)
 
     assert done.returncode == 0, done.stderr
     assert f"kfac_core {kc.__version__}" in done.stdout
     assert "chosen: numpy (the default)" in done.stdout
-    for name in ("numpy", *OTHERS, *OPERATIONS):
+    for name in ("numpy", *OTHERS):
         assert name in done.stdout
+    assert all((name in done.stdout) == every for name in OPERATIONS)
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stderr == ""
+
+
+def test_doctor_imports_the_chosen_library_alone():
+    """Others are seen to be installed without the seconds that importing them takes."""
+    program = (
+        "import sys\n"
+        "from kfac_core.cli import main\n"
+        "main(['doctor', '--json'])\n"
+        "print(*sys.modules, file=sys.stderr)\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+    )
+
+    assert not {"torch", "jax", "cupy"} & set(done.stderr.split())
+    found = json.loads(done.stdout)
+    assert "operations" not in found
+    for name in OTHERS:
+        backend = found["backends"][name]
+        assert backend["usable"] in (None, False)
+        assert (backend["problem"] is None) == (backend["usable"] is None)
 
 
 def test_doctor_says_where_the_choice_is_from():
@@ -135,7 +160,7 @@ def test_doctor_sees_what_is_installed(requires_backend):
     """With PyTorch there, the doctor shows its version, devices and operations."""
     requires_backend("torch", adapter=True)
 
-    done = run("doctor", "--json", blocked=("jax",))
+    done = run("doctor", "--all", "--json", blocked=("jax",))
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -189,6 +214,13 @@ def test_a_broken_command_does_not_take_the_others_with_it(capsys, monkeypatch):
     assert "No module named" in line
 
 
+def test_the_benchmark_is_a_command_where_its_programs_are(monkeypatch):
+    """A wheel does not have them."""
+    monkeypatch.setattr("kfac_core.cli.bench.find_benchmarks", lambda: None)
+
+    assert "bench" not in commands()
+
+
 def test_a_registered_command_does_not_replace_one_of_the_core(monkeypatch):
     """Whatever is installed, ``doctor`` is the doctor."""
     other = Registered("doctor", lambda: None)
@@ -215,10 +247,37 @@ def test_the_version_is_shown(capsys):
     assert capsys.readouterr().out.strip() == f"kfac-core {kc.__version__}"
 
 
+def test_alone_it_prints_its_help(capsys):
+    """As a newcomer tries it."""
+    assert main([]) == 0
+
+    streams = capsys.readouterr()
+    assert "usage: kfac-core" in streams.out
+    assert all(name in streams.out for name in commands())
+    assert streams.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["dcotor"], "doctor"),
+        (["doctor", "--jsn"], "--json"),
+        (["demo", "--stesp=3"], "--steps"),
+    ],
+)
+def test_what_is_close_is_suggested(arguments, meant, capsys):
+    """The last line of the complaint has the word that was meant."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant!r}?\n")
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["cure"], ["doctor", "--nonsense"]],
-    ids=["none", "name", "option"],
+    [["cure"], ["doctor", "--nonsense"]],
+    ids=["name", "option"],
 )
 def test_a_wrong_call_is_exit_code_2(arguments, capsys):
     """A command or an option that there is not is exit code 2, said on stderr."""
@@ -228,6 +287,7 @@ def test_a_wrong_call_is_exit_code_2(arguments, capsys):
     streams = capsys.readouterr()
     assert caught.value.code == 2
     assert "usage: kfac-core" in streams.err
+    assert "did you mean" not in streams.err
     assert streams.out == ""
 
 

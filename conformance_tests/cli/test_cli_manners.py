@@ -37,7 +37,7 @@ BENCH += ("numpy", "--repetitions", "1", "--no-memory")
 GOOD = {
     "demo": ("--quick", "--steps", "1", "--output", "OUT"),
     "doctor": (),
-    "verify": ("RECORD",),
+    "verify": ("-v", "RECORD"),
     "inspect": ("CHECKPOINT",),
     "conformance": ("--adapter", OWN, "--only", "B1", "A4"),
     "bench": (*BENCH, "--output", "OUT"),

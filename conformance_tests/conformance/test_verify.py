@@ -56,25 +56,43 @@ def damaged(tmp_path):
 
 
 def test_all_agree(run, backend):
-    """Exit code 0, and a table with a row for every check."""
-    code, lines, errors = run(path_of(AGREEING), "--backend", spec_of(backend))
+    """Exit code 0, and with ``-v`` a table with a row for every check."""
+    code, [*lines, total], errors = run(
+        "-v", path_of(AGREEING), "--backend", spec_of(backend)
+    )
 
     assert code == 0
     assert errors == []
-    assert lines[0].endswith(f"{len(lines) - 2} of {len(lines) - 2} agree")
-    head = ["block", "operation", "damping", "error", "tolerance", "verdict"]
+    rows = [line for line in lines[2:] if line.startswith("  b ")]
+    count = len(rows)
+    assert count > 20
+    assert total.startswith(f"{count} of {count} answers in 1 file agree (")
+    assert lines[0].endswith(f"{count} of {count} agree")
+    head = ["block", "operation", "damping", "error", "limit", "verdict"]
     assert lines[1].split() == head
-    assert all(line.startswith("  b ") for line in lines[2:])
-    assert all(line.endswith("  agrees") for line in lines[2:])
+    assert all(line.endswith("  agrees") for line in rows)
+    assert max(map(len, lines[1:])) <= 80
+
+
+def test_answers_that_agree_are_one_line_together(run):
+    """And with ``-q`` nothing: the exit code tells."""
+    code, [line], errors = run(path_of(AGREEING), path_of(AGREEING))
+
+    assert (code, errors) == (0, [])
+    assert "answers in 2 files agree (numpy, float64)" in line
+    assert run(path_of(AGREEING), "-q") == (0, [], [])
 
 
 def test_one_differs(run, differing):
-    """Exit code 1, and the row says so."""
-    code, lines, errors = run(path_of(AGREEING), differing)
+    """Exit code 1, its table alone, and the total."""
+    code, [*lines, total], errors = run(path_of(AGREEING), differing)
 
     assert code == 1
     assert errors == []
-    assert f"{differing}: 0 of 2 agree" in lines
+    assert lines[0] == f"{differing}: 0 of 2 agree"
+    assert len(lines) == 4
+    assert " answers in 2 files agree" in total
+    assert run(differing, "--quiet") == (1, [], [])
     assert lines[-1].split()[:2] == ["fc", "trace"]
     assert lines[-1].endswith("  differs")
 
@@ -86,7 +104,8 @@ def test_a_bad_file_does_not_stop_the_others(run, differing, damaged):
     assert code == 2
     assert len(errors) == 1
     assert errors[0].startswith(f"{UNREADABLE}{damaged}: ")
-    assert sum(" agree" in line and ".safetensors" in line for line in lines) == 2
+    assert sum(" agree" in line and ".safetensors" in line for line in lines) == 1
+    assert lines[-1].endswith("; 1 not read")
 
 
 def test_damaged_files_give_one_line_each_and_nothing_else(run, tmp_path):
@@ -209,7 +228,67 @@ def test_a_record_without_checks_says_so(run, tmp_path):
     code, lines, errors = run(path)
 
     assert (code, errors) == (0, [])
-    assert lines == [f"{path}: nothing to check"]
+    assert lines[0] == f"{path}: nothing to check"
+    assert lines[1].startswith("0 of 0 answers")
+
+
+@pytest.mark.parametrize(
+    ("scale", "sentence"),
+    [
+        (1 / 32, "0.03125 = 1/32 times ours: 1/N, a mean over examples"),
+        (1 / 32**2, "= 1/1024 times ours: 1/N^2, output gradients of a mean loss"),
+        (32.0, "32 times ours: N, a sum where the format has a mean"),
+        (2.0, "2 times ours"),
+        (-1.0, "-1 times ours"),
+    ],
+)
+def test_a_wrong_number_is_named(run, rng, tmp_path, scale, sentence):
+    """A factor of the examples' number is the commonest defect of all."""
+    x, g = rng.normal(size=(32, 4)), rng.normal(size=(32, 3))
+    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
+    writer = records.RecordWriter(
+        {"fc": kc.Block(layer, kc.Kronecker())},
+        decay=0.9,
+        damping=0.1,
+        damping_rule="factored",
+        loss="sum",
+        producer="another library",
+    )
+    writer.update({"fc": kc.Batch(x, g)})
+    G = g.T @ g / 32
+    writer.check("fc", "factor", factor="output", expected=scale * G)
+    path = tmp_path / "scaled.safetensors"
+    writer.save(path)
+
+    code, lines, _ = run(path)
+
+    assert code == 1
+    assert sentence in lines[3]
+
+
+def test_a_transposed_answer_is_named(run, rng, tmp_path):
+    """Where no number explains a square matrix."""
+    x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 3))
+    layer = kc.Dense(in_features=3, out_features=3, bias=False, weight_layout="io")
+    writer = records.RecordWriter(
+        {"fc": kc.Block(layer, kc.Kronecker())},
+        decay=0.9,
+        damping=0.1,
+        damping_rule="exact",
+        loss="sum",
+        producer="another library",
+    )
+    writer.update({"fc": kc.Batch(x, g)})
+    V = rng.normal(size=(3, 3))
+    product = (x.T @ x / 32) @ V @ (g.T @ g / 32) + 0.1 * V
+    writer.check("fc", "multiply", vector={"weight": V}, expected={"weight": product.T})
+    path = tmp_path / "transposed.safetensors"
+    writer.save(path)
+
+    code, lines, _ = run(path)
+
+    assert code == 1
+    assert "transposed" in lines[3]
 
 
 @pytest.mark.parametrize("pretty", [True, False], ids=["rich", "plain"])

@@ -1,10 +1,10 @@
-"""The page of the API shows every public name, and the pages name only what there is."""
+"""Every public name has a page of the API, and the guides name only what there is."""
 
-import ast
 import importlib
 import inspect
 import pkgutil
 import re
+import sys
 import typing
 from pathlib import Path
 
@@ -13,26 +13,6 @@ import pytest
 import kfac_core
 
 DOCS = Path(__file__).parents[2] / "docs"
-PACKAGES = (
-    "kfac_core",
-    "kfac_core.execution",
-    "kfac_core.integration",
-    "kfac_core.losses",
-    "kfac_core.steps",
-    "kfac_core.damping",
-    "kfac_core.report",
-    "kfac_core.roots",
-    "kfac_core.posterior",
-    "kfac_core.influence",
-    "kfac_core.approximations",
-    "kfac_core.operators",
-    "kfac_core.layers",
-    "kfac_core.factors",
-    "kfac_core.linalg",
-    "kfac_core.array",
-    "kfac_core_conformance",
-    "kfac_core_conformance.records",
-)
 ENTRY_POINTS = {"kfac_core.backends", "kfac_core.commands"}
 
 pytestmark = pytest.mark.skipif(
@@ -41,56 +21,66 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def page():
-    """The source of the page."""
-    return (DOCS / "api.md").read_text(encoding="utf-8")
+def api_groups():
+    """The module that says which names are on which page."""
+    sys.path.insert(0, str(DOCS / "extensions"))
+    yield importlib.import_module("api_groups")
+    sys.path.remove(str(DOCS / "extensions"))
+    del sys.modules["api_groups"]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_name_of_a_package_is_on_the_page(page, package):
-    """As a member that has a docstring of its own, or as data that is described."""
-    module = importlib.import_module(package)
-    described = set(re.findall(rf"^\.\. py:data:: {package}\.(\w+)$", page, re.M))
-    shown = rf"^\.\. automodule:: {package}\n   :members:$"
-
-    assert re.search(shown, page, re.M)
-    block = page.split(f".. automodule:: {package}\n")[1].split("\n\n")[0]
-    hidden = re.search(r":exclude-members: (.+)", block)
-    # A class is shown once: what is left out here is in the first section.
-    assert set(hidden[1].split(", ") if hidden else ()) <= set(kfac_core.__all__)
-    for name in set(module.__all__) - described:
-        found = getattr(module, name)
-        assert inspect.isclass(found) or inspect.isfunction(inspect.unwrap(found)), name
-        assert found.__doc__, name
-    for name in described:
-        value = getattr(module, name)
-        text = page.split(f"py:data:: {package}.{name}\n")[1].split(".. py:")[0]
-        assert all(f'``"{choice}"``' in text for choice in typing.get_args(value))
+@pytest.fixture(scope="module")
+def names(api_groups):
+    """All names with a page, less those of modules that need a framework."""
+    found = []
+    for group in api_groups.GROUPS:
+        packages = [name for name in group.packages if "shims" not in name]
+        kept = api_groups.Group(
+            group.slug, group.title, group.intro, tuple(packages), group.defined_in
+        )
+        found += api_groups.names_of(kept)
+    return found
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_package_has_a_section(page, package):
-    """Under its own name, with the package's members in it."""
-    assert f"\n## {package}\n" in page
-    section = page.split(f"\n## {package}\n")[1].split("\n## ")[0]
+def test_every_public_name_has_one_page(api_groups, names):
+    """Names of `kfac_core` itself, and those of each package that are not among them."""
+    expected = {f"kfac_core.{name}" for name in kfac_core.__all__}
+    for package in api_groups.core_packages()[1:]:
+        module = importlib.import_module(package)
+        again = kfac_core.__all__ if package.startswith("kfac_core.") else ()
+        expected |= {f"{package}.{name}" for name in set(module.__all__) - set(again)}
+    paths = [name.path for name in names]
 
-    assert f".. automodule:: {package}\n" in section
-
-
-def test_the_modules_texts_are_of_the_same_packages():
-    """What the API page shows, and what the page of the modules' texts goes through."""
-    source = (DOCS / "conf.py").read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    values = {
-        node.targets[0].id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-
-    assert ast.literal_eval(values["PACKAGES"]) == PACKAGES
+    assert sorted(paths) == sorted(expected)
+    assert len({path.lower() for path in paths}) == len(paths)
 
 
-def test_every_public_package_is_listed():
+def test_every_name_is_documented(api_groups, names):
+    """By a docstring; an alias of a type by a text that shows all its choices."""
+    for name in names:
+        assert name.summary, name.path
+        if name.path in api_groups.DATA:
+            for choice in typing.get_args(name.value):
+                assert f'``"{choice}"``' in name.summary, name.path
+        else:
+            found = name.value
+            assert inspect.isclass(found) or inspect.isfunction(inspect.unwrap(found))
+            assert found.__doc__
+    assert set(api_groups.DATA) <= {name.path for name in names}
+    assert set(api_groups.ALSO_CALLED) <= {name.path for name in names}
+
+
+def test_the_integrations_have_pages(api_groups):
+    """Each module of `kfac_core_shims` that is public is in a group."""
+    shims = importlib.import_module("kfac_core_shims")
+    modules = {entry.name for entry in pkgutil.iter_modules(shims.__path__)}
+    listed = {name for group in api_groups.GROUPS for name in group.packages}
+
+    for name in modules:
+        assert name.startswith("_") or f"kfac_core_shims.{name}" in listed, name
+
+
+def test_every_public_package_is_listed(api_groups):
     """Whatever the top of `kfac_core` offers as a module, but files and errors."""
     modules = {entry.name for entry in pkgutil.iter_modules(kfac_core.__path__)}
     source = (Path(kfac_core.__path__[0]) / "__init__.pyi").read_text(encoding="utf-8")
@@ -98,7 +88,8 @@ def test_every_public_package_is_listed():
 
     # Their public names are all at the top.
     at_the_top = {"checkpoint", "errors"}
-    assert {f"kfac_core.{name}" for name in offered - at_the_top} <= set(PACKAGES)
+    packages = set(api_groups.core_packages())
+    assert {f"kfac_core.{name}" for name in offered - at_the_top} <= packages
 
 
 def test_no_public_name_is_that_of_a_module():

@@ -99,13 +99,13 @@ def test_steps_go_on_while_a_refresh_is_under_way(backend, rng, monkeypatch):
     estimator.update({"a": batch})
     estimator.refresh()
     go = threading.Event()
-    operator = kc.Block.operator
+    operator = kc.Kronecker.operator
 
     def slow(*args, **options):
         assert go.wait(30)
         return operator(*args, **options)
 
-    monkeypatch.setattr(kc.Block, "operator", slow)
+    monkeypatch.setattr(kc.Kronecker, "operator", slow)
     estimator.update({"a": draw(backend, rng)[2]})
     refresh = estimator.start_refresh(["a"])
     V = backend.asarray(rng.normal(size=(4, 3)))

@@ -9,7 +9,14 @@ import kfac_core as kc
 from kfac_core_shims.numpy import KFAC
 
 DAMPING = 0.1
-SETTINGS = {"learning_rate": 1.0, "damping": DAMPING, "decay": 0.9, "reduction": "sum"}
+SETTINGS = {
+    "learning_rate": 1.0,
+    "momentum": 0.0,
+    "kl_clip": None,
+    "damping": DAMPING,
+    "decay": 0.9,
+    "refresh_every": 1,
+}
 
 
 def damped_inverse(A, G, V, *, S=1.0):
@@ -145,13 +152,14 @@ def test_parts_of_a_batch_are_the_whole(reduction):
     x, g = dense_case(n=10)
     gradient = dense_gradient()
     parameters = dense_parameters()
-    optimizer = KFAC(parameters, **{**SETTINGS, "reduction": reduction})
+    options = {"fisher": "empirical", "reduction": reduction}
+    optimizer = KFAC(parameters, **SETTINGS, **options)
     for part in (slice(0, 3), slice(3, 10)):
         n = part.stop - part.start
         given = g[part] / n if reduction == "mean" else g[part]
         optimizer.observe("fc", kc.Batch(x[part], given))
 
-    change = optimizer.step(gradient)
+    change = optimizer.step(gradient, rows=1)
 
     expected = -dense_direction(x, g, gradient["fc"])
     np.testing.assert_allclose(matrix(change["fc"]), expected, rtol=1e-9)
@@ -165,9 +173,12 @@ def test_momentum_clipping_and_decay():
     theta, velocity = matrix(parameters["fc"]), 0.0
     optimizer = KFAC(
         parameters,
-        **{**SETTINGS, "learning_rate": lambda step: lr / (step + 1)},
-        momentum=momentum,
-        kl_clip=kappa,
+        **SETTINGS
+        | {
+            "learning_rate": lambda step: lr / (step + 1),
+            "momentum": momentum,
+            "kl_clip": kappa,
+        },
         weight_decay=eta,
         decayed=lambda layer, name: name == "weight",
     )
@@ -190,7 +201,9 @@ def test_momentum_clipping_and_decay():
 
 def test_schedules_of_statistics_and_refreshes():
     """New statistics count from the next refresh on."""
-    optimizer = KFAC(dense_parameters(), **SETTINGS, update_every=2, refresh_every=3)
+    optimizer = KFAC(
+        dense_parameters(), **SETTINGS | {"update_every": 2, "refresh_every": 3}
+    )
     wanted, batches, gradient = [], [], dense_gradient()
     for step in range(4):
         wanted.append(optimizer.wants_statistics)
@@ -258,10 +271,10 @@ def test_files_that_do_not_fit_change_nothing(tmp_path):
 def test_bad_input_changes_nothing():
     """After each rejected call the run is, to the bit, that of the accepted ones."""
     clean, other = dense_parameters(), dense_parameters()
-    a = KFAC(clean, **SETTINGS, momentum=0.5)
+    a = KFAC(clean, **SETTINGS | {"momentum": 0.5})
     rate = [1.0]
-    options = {**SETTINGS, "learning_rate": lambda step: rate[0]}
-    b = KFAC(other, **options, momentum=0.5)
+    options = {"learning_rate": lambda step: rate[0], "momentum": 0.5}
+    b = KFAC(other, **SETTINGS | options)
     x, g = dense_case()
     gradient = dense_gradient()
     nan = {"fc": {**gradient["fc"], "bias": gradient["fc"]["bias"] * np.nan}}
@@ -307,3 +320,191 @@ def test_bad_descriptions_are_refused():
         with pytest.raises(error):
             KFAC(parameters, layers=layers, **SETTINGS)
     assert not frozen.flags.writeable
+
+
+def root_of_fisher(z):
+    """Return ``B`` with ``B B^T = diag(p) - p p^T`` of each row, shape (..., P, P)."""
+    p = np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True)
+    F = np.eye(z.shape[-1]) * p[..., None] - p[..., None] * p[..., None, :]
+    values, vectors = np.linalg.eigh(F)
+    return vectors * np.sqrt(np.clip(values, 0, None))[..., None, :]
+
+
+@pytest.mark.parametrize("form", ["kept", "flattened"])
+def test_rows_of_outputs_at_several_positions(form):
+    """The curvature is that of the mean over R rows, however a layer's axes are kept."""
+    x, z, gradient = random(4, 5, 4), random(4, 5, 3, seed=1), dense_gradient()
+    likelihood = kc.losses.Categorical()
+    optimizer = KFAC(
+        dense_parameters(), likelihood=likelihood, fisher="gradients", **SETTINGS
+    )
+    vectors = optimizer.vectors(z)
+    assert vectors.shape == (1, 4, 5, 3)
+    if form == "flattened":
+        batch = kc.Batch(x.reshape(20, 4), vectors.reshape(1, 20, 3), sources=1)
+    else:
+        batch = kc.Batch(x, vectors, sources=1)
+
+    optimizer.observe("fc", batch)
+    change = optimizer.step(gradient)
+
+    rows, g = x.reshape(20, 4), vectors.reshape(20, 3)
+    expected = -dense_direction(rows, g, gradient["fc"])
+    np.testing.assert_allclose(matrix(change["fc"]), expected, rtol=1e-9)
+
+
+def test_vectors_of_the_exact_fisher():
+    """Their outer products sum to the Fisher matrix of each row's outputs."""
+    z = random(6, 3)
+    options = {"likelihood": kc.losses.Categorical(), "fisher": "exact"}
+    optimizer = KFAC(dense_parameters(), **options, **SETTINGS)
+
+    g = optimizer.vectors(z)
+
+    B = root_of_fisher(z)
+    expected = B @ np.swapaxes(B, -1, -2)
+    np.testing.assert_allclose(
+        np.einsum("mni,mnj->nij", g, g), expected, atol=1e-12, rtol=1e-10
+    )
+
+
+def test_a_mean_over_outputs_has_the_curvature_of_the_mean():
+    """A row's loss ``|z - y|^2 / (2 P)`` has the Fisher matrix ``I / P``."""
+    likelihood = kc.integration.RowLoss(
+        likelihood=kc.losses.Gaussian(variance=1.0), mean_over_outputs=True
+    )
+    optimizer = KFAC(
+        dense_parameters(), likelihood=likelihood, fisher="exact", **SETTINGS
+    )
+
+    g = optimizer.vectors(random(6, 3))
+
+    expected = np.broadcast_to(np.eye(3) / 3, (6, 3, 3))
+    np.testing.assert_allclose(np.einsum("mni,mnj->nij", g, g), expected, atol=1e-12)
+
+
+def test_options_are_checked():
+    with pytest.raises(kc.ConventionError, match="mode"):
+        KFAC(dense_parameters(), **SETTINGS, fisher="sampled")
+    for wrong in (
+        {"reduction": "average"},
+        {"likelihood": "softmax"},
+        {"refresh_every": 0},
+        {"kl_clip": -1.0},
+    ):
+        with pytest.raises(kc.ConventionError, match=next(iter(wrong))):
+            KFAC(dense_parameters(), **SETTINGS | wrong)
+    optimizer = KFAC(dense_parameters(), **SETTINGS)
+    with pytest.raises(kc.ConventionError, match="likelihood"):
+        optimizer.vectors(random(6, 3))
+
+
+def test_the_same_step_draws_the_same_labels():
+    """Parts of one batch draw labels of their own, a resumed run those it drew."""
+    options = {"likelihood": kc.losses.Categorical(), **SETTINGS}
+    z = np.zeros((50, 3))
+    one, other = (KFAC(dense_parameters(), **options) for _ in range(2))
+    first = one.vectors(z), one.vectors(z)
+    again = other.vectors(z), other.vectors(z)
+
+    assert np.array_equal(first, again)
+    assert not np.array_equal(*first)
+
+
+def test_a_summed_loss_says_over_how_many():
+    """A sum over R rows gives the direction of the mean."""
+    x, g = dense_case()
+    gradient = dense_gradient()
+    summed = {
+        "fc": {
+            "weight": gradient["fc"]["weight"] * 8,
+            "bias": gradient["fc"]["bias"] * 8,
+        }
+    }
+    optimizer = KFAC(dense_parameters(), **SETTINGS, reduction="sum")
+    optimizer.observe("fc", kc.Batch(x, g))
+    with pytest.raises(kc.ConventionError, match="rows"):
+        optimizer.step(summed)
+
+    change = optimizer.step(summed, rows=8)
+
+    expected = -dense_direction(x, g, gradient["fc"])
+    np.testing.assert_allclose(matrix(change["fc"]), expected, rtol=1e-9)
+
+
+def test_the_step_of_the_quadratic_model():
+    """Rate and momentum of two steps are those of a dense minimization."""
+    rng = np.random.default_rng(3)
+    W, x, y = random(4, 3), random(12, 4, seed=1), random(12, 3, seed=2)
+    A = x.T @ x / 12
+    F = np.kron(A, np.eye(3))
+    optimizer = KFAC({"fc": {"weight": W}}, **SETTINGS)
+    last = None
+    for _ in range(2):
+        lam, before = optimizer.damping, W.copy()
+        V = x.T @ (x @ W - y) / 12
+        g = rng.normal(size=(12, 3))
+        if last is None:
+            first = g
+        loss_before = 0.5 * np.sum((x @ W - y) ** 2) / 12
+        optimizer.observe("fc", kc.Batch(x, first))
+        change = optimizer.step(
+            {"fc": {"weight": V}},
+            curvature=lambda directions: kc.steps.curvature_of_outputs(
+                changes := [x @ d["fc"]["weight"] for d in directions],
+                changes,
+                examples=12,
+            ),
+        )
+        loss_after = 0.5 * np.sum((x @ W - y) ** 2) / 12
+        ratio = optimizer.adapt_damping(loss_before, loss_after, factor=0.5)
+
+        # The same rows at each step: the statistics stay what they are.
+        pi_damped = damped_by(A, first.T @ first / 12, V, lam)
+        span = [-pi_damped.ravel()] + ([] if last is None else [last])
+        D = np.stack(span, axis=1)
+        H = F + lam * np.eye(12)
+        c = -np.linalg.solve(D.T @ H @ D, D.T @ V.ravel())
+        delta = D @ c
+        np.testing.assert_allclose(
+            change["fc"]["weight"].ravel(), delta, rtol=1e-8, atol=1e-12
+        )
+        promised = V.ravel() @ delta + 0.5 * delta @ H @ delta
+        np.testing.assert_allclose(ratio, (loss_after - loss_before) / promised)
+        np.testing.assert_allclose(W, before + change["fc"]["weight"])
+        assert optimizer.damping == (lam * 0.5 if ratio > 0.75 else lam)
+        last = delta
+
+
+def damped_by(A, G, V, damping):
+    """Return ``damped_inverse`` with another damping."""
+    pi = np.sqrt((np.trace(A) / len(A)) / (np.trace(G) / len(G)))
+    root = np.sqrt(damping)
+    A, G = A + pi * root * np.eye(len(A)), G + root / pi * np.eye(len(G))
+    return np.linalg.solve(A, np.linalg.solve(G, V.T).T)
+
+
+def test_a_damping_is_adapted_to_a_model_only():
+    """A step by a learning rate promised nothing."""
+    optimizer = KFAC(dense_parameters(), **SETTINGS)
+    optimizer.observe("fc", kc.Batch(*dense_case()))
+    optimizer.step(dense_gradient())
+    with pytest.raises(kc.ConventionError, match="curvature"):
+        optimizer.adapt_damping(1.0, 0.9)
+
+
+def test_masked_arrays_are_refused():
+    """NumPy would leave their mask out: as parameters, rows and gradients."""
+    x, g = dense_case()
+    masked = np.ma.masked_array(x, mask=x > 1)
+    optimizer = KFAC(dense_parameters(), **SETTINGS)
+    with pytest.raises(kc.KFACError, match=r"[Mm]asked"):
+        optimizer.observe("fc", kc.Batch(masked, g))
+    with pytest.raises(kc.KFACError, match=r"[Mm]asked"):
+        KFAC({"fc": {"weight": np.ma.masked_array(random(4, 3))}}, **SETTINGS)
+    optimizer.observe("fc", kc.Batch(x, g))
+    gradient = {
+        name: np.ma.masked_array(v) for name, v in dense_gradient()["fc"].items()
+    }
+    with pytest.raises(kc.KFACError, match=r"[Mm]asked"):
+        optimizer.step({"fc": gradient})

@@ -617,3 +617,87 @@ def test_damping_may_be_changed_and_scheduled():
     assert kfac.estimator.state["one"].damping == 0.7
     assert kfac.damping == 0.7
     assert DAMPING != 0.7
+
+
+def test_time_first_inputs_are_refused_where_examples_are_summed():
+    """EKFAC squares examples' gradients; K-FAC's rows do not ask which axis is first."""
+
+    class TimeFirst(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.two(torch.tanh(self.one(x)).mean(0))
+
+    x, y = torch.randn(7, 6, 4), torch.randint(3, (6,))
+    model = TimeFirst()
+    ekfac = attached(
+        model,
+        **CATEGORICAL,
+        approximations={"one": kc.Eigen()},
+        damping_rule="factored",
+    )
+    with pytest.raises(kc.UnsupportedError, match=r"'one'.*batch_first"):
+        fn.cross_entropy(model(x), y).backward()
+    ekfac.remove()
+    model.zero_grad()
+    two_lines(model, attached(model, **CATEGORICAL), x, y, fn.cross_entropy)
+
+
+def test_the_factor_of_a_large_side_is_diagonal():
+    """The logits of a large vocabulary; chosen approximations are as they were chosen."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 9000, bias=False))
+    sides = KFAC(model).estimator.blocks
+    assert sides["0"].approximation == kc.Kronecker()
+    assert sides["1"].approximation == kc.Kronecker(output="diagonal")
+    chosen = KFAC(
+        model, approximations={"1": kc.ScaledIdentity(scale=1.0)}
+    ).estimator.blocks
+    assert chosen["1"].approximation == kc.ScaledIdentity(scale=1.0)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.filterwarnings("ignore")
+def test_two_lines_with_a_compiled_or_checkpointed_model(fisher):
+    """The same directions; a model compiled and called before `KFAC` is named."""
+    torch._dynamo.reset()
+    model, x, y = Network().double(), doubles(9, 4), torch.randint(0, 3, (9,))
+    plain, again = copy.deepcopy(model), copy.deepcopy(model)
+    options = {"likelihood": "categorical", "fisher": fisher}
+    expected = two_lines(plain, attached(plain, **options), x, y, fn.cross_entropy)
+    compiled = torch.compile(model, backend="eager")
+    kfac = attached(compiled, **options)
+    fn.cross_entropy(compiled(x), y).backward()
+    kfac.step()
+    same({n: p.grad for n, p in model.named_parameters()}, expected)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = again
+
+        def forward(self, x):
+            run_again = torch.utils.checkpoint.checkpoint
+            return run_again(self.inner, x, use_reentrant=False)
+
+    outer = Checkpointed()
+    two_lines(outer, attached(outer, **options), x, y, fn.cross_entropy)
+    same({n: p.grad for n, p in again.named_parameters()}, expected)
+
+    # Compiled code that was made before the hooks does not run them; some is made anew.
+    late = copy.deepcopy(plain)
+    late.zero_grad()
+    called = torch.compile(late, backend="aot_eager")
+    called(x)
+    kfac = attached(called, **options)
+    fn.cross_entropy(called(x), y).backward()
+    message = ""
+    try:
+        kfac.step()
+    except kc.NotReadyError as error:
+        message = str(error)
+    if message:
+        assert "compiled and called before" in message
+    else:
+        same({n: p.grad for n, p in late.named_parameters()}, expected)

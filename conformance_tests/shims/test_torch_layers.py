@@ -452,3 +452,44 @@ def test_an_expert_without_tokens_is_left_out():
             F + DAMPING * torch.eye(12, dtype=x.dtype), V.T.reshape(-1)
         )
         close(after[f"experts.{i}.weight"], moved.reshape(4, 3).T[:, :3])
+
+
+@pytest.mark.parametrize("kind", ["weight", "spectral", "orthogonal", "conv"])
+def test_a_computed_weight_has_the_block_of_what_it_computes(kind):
+    """``(dW/dtheta)^T (F_W + damping)^-1 dL/dW``, also after the gradients are scaled."""
+    parametrizations = nn.utils.parametrizations
+    made = {
+        "weight": (nn.Linear(4, 3), parametrizations.weight_norm),
+        "spectral": (nn.Linear(4, 3), parametrizations.spectral_norm),
+        "orthogonal": (nn.Linear(4, 3), parametrizations.orthogonal),
+        "conv": (nn.Conv1d(2, 3, 2), parametrizations.weight_norm),
+    }
+    layer, how = made[kind]
+    model = nn.Sequential(how(layer.double()), nn.Flatten(1)).eval()
+    x = doubles(8, 2, 2) if kind == "conv" else doubles(8, 4)
+    y = doubles(8, 3)
+    rows = torch.cat([x.flatten(1), torch.ones(8, 1, dtype=x.dtype)], 1)
+    A = rows.T @ rows / 8
+    W = model[0].weight
+    V = torch.autograd.grad(half_squares(model(x), y), (model[0].bias,))[0]
+    W = model[0].weight
+    made = fn.linear(x.flatten(1), W.flatten(1), model[0].bias)
+    V_weight = torch.autograd.grad(half_squares(made, y), W, retain_graph=True)[0]
+    joint = torch.cat([V_weight.flatten(1), V[:, None]], 1)
+    moved = kfac_by_hand(A, torch.eye(3, dtype=x.dtype), joint)
+    originals = [*model[0].parametrizations["weight"].parameters()]
+    expected = torch.autograd.grad(W, originals, moved[:, :-1].reshape(W.shape))
+
+    kfac = attached(model)
+    half_squares(model(x), y).backward()
+    for p in model.parameters():
+        p.grad *= 0.25
+    kfac.step()
+
+    assert kfac.skipped == {}
+    close(model[0].bias.grad, 0.25 * moved[:, -1])
+    for p, found in zip(originals, expected, strict=True):
+        close(p.grad, 0.25 * found)
+    own = copy.deepcopy(model)
+    half_squares(own(x), y).backward()  # The hooks of a copy do nothing.
+    kfac.remove()

@@ -126,6 +126,50 @@ def test_the_direction_is_that_of_kfac():
     torch.testing.assert_close(parameters(model) - theta, -rate * natural)
 
 
+def test_least_squares_are_solved_in_one_step():
+    """One linear layer: K-FAC is exact, and the best rate of the exact model is one."""
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(20, 4, dtype=torch.float64)
+    y = torch.randn(20, 3, dtype=torch.float64)
+    ones = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    best = torch.linalg.lstsq(ones, y).solution.T
+    optimizer = KFACOptimizer(
+        model,
+        likelihood=nn.MSELoss(),
+        fisher="exact",
+        damping=1e-12,
+        min_damping=0.0,
+        damping_rule="exact",
+    )
+
+    optimizer.step(lambda: fn.mse_loss(model(x), y))
+
+    found = torch.cat([model.weight, model.bias[:, None]], 1).detach()
+    torch.testing.assert_close(found, best, rtol=1e-6, atol=1e-8)
+    assert optimizer.metrics()["rate"] == pytest.approx(1.0, rel=1e-6)
+
+
+def test_the_model_has_the_dropout_of_the_loss():
+    """The minimum is that of the layer without the inputs that were dropped."""
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(30, 3, bias=False)).double()
+    x, y = torch.randn(40, 30, dtype=torch.float64), torch.randint(3, (40,))
+    torch.manual_seed(5)
+    dropped = model[0](x)
+    theta = parameters(model)
+    gradient = gradient_of(model[1], fn.cross_entropy(model[1](dropped), y))
+    F = dense(model[1], dropped) + DAMPING * torch.eye(len(theta), dtype=theta.dtype)
+    other = dense(model[1], x) + DAMPING * torch.eye(len(theta), dtype=theta.dtype)
+
+    torch.manual_seed(5)
+    optimizer_of(model).step(lambda: fn.cross_entropy(model(x), y))
+
+    delta = parameters(model) - theta
+    natural = model[1].weight.grad.reshape(-1)
+    assert_minimum(delta, gradient, F, [natural])
+    with pytest.raises(AssertionError):
+        assert_minimum(delta, gradient, other, [natural])
+
+
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_closures_and_reductions_give_one_step(own, reduction):
@@ -325,12 +369,16 @@ def test_what_cannot_be_is_refused_by_name():
         ("weight_decay", -0.1),
         ("kl_clip", 1e-3),
         ("grad_scaler", None),
+        ("fisher", "empirical"),
+        ("output", None),
     ]:
         with pytest.raises(kc.ConventionError, match=option):
             KFACOptimizer(model, **{option: value})
     with pytest.raises(kc.ConventionError, match="params"):
         KFACOptimizer(model, network().parameters())
     optimizer = optimizer_of(model)
+    with pytest.raises(kc.UnsupportedError, match="state_dict"):
+        copy.deepcopy(optimizer)
     with pytest.raises(kc.NotReadyError, match="closure"):
         optimizer.step(lambda: torch.zeros(()))
     with pytest.raises(kc.NotReadyError, match="closure"):

@@ -261,12 +261,15 @@ def calls_of(outputs):
     return found
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 def test_weights_made_of_others_and_unlike_ties_are_named():
-    """Weight norm has no weight of its own; two strides make two layers of one weight."""
-    normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    """Old weight norm has no weight of its own; two strides make two layers of one."""
+    normed = nn.utils.weight_norm(nn.Linear(3, 3))
     first, second = nn.Conv1d(1, 1, 2, bias=False), nn.Conv1d(1, 1, 2, bias=False)
     second.weight, second.dilation = first.weight, (2,)
-    with pytest.warns(UserWarning, match=r"0\.bias.*original0.*1\.weight"):
+    with pytest.warns(
+        UserWarning, match=r"0\.bias.*0\.weight_g.*1\.weight.*computed from"
+    ):
         kfac = attached(nn.Sequential(normed, first, second, nn.Linear(3, 3)))
 
     assert list(kfac.estimator.blocks) == ["3"]

@@ -29,7 +29,6 @@ from kfac_core.array import (
     Array,
     Check,
     Namespace,
-    as_scalar,
     device_of,
     full_of,
     own_namespace,
@@ -109,17 +108,13 @@ class IdentityGradients(kc.Approximation):
         self, statistics: kc.Statistics, layer: kc.Layer, options: OperatorOptions, /
     ) -> InputOperator:
         """Return ``(A + lam I) (x) I``; ``n^3`` flops for the inverse."""
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
-        average = statistics.averages["input"]
-        damped = FullFactor().snapshot(
-            FullFactor().value(average, debias=options.debias, dtype=compute, xp=xp),
-            as_scalar(xp, options.damping, compute, "damping"),
-            factorizations=options.factorizations,
-            check=options.check,
-            name=f"{options.name}/input",
-            apply_dtype=apply,
+        average, factor = statistics.averages["input"], FullFactor()
+        A = factor.value(
+            average, debias=options.debias, dtype=options.compute, xp=options.xp
         )
+        named = {"check": options.check, "name": f"{options.name}/input"}
+        damped = factor.damped(A, options.damping, **named, apply_dtype=options.apply)
+        damped = damped.prepared(*options.factorizations, **named)
         return InputOperator(damped, layer.matrix_shape[1] // layer.groups)
 
 

@@ -9,7 +9,6 @@ from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import (
     Scalar,
-    as_scalar,
     cast,
     full_of,
     moved_axis,
@@ -114,8 +113,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     ManyKronecker
         An immutable snapshot.
     """
-    xp = options.namespace(statistics)
-    compute, apply = options.dtypes(statistics.dtype, xp=xp)
+    xp, compute, apply = options.xp, options.compute, options.apply
     values = {
         name: FullFactor().value(average, debias=options.debias, dtype=compute, xp=xp)
         for name, average in statistics.averages.items()
@@ -123,8 +121,7 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     trace = next(iter(values.values())).trace()
     unit = xp.where(trace > 0, trace, xp.ones_like(trace))
     S = unit ** (1.0 - len(values))
-    damping = as_scalar(xp, options.damping, compute, "damping")
-    lam = full_of(xp, damping, S)
+    lam = full_of(xp, options.damping, S)
     exact = options.rule == "exact"
     means = [value.trace() / value.size for value in values.values()]
     shifts = [xp.zeros_like(mean) for mean in means]

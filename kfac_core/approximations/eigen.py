@@ -34,7 +34,7 @@ from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import Scalar, any_status, as_scalar, cast, full_of
+from kfac_core.array.namespaces import Scalar, any_status, cast, full_of
 from kfac_core.array.status import Check
 from kfac_core.array.structure import map_structure, replaced
 from kfac_core.conventions import Conventions, require_one_of
@@ -111,6 +111,26 @@ class Eigen(Approximation):
     References
     ----------
     George et al. (2018), arXiv:1806.03884, section 3.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="io")
+    >>> estimator = kc.Estimator(
+    ...     {"fc": kc.Block(layer, kc.Eigen())},
+    ...     reduction="sum",
+    ...     damping=1e-2,
+    ...     damping_rule="exact",
+    ... )
+    >>> estimator.update({"fc": kc.Batch(x, g)})
+    >>> estimator.rebase(moments="kronecker")
+    >>> estimator.update({"fc": kc.Batch(x, g)})  # Second moments in these bases
+    >>> estimator.refresh()
+    >>> estimator.operator("fc").to_dense().shape
+    (6, 6)
     """
 
     input: Literal["full", "diagonal"] = "full"
@@ -265,15 +285,13 @@ class Eigen(Approximation):
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> SpectralOperator:
         """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` in its current state."""
-        xp = options.namespace(statistics)
-        _, apply = options.dtypes(statistics.dtype, xp=xp)
+        xp, apply = options.xp, options.apply
         E = cast(xp, statistics.averages["block"].value(debias=options.debias), apply)
-        damping = as_scalar(xp, options.damping, apply, "damping")
         return spectral_operator(
             E,
             input=statistics.bases.get("input"),
             output=statistics.bases.get("output"),
-            damping=full_of(xp, damping, E),
+            damping=full_of(xp, options.damping, E),
             vector_shape=layer.matrix_shape,
             factorizations=options.factorizations,
             check=options.check,

@@ -27,7 +27,7 @@ from typing import Any
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import as_scalar, cast, full_of
+from kfac_core.array.namespaces import cast, full_of
 from kfac_core.errors import UnsupportedError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.statistics import Statistics
@@ -46,7 +46,28 @@ __all__ = ["Eva"]
 
 @dataclass(frozen=True, kw_only=True)
 class Eva(Approximation):
-    """The block of the two mean vectors: ``in(+1) + out`` numbers."""
+    r"""The block of the two mean vectors: ``in(+1) + out`` numbers.
+
+    With S shared positions, N examples and the means of inputs and output gradients over
+    all rows,
+
+    .. math:: F = S \, a a^T \otimes b b^T, \qquad
+        a = \frac{1}{NS} \sum_{n,s} x, \qquad
+        b = \frac{1}{NS} \sum_{n,s} g.
+
+    It keeps ``in(+1) + out`` numbers.  Damping is exact, and its inverse a rank-one
+    correction:
+
+    .. math:: (F + \lambda I)^{-1} V = \frac{1}{\lambda}
+        \Bigl( V - \frac{S \, a^T V b}{\lambda + S |a|^2 |b|^2} \, a b^T \Bigr).
+
+    The mean of output gradients for labels drawn from the model is zero up to noise: use
+    gradients for the labels of the data.
+
+    References
+    ----------
+    Zhang, Shi and Li (2023), arXiv:2308.02123.
+    """
 
     name = "eva"
     unsupported_products = NO_CHOLESKY
@@ -117,11 +138,10 @@ class Eva(Approximation):
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> LowRankOperator:
         """Return ``S a a^T (x) b b^T + lam I`` as it is now; ``O(n + m)`` flops."""
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        xp, compute, apply = options.xp, options.compute, options.apply
         S = cast(xp, statistics.averages["repeats"].value(debias=True), compute)
         S = xp.where(S > 0, S, xp.ones_like(S))
-        lam = full_of(xp, as_scalar(xp, options.damping, compute, "damping"), S)
+        lam = full_of(xp, options.damping, S)
         a, b = (
             cast(xp, statistics.averages[side].value(debias=options.debias), compute)
             for side in ("input", "output")

@@ -21,8 +21,8 @@ from typing import Any
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import as_scalar, cast
-from kfac_core.array.structure import map_structure
+from kfac_core.array.namespaces import cast
+from kfac_core.array.structure import in_dtype
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.window import WindowAverage, window_average
@@ -167,15 +167,14 @@ class ExampleGram(Approximation):
         NotFiniteError, DampingError, FactorizationError
             As `example_gram_operator` (``check="raise"``).
         """
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        xp, compute, apply = options.xp, options.compute, options.apply
         value = statistics.averages["block"].value(debias=options.debias)
-        window = map_structure(lambda x: cast(xp, x, compute), value)
+        window = in_dtype(value, compute, xp)
         return example_gram_operator(
             window.inputs,
             window.output_grads,
             weights=window.weights,
-            damping=as_scalar(xp, options.damping, compute, "damping"),
+            damping=options.damping,
             truncated_trace=window.truncated_trace,
             factorizations=options.factorizations,
             check=options.check,

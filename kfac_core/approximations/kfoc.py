@@ -37,13 +37,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.kronecker import kronecker_operator
+from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average, zero_weight
-from kfac_core.factors.full import FullFactor
 from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -62,10 +61,21 @@ from kfac_core.operators.operator import CurvatureOperator
 
 __all__ = ["KFOC"]
 
+_KRONECKER = Kronecker()
+
 
 @dataclass(frozen=True, kw_only=True)
 class KFOC(Approximation):
-    """The best approximation of a block by one Kronecker product.
+    r"""The best approximation of a block by one Kronecker product.
+
+    With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
+    A and G are the product nearest to the exact block in the Frobenius norm:
+
+    .. math:: F = A \otimes G \approx
+        \frac{1}{N} \sum_{m,n} \operatorname{vec}(D) \operatorname{vec}(D)^T.
+
+    After each update the running sum is replaced by its own best product, so that the
+    result is exact for one batch, and close to the best product of the average otherwise.
 
     Parameters
     ----------
@@ -151,19 +161,16 @@ class KFOC(Approximation):
 
         The factors have one Frobenius norm, which only ``"factored_unit_pi"`` can tell.
         """
-        xp = options.namespace(statistics)
+        xp = options.xp
         product: Any = statistics.averages["block"]
         one = xp.ones_like(product.weight)
-        factors = {
-            side: Average(SymmetricMatrix(value, full_storage=True), one)
-            for side, value in product.value(debias=options.debias).items()
-        }
+        averages = {"repeats": Average(one, one)}
+        for side, value in product.value(debias=options.debias).items():
+            factor = SymmetricMatrix(value, full_storage=True)
+            averages[side] = Average(factor, one)
         # What is remembered is so by the identity of an average; these do not last.
         own = dataclasses.replace(options, debias=True, memo={})
-        kinds = FullFactor(), FullFactor()
-        return kronecker_operator(
-            Statistics(factors, statistics.status), kinds, one, own
-        )
+        return _KRONECKER.operator(Statistics(averages, statistics.status), layer, own)
 
 
 def _term(rows: Rows, scale: Scalar, statistics: Statistics, xp: Namespace) -> FitTerm:

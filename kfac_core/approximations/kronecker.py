@@ -32,18 +32,13 @@ from typing import Any, get_args
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import (
-    as_scalar,
-    cast,
-    full_of,
-    status_unless,
-)
+from kfac_core.array.namespaces import cast, full_of, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced
 from kfac_core.conventions import require_one_of
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average, zero_weight
-from kfac_core.factors.factor import Factor, FactorKind, factor_of
+from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
@@ -53,7 +48,6 @@ from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = [
     "Kronecker",
-    "kronecker_operator",
     "kronecker_shapes",
 ]
 
@@ -113,6 +107,27 @@ class Kronecker(Approximation):
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 3.  Eschenhagen et al. (2023),
     arXiv:2311.00636, sections 3.2 and 3.3, for ``"expand"`` and ``"reduce"``.
+
+    Examples
+    --------
+    Two examples, and the damped block as one matrix:
+
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> x, g = np.eye(2), np.array([[1.0], [3.0]])
+    >>> layer = kc.Dense(in_features=2, out_features=1, bias=False, weight_layout="io")
+    >>> estimator = kc.Estimator(
+    ...     {"fc": kc.Block(layer, kc.Kronecker())},
+    ...     reduction="sum",
+    ...     damping=0.1,
+    ...     damping_rule="exact",
+    ... )
+    >>> estimator.update({"fc": kc.Batch(x, g)})
+    >>> estimator.refresh()
+    >>> A, G = x.T @ x / 2, g.T @ g / 2
+    >>> damped = estimator.operator("fc").to_dense()
+    >>> bool(np.allclose(damped, np.kron(A, G) + 0.1 * np.eye(2)))
+    True
     """
 
     input: FactorKind = "full"
@@ -277,10 +292,51 @@ class Kronecker(Approximation):
         -----
         ``n^3 + m^3`` flops for inverses, about ``9 (n^3 + m^3)`` for eigenbases.
         """
+        xp, averages, apply = options.xp, statistics.averages, options.apply
         # Always debiased: S counts rows, and a biased mean would scale F.
-        S = statistics.averages["repeats"].value(debias=True)
+        S = cast(xp, averages["repeats"].value(debias=True), options.compute)
+        S = xp.where(S > 0, S, 1.0)
+        sides = ("input", "output")
         kinds = factor_of(self.input, layer), factor_of(self.output, layer)
-        return kronecker_operator(statistics, kinds, S, options)
+        values, means = [], []
+        for side, kind in zip(sides, kinds, strict=True):
+            value = kind.value(
+                averages[side], debias=options.debias, dtype=options.compute, xp=xp
+            )
+            values.append(value)
+            means.append(kind.mean_eigenvalue(value))
+        exact = options.rule == "exact"
+        if exact:
+            shifts = [xp.zeros_like(mean) for mean in means]
+        else:
+            unit_pi = options.rule == "factored_unit_pi"
+            shifts = factored_shifts(
+                means, options.damping, scale=S, unit_pi=unit_pi, xp=xp
+            )
+        damped, made = [], []
+        for side, kind, value, shift in zip(sides, kinds, values, shifts, strict=True):
+            reporting: Any = {"check": options.check, "name": f"{options.name}/{side}"}
+            part: Any = kind.damped(value, shift, **reporting, apply_dtype=apply)
+            damped.append(part)
+            # The key is the identity of the average, which the statistics keep alive,
+            # so that blocks that share a factor share its basis.
+            key = ("basis", id(averages[side]))
+            if key in options.memo:
+                part = replaced(part, basis=options.memo[key])
+            if not exact:
+                part = part.prepared(*options.factorizations, **reporting)
+            elif options.factorizations:
+                part = part.prepared("eigenbasis", **reporting)
+            if isinstance(part, ShiftedMatrix) and part.basis is not None:
+                options.memo[key] = part.basis
+            made.append(part)
+        scale = cast(xp, S, apply)
+        operator = FactoredKronecker(made[0], made[1], scale)
+        if not exact:
+            return operator
+        undamped = FactoredKronecker(damped[0], damped[1], scale)
+        lam = cast(xp, full_of(xp, options.damping, S), apply)
+        return _exactly_damped(operator, undamped, lam, options)
 
 
 def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
@@ -301,90 +357,20 @@ def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
     return {"input": (n, m), "output": (m, n)}
 
 
-def kronecker_operator(
-    statistics: Statistics,
-    kinds: tuple[Factor, Factor],
-    scale: Array,
+def _exactly_damped(
+    made: FactoredKronecker,
+    undamped: FactoredKronecker,
+    lam: Array,
     options: OperatorOptions,
-    /,
-) -> FactoredKronecker | SpectralOperator:
-    """Return ``S A (x) G`` damped as the rule says.
-
-    Parameters
-    ----------
-    statistics : Statistics
-        With the averages ``"input"`` and ``"output"``.
-    kinds : tuple of Factor
-        Kinds of the two factors.
-    scale : array, 0-d or one a group
-        Scale ``S``; zero counts as 1.
-    options : OperatorOptions
-        Damping and its rule, and how to compute.
-
-    Returns
-    -------
-    FactoredKronecker or SpectralOperator
-        An immutable snapshot.
-    """
-    xp = options.namespace(statistics)
-    compute, apply = options.dtypes(statistics.dtype, xp=xp)
-    sides = ("input", "output")
-    values = [
-        kind.value(
-            statistics.averages[side], debias=options.debias, dtype=compute, xp=xp
-        )
-        for kind, side in zip(kinds, sides, strict=True)
-    ]
-    S = cast(xp, scale, compute)
-    S = xp.where(S > 0, S, 1.0)
-    damping = as_scalar(xp, options.damping, compute, "damping")
-    lam = full_of(xp, damping, S)
-    means = [k.mean_eigenvalue(value) for k, value in zip(kinds, values, strict=True)]
-    exact = options.rule == "exact"
-    if exact:
-        shifts = [xp.zeros_like(mean) for mean in means]
-    else:
-        unit_pi = options.rule == "factored_unit_pi"
-        shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
-    parts, bare = [], []
-    for kind, value, shift, side in zip(kinds, values, shifts, sides, strict=True):
-        key = ("basis", id(statistics.averages[side]))
-        wanted = () if exact else options.factorizations
-        known = options.memo.get(key)
-        part: Any = kind.snapshot(
-            value,
-            shift,
-            factorizations=tuple(f for f in wanted if not known or f != "eigenbasis"),
-            check=options.check,
-            name=f"{options.name}/{side}",
-            apply_dtype=apply,
-        )
-        bare.append(part)
-        if isinstance(part, ShiftedMatrix):
-            if known is not None:
-                part = replaced(part, basis=known)
-            elif exact and options.factorizations:
-                part = part.prepared(
-                    "eigenbasis", check=options.check, name=f"{options.name}/{side}"
-                )
-            if part.basis is not None:
-                # The key is the identity of the average, which the statistics keep alive,
-                # so that blocks that share a factor share its basis.
-                options.memo[key] = part.basis
-        parts.append(part)
-    S, lam = cast(xp, S, apply), cast(xp, lam, apply)
-    made = FactoredKronecker(parts[0], parts[1], S)
-    if not exact:
-        return made
+) -> SpectralOperator:
+    """Return ``S A (x) G + lam I``, in the bases of the factors where these are made."""
+    xp = options.xp
     good = xp.isfinite(lam) & (lam >= 0)
     flags = status_unless(xp, good, Status.BAD_DAMPING)
     lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
-    undamped = FactoredKronecker(bare[0], bare[1], S)
-    shape = undamped.shape
     if not options.factorizations:
-        return SpectralOperator(None, None, None, lam, flags, shape, undamped)
-    found = made.spectral(check=options.check, name=options.name)
+        return SpectralOperator(None, None, None, lam, flags, undamped.shape, undamped)
+    reporting: Any = {"check": options.check, "name": options.name}
+    found = made.spectral(**reporting)
     spectral = replaced(found, damping=lam, flags=found.flags | flags, factors=undamped)
-    return spectral.prepared(
-        *options.factorizations, check=options.check, name=options.name
-    )
+    return spectral.prepared(*options.factorizations, **reporting)

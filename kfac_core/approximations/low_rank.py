@@ -21,7 +21,8 @@ from typing import Any, get_args
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import as_scalar, cast, full_of
+from kfac_core.array.namespaces import cast, full_of
+from kfac_core.array.structure import in_dtype
 from kfac_core.conventions import require_one_of
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import ShapeError
@@ -42,7 +43,12 @@ __all__ = ["LowRankKronecker"]
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankKronecker(Approximation):
-    """The approximation of a block by one Kronecker product of low-rank factors.
+    r"""The approximation of a block by one Kronecker product of low-rank factors.
+
+    .. math:: F = S \, A_r \otimes G_q
+
+    with the factors of `kfac_core.Kronecker`, each compressed to its largest r (or q)
+    eigenpairs after every update, and kept in ``n r + m q`` numbers.
 
     Parameters
     ----------
@@ -147,15 +153,14 @@ class LowRankKronecker(Approximation):
         -----
         ``O(n r^2 + m q^2)`` flops.
         """
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        xp, compute, apply = options.xp, options.compute, options.apply
         S = cast(xp, statistics.averages["repeats"].value(debias=True), compute)
         S = xp.where(S > 0, S, xp.ones_like(S))
-        lam = full_of(xp, as_scalar(xp, options.damping, compute, "damping"), S)
+        lam = full_of(xp, options.damping, S)
         bases, means = [], []
         for side in ("input", "output"):
             total = _low_rank(statistics.averages[side]).value(debias=options.debias)
-            total = total.cast(compute)
+            total = in_dtype(total, compute, xp)
             means.append(total.trace() / total.size)
             bases.append(
                 low_rank_basis(

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import Scalar, own_namespace
-from kfac_core.array.precision import Precision
+from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.array.status import Check
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
-from kfac_core.factors.shares import UpdateShares, update_shares
+from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.shifted import Factorization
 
@@ -44,14 +43,43 @@ class UpdateOptions:
     xp: Namespace
 
     def shares(self, statistics: Statistics, rows: Any, /) -> UpdateShares:
-        """Return the shares of the update with these rows; see `update_shares`."""
-        return update_shares(
-            statistics,
-            rows,
-            conventions=self.conventions,
-            weight=self.weight,
-            xp=self.xp,
+        """Return the scales and weights of an update with these rows.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            For the dtype.
+        rows : Rows, IdRows or ExampleGradients
+            Rows of the update.
+
+        Returns
+        -------
+        UpdateShares
+            Scales and weights for rows and for examples.
+        """
+        xp, dtype, weight = self.xp, statistics.dtype, self.weight
+        kept, N = rows.kept(dtype, xp=xp), rows.examples
+        # The conventions, and the number of repeats, are those of the whole batch that a
+        # part (a chunk, or selected rows) is of.
+        part_of = getattr(rows, "batch_examples", None)
+        whole, all_rows = (N, kept) if part_of is None else (part_of, rows.batch_rows)
+        if not isinstance(all_rows, int):
+            all_rows = cast(xp, all_rows, dtype)
+        scale = self.conventions.outer_product_scale(
+            examples=whole, rows=all_rows, sources=rows.sources
         )
+        repeats = all_rows / whole
+        if isinstance(kept, int):
+            some: Scalar = 1.0
+            nonzero: Scalar = kept
+        else:
+            some = xp.astype(kept > 0, kept.dtype)
+            nonzero = xp.where(kept > 0, kept, xp.ones_like(kept))
+        if weight is None:
+            # The examples of a part of which nothing counts are examples all the same.
+            return UpdateShares(some, 1.0, kept, N, scale, repeats)
+        own = some * weight
+        return UpdateShares(own / nonzero, own / N, own, own, scale, repeats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +89,7 @@ class OperatorOptions:
     Attributes
     ----------
     damping : float or 0-d array
-        Damping ``lam``.
+        Damping ``lam``; an array is of the dtype `compute`.
     rule : {"factored", "factored_unit_pi", "exact"}
         How it is applied, where a block leaves a choice.
     debias : bool
@@ -70,13 +98,15 @@ class OperatorOptions:
         Factorizations to prepare now.
     check : {"raise", "status"}
         Whether failures raise, or are reported in the operator's status.
-    precision : Precision
-        Dtypes of computing and applying.
+    compute, apply : dtype
+        Dtypes of factorizing, and of the operator.
     name : str
         The block's name, for messages.
     memo : dict
         What operators that share factors have made already, by the identity of the
         average that it was made from.
+    xp : namespace
+        Array API namespace of the statistics.
     """
 
     damping: Scalar
@@ -84,15 +114,8 @@ class OperatorOptions:
     debias: bool
     factorizations: tuple[Factorization, ...]
     check: Check
-    precision: Precision
+    compute: Any
+    apply: Any
     name: str
     memo: dict[Any, Any]
-
-    def namespace(self, statistics: Statistics, /) -> Namespace:
-        """Return the namespace of the statistics' arrays."""
-        return own_namespace(statistics.any_weight)
-
-    def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
-        """Return the dtypes of computing and of applying."""
-        compute = self.precision.dtype(self.precision.compute, storage, xp=xp)
-        return compute, self.precision.dtype(self.precision.apply, storage, xp=xp)
+    xp: Namespace

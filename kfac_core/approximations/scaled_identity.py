@@ -9,7 +9,7 @@ from typing import Any
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import as_scalar, full_of
+from kfac_core.array.namespaces import full_of
 from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
@@ -22,6 +22,8 @@ __all__ = ["ScaledIdentity"]
 @dataclass(frozen=True, kw_only=True)
 class ScaledIdentity(Approximation):
     """A multiple of the identity, whatever the rows hold.
+
+    .. math:: F = c I
 
     Parameters
     ----------
@@ -65,14 +67,12 @@ class ScaledIdentity(Approximation):
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> SpectralOperator:
         """Return ``(c + lam) I``."""
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        xp, compute, apply = options.xp, options.compute, options.apply
         one = full_of(xp, self.scale, statistics.any_weight)
         spectrum = xp.astype(xp.broadcast_to(one, layer.matrix_shape), compute)
-        damping = as_scalar(xp, options.damping, compute, "damping")
         return spectral_operator(
             spectrum,
-            damping=full_of(xp, damping, spectrum),
+            damping=full_of(xp, options.damping, spectrum),
             vector_shape=layer.matrix_shape,
             factorizations=options.factorizations,
             check=options.check,

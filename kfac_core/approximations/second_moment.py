@@ -21,7 +21,7 @@ from typing import Any
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import as_scalar, cast, full_of
+from kfac_core.array.namespaces import cast, full_of
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -34,7 +34,14 @@ __all__ = ["Diagonal", "Full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Diagonal(Approximation):
-    """The diagonal of the block: ``in(+1) x out`` numbers."""
+    r"""The diagonal of the block: ``in(+1) x out`` numbers.
+
+    With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
+
+    .. math:: F = \operatorname{diag} \Bigl( \frac{1}{N} \sum_{m,n} D \circ D \Bigr),
+
+    the exact diagonal of the block.  Damping is exact, :math:`F + \lambda I`.
+    """
 
     name = "diagonal"
 
@@ -73,14 +80,12 @@ class Diagonal(Approximation):
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> SpectralOperator:
         """Return ``diag(D * D) + lam I`` in its current state."""
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        xp, compute, apply = options.xp, options.compute, options.apply
         average = statistics.averages["block"]
         squares = cast(xp, average.value(debias=options.debias), compute)
-        damping = as_scalar(xp, options.damping, compute, "damping")
         return spectral_operator(
             xp.reshape(squares, layer.matrix_shape),
-            damping=full_of(xp, damping, squares),
+            damping=full_of(xp, options.damping, squares),
             vector_shape=layer.matrix_shape,
             factorizations=options.factorizations,
             check=options.check,
@@ -91,7 +96,14 @@ class Diagonal(Approximation):
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Approximation):
-    """The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests."""
+    r"""The whole block: ``(in(+1) out)^2`` numbers, for small layers and for tests.
+
+    With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
+
+    .. math:: F = \frac{1}{N} \sum_{m,n} \operatorname{vec}(D) \operatorname{vec}(D)^T,
+
+    the exact block, in row-major order.  Damping is exact, :math:`F + \lambda I`.
+    """
 
     name = "full"
 
@@ -130,15 +142,10 @@ class Full(Approximation):
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
     ) -> DenseOperator:
         """Return ``F + lam I`` in its current state."""
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
+        xp, compute, apply = options.xp, options.compute, options.apply
         average, factor = statistics.averages["block"], FullFactor()
-        block = factor.snapshot(
-            factor.value(average, debias=options.debias, dtype=compute, xp=xp),
-            as_scalar(xp, options.damping, compute, "damping"),
-            factorizations=options.factorizations,
-            check=options.check,
-            name=options.name,
-            apply_dtype=apply,
-        )
+        reporting: Any = {"check": options.check, "name": options.name}
+        value = factor.value(average, debias=options.debias, dtype=compute, xp=xp)
+        block = factor.damped(value, options.damping, **reporting, apply_dtype=apply)
+        block = block.prepared(*options.factorizations, **reporting)
         return DenseOperator(block, layer.matrix_shape)

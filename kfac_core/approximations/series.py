@@ -57,7 +57,18 @@ _LAG_1 = LaggedFactor()
 
 @dataclass(frozen=True, kw_only=True)
 class Series(Approximation):
-    """The approximation of a recurrent layer's block by a chain of time steps.
+    r"""The approximation of a recurrent layer's block by a chain of time steps.
+
+    Shared positions are time steps.  Beside the factors :math:`A_0, G_0` of
+    `kfac_core.Kronecker`, statistics hold the moments of neighboring steps,
+
+    .. math:: A_1 = \frac{1}{NS} \sum_{n,s} x_{s+1} x_s^T, \qquad
+        G_1 = \frac{1}{NS} \sum_{m,n,s} g_{s+1} g_s^T.
+
+    With :math:`\Psi = \Psi_A \otimes \Psi_G` the correlations of neighboring steps and R a
+    root of the block of lag 0, the block of the infinite chain is
+
+    .. math:: F = S R \, [ (I - \Psi)^{-1} + (I - \Psi^T)^{-1} - I ] \, R^T.
 
     Parameters
     ----------

@@ -13,18 +13,22 @@ from typing import Any, NoReturn
 
 from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import as_scalar, cast, device_of, full_of
+from kfac_core.array.namespaces import cast, device_of, full_of
 from kfac_core.array.status import Status
-from kfac_core.array.structure import map_structure, replaced
+from kfac_core.array.structure import in_dtype
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
-from kfac_core.linalg.fallback import Fallback
-from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
+from kfac_core.linalg.fallback import Fallback, in_wider_dtype
+from kfac_core.linalg.series_chain import (
+    Root,
+    WeightedRoots,
+    symmetric_chain,
+    triangular_root,
+)
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
-from kfac_core.linalg.triangular import solve_triangular
 from kfac_core.operators.series import SeriesOperator
 
 __all__ = ["series_operator"]
@@ -54,41 +58,18 @@ def series_operator(
     NotFiniteError, DampingError, FactorizationError
         With ``check="raise"``; see `Series.operator`.
     """
-    xp = options.namespace(statistics)
-    compute, apply = options.dtypes(statistics.dtype, xp=xp)
-    make = _made if options.check == "status" else _with_fallbacks
-    made = map_structure(
-        lambda x: cast(xp, x, apply) if xp.isdtype(x.dtype, "real floating") else x,
-        make(statistics, options, dtype=compute, xp=xp),
+    xp, check = options.xp, options.check
+    made, flags = in_wider_dtype(
+        lambda dtype: _made(statistics, options, dtype=dtype, xp=xp),
+        options.compute,
+        like=statistics.any_weight,
+        check=check,
+        xp=xp,
     )
-    return made.prepared(
-        *options.factorizations, check=options.check, name=options.name
-    )
-
-
-def _with_fallbacks(
-    statistics: Statistics, options: OperatorOptions, /, *, dtype: Any, xp: Namespace
-) -> SeriesOperator:
-    """Return the operator made in working precision, or in float64, or raise."""
-    dtypes = [dtype]
-    device = device_of(statistics.any_weight)
-    known = xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
-    if dtype != xp.float64 and "float64" in known:
-        dtypes.append(xp.float64)
-    for attempted in dtypes:
-        try:
-            made = _made(statistics, options, dtype=attempted, xp=xp)
-        except FactorizationError:
-            if attempted == dtypes[-1]:
-                raise
-            continue
-        flags = Status(int(made.status()))
-        if not flags:
-            if attempted == dtype:
-                return made
-            fallback = xp.full_like(made.fallback, int(Fallback.FLOAT64))
-            return replaced(made, fallback=fallback)
-    _raise_for(flags, made, options.name)
+    if flags:
+        _raise_for(flags, made, options.name)
+    made = in_dtype(made, options.apply, xp)
+    return made.prepared(*options.factorizations, check=check, name=options.name)
 
 
 def _made(
@@ -110,7 +91,7 @@ def _made(
     S = xp.where(nothing, xp.ones_like(S), S)
     shifts = factored_shifts(
         [_FULL.mean_eigenvalue(A), _FULL.mean_eigenvalue(G)],
-        full_of(xp, as_scalar(xp, options.damping, dtype, "damping"), S),
+        full_of(xp, options.damping, S),
         scale=S,
         unit_pi=options.rule == "factored_unit_pi",
         xp=xp,
@@ -131,14 +112,19 @@ def _made(
         first = xp.arange(lengths.shape[0], device=device_of(lengths)) == 0
         lengths = xp.where(nothing, xp.astype(first, dtype), lengths)
     (A_0, G_0), (A_1, G_1) = parts, lagged
-    root_A, root_G = _triangular_root(A_0, A_1, xp), _triangular_root(G_0, G_1, xp)
-    chain: SymmetricChain | InfiniteChain
+    root_A, root_G = _root(A_0, A_1, xp), _root(G_0, G_1, xp)
+    chain: WeightedRoots | InfiniteChain
     if lengths is None:
         chain = infinite_chain(root_A, root_G, S, check=options.check, xp=xp)
     else:
         chain = symmetric_chain(root_A, root_G, lengths, xp=xp)
     fallback = xp.full((), int(Fallback.WORKING), dtype=xp.int32, device=device_of(S))
     return SeriesOperator(A_0, G_0, A_1, G_1, S, lengths, chain, None, fallback)
+
+
+def _root(factor: ShiftedMatrix, lagged: Array, xp: Namespace) -> Root:
+    assert factor.cholesky is not None
+    return triangular_root(factor.cholesky.lower, lagged, xp=xp)
 
 
 def _raise_for(flags: Status, made: SeriesOperator, name: str) -> NoReturn:
@@ -153,13 +139,3 @@ def _raise_for(flags: Status, made: SeriesOperator, name: str) -> NoReturn:
         "Increase `damping`; if that is no remedy, the two lags are not of the same rows.",
         factor=name,
     )
-
-
-def _triangular_root(factor: ShiftedMatrix, lagged: Array, xp: Namespace) -> Root:
-    assert factor.cholesky is not None
-    L = factor.cholesky.lower
-    eye = xp.eye(factor.size, dtype=L.dtype, device=device_of(L))
-    finite = xp.all(xp.isfinite(L))
-    usable = xp.where(finite, L, eye)
-    dual = solve_triangular(usable, eye, transpose=True, xp=xp)
-    return Root(L, xp.where(finite, dual, xp.full_like(dual, xp.nan)), lagged)

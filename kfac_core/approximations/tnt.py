@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
-from kfac_core.approximations.kronecker import kronecker_operator, kronecker_shapes
+from kfac_core.approximations.kronecker import Kronecker, kronecker_shapes
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
@@ -44,10 +44,21 @@ __all__ = ["TNT", "Positions"]
 
 Positions = Literal["summed", "independent"]
 
+_KRONECKER = Kronecker()
+
 
 @dataclass(frozen=True, kw_only=True)
 class TNT(Approximation):
-    """The tensor-normal approximation of a block.
+    r"""The tensor-normal approximation of a block.
+
+    With the gradients :math:`D = \sum_s x g^T` of N examples and M backpropagated vectors,
+
+    .. math:: F = \frac{A \otimes G}{\operatorname{tr} A}, \qquad
+        A = \frac{1}{N} \sum_{m,n} D D^T, \qquad
+        G = \frac{1}{N} \sum_{m,n} D^T D.
+
+    For a bare array of k axes there are k factors, of the unfoldings of the gradient, and
+    :math:`F = F_1 \otimes \dots \otimes F_k / (\operatorname{tr} F_1)^{k-1}`.
 
     Parameters
     ----------
@@ -144,13 +155,16 @@ class TNT(Approximation):
         """Return ``S A (x) G / tr A`` damped as the rule says, in its current state."""
         if layer.kind == "parameters":
             return axes_operator(statistics, options)
-        xp = options.namespace(statistics)
+        xp = options.xp
         A = statistics.averages["input"]
         trace = A.factor(debias=options.debias) * A.sum.trace()
         S = statistics.averages["repeats"].value(debias=True)
         S = S / xp.where(trace > 0, trace, xp.ones_like(trace))
-        kinds = FullFactor(), FullFactor()
-        return kronecker_operator(statistics, kinds, S, options)
+        scale = Average(S, xp.ones_like(S))
+        averages = {**statistics.averages, "repeats": scale}
+        return _KRONECKER.operator(
+            Statistics(averages, statistics.status), layer, options
+        )
 
 
 def _gram_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:

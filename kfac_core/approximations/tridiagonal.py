@@ -33,9 +33,8 @@ from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of
-from kfac_core.array.precision import Precision
 from kfac_core.array.status import Status
-from kfac_core.array.structure import map_structure, replaced
+from kfac_core.array.structure import in_dtype, replaced
 from kfac_core.errors import FactorizationError, NotFiniteError, UnsupportedError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
@@ -43,10 +42,8 @@ from kfac_core.layers.chain import Chain, ChainRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.conditional import conditional, marginal
-from kfac_core.linalg.fallback import Fallback
-from kfac_core.linalg.series_chain import Root
-from kfac_core.linalg.shifted import ShiftedMatrix
-from kfac_core.linalg.triangular import solve_triangular
+from kfac_core.linalg.fallback import Fallback, in_wider_dtype
+from kfac_core.linalg.series_chain import Root, triangular_root
 from kfac_core.operators.tridiagonal import TRIDIAGONAL_LACKS, TridiagonalOperator
 
 __all__ = ["BlockTridiagonal"]
@@ -56,7 +53,16 @@ _OF_A_LAYER = Kronecker()
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTridiagonal(Approximation):
-    """The approximation of a `Chain`, by moments within layers and between neighbors.
+    r"""The approximation of a `Chain`, by moments within layers and between neighbors.
+
+    With the rows of layers i and j for the same examples,
+
+    .. math:: F_{ij} = A_{ij} \otimes G_{ij}, \qquad
+        A_{ij} = \frac{1}{N} \sum_n x_i x_j^T, \qquad
+        G_{ij} = \frac{1}{N} \sum_{m,n} g_i g_j^T
+
+    for :math:`j = i` and :math:`j = i + 1`, and the inverse of the whole chain is block
+    tridiagonal.
 
     Against one block a layer, it keeps two more moments and makes two eigendecompositions
     for each pair of neighbors, and a product costs about four times as much.  Martens and
@@ -151,14 +157,17 @@ class BlockTridiagonal(Approximation):
                 f"Block {options.name!r}: a chain is damped in the moments of its layers, "
                 "and has no exact damping. Use the rule 'factored' or 'factored_unit_pi'."
             )
-        xp = options.namespace(statistics)
-        compute, apply = options.dtypes(statistics.dtype, xp=xp)
-        make = _made if options.check == "status" else _with_fallbacks
-        made = make(statistics, layer, options, compute, xp)
-        return map_structure(
-            lambda x: cast(xp, x, apply) if xp.isdtype(x.dtype, "real floating") else x,
-            made,
+        xp = options.xp
+        made, flags = in_wider_dtype(
+            lambda dtype: _made(statistics, layer, options, dtype, xp),
+            options.compute,
+            like=statistics.any_weight,
+            check=options.check,
+            xp=xp,
         )
+        if flags:
+            _raise_for(flags, made)
+        return in_dtype(made, options.apply, xp)
 
 
 def _of_layer(statistics: Statistics, i: int) -> Statistics:
@@ -183,35 +192,6 @@ def _moments_between(
     }
 
 
-def _with_fallbacks(
-    statistics: Statistics,
-    chain: Chain,
-    options: OperatorOptions,
-    dtype: Any,
-    xp: Namespace,
-) -> TridiagonalOperator:
-    """Return the operator made in working precision, or in float64, or raise."""
-    dtypes = [dtype]
-    device = device_of(statistics.any_weight)
-    known = xp.__array_namespace_info__().dtypes(device=device, kind="real floating")
-    if dtype != xp.float64 and "float64" in known:
-        dtypes.append(xp.float64)
-    for attempted in dtypes:
-        try:
-            made = _made(statistics, chain, options, attempted, xp)
-        except FactorizationError:
-            if attempted == dtypes[-1]:
-                raise
-            continue
-        flags = Status(int(made.status()))
-        if not flags:
-            if attempted == dtype:
-                return made
-            fallback = xp.full_like(made.fallback, int(Fallback.FLOAT64))
-            return replaced(made, fallback=fallback)
-    _raise_for(flags, made)
-
-
 def _made(
     statistics: Statistics,
     chain: Chain,
@@ -220,22 +200,24 @@ def _made(
     xp: Namespace,
 ) -> TridiagonalOperator:
     """Return the operator, computed in one dtype."""
-    name_of: Any = "float64" if dtype == xp.float64 else "float32"
     of_a_layer = dataclasses.replace(
         options,
         factorizations=("cholesky",),
-        precision=Precision(compute=name_of, apply=name_of),
+        compute=dtype,
+        apply=dtype,
         memo={},
     )
     layers: dict[str, Any] = {}
     for i, layer in enumerate(chain.layers):
         named = dataclasses.replace(of_a_layer, name=chain.names[i])
         layers[f"{i}"] = _OF_A_LAYER.operator(_of_layer(statistics, i), layer, named)
-    roots = [
-        (_root(part.input, xp), _root(part.output, xp)) for part in layers.values()
-    ]
+    roots: list[tuple[Root, Root]] = []
+    for part in layers.values():
+        A, G = part.input.cholesky.lower, part.output.cholesky.lower
+        roots.append((triangular_root(A, A, xp=xp), triangular_root(G, G, xp=xp)))
 
     def between(root: Root, key: str) -> Root:
+        """Return a root with the moment between its layer and the next."""
         moment = statistics.averages[key].value(debias=options.debias)
         return replaced(root, lagged=cast(xp, moment, dtype))
 
@@ -257,17 +239,6 @@ def _made(
     return TridiagonalOperator(
         layers, links, conditionals, scale, fallback, tuple(chain.names)
     )
-
-
-def _root(factor: ShiftedMatrix, xp: Namespace) -> Root:
-    """Return L and ``L^-T``; the moment between layers has still to be put in."""
-    assert factor.cholesky is not None
-    L = factor.cholesky.lower
-    eye = xp.eye(factor.size, dtype=L.dtype, device=device_of(L))
-    finite = xp.all(xp.isfinite(L))
-    # Some libraries raise where a factor is NaN.
-    dual = solve_triangular(xp.where(finite, L, eye), eye, transpose=True, xp=xp)
-    return Root(L, xp.where(finite, dual, xp.full_like(dual, xp.nan)), eye)
 
 
 def _raise_for(flags: Status, made: TridiagonalOperator) -> NoReturn:

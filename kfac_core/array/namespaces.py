@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.status import Status
@@ -30,6 +31,7 @@ __all__ = [
     "NUMBER",
     "any_status",
     "Scalar",
+    "as_array",
     "as_scalar",
     "cast",
     "device_of",
@@ -96,9 +98,16 @@ def namespace_of(
         If the library follows too old a version of the standard.
     """
     given = arrays
-    if optional is not NO_ARRAYS:
-        given = arrays | {name: x for name, x in optional.items() if x is not None}
-    xp = _known_namespace(given)
+    for name, x in optional.items():
+        if x is not None:
+            given[name] = x
+    xp = None
+    for x in given.values():
+        found = _namespaces.get(type(x))
+        if found is None or (xp is not None and found is not xp):
+            xp = None
+            break
+        xp = found
     if xp is None:
         try:
             # None and Python numbers have no namespace and are passed over.
@@ -113,7 +122,7 @@ def namespace_of(
             _namespaces[type(x)] = xp
     first: tuple[str, Any] | None = None
     for name, x in given.items():
-        place = device_of(x)
+        place = x.device if _standard_devices.get(type(x)) else device_of(x)
         if first is None and place is not None:
             first = (name, place)
         elif first is not None and place != first[1] and place is not None:
@@ -207,7 +216,8 @@ def require_floating(xp: Namespace, x: Array, name: str, /) -> None:
     DtypeError
         For integers, booleans and complex numbers.
     """
-    if not _is_real_floating(xp, x.dtype):
+    known = _real_floating.get((xp.__name__, x.dtype))
+    if not (known or _is_real_floating(xp, x.dtype)):
         raise DtypeError(
             f"Expected `{name}` to have a real floating dtype, got {x.dtype}. Convert it "
             "first, for example with `astype(x, float32)`."
@@ -290,8 +300,15 @@ def moved_axis(x: Array, source: int, destination: int, /, *, xp: Namespace) -> 
     return xp.permute_dims(x, tuple(axes))
 
 
+def as_array(x: Array, /) -> Array:
+    """Return an array that NumPy has made a scalar of, as it does of 0-d results."""
+    return np.asarray(x) if isinstance(x, np.generic) else x
+
+
 def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
     """Return a scalar as a 0-d array of the dtype and on the device of another array."""
+    if isinstance(value, np.generic) and isinstance(like, np.ndarray | np.generic):
+        return np.asarray(value, dtype=like.dtype)
     if isinstance(value, NUMBER):
         return xp.full((), float(value), dtype=like.dtype, device=device_of(like))
     return cast(xp, value, like.dtype)
@@ -325,17 +342,6 @@ def is_finite_number(value: object, /) -> bool:
         return False
 
 
-def _known_namespace(given: Mapping[str, Any]) -> Namespace | None:
-    """Return the namespace of arrays whose types are all cached."""
-    xp = None
-    for x in given.values():
-        found = _namespaces.get(type(x))
-        if found is None or (xp is not None and found is not xp):
-            return None
-        xp = found
-    return xp
-
-
 def _require_version(xp: Namespace) -> None:
     """Raise for a library with too old a version of the standard."""
     version = getattr(xp, "__array_api_version__", None)
@@ -360,15 +366,12 @@ def _has_standard_device(x: Array) -> bool:
 
 
 def _is_real_floating(xp: Namespace, dtype: Any) -> bool:
-    key = (xp.__name__, dtype)
-    known = _real_floating.get(key)
-    if known is None:
-        try:
-            known = bool(xp.isdtype(dtype, "real floating"))
-        except TypeError:
-            # NumPy knows extension dtypes (bfloat16) not at all.
-            known = False
-        _real_floating[key] = known
+    try:
+        known = bool(xp.isdtype(dtype, "real floating"))
+    except TypeError:
+        # NumPy knows extension dtypes (bfloat16) not at all.
+        known = False
+    _real_floating[xp.__name__, dtype] = known
     return known
 
 

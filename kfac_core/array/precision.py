@@ -38,6 +38,13 @@ class Precision:
     ConventionError
         For any other name; half precision is refused, since a factor rounded to it is
         no longer positive semidefinite.
+
+    Examples
+    --------
+    Statistics kept and factorized in float64, products in float32:
+
+    >>> import kfac_core as kc
+    >>> precision = kc.Precision(storage="float64", compute="float64", apply="float32")
     """
 
     storage: FloatName | None = None
@@ -51,6 +58,11 @@ class Precision:
                     f"Expected `{name}` to be 'float32', 'float64' or None, got "
                     f"{getattr(self, name)!r}. Statistics and factorizations need 32 bits."
                 )
+
+    def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
+        """Return the library's dtypes of computing and of applying."""
+        compute = storage if self.compute is None else getattr(xp, self.compute)
+        return compute, storage if self.apply is None else getattr(xp, self.apply)
 
     def dtype(self, name: FloatName | None, fallback: Any, /, *, xp: Namespace) -> Any:
         """Return the library's dtype of a name, or the fallback for None."""

@@ -140,6 +140,13 @@ def use_backend(spec: str, /) -> Iterator[Selection]:
     -----
     The choice is local to the current thread or asynchronous task: threads started
     inside the block do not see it.  `set_default_backend` is for the process.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> with kc.use_backend("numpy"):
+    ...     type(kc.asarray([1.0, 2.0])).__name__
+    'ndarray'
     """
     selection = selected_backend(spec)
     token = _context.set(spec)
@@ -194,7 +201,14 @@ def asarray(values: np.ndarray[Any, Any], /, *, backend: str | None = None) -> A
 
 
 def to_numpy(x: Array, /) -> np.ndarray[Any, Any]:
-    """Copy an array of any library to the host; synchronizes with the device."""
+    """Copy an array of any library to the host; synchronizes with the device.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> kc.to_numpy(kc.asarray([1.0, 2.0]))
+    array([1., 2.])
+    """
     return backend_of(array_api_compat.array_namespace(x)).to_numpy(x)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "combinable",
     "fields_of",
     "form_of",
+    "in_dtype",
     "is_plain",
     "is_structure",
     "leaves",
@@ -215,6 +216,31 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
     return cls(*values)
 
 
+def in_dtype(value: T, dtype: Any, xp: Any, /) -> T:
+    """Return a structure with its floating-point arrays in a dtype.
+
+    Parameters
+    ----------
+    value : structure, dict, array or None
+        Value of any kind; not modified.
+    dtype : dtype
+        Real floating dtype.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    structure
+        Structure of the same class, with the same arrays where they have that dtype.
+    """
+
+    def cast(x: Any) -> Any:
+        floating = x.dtype != dtype and xp.isdtype(x.dtype, "real floating")
+        return xp.astype(x, dtype) if floating else x
+
+    return map_structure(cast, value)
+
+
 def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:
     """Return the static fields of what is made of several structures."""
     fields = [static_fields(value) for value in (first, *others)]
@@ -304,13 +330,10 @@ def replaced(value: T, /, **changes: Any) -> T:
         Structure of the same class.
     """
     cls = type(value)
-    fields = {name: getattr(value, name) for name, _ in _fields[cls]}
-    number = len(fields)
-    fields.update(changes)
-    if len(fields) > number:
-        names = [name for name, _ in _fields[cls]]
-        raise TypeError(f"{cls.__name__} has the fields {names}, got {list(changes)}")
-    return cls(**fields)
+    for name, _ in _fields[cls]:
+        if name not in changes:
+            changes[name] = getattr(value, name)
+    return cls(**changes)
 
 
 def combinable(first: Any, second: Any, /) -> bool:

@@ -73,6 +73,22 @@ def save_checkpoint(
         If safetensors is not installed.
     OSError
         As writing a file.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> blocks = {"fc": kc.Block(layer, kc.Kronecker())}
+    >>> estimator = kc.Estimator(blocks, reduction="sum")
+    >>> estimator.update({"fc": kc.Batch(np.ones((4, 3)), np.ones((4, 2)))})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "curvature.safetensors"
+    ...     kc.save_checkpoint(path, estimator)
+    ...     again = kc.Estimator(blocks, reduction="sum")
+    ...     kc.load_checkpoint(path, again)
     """
     require_one_of("parts", parts, get_args(Parts))
     library = load_library()

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import kfac_core
+from kfac_core.cli.parser import Parser
 from kfac_core.cli.screen import complain
 from kfac_core.errors import KFACError
 
@@ -96,12 +97,10 @@ def commands() -> dict[str, Command]:
     from kfac_core.cli import bench, doctor, inspect
     from kfac_core.cli.demo import command as demo
 
-    found: dict[str, Command] = {
-        "demo": demo,
-        "doctor": doctor,
-        "inspect": inspect,
-        "bench": bench,
-    }
+    found: dict[str, Command] = {"demo": demo, "doctor": doctor, "inspect": inspect}
+    if bench.find_benchmarks() is not None:
+        # Its programs are in the source tree, and no part of a wheel.
+        found["bench"] = bench
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name not in found:
             found[entry.name] = _loaded(entry)
@@ -136,7 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     parser = _parser()
-    chosen = parser.parse_args(arguments)
+    chosen, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        chosen.refuse_unknown(unknown)
+    if chosen.command is None:
+        parser.print_help()
+        return 0
     return ended(chosen.command, chosen.run, chosen)
 
 
@@ -175,17 +179,18 @@ def ended(
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="kfac-core",
-        description="Kronecker-factored curvature, for every array library.",
+        description="K-FAC linear algebra for NumPy, PyTorch, JAX and CuPy.",
         epilog="KFAC_CORE_BACKEND=name[:device] chooses the array library. "
         "`kfac-core COMMAND --help` shows a command's options and an example.",
     )
     parser.add_argument(
         "--version", action="version", version=f"kfac-core {kfac_core.__version__}"
     )
-    children = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.set_defaults(refuse_unknown=parser.refuse_unknown)
+    children = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, module in commands().items():
         child = children.add_parser(
             name,
@@ -195,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(child)
-        child.set_defaults(run=module.run)
+        child.set_defaults(run=module.run, refuse_unknown=child.refuse_unknown)
     return parser
 
 

@@ -42,7 +42,9 @@ EXIT_CODES = {
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Declare the options of the subcommand."""
     parser.add_argument(
-        "--quick", action="store_true", help="small workloads, in less than a minute"
+        "--quick",
+        action="store_true",
+        help="small workloads, on one screen, in about a minute",
     )
     parser.add_argument(
         "--workloads",

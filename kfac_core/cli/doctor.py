@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import platform
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import kfac_core
@@ -18,7 +21,11 @@ from kfac_core.errors import KFACError
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "diagnosis", "run"]
 
 SUMMARY = "say what was found, what is chosen and why"
-EXAMPLES = ("kfac-core doctor", "KFAC_CORE_BACKEND=torch:cuda:0 kfac-core doctor")
+EXAMPLES = (
+    "kfac-core doctor",
+    "kfac-core doctor --all",
+    "KFAC_CORE_BACKEND=torch:cuda:0 kfac-core doctor",
+)
 EXIT_CODES = {
     0: "the chosen backend can be used",
     2: "it cannot, and the text says why",
@@ -27,6 +34,11 @@ EXIT_CODES = {
 
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Declare the options of the subcommand."""
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="import every library, and show its devices and native operations",
+    )
     add_json(parser)
 
 
@@ -44,7 +56,7 @@ def run(arguments: argparse.Namespace, /) -> int:
         0 where the chosen backend can be used, else 2.
     """
     with Progress() as progress:
-        found = diagnosis(progress)
+        found = diagnosis(progress, every=arguments.all)
     if arguments.json:
         print_json(found)
     else:
@@ -52,31 +64,40 @@ def run(arguments: argparse.Namespace, /) -> int:
     return 0 if found["selected"]["problem"] is None else 2
 
 
-def diagnosis(progress: Progress | None = None, /) -> dict[str, Any]:
+def diagnosis(
+    progress: Progress | None = None, /, *, every: bool = True
+) -> dict[str, Any]:
     """Return what there is to say, as plain data.
 
     Parameters
     ----------
     progress : Progress, optional
         Is told which backend is looked at: some take seconds to import.
+    every : bool
+        Whether every library is imported, or the chosen one only.
 
     Returns
     -------
     dict
-        Report of ``kfac_core``, ``python``, ``selected``, ``backends`` and ``operations``.
+        Report of ``kfac_core``, ``python``, ``selected``, ``backends`` and, with `every`,
+        ``operations``.
     """
+    selected = _selected()
+    chosen = (selected["spec"] or "").partition(":")[0]
     backends = {}
     for name in backend_names():
         if progress is not None:
             progress.begin(f"looking at {name}")
-        backends[name] = _backend(name)
-    return {
+        backends[name] = _backend(name) if every or name == chosen else _seen(name)
+    found = {
         "kfac_core": kfac_core.__version__,
         "python": platform.python_version(),
-        "selected": _selected(),
+        "selected": selected,
         "backends": backends,
-        "operations": capability_table(),
     }
+    if every:
+        found["operations"] = capability_table()
+    return found
 
 
 def _selected() -> dict[str, str | None]:
@@ -88,6 +109,31 @@ def _selected() -> dict[str, str | None]:
         problem = f"its adapter raised {type(error).__name__}: {error}"
         return {"spec": None, "reason": None, "problem": problem}
     return {"spec": selection.spec, "reason": selection.reason, "problem": None}
+
+
+def _seen(name: str) -> dict[str, Any]:
+    """Return what can be said of a backend without importing its library."""
+    try:
+        installed = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        installed = False
+    versions = {}
+    # The distribution may have another name, as CuPy's builds have.
+    with contextlib.suppress(PackageNotFoundError):
+        versions = {name: version(name)} if installed else {}
+    return {
+        "usable": None if installed else False,
+        "problem": None if installed else f"not installed; {_how_to_install(name)}",
+        "adapter": "not loaded",
+        "versions": versions,
+        "devices": [],
+        "trouble": [],
+    }
+
+
+def _how_to_install(name: str) -> str:
+    extra = {"cupy": "cupy-cuda12"}.get(name, name)
+    return f"install it by `pip install 'kfac-core[{extra}]'`"
 
 
 def _backend(name: str) -> dict[str, Any]:
@@ -135,12 +181,16 @@ def _print(found: dict[str, Any]) -> None:
     print(printable(f"chosen: {chosen}"))
     print()
     names = list(found["backends"])
-    usable = sum(backend["usable"] for backend in found["backends"].values())
+    there = sum(
+        backend["usable"] is not False for backend in found["backends"].values()
+    )
     print_table(
-        f"{usable} of {len(names)} backends can be used",
-        ("backend", "versions", "devices", "adapter", "state"),
+        f"{there} of {len(names)} array libraries are installed",
+        ("backend", "versions", "devices", "state"),
         [_cells(name, backend) for name, backend in found["backends"].items()],
     )
+    if "operations" not in found:
+        return
     print()
     print_table(
         f"{len(found['operations'])} operations",
@@ -153,10 +203,13 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _cells(name: str, backend: dict[str, Any]) -> tuple[str, ...]:
-    if not backend["usable"]:
-        return (name, "", "", "", f"not usable: {backend['problem']}")
+    if backend["usable"] is False:
+        word = "" if backend["problem"].startswith("not installed") else "not usable: "
+        return (name, "", "", word + backend["problem"])
     state = "usable"
-    if backend["adapter"] != "loaded":
+    if backend["usable"] is None:
+        state = "installed, not imported"
+    elif backend["adapter"] != "loaded":
         state += f", more slowly: {backend['adapter']}"
     if backend["trouble"]:
         state += f", but {'; '.join(backend['trouble'])}"
@@ -164,6 +217,5 @@ def _cells(name: str, backend: dict[str, Any]) -> tuple[str, ...]:
         name,
         ", ".join(f"{k} {v}" for k, v in backend["versions"].items()),
         ", ".join(backend["devices"]),
-        "loaded" if backend["adapter"] == "loaded" else "not loaded",
         state,
     )

@@ -9,15 +9,18 @@ and is imported when something is drawn.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
     "PATIENCE",
+    "WIDTH",
     "Progress",
     "aligned",
     "complain",
@@ -28,6 +31,12 @@ __all__ = [
 
 PATIENCE = 2.0
 """After how many seconds progress is shown."""
+
+WIDTH = 80
+"""How wide a line of text is, where it can be."""
+
+_LEAST = 12
+"""The least width to which a column is wrapped."""
 
 _STYLES = {
     **dict.fromkeys(("agrees", "holds", "usable"), "green"),
@@ -86,15 +95,26 @@ def print_table(
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], /) -> list[str]:
-    """Return the lines of a plain table; none without rows."""
+    """Return the lines of a plain table, at most `WIDTH` wide; none without rows.
+
+    Where a table is wider, the text of its widest columns is wrapped.
+    """
     if not rows:
         return []
     table = [list(columns), *map(list, rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
-    return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    while sum(width + 2 for width in widths) > WIDTH and max(widths) > _LEAST:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in table:
+        cells = [
+            textwrap.wrap(cell, width, break_on_hyphens=False) if width else []
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        for parts in itertools.zip_longest(*cells, fillvalue=""):
+            padded = (part.ljust(w) for part, w in zip(parts, widths, strict=True))
+            lines.append("".join(f"  {part}" for part in padded).rstrip())
+    return lines
 
 
 class Progress:

@@ -21,7 +21,6 @@ from kfac_core.array.structure import (
     array_fields,
     is_plain,
     is_structure,
-    leaves,
     replaced,
 )
 from kfac_core.network import Executor, Tasks, plain
@@ -103,8 +102,8 @@ class Hosted:
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name."""
         described: Any = function
-        xp = _namespace_of(tasks)
-        if not described.on_host or xp is None or not host_computes(xp=xp):
+        xp = _namespace_of(tasks) if described.on_host else None
+        if xp is None or not host_computes(xp=xp):
             return self._inner(function, tasks)
         seen = _Mapped(_viewed_by(xp))
         here: dict[str, tuple[Any, ...]] = {}
@@ -181,9 +180,7 @@ def _returned_by(seen: _Mapped, xp: Namespace) -> Callable[[Any], Any]:
 
 
 def _namespace_of(tasks: Tasks) -> Namespace | None:
-    """Return the namespace of the first array among the arguments."""
-    for task in tasks.values():
-        for _, x in leaves(task[1]):
-            if not is_plain(x):
-                return own_namespace(x)
+    """Return the namespace of the statistics that the tasks begin with."""
+    for _, statistics, *_ in tasks.values():
+        return own_namespace(statistics.any_weight)
     return None

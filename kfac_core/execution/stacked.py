@@ -59,9 +59,9 @@ class Stacked:
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name."""
-        found: dict[str, Any] = {}
-        if len(tasks) > 1:
-            found = self._together(function, tasks)
+        if len(tasks) < 2:
+            return self._inner(function, tasks)
+        found = self._together(function, tasks)
         rest = {name: task for name, task in tasks.items() if name not in found}
         if rest:
             found |= self._inner(function, rest)

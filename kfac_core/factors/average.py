@@ -16,8 +16,8 @@ import math
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import NUMBER, Scalar, own_namespace
-from kfac_core.array.structure import map_structure, structure
+from kfac_core.array.namespaces import NUMBER, Scalar, as_array, own_namespace
+from kfac_core.array.structure import is_structure, map_structure, structure
 from kfac_core.errors import DecayError
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -46,31 +46,32 @@ class Average:
         """
         if not debias:
             return self.sum
-        xp = own_namespace(self.weight)
-        factor = self.factor(debias=True)
-        if isinstance(self.sum, SymmetricMatrix):
-            return self.sum.scaled(_beside(factor, self.sum.array, xp))
-        return map_structure(lambda x: x * _beside(factor, x, xp), self.sum)
+        total, factor = self.sum, self.factor(debias=True)
+        if isinstance(total, SymmetricMatrix):
+            return total.scaled(_beside(factor, total.array))
+        if is_structure(total):
+            return map_structure(lambda x: x * _beside(factor, x), total)
+        return total * _beside(factor, total)
 
     def factor(self, *, debias: bool) -> Array:
         """Return the factor that turns the sum into the average, or 1, 0-d."""
         xp = own_namespace(self.weight)
         if not debias:
             return xp.ones_like(self.weight)
-        # NumPy makes scalars of 0-d arrays, which are no arrays in all respects.
-        return xp.asarray(1.0 / xp.where(self.weight > 0, self.weight, 1.0))
+        return as_array(1.0 / xp.where(self.weight > 0, self.weight, 1.0))
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""
         return map_structure(lambda a, b: a + b, self, other)
 
-    def decayed(self, decay: Scalar, weight: Array, /) -> Array:
+    def decayed(self, decay: Scalar, weight: Scalar, /) -> Array:
         """Return the weight after an update."""
-        return self.weight * decay + weight
+        return as_array(self.weight * decay + weight)
 
-    def plus(self, value: Scalar, /, *, decay: Scalar, weight: Array) -> Average:
+    def plus(self, value: Scalar, /, *, decay: Scalar, weight: Scalar) -> Average:
         """Return the average after one update with a scalar."""
-        return Average(self.sum * decay + value * weight, self.decayed(decay, weight))
+        total = as_array(self.sum * decay + value * weight)
+        return Average(total, self.decayed(decay, weight))
 
     def absorbed(self, other: Average, /, *, decay: Scalar, weight: Scalar) -> Average:
         """Return the average after one update with the (debiased) value of another."""
@@ -81,11 +82,12 @@ class Average:
         return Average(new, self.decayed(decay, counts))
 
 
-def _beside(weight: Scalar, x: Array, xp: Namespace, /) -> Scalar:
+def _beside(weight: Array, x: Array, /) -> Array:
     """Return weights with trailing axes added, to broadcast with an array."""
-    if isinstance(weight, float) or weight.ndim in (0, x.ndim):
+    if weight.ndim in (0, x.ndim):
         return weight
-    return xp.reshape(weight, (*weight.shape, *(1,) * (x.ndim - weight.ndim)))
+    shape = (*weight.shape, *(1,) * (x.ndim - weight.ndim))
+    return own_namespace(weight).reshape(weight, shape)
 
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:

@@ -155,7 +155,9 @@ def damped_factor(
     check: Check = "raise",
     name: str = "factor",
 ) -> DampedFactor:
-    """Damp a second moment, ``M = A + lam I``.
+    r"""Damp a second moment, ``M = A + lam I``.
+
+    .. math:: M = A + \lambda I
 
     Parameters
     ----------

@@ -11,7 +11,6 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.array.status import Check
 from kfac_core.factors.average import Average, zero_weight
-from kfac_core.linalg.shifted import Factorization
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal, shifted_diagonal
 
 __all__ = ["DiagonalFactor"]
@@ -68,25 +67,19 @@ class DiagonalFactor:
         xp = array_api_compat.array_namespace(value)
         return xp.sum(value, axis=-1) / value.shape[-1]
 
-    def snapshot(
+    def damped(
         self,
         value: Array,
         shift: Scalar,
         /,
         *,
-        factorizations: tuple[Factorization, ...],
         check: Check,
         name: str,
         apply_dtype: Any,
     ) -> ShiftedDiagonal:
         """Return ``diag(a) + shift I``."""
         return shifted_diagonal(
-            value,
-            shift,
-            factorizations=factorizations,
-            check=check,
-            name=name,
-            apply_dtype=apply_dtype,
+            value, shift, check=check, name=name, apply_dtype=apply_dtype
         )
 
     def value(

@@ -19,7 +19,7 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.uncorrelated import UncorrelatedFactor
 from kfac_core.layers.layer import Layer
 from kfac_core.linalg.rank_one import ShiftedRankOne
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
+from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 
 __all__ = ["Factor", "FactorKind", "Shifted", "factor_of"]
@@ -28,6 +28,11 @@ FactorKind = Literal["full", "diagonal", "uncorrelated"]
 
 Shifted: TypeAlias = ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne
 """A damped factor, whichever kind it is of: all have the same products."""
+
+_WITHOUT_OPTIONS: dict[str, Factor] = {
+    "full": FullFactor(),
+    "diagonal": DiagonalFactor(),
+}
 
 
 class Factor(Protocol):
@@ -63,18 +68,17 @@ class Factor(Protocol):
     def mean_eigenvalue(self, value: Any, /) -> Array:
         """Return the trace over the dimension, shape (...)."""
 
-    def snapshot(
+    def damped(
         self,
         value: Any,
         shift: Scalar,
         /,
         *,
-        factorizations: tuple[Factorization, ...],
         check: Check,
         name: str,
         apply_dtype: Any,
     ) -> Shifted:
-        """Return the value plus a multiple of the identity, factorized."""
+        """Return the value plus a multiple of the identity, not yet factorized."""
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
@@ -97,9 +101,7 @@ def factor_of(kind: FactorKind, layer: Layer, /) -> Factor:
     Factor
         Without state.
     """
-    if kind == "full":
-        return FullFactor()
-    if kind == "diagonal":
-        return DiagonalFactor()
+    if kind in _WITHOUT_OPTIONS:
+        return _WITHOUT_OPTIONS[kind]
     geometry: Any = layer
     return UncorrelatedFactor(math.prod(geometry.kernel_size), int(geometry.bias))

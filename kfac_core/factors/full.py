@@ -10,8 +10,8 @@ from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
 from kfac_core.factors.average import Average, zero_weight
-from kfac_core.linalg.gram import updated_gram
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.gram import gram_update
+from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 __all__ = ["FullFactor"]
@@ -48,18 +48,21 @@ class FullFactor:
     ) -> Average:
         """Return the average after ``sum <- decay sum + scale rows^T rows``."""
         held: SymmetricMatrix = average.sum
-        total = updated_gram(held, rows, tail=tail, decay=decay, scale=scale, xp=xp)
+        array, full_storage = gram_update(
+            held, rows, tail=tail, decay=decay, scale=scale, xp=xp
+        )
         # Whatever the library keeps of it, the sum has the form that it began with.
-        same = SymmetricMatrix(total.array, held.full_storage and total.full_storage)
-        return Average(same, average.decayed(decay, weight))
+        total = SymmetricMatrix(array, held.full_storage and full_storage)
+        return Average(total, average.decayed(decay, weight))
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
     ) -> ScaledMatrix:
         """Return the average in a dtype, without a pass over the sum where it has that."""
         total: SymmetricMatrix = average.sum
-        factor = cast(xp, average.factor(debias=debias), dtype)
+        factor = average.factor(debias=debias)
         if total.array.dtype != dtype:
+            factor = cast(xp, factor, dtype)
             total = replaced(total, array=cast(xp, total.array, dtype))
         # Of the weights of a stack, one a matrix.
         if factor.ndim:
@@ -68,25 +71,17 @@ class FullFactor:
 
     def mean_eigenvalue(self, value: ScaledMatrix, /) -> Array:
         """Return ``tr / n``, shape (...)."""
-        return value.trace() / value.size
+        return value.trace() / value.matrix.array.shape[-1]
 
-    def snapshot(
+    def damped(
         self,
         value: ScaledMatrix,
         shift: Scalar,
         /,
         *,
-        factorizations: tuple[Factorization, ...],
         check: Check,
         name: str,
         apply_dtype: Any,
     ) -> ShiftedMatrix:
-        """Return ``A + shift I`` with its factorizations."""
-        return shifted_matrix(
-            value,
-            shift,
-            factorizations=factorizations,
-            check=check,
-            name=name,
-            apply_dtype=apply_dtype,
-        )
+        """Return ``A + shift I``, which is checked where it is factorized."""
+        return shifted_matrix(value, shift, apply_dtype=apply_dtype)

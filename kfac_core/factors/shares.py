@@ -9,14 +9,11 @@ keeps nothing adds nothing, to the sum and to the weight.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast, full_of
-from kfac_core.conventions import Conventions
-from kfac_core.factors.statistics import Statistics
+from kfac_core.array.namespaces import Scalar
 
-__all__ = ["SharingShares", "UpdateShares", "update_shares"]
+__all__ = ["SharingShares", "UpdateShares"]
 
 
 class UpdateShares(NamedTuple):
@@ -26,7 +23,7 @@ class UpdateShares(NamedTuple):
     ----------
     rows, examples : float or 0-d array
         ``weight / rows`` and ``weight / N``.
-    row_weight, example_weight : 0-d array
+    row_weight, example_weight : float or 0-d array
         The weights that go with the two.
     outer_products : float or 0-d array
         What each ``g g^T`` is multiplied by; see `Conventions`.
@@ -36,8 +33,8 @@ class UpdateShares(NamedTuple):
 
     rows: Scalar
     examples: Scalar
-    row_weight: Array
-    example_weight: Array
+    row_weight: Scalar
+    example_weight: Scalar
     outer_products: Scalar
     repeats: Scalar
 
@@ -70,74 +67,18 @@ class SharingShares(NamedTuple):
     ----------
     scale : float or 0-d array
         ``weight / R``, R the number of rows.
-    weight : 0-d array
+    weight : float or 0-d array
         Weight of the sum.
     outer : float or 0-d array
         What each ``g g^T`` is multiplied by besides.
     repeats : float or 0-d array
         The mean number of rows in an example.
-    example_weight : 0-d array
+    example_weight : float or 0-d array
         The weight of an average over examples.
     """
 
     scale: Scalar
-    weight: Array
+    weight: Scalar
     outer: Scalar
     repeats: Scalar
-    example_weight: Array
-
-
-def update_shares(
-    statistics: Statistics,
-    rows: Any,
-    /,
-    *,
-    conventions: Conventions,
-    weight: Scalar | None,
-    xp: Namespace,
-) -> UpdateShares:
-    """Return the shares of one update.
-
-    Parameters
-    ----------
-    statistics : Statistics
-        For the dtype and the device.
-    rows : Rows, IdRows or ExampleGradients
-        Rows of the update.
-    conventions : Conventions
-        How the output gradients are scaled.
-    weight : float, 0-d array or None
-        Weight of the update.
-    xp : namespace
-        Array API namespace of the arrays.
-
-    Returns
-    -------
-    UpdateShares
-        Scales and weights for rows and for examples.
-    """
-    like = statistics.any_weight
-    kept, N = rows.kept(statistics.dtype, xp=xp), rows.examples
-    # The conventions, and the number of repeats, are those of the whole batch that a
-    # part (a chunk, or selected rows) is of.
-    part_of = getattr(rows, "batch_examples", None)
-    whole, all_rows = (N, kept) if part_of is None else (part_of, rows.batch_rows)
-    if not isinstance(all_rows, int):
-        all_rows = cast(xp, all_rows, statistics.dtype)
-    scale = conventions.outer_product_scale(
-        examples=whole, rows=all_rows, sources=rows.sources
-    )
-    repeats = all_rows / whole
-    if isinstance(kept, int):
-        some: Scalar = 1.0
-        nonzero: Scalar = kept
-    else:
-        some = xp.astype(kept > 0, kept.dtype)
-        nonzero = xp.where(kept > 0, kept, xp.ones_like(kept))
-    if weight is None:
-        # The examples of a part of which nothing counts are examples all the same.
-        weights = full_of(xp, kept, like), full_of(xp, N, like)
-        return UpdateShares(some, 1.0, *weights, scale, repeats)
-    own = some * weight
-    full = full_of(xp, own, like)
-    return UpdateShares(own / nonzero, own / N, full, full, scale, repeats)
+    example_weight: Scalar

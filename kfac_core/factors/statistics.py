@@ -40,7 +40,7 @@ class Statistics:
     @property
     def dtype(self) -> Any:
         """The dtype in which the sums are kept."""
-        return self.any_weight.dtype
+        return next(iter(self.averages.values())).weight.dtype
 
     @property
     def any_weight(self) -> Array:

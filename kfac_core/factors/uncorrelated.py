@@ -24,11 +24,11 @@ import array_api_compat
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.array.status import Check
-from kfac_core.array.structure import map_structure, structure
+from kfac_core.array.structure import in_dtype, map_structure, structure
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.linalg.gram import gram
 from kfac_core.linalg.rank_one import ShiftedRankOne
-from kfac_core.linalg.shifted import Factorization, shifted_matrix
+from kfac_core.linalg.shifted import shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["ChannelMoments", "UncorrelatedFactor"]
@@ -105,13 +105,12 @@ class UncorrelatedFactor:
         trace = self.repeats * (value.covariance.trace() + squared) + self.tail
         return trace / (self.repeats * value.covariance.size + self.tail)
 
-    def snapshot(
+    def damped(
         self,
         value: ChannelMoments,
         shift: Scalar,
         /,
         *,
-        factorizations: tuple[Factorization, ...],
         check: Check,
         name: str,
         apply_dtype: Any,
@@ -120,18 +119,15 @@ class UncorrelatedFactor:
         xp = array_api_compat.array_namespace(value.mean)
         block = shifted_matrix(value.covariance, shift, apply_dtype=apply_dtype)
         mean = cast(xp, value.mean, block.dtype)
-        made = ShiftedRankOne(block, mean, None, self.repeats, self.tail)
-        return made.prepared(*factorizations, check=check, name=name)
+        return ShiftedRankOne(block, mean, None, self.repeats, self.tail)
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
     ) -> Any:
         """Return the average in a dtype."""
-        found = average.value(debias=debias)
-        return map_structure(lambda x: cast(xp, x, dtype), found)
+        return in_dtype(average.value(debias=debias), dtype, xp)
 
     def dense(self, value: ChannelMoments, /) -> Array:
         """Return A, shape (n, n)."""
-        return self.snapshot(
-            value, 0.0, factorizations=(), check="status", name="", apply_dtype=None
-        ).dense(shifted=False)
+        made = self.damped(value, 0.0, check="status", name="", apply_dtype=None)
+        return made.dense(shifted=False)

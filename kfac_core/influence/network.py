@@ -62,7 +62,13 @@ _FULL_PRECISION = Precision()
 
 @dataclass(frozen=True)
 class Influence:
-    """The damped inverse curvature of a network; made by `Influence.of_statistics`.
+    r"""The damped inverse curvature of a network; made by `Influence.of_statistics`.
+
+    .. math:: \text{score}_{q,n} = \sum_b g_q^T \, (F_b + \lambda_b I)^{-1} \, g_n
+
+    over the blocks b of a network, for the gradients of the losses of a query q and of a
+    training example n.  Removing example n from N changes the query's loss by about
+    :math:`\text{score}_{q,n} / N`.
 
     Parameters
     ----------

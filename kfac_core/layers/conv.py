@@ -101,6 +101,21 @@ class Conv:
         For numbers below 1, of the wrong count, or that do not divide.
     ConventionError
         For an unknown layout or rule of padding.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> layer = kc.Conv(
+    ...     in_channels=3,
+    ...     out_channels=8,
+    ...     kernel_size=(3, 3),
+    ...     padding="same",
+    ...     bias=True,
+    ...     weight_layout="spatial_io",
+    ...     data_layout="channels_last",
+    ... )
+    >>> layer.kernel_size
+    (3, 3)
     """
 
     in_channels: int

@@ -48,6 +48,16 @@ class Dense:
         For a width below 1.
     ConventionError
         For an unknown layout.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Kronecker())
+    >>> parameters = {"weight": np.ones((3, 2)), "bias": np.zeros(2)}
+    >>> block.parameters_to_matrix(parameters).shape
+    (4, 2)
     """
 
     in_features: int

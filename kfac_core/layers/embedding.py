@@ -46,6 +46,18 @@ class Embedding:
     ------
     ShapeError, ConventionError
         For a size below 1, or an unknown option.
+
+    Examples
+    --------
+    The inputs of a batch are ids, and the input factor is diagonal:
+
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> layer = kc.Embedding(num_embeddings=100, features=8, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Kronecker(input="diagonal"))
+    >>> estimator = kc.Estimator({"words": block}, reduction="sum", damping=1e-2)
+    >>> ids = np.array([[3, 14], [15, 92]])
+    >>> estimator.update({"words": kc.Batch(ids, np.ones((2, 2, 8)))})
     """
 
     num_embeddings: int

@@ -30,6 +30,15 @@ class GradientBatch:
         Number of examples ``N``.
     sources : int, optional
         M; None where the gradients have no such axis.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> layer = kc.Parameters(shapes={"scale": (3,)})
+    >>> block = kc.Block(layer, kc.Full())
+    >>> per_example = {"scale": np.ones((5, 3))}
+    >>> batch = kc.GradientBatch(per_example, batch_size=5)
     """
 
     gradients: Mapping[str, Array]

@@ -45,6 +45,8 @@ def detached(batch: Any, /) -> Any:
 
 def detached_array(x: Array, /) -> Array:
     """Return an array detached from its gradient graph; other values unchanged."""
+    if type(x) in _WITHOUT_GRAPHS:
+        return x
     try:
         xp = own_namespace(x)
     except TypeError:
@@ -55,22 +57,28 @@ def detached_array(x: Array, /) -> Array:
     return detach(x)
 
 
-def require_finite_rows(statuses: Mapping[str, Array], /) -> None:
+def require_finite_rows(updated: Mapping[str, Any], /) -> None:
     """Raise for rows that are not finite; one transfer to the host for each device.
 
     Parameters
     ----------
-    statuses : mapping of str to array
-        Statuses of the last update, by block.
+    updated : mapping of str to Statistics
+        Statistics after an update, by block.
 
     Raises
     ------
     NotFiniteError, IdRangeError, DecayError
         Naming the block and the argument.
     """
-    for name, flags in _read(statuses).items():
-        if flags:
-            raise_for_flags(flags, name=name)
+    groups: dict[tuple[type[Any], str], dict[str, Array]] = {}
+    for name, new in updated.items():
+        place = type(new.status), str(device_of(new.status))
+        groups.setdefault(place, {})[name] = new.status
+    for statuses in groups.values():
+        flags = _read([*statuses.values()])
+        for name, flag in zip(statuses, flags, strict=True):
+            if flag:
+                raise_for_flags(flag, name=name)
 
 
 def raise_for_flags(flags: int, /, *, name: str) -> None:
@@ -98,19 +106,10 @@ def raise_for_flags(flags: int, /, *, name: str) -> None:
         )
 
 
-def _read(statuses: Mapping[str, Array]) -> dict[str, int]:
-    """Bring 0-d integers to the host, in one transfer for each device."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, status in statuses.items():
-        library = own_namespace(status).__name__
-        groups.setdefault((library, str(device_of(status))), []).append(name)
-    values: dict[str, int] = {}
-    for names in groups.values():
-        if len(names) == 1:
-            values[names[0]] = int(statuses[names[0]])
-            continue
-        stacked = [statuses[name] for name in names]
-        xp = own_namespace(stacked[0])
-        host = backend_of(xp).to_numpy(xp.stack(stacked))
-        values.update(zip(names, host.tolist(), strict=True))
-    return values
+def _read(statuses: list[Array]) -> list[int]:
+    """Return 0-d integers of one device, in one transfer to the host."""
+    if len(statuses) == 1:
+        return [int(statuses[0])]
+    xp = own_namespace(statuses[0])
+    found: list[int] = backend_of(xp).to_numpy(xp.stack(statuses)).tolist()
+    return found

@@ -26,9 +26,9 @@ def homogeneous_coordinate(
 
     Parameters
     ----------
-    x : array, shape (..., N, S, n)
+    x : array, shape (..., N, S, n) or (..., N S, n)
         The rows, of which shape and device are read.
-    mask : array of bool, shape (N, S), or None
+    mask : array of bool, shape (N, S) or (N S,), or None
         The rows that count; all, where there is none.
     dtype : dtype
         Dtype of the result.
@@ -37,7 +37,7 @@ def homogeneous_coordinate(
 
     Returns
     -------
-    array, shape (..., N, S)
+    array, shape (..., N, S) or (..., N S)
         What a Gram matrix takes as its rows' last column, without joining it to them.
     """
     if mask is None:

@@ -64,6 +64,21 @@ class Batch:
     row_indices : numpy.ndarray of int, shape (R, P), optional
         For a convolution: indices of the only rows to use, from
         `kfac_core.layers.choose_patches`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(32, 3)), rng.normal(size=(32, 2)))
+
+    Tokens are a shared axis, and a mask leaves out those that pad:
+
+    >>> mask = np.ones((32, 7), dtype=bool)
+    >>> mask[:, 5:] = False
+    >>> tokens = kc.Batch(
+    ...     rng.normal(size=(32, 7, 3)), rng.normal(size=(32, 7, 2)), mask=mask
+    ... )
     """
 
     inputs: Array
@@ -131,7 +146,8 @@ class Rows:
     def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
         """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
         if self.mask is None:
-            return self.examples * self.positions
+            N, S, _ = self.inputs.shape[-3:]
+            return int(N * S)
         return xp.sum(xp.astype(self.mask, dtype))
 
     def factor_rows(
@@ -171,8 +187,10 @@ class Rows:
         g = output_rows(self.output_grads, sharing, dtype, xp=xp)
         if sharing == "expand":
             x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
-            tail = self.tail(dtype, xp=xp)
-            return x, None if tail is None else xp.reshape(tail, x.shape[:-1]), g
+            if not self.homogeneous:
+                return x, None, g
+            mask = None if self.mask is None else xp.reshape(self.mask, (-1,))
+            return x, homogeneous_coordinate(x, mask, dtype, xp=xp), g
         self.require_all_positions()
         ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
         number = xp.sum(ones, axis=-1)

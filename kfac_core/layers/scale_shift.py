@@ -35,6 +35,12 @@ class ScaleShift:
     ------
     ShapeError
         If both are missing, or a length is below 1.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> layer_norm = kc.ScaleShift(scale_shape=(16,), shift_shape=(16,))
+    >>> block = kc.Block(layer_norm, kc.Full())
     """
 
     scale_shape: tuple[int, ...] | None

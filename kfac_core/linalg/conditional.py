@@ -29,6 +29,7 @@ from kfac_core.array.structure import structure
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series_chain import (
     Root,
+    WeightedRoots,
     excess,
     flagged_eigenbasis,
     into,
@@ -36,7 +37,7 @@ from kfac_core.linalg.series_chain import (
     positive_flags,
 )
 
-__all__ = ["Conditional", "Link", "conditional", "marginal"]
+__all__ = ["Link", "conditional", "marginal"]
 
 
 @structure()
@@ -62,58 +63,6 @@ class Link:
         return kronecker_dense((self.input, self.output))
 
 
-@structure()
-class Conditional:
-    """``Sigma = (K_A (x) K_G) diag(W) (K_A (x) K_G)^T``.
-
-    Attributes
-    ----------
-    input_root, output_root : array, shapes (n, n) and (m, m)
-        Roots K.
-    input_dual, output_dual : array, of the same shapes
-        Dual roots ``K^-T``.
-    spectrum : array, shape (n, m)
-        W, between 0 and 1.
-    clipped : array, 0-d
-        By how much a correlation was above 1.
-    flags : array of int32, 0-d
-        `Status` flags.
-    """
-
-    input_root: Array
-    input_dual: Array
-    output_root: Array
-    output_dual: Array
-    spectrum: Array
-    clipped: Array
-    flags: Array
-
-    def multiply(self, v: Array, /, *, xp: Namespace) -> Array:
-        """Return ``Sigma v``; ``4 n m (n + m)`` flops."""
-        K, L = self.input_root, self.output_root
-        return out_of(K, self.spectrum * into(K, v, L, xp=xp), L, xp=xp)
-
-    def solve(self, v: Array, /, *, xp: Namespace) -> Array:
-        """Return ``Sigma^-1 v``; ``4 n m (n + m)`` flops."""
-        K, L = self.input_dual, self.output_dual
-        return out_of(K, into(K, v, L, xp=xp) / self.spectrum, L, xp=xp)
-
-    def solve_root(self, z: Array, /, *, xp: Namespace) -> Array:
-        """Return ``X z`` with ``X X^T = Sigma^-1``, X square."""
-        scaled = z / xp.sqrt(self.spectrum)
-        return out_of(self.input_dual, scaled, self.output_dual, xp=xp)
-
-    def reduction(self, *, xp: Namespace) -> Array:
-        """Return ``log det Sigma - log det (A_i (x) G_i)``, at most 0."""
-        return xp.sum(xp.log(self.spectrum))
-
-    def dense(self, *, xp: Namespace) -> Array:
-        """Return Sigma as one matrix, row-major."""
-        K = kronecker_dense((self.input_root, self.output_root))
-        W = xp.reshape(self.spectrum, (1, -1))
-        return xp.matmul(K * W, xp.matrix_transpose(K))
-
-
 def conditional(
     input_root: Root,
     next_input_root: Root,
@@ -122,7 +71,7 @@ def conditional(
     /,
     *,
     xp: Namespace,
-) -> tuple[Link, Conditional]:
+) -> tuple[Link, WeightedRoots]:
     """Return Psi and Sigma of layer i, given layer i + 1.
 
     Parameters
@@ -139,7 +88,7 @@ def conditional(
     -------
     link : Link
         Transition Psi.
-    conditional : Conditional
+    conditional : WeightedRoots
         Sigma; failures are in its flags.
 
     Notes
@@ -151,16 +100,16 @@ def conditional(
     W = 1.0 - s_A[:, None] * s_G[None, :]
     flags = flags_A | flags_G | positive_flags(W, xp.ones_like(s_A[0]), xp)
     clipped = xp.where(clipped_A > clipped_G, clipped_A, clipped_G)
-    return Link(P_A, P_G), Conditional(K_A, D_A, K_G, D_G, W, clipped, flags)
+    return Link(P_A, P_G), WeightedRoots(K_A, D_A, K_G, D_G, W, clipped, flags)
 
 
-def marginal(input_root: Root, output_root: Root, /, *, xp: Namespace) -> Conditional:
-    """Return ``A (x) G`` itself in the form of a `Conditional`, for the last layer."""
+def marginal(input_root: Root, output_root: Root, /, *, xp: Namespace) -> WeightedRoots:
+    """Return ``A (x) G`` itself in the form of a conditional, for the last layer."""
     K, L = input_root.root, output_root.root
     W = xp.ones((K.shape[0], L.shape[0]), dtype=K.dtype, device=device_of(K))
     nothing = xp.zeros_like(W[0, 0])
     flags = xp.astype(nothing, xp.int32)
-    return Conditional(K, input_root.dual, L, output_root.dual, W, nothing, flags)
+    return WeightedRoots(K, input_root.dual, L, output_root.dual, W, nothing, flags)
 
 
 def _side(side: Root, following: Root, xp: Namespace) -> tuple[Array, ...]:

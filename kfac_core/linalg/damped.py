@@ -10,7 +10,7 @@ all of M is, and is the one guard before LAPACK.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import known_true
@@ -82,18 +82,6 @@ Conditions = tuple[tuple[Array, Status], ...]
 """Conditions, each with the flag to set if it fails."""
 
 
-class _Probed(NamedTuple):
-    """The residual's vector, its image under a matrix, and what makes that valid.
-
-    `valid` is None where the host knows that all of a stack is.
-    """
-
-    z: Array
-    image: Array
-    conditions: Conditions
-    valid: Array | None
-
-
 def cholesky_factor(
     problem: DampedMatrix, /, *, check: Check, name: str
 ) -> CholeskyFactor:
@@ -157,9 +145,10 @@ def damped_inverse(
     -----
     ``n^3`` flops.
     """
-    xp, made = own_namespace(problem.matrix.array), None
+    xp, lower = own_namespace(problem.matrix.array), None
     if factor is not None and (check == "status" or not fallback_of(factor)):
-        made = _attempt_inverse(problem, xp, factor.lower)
+        lower = factor.lower
+    made = _attempt_inverse(problem, xp, lower)
     options: Any = {"check": check, "name": name, "made": made, "xp": xp}
     inverse: Inverse = with_fallbacks(
         _attempt_inverse, problem, _clipped_inverse, **options
@@ -224,20 +213,27 @@ def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> Symmetric
     )
 
 
-def _probed(problem: DampedMatrix, xp: Namespace) -> _Probed:
-    z = probe_of(problem.matrix.array, xp)
-    image = problem.multiply(z, xp=xp)
-    finite = xp.all(xp.isfinite(image), axis=(-2, -1))
-    conditions = problem_flags(problem, finite, xp)
-    valid = conditions[0][0] & finite
-    if known_true(valid, xp=xp):
-        return _Probed(z, image, conditions, None)
+def _validity(
+    problem: DampedMatrix, image: Array, xp: Namespace
+) -> tuple[Array, Conditions, Array | None]:
+    """Return the image, finite, and what makes a problem valid, and whether it is.
+
+    Nothing and None where the host knows that all of a stack is valid.
+    """
+    shift, finite = problem.shift, xp.isfinite(image)
+    # The image of an infinite shift is not finite.
+    if known_true(finite & (shift >= 0)[..., None, None], xp=xp):
+        return image, (), None
+    finite = xp.all(finite, axis=(-2, -1))
+    valid = finite & (shift >= 0)
     image = xp.where(valid[..., None, None], image, xp.zeros_like(image))
-    return _Probed(z, image, conditions, valid)
+    return image, problem_flags(problem, finite, xp), valid
 
 
 def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
-    z, image, conditions, valid = _probed(problem, xp)
+    z = probe_of(problem.matrix.array, xp)
+    image = problem.multiply(z, xp=xp)
+    image, conditions, valid = _validity(problem, image, xp)
     lower = _lower(problem, valid, xp)
     residual = cholesky_residual(lower, z, image, xp=xp)
     positive = lower[..., -1, -1] > 0
@@ -252,7 +248,9 @@ def _attempt_inverse(
     problem: DampedMatrix, xp: Namespace, lower: Array | None = None
 ) -> Inverse:
     """Return the inverse and its flags; a factor that is given is not written to."""
-    z, image, conditions, valid = _probed(problem, xp)
+    z = probe_of(problem.matrix.array, xp)
+    image = problem.multiply(z, xp=xp)
+    image, conditions, valid = _validity(problem, image, xp)
     own = lower is None
     if lower is None:
         lower = _lower(problem, valid, xp)
@@ -277,15 +275,16 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
     zeros = xp.zeros_like(w)
     clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
     w = xp.where(w < 0, zeros, w)
+    _, fallback = untouched(residual, xp)
     status = first_flag(
         (finite, Status.MATRIX_NOT_FINITE),
         (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
+        none=fallback,
         xp=xp,
     )
     if not known_true(finite, xp=xp):
         w = xp.where(finite[..., None], w, xp.full_like(w, xp.nan))
         Q = xp.where(finite[..., None, None], Q, xp.full_like(Q, xp.nan))
-    _, fallback = untouched(residual, xp)
     return Eigendecomposition(w, Q, status, residual, clipped, fallback)
 
 
@@ -304,13 +303,14 @@ def _judged(
     conditions: Conditions, positive: Array, residual: Array, xp: Namespace
 ) -> tuple[Array, Array, Array, Array]:
     """Return the status, the residual, the clipped mass and the fallback of an attempt."""
+    clipped, fallback = untouched(residual, xp)
     status = first_flag(
         *conditions,
         (positive, Status.NOT_POSITIVE),
         (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
+        none=fallback,
         xp=xp,
     )
-    clipped, fallback = untouched(residual, xp)
     return status, residual, clipped, fallback
 
 

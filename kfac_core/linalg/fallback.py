@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import is_plain, known_true
-from kfac_core.array.namespaces import any_status, cast, device_of, own_namespace
+from kfac_core.array.namespaces import any_status, device_of, own_namespace
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import leaves, map_structure, replaced
-from kfac_core.errors import DampingError, NotFiniteError
+from kfac_core.array.structure import in_dtype, leaves, replaced
+from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
 
 __all__ = [
     "Fallback",
@@ -31,6 +31,7 @@ __all__ = [
     "fallback_of",
     "first_flag",
     "guarded",
+    "in_wider_dtype",
     "raise_invalid",
     "untouched",
     "widened",
@@ -126,6 +127,56 @@ def with_fallbacks(
     return _narrowed(last(widest, found, name, xp), problem, xp)
 
 
+def in_wider_dtype(
+    make: Callable[[Any], M], dtype: Any, /, *, like: Array, check: Check, xp: Namespace
+) -> tuple[M, Status]:
+    """Return what a function makes in a dtype, or in float64 where that fails.
+
+    For what is made of several factorizations, which have fallbacks of their own.
+
+    Parameters
+    ----------
+    make : callable
+        Takes a dtype; returns a structure with a method ``status`` and the field
+        ``fallback``, or raises `FactorizationError`.
+    dtype : dtype
+        Dtype of the first attempt.
+    like : array
+        Array of the library and device.
+    check : {"raise", "status"}
+        With ``"status"`` there is one attempt, and its flags are not read.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    made, flags
+        Result of the last attempt, and its flags.
+
+    Raises
+    ------
+    FactorizationError
+        As `make` in the widest dtype (``check="raise"``).
+    """
+    if check == "status":
+        return make(dtype), Status.OK
+    known = xp.__array_namespace_info__().dtypes(
+        device=device_of(like), kind="real floating"
+    )
+    widest = dtype == xp.float64 or "float64" not in known
+    try:
+        made = make(dtype)
+        flags = Status(int(made.status()))  # type: ignore[attr-defined]
+        if not flags or widest:
+            return made, flags
+    except FactorizationError:
+        if widest:
+            raise
+    wide: Any = make(xp.float64)
+    fallback = xp.full_like(wide.fallback, int(Fallback.FLOAT64))
+    return replaced(wide, fallback=fallback), Status(int(wide.status()))
+
+
 def raise_invalid(flags: Status, name: str, /) -> None:
     """Raise for a problem that is not finite or has an invalid shift.
 
@@ -179,13 +230,17 @@ def guarded(valid: Array, array: Array, fill: float, /, *, xp: Namespace) -> Arr
     return xp.where(valid[..., None, None], array, fill * eye)
 
 
-def first_flag(*conditions: tuple[Array, Status], xp: Namespace) -> Array:
+def first_flag(
+    *conditions: tuple[Array, Status], none: Array | None = None, xp: Namespace
+) -> Array:
     """Return the flag of the first condition that does not hold, for each of a stack.
 
     Parameters
     ----------
     *conditions : tuple of array of bool and Status
         Of the shape of the stack.
+    none : array of int32, optional
+        Zeros of that shape, which are returned where the host knows that all hold.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -197,9 +252,8 @@ def first_flag(*conditions: tuple[Array, Status], xp: Namespace) -> Array:
     first = conditions[0][0]
     for condition, _ in conditions[1:]:
         first = first & condition
-    if known_true(first, xp=xp):
-        make = _same_zeros if is_plain(first, xp=xp) else _zeros
-        return make(tuple(first.shape), xp.int32, device_of(first), xp)[1]
+    if none is not None and known_true(first, xp=xp):
+        return none
     status = xp.zeros(first.shape, dtype=xp.int32, device=device_of(first))
     for condition, flag in reversed(conditions):
         status = xp.where(condition, status, xp.full_like(status, int(flag)))
@@ -248,19 +302,12 @@ def widened(problem: P, /, *, xp: Namespace) -> P | None:
     info = xp.__array_namespace_info__()
     if "float64" not in info.dtypes(device=device_of(first), kind="real floating"):
         return None
-    return _cast(problem, xp.float64, xp)
+    return in_dtype(problem, xp.float64, xp)
 
 
 def _narrowed(made: M, problem: Any, xp: Namespace) -> M:
     """Return a factorization in the dtype of the problem."""
-    return _cast(made, _like(problem).dtype, xp)
-
-
-def _cast(value: P, dtype: Any, xp: Namespace) -> P:
-    return map_structure(
-        lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
-        value,
-    )
+    return in_dtype(made, _like(problem).dtype, xp)
 
 
 def _like(problem: Any) -> Array:

@@ -31,7 +31,9 @@ def gram(
     mask: Array | None = None,
     homogeneous: bool = False,
 ) -> Array:
-    """Return the weighted Gram matrix of rows, ``sum_i w_i x_i x_i^T``.
+    r"""Return the weighted Gram matrix of rows, ``sum_i w_i x_i x_i^T``.
+
+    .. math:: \sum_i w_i x_i x_i^T
 
     Equal to ``x.T @ (w[:, None] * x)`` with ``x`` the kept rows, a 1 appended to each
     where `homogeneous` is true.
@@ -64,6 +66,14 @@ def gram(
     Notes
     -----
     ``n d^2`` flops where the backend has a symmetric rank-k update, else twice that.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> kc.gram(np.array([[1.0, 2.0], [3.0, 4.0]]))
+    array([[10., 14.],
+           [14., 20.]])
     """
     xp = namespace_of(rows=rows, optional={"weights": weights, "mask": mask})
     if rows.ndim != 2:

@@ -26,16 +26,18 @@ from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series import series_sum
 from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.triangular import solve_triangular
 
 __all__ = [
     "Root",
-    "SymmetricChain",
+    "WeightedRoots",
     "excess",
     "flagged_eigenbasis",
     "into",
     "out_of",
     "positive_flags",
     "symmetric_chain",
+    "triangular_root",
 ]
 
 
@@ -74,19 +76,19 @@ class Root:
 
 
 @structure()
-class SymmetricChain:
-    """``F = (K_A (x) K_G) diag(W) (K_A (x) K_G)^T``.
+class WeightedRoots:
+    """``F = (K_A (x) K_G) diag(W) (K_A (x) K_G)^T``, with square roots K.
 
     Attributes
     ----------
     input_root, output_root : array, shapes (n, n) and (m, m)
-        ``K = R U``, with U the eigenvectors of P.
+        Roots K.
     input_dual, output_dual : array, of the same shapes
         Dual roots ``K^-T``.
     weights : array, shape (n, m)
-        ``W(psi_A psi_G)``, the sum over all lags.
+        W, positive.
     clipped : array, 0-d
-        By how much the largest ``|psi|`` was above 1.
+        By how much a correlation was above 1.
     flags : array of int32, 0-d
         `Status` flags.
     """
@@ -128,13 +130,37 @@ class SymmetricChain:
         return xp.sum(self.weights * a[:, None] * g[None, :])
 
     def logdet(self, *, xp: Namespace) -> Array:
-        """Return ``log det F - log det V0``."""
+        """Return ``log det F - log det (K_A K_A^T (x) K_G K_G^T)``."""
         return xp.sum(xp.log(self.weights))
+
+
+def triangular_root(lower: Array, lagged: Array, /, *, xp: Namespace) -> Root:
+    """Return a Cholesky factor L as a root, with ``L^-T``; NaN where L is.
+
+    Parameters
+    ----------
+    lower : array, shape (n, n)
+        Factor L.
+    lagged : array
+        See `Root`.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    Root
+        Root of ``L L^T``.
+    """
+    eye = xp.eye(lower.shape[0], dtype=lower.dtype, device=device_of(lower))
+    finite = xp.all(xp.isfinite(lower))
+    # Some libraries raise where a factor is NaN.
+    dual = solve_triangular(xp.where(finite, lower, eye), eye, transpose=True, xp=xp)
+    return Root(lower, xp.where(finite, dual, xp.full_like(dual, xp.nan)), lagged)
 
 
 def symmetric_chain(
     input_root: Root, output_root: Root, shares: Array, /, *, xp: Namespace
-) -> SymmetricChain:
+) -> WeightedRoots:
     """Make the sum over all lags of a chain of random length, option 1.
 
     Parameters
@@ -148,8 +174,9 @@ def symmetric_chain(
 
     Returns
     -------
-    SymmetricChain
-        Trouble is in its flags.
+    WeightedRoots
+        With ``K = R U``, U the eigenvectors of P, and the weights ``W(psi_A psi_G)``, the
+        sum over all lags.  Failures are in its flags.
 
     Notes
     -----
@@ -162,7 +189,7 @@ def symmetric_chain(
     W = series_sum(psi_A[:, None] * psi_G[None, :], shares, xp=xp)
     flags = flags_A | flags_G | positive_flags(W, xp.sum(k * shares), xp)
     clipped = xp.where(clipped_A > clipped_G, clipped_A, clipped_G)
-    return SymmetricChain(K_A, D_A, K_G, D_G, W, clipped, flags)
+    return WeightedRoots(K_A, D_A, K_G, D_G, W, clipped, flags)
 
 
 def _symmetric_side(side: Root, xp: Namespace) -> tuple[Array, ...]:

@@ -64,7 +64,7 @@ class InfiniteChain:
     scale : array, 0-d
         Scale ``S``.
     clipped, flags
-        As in `SymmetricChain`, of the singular values of P, which is divided by the
+        As in `WeightedRoots`, of the singular values of P, which is divided by the
         largest of them where that is above 1.
     doublings : array of int32, 0-d
         How often a product doubles the number of terms.

@@ -24,7 +24,7 @@ from kfac_core.array.namespaces import (
     own_namespace,
 )
 from kfac_core.array.status import Check
-from kfac_core.array.structure import map_structure, replaced, structure
+from kfac_core.array.structure import in_dtype, replaced, structure
 from kfac_core.errors import FactorizationError, NotReadyError
 from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.damped import (
@@ -104,7 +104,7 @@ class ShiftedMatrix:
     @property
     def size(self) -> int:
         """The number n of rows."""
-        return self.applied.size
+        return int(self.applied.array.shape[-1])
 
     @property
     def shift(self) -> Array:
@@ -166,17 +166,19 @@ class ShiftedMatrix:
                 "cholesky" if f == "inverse" else f for f in factorizations
             )
         options = Reporting(check=check, name=name)
-        made, factor = self, None
+        made: dict[str, Any] = {}
+        factor = None
         if "cholesky" in factorizations and self.cholesky is None:
-            factor = cholesky_factor(self.damped, **options)
-            made = replaced(made, cholesky=self._in_applied_dtype(factor))
+            made["cholesky"] = factor = cholesky_factor(self.damped, **options)
         if "inverse" in factorizations and self.inverse is None:
-            inverse = damped_inverse(self.damped, factor, **options)
-            made = replaced(made, inverse=self._in_applied_dtype(inverse))
+            made["inverse"] = damped_inverse(self.damped, factor, **options)
         if "eigenbasis" in factorizations and self.basis is None:
-            basis = eigendecomposition(self.damped, **options)
-            made = replaced(made, basis=self._in_applied_dtype(basis))
-        return made
+            made["basis"] = eigendecomposition(self.damped, **options)
+        if not made:
+            return self
+        if self.applied.array.dtype != self.damped.shift.dtype:
+            made = in_dtype(made, self.dtype, self._xp())
+        return replaced(self, **made)
 
     def wide(self) -> ShiftedMatrix:
         """Return the same in the computing dtype, without factorizations."""
@@ -194,18 +196,15 @@ class ShiftedMatrix:
         if self.solving == "triangular":
             half = self._lower_solve(v, transpose=False, overwrite=overwrite)
             return self._lower_solve(half, transpose=True, overwrite=True)
-        made = self._having("inverse").inverse
-        assert made is not None
-        return multiply_symmetric(made.matrix, v, xp=self._xp())
+        return multiply_symmetric(self._inverse(), v, xp=self._xp())
 
     def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
         """Return ``v M^-1``; of a whole inverse without turning anything around."""
         xp = self._xp()
         if self.solving == "inverse":
-            made = self._having("inverse").inverse
-            assert made is not None
-            if made.matrix.full_storage:
-                return xp.matmul(v, made.matrix.array)
+            inverse = self._inverse()
+            if inverse.full_storage:
+                return xp.matmul(v, inverse.array)
         solved = self.solve(xp.matrix_transpose(v), overwrite=overwrite)
         return xp.matrix_transpose(solved)
 
@@ -285,24 +284,22 @@ class ShiftedMatrix:
         return status
 
     def _having(self, factorization: Factorization) -> ShiftedMatrix:
-        """Return the same with a factorization, made now where that can raise."""
-        held = {
-            "cholesky": self.cholesky,
-            "inverse": self.inverse,
-            "eigenbasis": self.basis,
-        }
-        if held[factorization] is not None:
-            return self
+        """Return the same with a missing factorization, made now where that can raise."""
         require_readable(self.shift, factorization)
         return self.prepared(factorization)
 
+    def _inverse(self) -> SymmetricMatrix:
+        made = self.inverse or self._having("inverse").inverse
+        assert made is not None
+        return made.matrix
+
     def _lower(self) -> Array:
-        made = self._having("cholesky").cholesky
+        made = self.cholesky or self._having("cholesky").cholesky
         assert made is not None
         return made.lower
 
     def _eigenbasis(self) -> Eigendecomposition:
-        made = self._having("eigenbasis").basis
+        made = self.basis or self._having("eigenbasis").basis
         assert made is not None
         return made
 
@@ -320,17 +317,6 @@ class ShiftedMatrix:
             return M
         return DampedMatrix(
             self.applied, cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
-        )
-
-    def _in_applied_dtype(self, made: T) -> T:
-        """Return a factorization in the dtype of applying."""
-        dtype = self.dtype
-        if dtype == self.damped.shift.dtype:
-            return made
-        xp = self._xp()
-        return map_structure(
-            lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
-            made,
         )
 
     def _xp(self) -> Namespace:
@@ -403,4 +389,6 @@ def shifted_matrix(
     shift = full_of(xp, shift, B.array)
     damped = DampedMatrix(B, matrix.factor, shift)
     made = ShiftedMatrix(damped, applied)
+    if not factorizations:
+        return made
     return made.prepared(*factorizations, check=check, name=name)

@@ -100,7 +100,8 @@ class ScaledMatrix:
 
     def trace(self) -> Array:
         """Return the trace of ``c B``, shape (...)."""
-        return self.factor * self.matrix.trace()
+        xp = own_namespace(self.factor)
+        return self.factor * xp.linalg.trace(self.matrix.array)
 
     def multiplied(self) -> SymmetricMatrix:
         """Return ``c B`` as a matrix of its own."""

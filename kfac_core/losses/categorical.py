@@ -43,6 +43,14 @@ class Categorical:
     ----------
     Martens and Grosse (2015), arXiv:1503.05671: the Fisher matrix of a network whose
     outputs parametrize a distribution.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.losses import Categorical
+    >>> loss = Categorical()
+    >>> loss.gradient(np.zeros((1, 2)), np.array([0]))
+    array([[-0.5,  0.5]])
     """
 
     noise_distribution: ClassVar[NoiseDistribution] = "uniform"

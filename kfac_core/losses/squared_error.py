@@ -37,6 +37,11 @@ class SquaredError:
     ------
     ConventionError
         For any other scale.
+
+    Examples
+    --------
+    >>> from kfac_core.losses import SquaredError
+    >>> mean_over_3_outputs = SquaredError(scale=1 / 3)
     """
 
     scale: float

@@ -26,7 +26,7 @@ from kfac_core.array.namespaces import full_of, own_namespace
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import NotReadyError, UnsupportedError
-from kfac_core.linalg.series_chain import Root, SymmetricChain, symmetric_chain
+from kfac_core.linalg.series_chain import Root, WeightedRoots, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -60,7 +60,7 @@ class SeriesOperator(CurvatureOperator):
         S, the mean number of steps.
     shares : array, shape (T,), or None
         The shares of the lengths; None for the infinite variant.
-    chain : SymmetricChain or InfiniteChain
+    chain : WeightedRoots or InfiniteChain
         F, damped.
     dense : ShiftedMatrix or None
         F as one matrix, if a factorization of it was requested.
@@ -80,7 +80,7 @@ class SeriesOperator(CurvatureOperator):
     lagged_output: Array
     scale: Array
     shares: Array | None
-    chain: SymmetricChain | InfiniteChain
+    chain: WeightedRoots | InfiniteChain
     dense: ShiftedMatrix | None
     fallback: Array
 
@@ -133,7 +133,7 @@ class SeriesOperator(CurvatureOperator):
         """Return the trace of F; from the dense matrix for the infinite variant."""
         xp = own_namespace(self.scale)
         chain = self._chain(damped=damped)
-        if isinstance(chain, SymmetricChain):
+        if isinstance(chain, WeightedRoots):
             return chain.trace(xp=xp)
         self._require_small()
         return xp.linalg.trace(chain.dense(xp=xp))
@@ -143,7 +143,7 @@ class SeriesOperator(CurvatureOperator):
 
         ``m log det(A_0 + a I) + n log det(G_0 + b I) + sum log W`` if symmetric.
         """
-        if not isinstance(self.chain, SymmetricChain):
+        if not isinstance(self.chain, WeightedRoots):
             return self._dense_matrix().logdet()
         n, m = self.shape
         logdets = m * self.input.logdet() + n * self.output.logdet()
@@ -186,7 +186,7 @@ class SeriesOperator(CurvatureOperator):
         """Return a root of the inverse times Z: structured, and not triangular."""
         return self.chain.solve_root(Z, xp=xp)
 
-    def _chain(self, *, damped: bool) -> SymmetricChain | InfiniteChain:
+    def _chain(self, *, damped: bool) -> WeightedRoots | InfiniteChain:
         if damped:
             return self.chain
         xp = own_namespace(self.scale)

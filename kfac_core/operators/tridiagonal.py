@@ -30,7 +30,8 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import structure
 from kfac_core.errors import UnsupportedError
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
-from kfac_core.linalg.conditional import Conditional, Link
+from kfac_core.linalg.conditional import Link
+from kfac_core.linalg.series_chain import WeightedRoots
 from kfac_core.linalg.shifted import Factorization
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
@@ -65,7 +66,7 @@ class TridiagonalOperator(CurvatureOperator):
         The damped blocks ``S A_i (x) G_i``, by the layer's place, from ``"0"``.
     links : dict of str to Link
         Psi_i, of all layers but the last.
-    conditionals : dict of str to Conditional
+    conditionals : dict of str to WeightedRoots
         Sigma_i; of the last layer its own block.
     scale : array, 0-d
         Scale ``S``.
@@ -77,7 +78,7 @@ class TridiagonalOperator(CurvatureOperator):
 
     layers: dict[str, FactoredKronecker]
     links: dict[str, Link]
-    conditionals: dict[str, Conditional]
+    conditionals: dict[str, WeightedRoots]
     scale: Array
     fallback: Array
     names: tuple[str, ...]
@@ -124,7 +125,7 @@ class TridiagonalOperator(CurvatureOperator):
         xp = own_namespace(self.scale)
         total = xp.zeros_like(self.scale)
         for place in self._places:
-            reduction = self.conditionals[place].reduction(xp=xp)
+            reduction = self.conditionals[place].logdet(xp=xp)
             total = total + self.layers[place].logdet() + reduction
         return total
 

@@ -50,7 +50,11 @@ _FULL_PRECISION = Precision()
 
 @dataclass(frozen=True)
 class Posterior:
-    """The posterior of a network; made by `Posterior.of_statistics` or by hand.
+    r"""The posterior of a network; made by `Posterior.of_statistics` or by hand.
+
+    Each block is normal about the mode, with the precision
+
+    .. math:: P = N F + \tau I.
 
     Parameters
     ----------
@@ -63,6 +67,23 @@ class Posterior:
     ------
     UnknownBlockError
         If the names differ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> layer = kc.Dense(in_features=3, out_features=1, bias=False, weight_layout="io")
+    >>> estimator = kc.Estimator({"fc": kc.Block(layer, kc.Kronecker())}, reduction="sum")
+    >>> estimator.update({"fc": kc.Batch(rng.normal(size=(50, 3)), np.ones((50, 1)))})
+    >>> statistics = {"fc": estimator.state["fc"].statistics}
+    >>> posterior = kc.Posterior.of_statistics(
+    ...     estimator.blocks, statistics, examples=50, prior_precision=1.0
+    ... )
+    >>> mode = {"fc": {"weight": np.zeros((3, 1))}}
+    >>> sample = posterior.sample(mode, {"fc": {"weight": rng.normal(size=(3, 1))}})
+    >>> sample["fc"]["weight"].shape
+    (3, 1)
     """
 
     blocks: Mapping[str, Block]

@@ -70,6 +70,7 @@ class GradientFactors:
     Examples
     --------
     >>> import numpy as np
+    >>> from kfac_core.roots import GradientFactors
     >>> factors = GradientFactors(shape=(2, 3))
     >>> V = np.asarray([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]])
     >>> statistics = factors.updated(factors.initial(V), V, decay=0.9)

@@ -77,7 +77,9 @@ def inverse_root(
     check: Check = "raise",
     name: str = "matrix",
 ) -> InverseRoot:
-    """Return ``(A + lam I)^(-1/p)`` by an eigendecomposition.
+    r"""Return ``(A + lam I)^(-1/p)`` by an eigendecomposition.
+
+    .. math:: X = (A + \lambda I)^{-1/p}
 
     Equal to ``(Q * (w + lam) ** (-1 / p)) @ Q.T`` with ``w, Q = np.linalg.eigh(A)``.
 
@@ -113,6 +115,14 @@ def inverse_root(
     About ``11 n^3`` flops.  A float32 eigendecomposition has an absolute error of about
     ``1e-7 |A|`` in every eigenvalue, so that the residual check fails, and the chain goes
     on to float64, where lam is below about ``1e-5 |A|``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.roots import inverse_root
+    >>> root = inverse_root(np.diag([16.0, 81.0]), damping=0.0, degree=4)
+    >>> np.round(root.matrix.diagonal(), 6)
+    array([0.5     , 0.333333])
     """
     given: Any = degree
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:

@@ -229,7 +229,12 @@ def quadratic_model(
     curvature: Array,
     damping: Scalar,
 ) -> QuadraticModel:
-    """Restrict the quadratic model to the span of some directions.
+    r"""Restrict the quadratic model to the span of some directions.
+
+    For a change :math:`\delta = \sum_i c_i d_i` of the parameters,
+
+    .. math:: M(\delta) - M(0) = \nabla h \cdot \delta
+        + \tfrac12 \, \delta \cdot (F + \lambda I) \, \delta .
 
     Parameters
     ----------
@@ -260,6 +265,18 @@ def quadratic_model(
     -----
     ``k (k + 3) p`` flops for p parameters, beside what the curvature took.  Nothing
     is read back from a device.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.steps import quadratic_model
+    >>> gradient = {"fc": {"weight": np.array([[1.0]])}}
+    >>> direction = {"fc": {"weight": np.array([[-1.0]])}}
+    >>> model = quadratic_model(
+    ...     gradient, [direction], curvature=np.array([[4.0]]), damping=0.0
+    ... )
+    >>> model.minimize().coefficients  # The minimum of -a + 2 a^2
+    array([0.25])
     """
     require_damping(damping)
     if not directions:

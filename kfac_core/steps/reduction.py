@@ -27,7 +27,9 @@ __all__ = ["reduction_ratio"]
 def reduction_ratio(
     loss_before: Scalar, loss_after: Scalar, /, *, predicted: Scalar
 ) -> Scalar:
-    """Return rho; minus infinity if no change was predicted.
+    r"""Return rho; minus infinity if no change was predicted.
+
+    .. math:: \rho = \frac{h(\theta + \delta) - h(\theta)}{M(\delta) - M(0)}
 
     Parameters
     ----------
@@ -57,6 +59,12 @@ def reduction_ratio(
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 6.5.
+
+    Examples
+    --------
+    >>> from kfac_core.steps import reduction_ratio
+    >>> reduction_ratio(2.0, 1.5, predicted=-1.0)
+    0.5
     """
     named = {
         "loss_before": loss_before,

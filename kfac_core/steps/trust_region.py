@@ -69,7 +69,12 @@ def kl_clip(
     bound: Scalar,
     check: Check = "raise",
 ) -> TrustRegion:
-    """Return ``nu = min(1, sqrt(kappa / (lr^2 grad . P grad)))``.
+    r"""Return ``nu = min(1, sqrt(kappa / (lr^2 grad . P grad)))``.
+
+    .. math:: \nu = \min \Bigl(
+        1, \sqrt{\frac{\kappa}{\eta^2 \, \nabla h \cdot P \nabla h}} \Bigr)
+
+    with the learning rate :math:`\eta` and the preconditioner P.
 
     ``nu P grad`` replaces ``P grad``; then ``lr nu P grad`` is at most
     ``sqrt(kappa)`` long in the norm of ``P^-1``.
@@ -110,6 +115,15 @@ def kl_clip(
     Ba, Grosse and Martens (2017), "Distributed Second-Order Optimization using
     Kronecker-Factored Approximations"; ``norm_constraint`` of TensorFlow's K-FAC and of
     kfac-jax, ``kl_clip`` of kfac-pytorch, in this form.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.steps import kl_clip
+    >>> gradient = {"fc": {"weight": np.array([[3.0, 4.0]])}}
+    >>> region = kl_clip(gradient, gradient, learning_rate=0.1, bound=0.0625)
+    >>> round(float(region.scale), 6)  # 0.25 / (0.1 * 5)
+    0.5
     """
     size = inner_product(gradient, preconditioned)
     xp = array_api_compat.array_namespace(size)

@@ -1,20 +1,25 @@
 """K-FAC for networks written by hand, on NumPy arrays or memory that looks like them.
 
-The loop does its own forward and backward pass, and hands over each layer's inputs x and
-output gradients g (`KFAC.observe`) and the parameters' gradients (`KFAC.step`), in its own
-names, shapes and layouts.  Parameters are written to in place, so that views of memory
-that Fortran or C owns will do.  ``reduction`` says of what the given g are derivatives
-(`kfac_core.conventions`); the gradients of `step` are of the mean over examples.
+The loop does its own forward and backward pass.  It takes vectors to backpropagate from
+`KFAC.vectors`, hands over each layer's inputs x and what came back to its outputs g
+(`KFAC.observe`), and the parameters' gradients (`KFAC.step`), in its own names, shapes and
+layouts.  Parameters are written to in place, so that views of memory that Fortran or C
+owns will do.
+
+Conventions.  The loss is a mean or a sum over the R rows of the network's outputs.  A layer
+that saw N examples has its g multiplied by ``sqrt(N / R)``, so that its block is that of
+the mean over rows, as in the other integrations.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -25,6 +30,7 @@ __all__ = ["KFAC"]
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
 Schedule: TypeAlias = float | Callable[[int], float]
+Interval: TypeAlias = int | Callable[[int], int]
 
 _DEFAULTS: dict[str, kc.Approximation] = {
     "embedding": kc.Kronecker(input="diagonal"),
@@ -40,41 +46,64 @@ class KFAC:
         d = P grad;  nu = min(1, sqrt(kl_clip / (lr^2 grad . d)))  (1 without `kl_clip`)
         v = momentum v + nu d;  theta -= lr (v + weight_decay theta)
 
+    A step that is given the exact curvature of the loss takes its rate and its momentum
+    from the quadratic model instead; see `step`.
+
     Parameters
     ----------
     parameters : mapping of str to mapping of str to array
         By layer, to be written to.  ``{"fc": {"weight": W, "bias": b}}`` with W of shape
         ``(in, out)`` is dense, ``{"norm": {"scale": s, "shift": t}}`` a normalization.
-    learning_rate, damping : float, or callable of the number of steps made
-        Evaluated at every step; the damping takes effect at the next refresh.
-    **options : object
-        Options of `kfac_core.Estimator`: `reduction`, `decay` and any other.
+    likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss, optional
+        Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Needed by
+        `vectors`.
+    fisher : {"gradients", "exact", "empirical", ...}
+        ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them,
+        ``"empirical"`` takes the gradients of the loop's own loss; see
+        `kfac_core.losses.EstimationMode`.
+    reduction : {"mean", "sum"}
+        Reduction over the rows of outputs, in the loss whose gradients `step` takes, and of
+        which the output gradients are with ``fisher="empirical"``.
+    learning_rate, damping, decay : float, or callable of the number of steps made
+        Learning rate; damping of the next refresh; factor on the old statistics at each
+        update.
+    momentum, weight_decay : float
+        Momentum and weight decay.
+    kl_clip : float, or callable of the number of steps made, optional
+        Bound of the step, ``lr^2 grad . P grad``; None for none.
+    update_every, refresh_every : int, or callable of the number of steps made
+        Numbers of steps between statistics, and between refreshes.
     layers : mapping of str to Layer or Block, optional
         Layers that cannot be inferred from their parameters; a block sets another
         approximation than Kronecker factors (or the diagonal for a scale and shift).
-    momentum, weight_decay, kl_clip : float
-        Momentum, weight decay and bound of the step.
     decayed : callable, optional
         Whether a parameter, by the names of layer and parameter, decays; all do.
-    update_every, refresh_every : int
-        Numbers of steps between statistics, and between refreshes.
+    **options : object
+        Further options of `kfac_core.Estimator`, such as `damping_rule`.
 
-    Raises `KFACError` for layers that do not match their parameters, and invalid options.
+    Raises
+    ------
+    KFACError
+        For layers that do not match their parameters, and invalid options.
     """
 
     def __init__(
         self,
         parameters: Vector,
         *,
-        learning_rate: Schedule,
-        damping: Schedule,
-        layers: Mapping[str, kc.Layer | kc.Block] | None = None,
-        momentum: float = 0.0,
+        likelihood: Any = None,
+        fisher: kc.losses.EstimationMode = "gradients",
+        reduction: Literal["mean", "sum"] = "mean",
+        learning_rate: Schedule = 0.1,
+        momentum: float = 0.9,
         weight_decay: float = 0.0,
-        kl_clip: float | None = None,
+        kl_clip: Schedule | None = 1e-3,
+        damping: Schedule = 1e-3,
+        decay: Schedule = 0.95,
+        update_every: Interval = 1,
+        refresh_every: Interval = 10,
+        layers: Mapping[str, kc.Layer | kc.Block] | None = None,
         decayed: Callable[[str, str], bool] | None = None,
-        update_every: int = 1,
-        refresh_every: int = 1,
         **options: Any,
     ) -> None:
         self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
@@ -82,6 +111,7 @@ class KFAC:
             raise kc.UnknownBlockError(f"There are no parameters of {unknown}.")
         blocks = {}
         for name, arrays in self.parameters.items():
+            _refuse_masked(f"parameters[{name!r}]", *arrays.values())
             layer = (layers or {}).get(name) or _layer_of(name, arrays)
             if not isinstance(layer, kc.Block):
                 layer = kc.Block(layer, _DEFAULTS.get(layer.kind, kc.Kronecker()))
@@ -92,66 +122,219 @@ class KFAC:
             if not all(array.flags.writeable for array in arrays.values()):
                 raise kc.UnsupportedError(f"Layer {name!r}: an array is read-only.")
             blocks[name] = layer
-        if min(update_every, refresh_every) < 1:
-            raise kc.ConventionError("Expected both intervals to be at least 1.")
-        self.learning_rate, self.damping, self.kl_clip = learning_rate, damping, kl_clip
-        self.momentum, self.weight_decay, self.decayed = momentum, weight_decay, decayed
+        if reduction not in ("mean", "sum"):
+            raise kc.ConventionError(
+                f"Expected `reduction` to be 'mean' or 'sum', got {reduction!r}."
+            )
+        kc.integration.interval_at("update_every", update_every, 0)
+        kc.integration.interval_at("refresh_every", refresh_every, 0)
+        kc.integration.require_positive("kl_clip", kl_clip, optional=True)
+        self.row_loss: kc.integration.RowLoss | None = None
+        if likelihood is not None:
+            self.row_loss = kc.integration.row_loss(likelihood)
+        self.fisher, self.reduction = fisher, reduction
+        self.learning_rate, self.momentum, self.kl_clip = (
+            learning_rate,
+            momentum,
+            kl_clip,
+        )
+        self.damping, self.decay = damping, decay
+        self.weight_decay, self.decayed = weight_decay, decayed
         self.update_every, self.refresh_every = update_every, refresh_every
         self.steps = 0
-        options = {"damping": _at(damping, 0), **options}
-        self.estimator = kc.Estimator(blocks, **options)
+        self.estimator = kc.Estimator(
+            blocks,
+            reduction="sum",
+            damping=kc.integration.value_at(damping, 0),
+            decay=kc.integration.value_at(decay, 0),
+            mode=fisher,
+            sources=kc.losses.source_reduction_of(fisher),
+            **options,
+        )
+        self.predicted_change = math.nan
         self._velocity: dict[str, dict[str, Array]] | None = None
         self._seen: dict[str, kc.Statistics] = {}
+        self._rows = self._drawn = 0
 
     @property
     def wants_statistics(self) -> bool:
         """Whether layers have to be observed for the next step."""
-        return self.steps % self.update_every == 0
+        every = kc.integration.interval_at(
+            "update_every", self.update_every, self.steps
+        )
+        return self.steps % every == 0
 
-    def observe(self, name: str, batch: kc.Batch | list[kc.Batch], /) -> None:
+    def vectors(self, outputs: Array, /) -> Array:
+        """Return the vectors to backpropagate from the outputs to each layer.
+
+        Parameters
+        ----------
+        outputs : array, shape (N, ..., P)
+            The network's outputs: logits, means.
+
+        Returns
+        -------
+        array, shape (M, N, ..., P)
+            M vectors, one with ``fisher="gradients"``; what comes back to a layer has the
+            leading axis too, and goes to `observe` with ``Batch(x, g, sources=M)``.
+
+        Raises
+        ------
+        ConventionError
+            Without a `likelihood`, and with ``fisher="empirical"``, where the g are those
+            of the loop's own backward pass.
+        ShapeError, DtypeError
+            For outputs that the likelihood does not fit.
+
+        Notes
+        -----
+        The same step draws the same labels, so that a resumed run is reproducible.
+        """
+        if self.row_loss is None or self.fisher == "empirical":
+            raise kc.ConventionError(
+                "Vectors need a `likelihood`, and fisher='gradients' or 'exact'; got "
+                f"{self.row_loss} and {self.fisher!r}. With 'empirical', observe the "
+                "output gradients of the loop's own backward pass."
+            )
+        rows = math.prod(outputs.shape[:-1])
+        made = kc.losses.drawn_vectors(
+            self.row_loss.likelihood,
+            outputs,
+            mode=self.fisher,
+            # A seed of its own for each part of each step, the same in a resumed run.
+            seed=(self.steps << 40) + self._drawn,
+            shared=rows != len(outputs),
+        )
+        self._rows, self._drawn = rows, self._drawn + rows
+        weight = self.row_loss.weight(outputs.shape[-1])
+        found: Array = made.vectors * math.sqrt(weight)
+        return found
+
+    def observe(
+        self,
+        name: str,
+        batch: kc.Batch | Sequence[kc.Batch],
+        /,
+        *,
+        rows: int | None = None,
+    ) -> None:
         """Record inputs and output gradients of a layer for the next step.
 
-        A list is one batch for each use of the layer in the network.  Several calls before
-        a step are parts of one batch, of any sizes, each with a loss of its own.  Raises
-        `KFACError` for arrays that cannot be used; nothing was changed then.
+        Several calls before a step are parts of one batch, of any sizes, each with a loss
+        of its own.
+
+        Parameters
+        ----------
+        name : str
+            The layer.
+        batch : Batch, or sequence of Batch
+            A sequence is one batch for each use of the layer in the network.
+        rows : int, optional
+            R, the rows of the network's outputs; by default those of the last `vectors`,
+            or else the examples of the batch.
+
+        Raises
+        ------
+        KFACError
+            For arrays that cannot be used; nothing was changed then.
         """
         if name not in self.parameters:
             raise kc.UnknownBlockError(f"There are no parameters of {name!r}.")
+        uses = [batch] if isinstance(batch, kc.Batch) else [*batch]
+        for use in uses:
+            _refuse_masked(f"The batch of {name!r}", use.inputs, use.output_grads)
+        rows = rows or self._rows or len(uses[0].inputs)
+        # Output gradients of the loop's own mean loss carry 1 / R.
+        own = self.fisher == "empirical" and self.reduction == "mean"
+        factor = (rows if own else 1) * math.sqrt(len(uses[0].inputs) / rows)
+        if factor != 1:
+            uses = [
+                dataclasses.replace(use, output_grads=use.output_grads * factor)
+                for use in uses
+            ]
         known = self.estimator.network
         block = known.blocks[known.known(name)]
         options: Any = {"conventions": known.conventions, "precision": known.precision}
-        moments = block.moments(batch, **options, name=name)
+        given = uses[0] if isinstance(batch, kc.Batch) else uses
+        moments = block.moments(given, **options, name=name)
         seen = self._seen.get(name)
         self._seen[name] = block.merge(seen, moments) if seen else moments
 
-    def step(self, gradients: Vector, /) -> dict[str, dict[str, Array]]:
+    def step(
+        self,
+        gradients: Vector,
+        /,
+        *,
+        rows: int | None = None,
+        curvature: Callable[[list[dict[str, dict[str, Array]]]], Array] | None = None,
+    ) -> dict[str, dict[str, Array]]:
         """Accumulate the observed batches, refresh if due, and update the parameters.
 
-        Returns the change of the parameters.  Raises `KFACError` for invalid gradients or
-        schedules, and for a layer that was never observed; parameters and state are then
-        unchanged.  If a refresh fails (`FactorizationError`), the statistics are updated.
+        Parameters
+        ----------
+        gradients : mapping of str to mapping of str to array
+            Gradients of the loss, by layer and parameter.
+        rows : int, optional
+            R, the rows over which the loss is a sum; needed with ``reduction="sum"``.
+        curvature : callable, optional
+            Takes directions d_i, vectors like `gradients`, and returns the matrix
+            ``d_i . F d_j`` of the mean loss's exact curvature F, for example by
+            `kfac_core.steps.curvature_of_outputs`.  Then the change is
+            ``-alpha P grad + mu delta``, delta the last change, with alpha and mu those
+            that minimize the quadratic model ``grad . c + 1/2 c . (F + damping) c``;
+            `learning_rate`, `momentum` and `kl_clip` are not read.  `adapt_damping`
+            compares what the model promised with what came.
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            The change of the parameters.
+
+        Raises
+        ------
+        KFACError
+            For invalid gradients or schedules, and for a layer that was never observed;
+            parameters and state are then unchanged.
+        FactorizationError
+            If a refresh fails; the statistics are then updated.
         """
         self._require(gradients, "gradients")
-        estimator, rate = self.estimator, _at(self.learning_rate, self.steps)
+        estimator, rate = (
+            self.estimator,
+            float(kc.integration.value_at(self.learning_rate, self.steps)),
+        )
         if not math.isfinite(rate):
             raise kc.ConventionError(f"Expected a finite `learning_rate`, got {rate}.")
+        refresh_every = kc.integration.interval_at(
+            "refresh_every", self.refresh_every, self.steps
+        )
+        if self.reduction == "sum":
+            if not rows:
+                raise kc.ConventionError(
+                    "With reduction='sum', say `rows`: over how many the loss is a sum."
+                )
+            gradients = kc.steps.linear_combination([1.0 / rows], [gradients])
         fresh = {n for n in self.parameters if estimator.state[n].operator is None}
         for name in fresh - set(self._seen):
             if not estimator.state[name].updates:
                 raise kc.NotReadyError(f"Layer {name!r} was never observed.")
-        estimator.damping = _at(self.damping, self.steps)
+        damping = float(kc.integration.value_at(self.damping, self.steps))
+        estimator.damping = damping
+        estimator.decay = kc.integration.value_at(self.decay, self.steps)
         estimator.absorb(self._seen)
-        self._seen = {}
-        if fresh or self.steps % self.refresh_every == 0:
+        self._seen, self._rows, self._drawn = {}, 0, 0
+        if fresh or self.steps % refresh_every == 0:
             estimator.refresh()
-        direction, nu = estimator.precondition(gradients), 1.0
-        if self.kl_clip is not None:
-            clip: Any = {"learning_rate": rate, "bound": self.kl_clip}
-            nu = kc.steps.kl_clip(gradients, direction, **clip).scale
-        terms = [direction, *([self._velocity] if self._velocity else [])]
-        velocity = kc.steps.linear_combination([nu, self.momentum][: len(terms)], terms)
+        direction = estimator.precondition(gradients)
+        if curvature is None:
+            velocity = self._momentum_step(gradients, direction, rate)
+            change = kc.steps.linear_combination([-rate], [velocity])
+        else:
+            rate = 1.0
+            change = self._model_step(gradients, direction, damping, curvature)
+            velocity = change
         change = kc.steps.decay_decoupled(
-            kc.steps.linear_combination([-rate], [velocity]),
+            change,
             self.parameters,
             weight_decay=self.weight_decay,
             learning_rate=rate,
@@ -164,21 +347,98 @@ class KFAC:
                 array += change[name][parameter]
         return dict(change)
 
+    def adapt_damping(
+        self, loss_before: float, loss_after: float, /, *, factor: float = 0.95
+    ) -> float:
+        """Adapt the damping to how well the last step's model foretold the loss.
+
+        The rule of Levenberg and Marquardt: `factor` times the damping where the loss fell
+        by more than three quarters of what the model promised, and the damping divided by
+        it where it fell by less than a quarter.
+
+        Parameters
+        ----------
+        loss_before, loss_after : float
+            The loss on the step's own batch, before and after it.
+        factor : float
+            In (0, 1].
+
+        Returns
+        -------
+        float
+            The reduction ratio; see `kfac_core.steps.reduction_ratio`.
+
+        Raises
+        ------
+        ConventionError
+            Where the damping is a schedule, or the last step had no `curvature`.
+        """
+        if callable(self.damping) or math.isnan(self.predicted_change):
+            raise kc.ConventionError(
+                "Expected a number as `damping`, and a step that was given `curvature`: "
+                "only its model says what the loss should become."
+            )
+        ratio = kc.steps.reduction_ratio(
+            loss_before, loss_after, predicted=self.predicted_change
+        )
+        damping = kc.levenberg_marquardt(
+            self.damping, ratio, decay=factor, minimum=1e-8, maximum=1e8
+        )
+        self.damping = float(damping)
+        return float(ratio)
+
+    def _momentum_step(
+        self, gradients: Vector, direction: Vector, rate: float
+    ) -> dict[str, dict[str, Array]]:
+        """Return the velocity after a step of a given rate."""
+        nu: Any = 1.0
+        bound = kc.integration.value_at(self.kl_clip, self.steps)
+        if bound is not None:
+            nu = kc.steps.kl_clip(
+                gradients, direction, learning_rate=rate, bound=bound
+            ).scale
+        self.predicted_change = math.nan
+        if self._velocity is None:
+            return kc.steps.linear_combination([nu], [direction])
+        return kc.steps.linear_combination(
+            [nu, self.momentum], [direction, self._velocity]
+        )
+
+    def _model_step(
+        self, gradients: Vector, direction: Vector, damping: float, curvature: Any
+    ) -> dict[str, dict[str, Array]]:
+        """Return the change that minimizes the quadratic model."""
+        directions = [kc.steps.linear_combination([-1.0], [direction])]
+        if self._velocity is not None:
+            directions.append(self._velocity)
+        model = kc.steps.quadratic_model(
+            gradients, directions, curvature=curvature(directions), damping=damping
+        )
+        best = model.minimize().coefficients
+        self.predicted_change = float(model.change(best, damped=True))
+        return kc.steps.linear_combination(best, directions)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the parameters and the pending observations."""
-        own = {"velocity": self._velocity, "steps": self.steps}
+        own: dict[str, Any] = {"velocity": self._velocity, "steps": self.steps}
+        if not callable(self.damping):
+            own["damping"] = self.damping
         return {"estimator": self.estimator.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Restore a state; raises `StateError`, changing nothing, if it does not match."""
         try:
             steps, velocity = int(state["steps"]), state["velocity"]
+            damping = self.damping
+            if "damping" in state and not callable(damping):
+                damping = float(state["damping"])
             if velocity is not None:
                 self._require(velocity, "velocity")
             self.estimator.load_state_dict(state["estimator"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise kc.StateError(f"The state does not fit: {error}") from None
-        self._velocity, self.steps, self._seen = velocity, steps, {}
+        self._velocity, self.steps, self.damping = velocity, steps, damping
+        self._seen, self._rows, self._drawn = {}, 0, 0
 
     def save(self, path: str | os.PathLike[str], /) -> None:
         """Write the state atomically to an ``.npz`` file."""
@@ -205,6 +465,7 @@ class KFAC:
         if set(vector) != (names := set(self.parameters)):
             raise kc.ShapeError(f"Expected {what} of {names}, got {set(vector)}.")
         for name, arrays in vector.items():
+            _refuse_masked(f"{what} of {name!r}", *arrays.values())
             matrix = self.estimator.blocks[name].parameters_to_matrix(arrays)
             if not np.all(np.isfinite(matrix)):
                 raise kc.NotFiniteError(f"{what} of {name!r}: found NaN or infinity.")
@@ -225,8 +486,13 @@ def _layer_of(name: str, arrays: Mapping[str, Array], /) -> kc.Layer:
     raise kc.ShapeError(f"Say in `layers` what {name!r} is; its shapes are {shapes}.")
 
 
-def _at(schedule: Schedule, step: int) -> float:
-    return float(schedule(step) if callable(schedule) else schedule)
+def _refuse_masked(what: str, /, *arrays: Any) -> None:
+    """Raise for NumPy's masked arrays, of which most functions drop the mask."""
+    if any(isinstance(array, np.ma.MaskedArray) for array in arrays):
+        raise kc.UnsupportedError(
+            f"{what}: found a masked array (numpy.ma). Fill it, and say which rows count "
+            "by kfac_core.Batch(mask=...)."
+        )
 
 
 def _folded(state: Any, arrays: dict[str, Array]) -> Any:

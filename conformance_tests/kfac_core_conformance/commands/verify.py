@@ -35,7 +35,7 @@ EXIT_CODES = {
     2: "a file cannot be read, even if all others agree, or the backend is unusable",
 }
 
-_COLUMNS = ("block", "operation", "damping", "error", "tolerance", "verdict")
+_COLUMNS = ("block", "operation", "damping", "error", "limit", "verdict")
 
 
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
@@ -60,6 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         metavar="MIB",
         help="the largest array that a record may ask for (default: 64 MiB and 64 times "
         "the size of its file)",
+    )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "-v", "--verbose", action="store_true", help="show the answers that agree too"
+    )
+    shown.add_argument(
+        "-q", "--quiet", action="store_true", help="print nothing; the exit code tells"
     )
     add_json(parser)
 
@@ -103,9 +110,9 @@ def run(arguments: argparse.Namespace, /) -> int:
             )
             results.append(result)
             progress.advance()
-            if not arguments.json:
+            if not (arguments.json or arguments.quiet):
                 with progress.paused():
-                    _print_result(result)
+                    _print_result(result, every=arguments.verbose)
     code = _exit_code(results)
     if arguments.json:
         found = {
@@ -115,7 +122,19 @@ def run(arguments: argparse.Namespace, /) -> int:
             "records": [_plain_result(result) for result in results],
         }
         print_json(found)
+    elif not arguments.quiet and any(r["problem"] is None for r in results):
+        print(_total(results, f"{selection.spec}, {arguments.dtype}"))
     return code
+
+
+def _total(results: list[dict[str, Any]], where: str) -> str:
+    """Return one line for all files together."""
+    verdicts = [verdict for result in results for verdict in result["verdicts"]]
+    agreeing = sum(verdict.agrees for verdict in verdicts)
+    files = f"{len(results)} file" if len(results) == 1 else f"{len(results)} files"
+    line = f"{agreeing} of {len(verdicts)} answers in {files} agree ({where})"
+    unread = sum(result["problem"] is not None for result in results)
+    return f"{line}; {unread} not read" if unread else line
 
 
 def _verified(
@@ -167,18 +186,24 @@ def _plain_verdict(verdict: Verdict) -> dict[str, Any]:
         "tolerance": verdict.tolerance,
         "agrees": verdict.agrees,
         "problem": verdict.problem,
+        "diagnosis": verdict.diagnosis,
     }
 
 
-def _print_result(result: dict[str, Any]) -> None:
-    """Print a table of verdicts, or one line for a file that cannot be read."""
+def _print_result(result: dict[str, Any], *, every: bool) -> None:
+    """Print the answers that differ, or all; one line for a file that cannot be read."""
     if result["problem"] is not None:
         complain("verify", result["problem"])
         return
-    rows = [_cells(verdict) for verdict in result["verdicts"]]
-    agreeing = sum(verdict.agrees for verdict in result["verdicts"])
-    summary = f"{agreeing} of {len(rows)} agree" if rows else "nothing to check"
-    print_table(f"{printable(result['record'])}: {summary}", _COLUMNS, rows)
+    verdicts = result["verdicts"]
+    rows = [_cells(verdict) for verdict in verdicts if every or not verdict.agrees]
+    agreeing = sum(verdict.agrees for verdict in verdicts)
+    summary = f"{agreeing} of {len(verdicts)} agree" if verdicts else "nothing to check"
+    if rows or not verdicts:
+        print_table(f"{printable(result['record'])}: {summary}", _COLUMNS, rows)
+    for line in dict.fromkeys(verdict.diagnosis for verdict in verdicts):
+        if line:
+            print(f"  {line}")
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:
@@ -192,6 +217,6 @@ def _cells(verdict: Verdict) -> tuple[str, ...]:
         operation,
         damping,
         f"{verdict.error:.1e}",
-        f"{verdict.tolerance:.1e}",
+        f"{verdict.tolerance:.0e}",
         word,
     )

@@ -27,6 +27,7 @@ from kfac_core_conformance.records.answers import (
 )
 from kfac_core_conformance.records.checks import Check
 from kfac_core_conformance.records.condition import condition_bound
+from kfac_core_conformance.records.diagnosis import diagnosis
 from kfac_core_conformance.records.record import Record
 from kfac_core_conformance.records.text import one_line
 
@@ -66,6 +67,8 @@ class Verdict:
         The largest error that agrees.
     problem : str or None
         Why there is no answer.
+    diagnosis : str or None
+        What explains a difference, such as a factor of N.
     """
 
     index: int
@@ -77,6 +80,7 @@ class Verdict:
     error: float
     tolerance: float
     problem: str | None
+    diagnosis: str | None = None
 
     @property
     def agrees(self) -> bool:
@@ -144,13 +148,19 @@ def _verdict(
     check = made.record.document.checks[index]
     expected = made.record.answers[index]
     problem, error = None, math.inf
+    got: Answer | None = None
     try:
         with np.errstate(all="ignore"):
-            error = _relative_error(made.answer(index), expected)
+            found = made.answer(index)
+            error = _relative_error(found, expected)
+            got = found
     except _FAILURES as failure:
         problem = one_line(f"{failure}" or type(failure).__name__)
     damping, rule = damping_key(check) if check.needs_damping else (None, None)
     tolerance = _tolerance(check, expected, reference, index)
+    explained = None
+    if got is not None and math.isfinite(error) and error > tolerance:
+        explained = diagnosis(got, expected, examples=made.recorded.examples)
     return Verdict(
         index,
         check.block,
@@ -161,6 +171,7 @@ def _verdict(
         error,
         tolerance,
         problem,
+        explained,
     )
 
 

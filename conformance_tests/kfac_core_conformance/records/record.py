@@ -61,6 +61,12 @@ class RecordedBlock:
     block: Block
     updates: tuple[Seen, ...]
 
+    @property
+    def examples(self) -> int | None:
+        """The number of examples of an update; None if updates differ."""
+        found = {seen.batch_size for seen in self.updates}
+        return found.pop() if len(found) == 1 else None
+
 
 @dataclass(frozen=True)
 class Record:

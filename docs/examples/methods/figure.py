@@ -1,19 +1,20 @@
 """The picture: the loss against steps and against seconds, a row for each problem."""
 
-# Curvature of layers in full lines, gradients alone in dashes, controls in dots.
+# Curvature of layers in full lines, gradients alone in dashes, controls in dots.  K-FAC,
+# Adam and SGD have the same colors in all figures, and no other method has them.
 STYLES = {
     "KFAC": ("#009E73", "-"),
-    "EKFAC": ("#0072B2", "-"),
-    "KFOC": ("#56B4E9", "-"),
-    "TNT": ("#E69F00", "-"),
+    "EKFAC": ("#56B4E9", "-"),
+    "KFOC": ("#CC79A7", "-"),
+    "TNT": ("#D55E00", "-"),
     "block-tridiagonal": ("#000000", "-"),
-    "IKFAC": ("#CC79A7", "-"),
+    "IKFAC": ("#56B4E9", "--"),
     "Eva": ("#999999", "-"),
     "SOAP": ("#D55E00", "--"),
-    "Shampoo": ("#E69F00", "--"),
+    "Shampoo": ("#000000", "--"),
     "KL-Shampoo": ("#CC79A7", "--"),
-    "Adam": ("#0072B2", "--"),
-    "SGD": ("#000000", "--"),
+    "Adam": ("#E69F00", "--"),
+    "SGD": ("#0072B2", "--"),
     "KFAC, no model": ("#009E73", ":"),
     "gradient, model": ("#999999", ":"),
     "SOAP, carried": ("#D55E00", ":"),

@@ -2,8 +2,13 @@
 
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+# Okabe and Ito's colors, which people with any color vision can tell apart.
+COLORS = {"K-FAC": "#009E73", "Adam": "#E69F00", "SGD": "#0072B2", "EKFAC": "#56B4E9"}
+OTHER_COLORS = ("#CC79A7", "#000000", "#D55E00", "#999999")
 
 
 @dataclass
@@ -78,7 +83,7 @@ def table(
         lines.append(
             [
                 name,
-                f"{statistics.median(run.losses[-1] for run in runs):.4f}",
+                f"{statistics.median(run.losses[-1] for run in runs):.3g}",
                 f"{statistics.median(run.test for run in runs):.4f}",
                 f"{statistics.median(run.steps[-1] for run in runs):g}",
                 f"{statistics.median(run.seconds[-1] for run in runs):.1f}",
@@ -94,23 +99,32 @@ def number(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "not reached"
 
 
+def colors_of(names: Iterable[str]) -> dict[str, str]:
+    """Return a color for each name; a method has the same color in all figures."""
+    others = iter(OTHER_COLORS)
+    found = {}
+    for name in names:
+        starts = [start for start in COLORS if name.startswith(start)]
+        found[name] = COLORS[starts[0]] if starts else next(others)
+    return found
+
+
 def plot(curves: list[Curve], path: str | Path, *, title: str = "") -> None:
     """Draw the training loss against steps and against seconds, a line a run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # Okabe and Ito's colors, which people with any color vision can tell apart.
-    colors = ["#009E73", "#E69F00", "#0072B2", "#CC79A7", "#000000"]
+    colors = colors_of(grouped(curves))
     figure = Figure(figsize=(10.0, 4.0), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
     for axes, against in (by_steps, "steps"), (by_seconds, "seconds"):
-        for index, (name, runs) in enumerate(grouped(curves).items()):
+        for name, runs in grouped(curves).items():
             for number_of_run, run in enumerate(runs):
                 axes.semilogy(
                     getattr(run, against),
                     run.losses,
-                    color=colors[index % len(colors)],
+                    color=colors[name],
                     linewidth=1.6,
                     alpha=1.0 if number_of_run == 0 else 0.4,
                     label=name if number_of_run == 0 else None,

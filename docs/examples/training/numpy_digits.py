@@ -149,22 +149,19 @@ def optimizer(method, parameters, rate):
         return Adam(parameters, rate)
     return KFAC(
         parameters,
+        likelihood=kc.losses.Categorical(),
         layers=LAYERS,
         learning_rate=rate,
-        momentum=0.9,
         kl_clip=0.01,
         damping=0.01,
-        decay=0.95,
-        reduction="sum",
         update_every=2,
-        refresh_every=10,
     )
 
 
 def train(method, rate, *, steps, seed):
     """Return the curve of one run."""
     data, curve = digits(), Curve(f"{method} ({rate:g})")
-    parameters, rng = initial(seed), np.random.default_rng(seed)
+    parameters = initial(seed)
     method_of = optimizer(method, parameters, rate)
     seconds = 0.0
     stream = batches(data.train_inputs, data.train_targets, size=128, seed=seed)
@@ -180,8 +177,7 @@ def train(method, rate, *, steps, seed):
         p = np.exp(log_softmax(z))
         if method_of.wants_statistics:
             # The Fisher matrix is that of labels drawn from the model's own prediction.
-            drawn = (p.cumsum(axis=1) < rng.random((len(p), 1))).sum(axis=1)
-            g = p - np.eye(10, dtype=p.dtype)[np.minimum(drawn, 9)]
+            [g] = method_of.vectors(z)
             sampled, _ = backward(parameters, inputs, seen, g)
             for name, output_grads in sampled.items():
                 # A convolution's inputs are images; patches are made by the core.
@@ -194,22 +190,23 @@ def train(method, rate, *, steps, seed):
     return curve
 
 
+def runs(*, steps, seeds):
+    """Return the curves of each method at its best learning rate."""
+    curves = []
+    for method in ("K-FAC", "Adam"):
+        tried = {r: [train(method, r, steps=steps, seed=100)] for r in RATES[method]}
+        rate = best(tried)
+        curves += [train(method, rate, steps=steps, seed=s) for s in range(seeds)]
+    return curves
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", default="numpy_digits.png")
     options = parser.parse_args()
-    curves = []
-    for method in ("K-FAC", "Adam"):
-        runs = {
-            r: [train(method, r, steps=options.steps, seed=100)] for r in RATES[method]
-        }
-        rate = best(runs)
-        curves += [
-            train(method, rate, steps=options.steps, seed=s)
-            for s in range(options.seeds)
-        ]
+    curves = runs(steps=options.steps, seeds=options.seeds)
     print(table(curves))
     plot(curves, options.output, title="Digits, a convolutional network in NumPy")
 

@@ -1,9 +1,8 @@
 """K-FAC for PyTorch: ``kfac = KFAC(model)``, and ``kfac.step()`` before the optimizer.
 
 `KFAC` replaces the gradients of a model by natural gradients, between
-``loss.backward()`` and ``optimizer.step()``.  `KFACOptimizer` is an optimizer by itself
-and needs no learning rate.  `register_layer` covers modules of other
-libraries.
+``loss.backward()`` and ``optimizer.step()``.  `KFACOptimizer` is an optimizer without a
+learning rate.  `register_layer` covers modules of other libraries.
 """
 
 from kfac_core_shims.torch.kfac import KFAC

@@ -63,17 +63,18 @@ class Observation:
         Number of their rows, or the sum of the rows' weights.
     differentiated : bool
         Whether a backward pass went through any of the calls.
-    model_call : object
-        What was kept of the call of the model, or None.
     weight : torch.Tensor or None
-        Weights of the rows, where they have any.
+        Weights of the rows.
+    replay : tuple or None
+        Arguments of the model's call, positional and by name, and the state of the random
+        numbers before it; where these are kept.
     """
 
     calls: list[kc.integration.LayerCall] = field(default_factory=list)
     rows: float = 0.0
     differentiated: bool = False
-    model_call: Any = None
     weight: Any = None
+    replay: Any = None
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:
         """Note when a backward pass reaches a call, and take its gradient if empirical."""
@@ -96,6 +97,7 @@ class Observation:
         """Leave all arrays behind: a loss that is kept keeps the calls."""
         for call in self.calls:
             call.clear()
+        self.replay = self.weight = None
 
 
 def _note(
@@ -166,6 +168,18 @@ class _CallHook(_Inert):
             held.append((edge.output_nr, call))
 
 
+class _WeightHook(_Inert):
+    """Takes the gradients of a weight that a parametrization computes."""
+
+    def __init__(self, site: Any) -> None:
+        self.site = site
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: Any, arguments: Any, weight: Any) -> None:
+        """Take the gradient of a weight, when it comes."""
+        self.site.take(module, arguments, weight)
+
+
 class _Around(_Inert):
     """Calls a module in a context that leaves its matrix products in the graph."""
 
@@ -221,6 +235,10 @@ def install(kfac: Any, found: Found, /) -> list[Any]:
         Handles of the hooks.
     """
     handles: list[Any] = []
+    for site in found.sites.values():
+        computes = getattr(site, "computes", None)
+        if computes is not None:
+            handles.append(computes.register_forward_hook(_WeightHook(site)))
     for module, names, context in found.users:
         read = [found.sites[name] for name in names]
         read = [site for site in read if site.part.read is not None]
@@ -272,7 +290,7 @@ def calls_below(
     reached: list[Reached] = []
     reasons: dict[str, str] = {}
     for name, site in sites.items():
-        uses = [walk.uses[id(p)] for p in site.parameters.values()]
+        uses = [0, *(walk.uses[id(p)] for p in site.parameters.values())]
         if max(uses) == 0 and name not in own:
             continue
         if site.part.rows or max(uses) > own[name]:
@@ -335,7 +353,7 @@ class _Walk:
     def products_of(self, site: Site) -> list[Reached] | str:
         """Return the matrix products that read a weight, or what else reads it."""
         layer = site.layer
-        if layer.kind != "dense":
+        if layer.kind != "dense" or "weight" not in site.parameters:
             return "its weight is used outside of its module's forward"
         found: list[Reached] = []
         for node, place, rows, flipped in self._consumers(site, "weight"):

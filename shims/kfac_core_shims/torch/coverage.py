@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import kfac_core as kc
@@ -16,6 +17,9 @@ APPROXIMATIONS: dict[str, Any] = {
     "scale_shift": kc.Diagonal(),
 }
 """The default approximation of each kind of layer."""
+
+LARGEST_FACTOR = 8192
+"""A dense layer's side with more features than this has a diagonal factor by default."""
 
 
 def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:
@@ -32,7 +36,8 @@ def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:
     Returns
     -------
     Approximation or None
-        That which was chosen, or the default of its kind.
+        That which was chosen, or the default of its kind; diagonal on sides of more than
+        `LARGEST_FACTOR` features, such as the logits of a large vocabulary.
     """
     if site.name in chosen:
         return chosen[site.name]
@@ -41,7 +46,11 @@ def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:
             return chosen[kind]
     if site.layer.kind in chosen:
         return chosen[site.layer.kind]
-    return APPROXIMATIONS[site.layer.kind]
+    if site.layer.kind != "dense":
+        return APPROXIMATIONS[site.layer.kind]
+    sides = zip(("input", "output"), site.layer.matrix_shape, strict=True)
+    large = {side: "diagonal" for side, n in sides if n > LARGEST_FACTOR}
+    return replace(APPROXIMATIONS["dense"], **large)
 
 
 def require_known(chosen: Mapping[Any, Any], sites: Mapping[str, Any], /) -> None:

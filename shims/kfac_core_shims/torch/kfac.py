@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 from warnings import warn
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 import kfac_core as kc
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
-from kfac_core_shims.torch.outputs import OutputHook, Pass
+from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook
 from kfac_core_shims.torch.sites import find_sites
 
 __all__ = ["KFAC"]
@@ -76,6 +76,9 @@ class KFAC(kc.integration.NaturalGradient):
         default a tensor itself, or ``logits``.  With None only `observe` counts.
     grad_scaler : torch.amp.GradScaler, optional
         Scaler of the loss.
+    keep : bool
+        Whether the arguments of the model's calls are kept until the step, for
+        `KFACOptimizer`.
     **options
         Other options of `kfac_core.Estimator`: ``precision``, ``sharing``, ``refreshing``,
         ``execution``, ``averaging``.
@@ -86,6 +89,10 @@ class KFAC(kc.integration.NaturalGradient):
         What holds the statistics.
     skipped : dict of str to str
         Trained parameters that keep their gradients, with the reason.
+    preconditioned : frozenset of int
+        Parameters, by ``id``, whose gradients the last step replaced.
+    random : RandomState or None
+        With `keep`, the state of the random numbers before the model's last call.
 
     Raises
     ------
@@ -117,9 +124,6 @@ class KFAC(kc.integration.NaturalGradient):
     >>> optimizer.step()
     """
 
-    call_of: Callable[[Any, Any], Any] | None = None
-    """Makes what observations keep of a call of the model, from its arguments."""
-
     def __init__(
         self,
         model: Any,
@@ -129,7 +133,7 @@ class KFAC(kc.integration.NaturalGradient):
         fisher: kc.losses.EstimationMode = "gradients",
         lr: Any = 0.1,
         kl_clip: Any = 1e-3,
-        damping: Any = 1e-3,
+        damping: Any = 3e-2,
         decay: Any = 0.95,
         damping_rule: Any = "factored",
         update_every: Any = 1,
@@ -139,6 +143,7 @@ class KFAC(kc.integration.NaturalGradient):
         skip_layers: Sequence[str] = (),
         output: Any = "auto",
         grad_scaler: Any = None,
+        keep: bool = False,
         **options: Any,
     ) -> None:
         parallel.require_one_process()
@@ -180,16 +185,20 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations: list[Observation] = []
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
-        self._written: list[str] = []
+        self._keep = keep
+        self.random: Any = None
+        self.preconditioned: frozenset[int] = frozenset()
         found.users = [
             (module, [n for n in names if n in self._sites], context)
             for module, names, context in found.users
         ]
         self._hooks = capturing.install(self, found)
         if output is not None and not criterion.weighted:
-            self._hooks.append(
-                self.model.register_forward_hook(OutputHook(self), with_kwargs=True)
-            )
+            hook = OutputHook(self)
+            self._hooks.append(self.model.register_forward_hook(hook, with_kwargs=True))
+        if keep:
+            before = RandomHook(self)
+            self._hooks.append(self.model.register_forward_pre_hook(before))
         for name in alone:
             for own in self._names(found.sites[name]):
                 self._reasons[own] = _ASKED
@@ -226,9 +235,12 @@ class KFAC(kc.integration.NaturalGradient):
     @property
     def wants_outputs(self) -> bool:
         """Whether a forward pass now is to be observed."""
-        return (
-            self.wants_statistics or self.reduction == "sum" or self.call_of is not None
-        )
+        return self.wants_statistics or self.reduction == "sum" or self._keep
+
+    @property
+    def differentiated(self) -> list[Observation]:
+        """Observed passes since the last step that a backward pass went through."""
+        return [seen for seen in self._observations if seen.differentiated]
 
     def observe(self, outputs: Any, /, weight: Any = None) -> None:
         """Record a forward pass by hand, before its loss is differentiated.
@@ -309,11 +321,10 @@ class KFAC(kc.integration.NaturalGradient):
             If a gradient or a row is not finite.  Gradients and state are then unchanged.
         """
         parallel.require_one_process()
-        seen = self.observations()
         try:
             if self._is_overflow():
                 return
-            self._step(seen)
+            self._step(self.differentiated)
         finally:
             self.discard()
 
@@ -327,20 +338,11 @@ class KFAC(kc.integration.NaturalGradient):
             observation.clear()
         for started in self._passes:
             started.drop()
+        for site in self._sites.values():
+            site.forget()
         self._observations, self._passes = [], []
         self._drawn, self._by_hand = 0, False
         self._notes.clear()
-
-    def observations(self) -> list[Observation]:
-        """Return the passes since the last step that a backward pass went through."""
-        return [o for o in self._observations if o.differentiated]
-
-    def covered(self) -> list[Any]:
-        """Return the parameters whose gradients the last step replaced."""
-        found = {
-            id(p): p for n in self._written for p in self._sites[n].parameters.values()
-        }
-        return list(found.values())
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -383,9 +385,8 @@ class KFAC(kc.integration.NaturalGradient):
         z: Any,
         gradient: Any,
         passing: Any = None,
+        replay: Any = None,
         /,
-        *,
-        call: Any = None,
     ) -> None:
         """Observe a pass of the model whose loss is being differentiated.
 
@@ -399,8 +400,8 @@ class KFAC(kc.integration.NaturalGradient):
             What the loss sent back to them; None where the loss reads others.
         passing : tuple of torch.Tensor, optional
             Gradients of all outputs of the node of `edge`, if it is the next to be called.
-        call : object, optional
-            What `call_of` made, kept with the observation.
+        replay : tuple, optional
+            What the model was called with, where it is kept.
         """
         if not self.wants_outputs or self._by_hand:
             return
@@ -418,7 +419,7 @@ class KFAC(kc.integration.NaturalGradient):
             weight = None if unread is None else (~unread).to(z.dtype)
         observation = self._record(edge, z, reached, weight)
         observation.differentiated = observation.rows > 0
-        observation.model_call, observation.weight = call, weight
+        observation.replay = replay
         if self.estimator.mode == "empirical":
             self._require_unscaled(z, gradient, observation.rows)
             for r in reached:
@@ -449,8 +450,11 @@ class KFAC(kc.integration.NaturalGradient):
         self, edge: Any, z: Any, reached: list[capturing.Reached], weight: Any
     ) -> Observation:
         """Return the calls of a pass with their gradients, if these are not the data's."""
+        self._require_examples_first(z, reached)
         rows = z[..., 0].numel() if weight is None else float(weight.sum())
-        observation = Observation([r.call for r in reached], float(rows))
+        self._drawn += z[..., 0].numel()
+        calls = [r.call for r in reached]
+        observation = Observation(calls, float(rows), weight=weight)
         self._observations.append(observation)
         row = self.criterion.row
         mode = self.estimator.mode
@@ -479,7 +483,6 @@ class KFAC(kc.integration.NaturalGradient):
                     root = weight.clamp(min=0).sqrt()[..., None].to(vectors.dtype)
                     vectors = torch.where(on, vectors, 0.0) * root
                 capturing.pull_back(edge, reached, vectors, like=z)
-        self._drawn += z[..., 0].numel()
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
@@ -496,27 +499,28 @@ class KFAC(kc.integration.NaturalGradient):
                 found = self.directions(given, calls, rows=sum(o.rows for o in seen))
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
-                    "no pass of the model was differentiated, or its outputs were modified "
-                    "in place"
+                    "no pass of the model was differentiated, its outputs were modified "
+                    "in place, or it was compiled and called before KFAC was made"
                 )
                 error.args = (f"{error.args[0]} What was seen: {why}.",)
                 raise
             for name, direction in found.items():
                 self._sites[name].write(direction)
-        self._written = list(found)
+        own = [p for name in found for p in self._sites[name].trained]
+        self.preconditioned = frozenset(map(id, own))
         if refreshes:
             self._name_others(found)
 
     # Names of what is left alone.
 
     def _names(self, site: Any) -> list[str]:
-        own = {id(p) for p in site.parameters.values()}
+        own = {id(p) for p in site.trained}
         return [n for n, p in self.model.named_parameters() if id(p) in own]
 
     def _name_others(self, blocks: Iterable[str]) -> None:
         """Warn once of each trained parameter that is in none of these blocks."""
-        known = {id(p) for n in blocks for p in self._sites[n].parameters.values()}
-        with_site = {id(p) for s in self._sites.values() for p in s.parameters.values()}
+        known = {id(p) for n in blocks for p in self._sites[n].trained}
+        with_site = {id(p) for s in self._sites.values() for p in s.trained}
         others: dict[str, str] = {}
         for name, p in self.model.named_parameters():
             trained = p.requires_grad and (p.grad is not None or self.steps == 0)
@@ -573,6 +577,26 @@ class KFAC(kc.integration.NaturalGradient):
                 "on the second axis say output=lambda z: z.movedim(1, -1)."
             )
         return told
+
+    def _require_examples_first(self, z: Any, reached: list[capturing.Reached]) -> None:
+        """Refuse time-first inputs of approximations that sum over each example."""
+        for r in reached:
+            shape = tuple(r.call.inputs.shape)
+            block = self.estimator.network.blocks.get(r.call.block)
+            if block is None or block.layer.kind not in ("dense", "embedding"):
+                continue
+            approximation = block.approximation
+            if getattr(approximation, "sharing", None) == "expand" and isinstance(
+                approximation, kc.Kronecker
+            ):
+                continue
+            if len(shape) > 2 and shape[0] != len(z) == shape[1]:
+                raise kc.UnsupportedError(
+                    f"Layer {r.call.block!r} has inputs of shape {shape}, with examples on "
+                    f"the second axis, but {type(approximation).__name__} sums over the "
+                    "positions of each example along the first. Take batch_first=True, "
+                    "or Kronecker()."
+                )
 
     def _require_unscaled(self, z: Any, gradient: Any, rows: float) -> None:
         """Refuse empirical gradients of a loss that is scaled in secret."""

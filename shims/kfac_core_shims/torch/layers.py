@@ -32,6 +32,7 @@ __all__ = [
     "covered_modules",
     "describe",
     "register_layer",
+    "without_fused_kernels",
 ]
 
 
@@ -515,11 +516,11 @@ def _recurrent(module: Any, owns: Owns) -> Parts | str:
         if biased:
             names["bias"] = name.replace("weight", "bias")
         parts[name.removeprefix("weight_")] = Part(layer=layer, parameters=names)
-    return Parts(of=parts, around=_without_fused_kernels)
+    return Parts(of=parts, around=without_fused_kernels)
 
 
 @contextmanager
-def _without_fused_kernels() -> Iterator[None]:
+def without_fused_kernels() -> Iterator[None]:
     """Have recurrent modules computed by matrix products, which the graph then shows."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -532,7 +533,7 @@ def _without_fused_kernels() -> Iterator[None]:
 _LAYER_NORM = _norm_of("weight", "bias", plain=True)
 
 _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
-    ((nn.Linear,), "linear", "dense", ""),
+    ((nn.Linear,), _linear_of("weight", "bias", "oi"), "dense", ""),
     ((nn.Bilinear,), _bilinear, "dense", "of all products of the two inputs"),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
     (
@@ -609,6 +610,7 @@ def covered_modules() -> list[tuple[str, str, str]]:
 for _kinds, _how, _, _ in _TORCH:
     for _kind in _kinds:
         # The class that defines `forward`: BatchNorm2d inherits BatchNorm1d's.
-        register_layer(next(t for t in _kind.__mro__ if "forward" in t.__dict__), _how)
+        _defining = [t for t in _kind.__mro__ if "forward" in vars(t)]
+        _BY_TYPE[_defining[0] if _defining else _kind] = _how
 for _name, _how, _, _ in _OTHERS:
     register_layer(_name, _how)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kfac_core as kc
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.kfac import KFAC
-from kfac_core_shims.torch.outputs import pick
+from kfac_core_shims.torch.layers import without_fused_kernels
+from kfac_core_shims.torch.outputs import RandomState, pick
 
 __all__ = ["KFACOptimizer"]
 
@@ -129,6 +130,16 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         refresh_every: Any = 5,
         **options: Any,
     ) -> None:
+        if options.get("fisher") == "empirical":
+            raise kc.ConventionError(
+                "The quadratic model has the Fisher matrix of the outputs, and "
+                "fisher='empirical' has none. Take 'gradients' or 'exact'."
+            )
+        if options.get("output", "auto") is None:
+            raise kc.ConventionError(
+                "KFACOptimizer runs the model again for its quadratic model, and needs "
+                "`output` to pick the outputs; got None."
+            )
         for name in ("kl_clip", "grad_scaler"):
             if name in options:
                 raise kc.ConventionError(
@@ -154,14 +165,26 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._damping = float(damping)
         self._metrics: dict[str, float] = {}
         self.kfac = KFAC(
-            model, damping=damping, kl_clip=None, refresh_every=refresh_every, **options
+            model,
+            damping=damping,
+            kl_clip=None,
+            refresh_every=refresh_every,
+            keep=True,
+            **options,
         )
-        self.kfac.call_of = self._call_of
-        self._random: Any = None
-        self._hook = plain.register_forward_pre_hook(self._before_call)
 
     def __repr__(self) -> str:
         return f"KFACOptimizer(damping={self._damping:.3g})\n{self.kfac!r}"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.__reduce__()
+
+    def __reduce__(self) -> Any:
+        raise kc.UnsupportedError(
+            "A KFACOptimizer belongs to its model and cannot be copied or pickled. Save "
+            "optimizer.state_dict(), make an optimizer of the copy of the model, and load "
+            "it there."
+        )
 
     @property
     def damping(self) -> float:
@@ -216,7 +239,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         lr = self._rate()
         start = _Moment(self.kfac.model)
         loss, differentiates = self._differentiated(closure)
-        passes = [o for o in self.kfac.observations() if o.model_call is not None]
+        # The step forgets its passes; what the model was called with is needed after it.
+        passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
         if not passes:
             self.kfac.discard()
             raise kc.NotReadyError(
@@ -311,17 +335,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             raise
         self._damping = float(own["damping"])
 
-    def _before_call(self, model: Any, args: Any) -> None:
-        if torch.is_grad_enabled():
-            self._random = _RandomState(model)
-
-    def _call_of(self, args: Any, kwargs: Any) -> _Call:
-        device = next(self.kfac.model.parameters()).device.type
-        half = None
-        if torch.is_autocast_enabled(device):
-            half = torch.get_autocast_dtype(device)
-        return _Call(args, kwargs, self._random, device, half)
-
     def _rate(self) -> float:
         """Return the factor on the step, which has to be one number."""
         rates = {float(group["lr"]) for group in self.param_groups}
@@ -363,7 +376,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self, trained: Sequence[tuple[Any, float]], gradient: Vectors
     ) -> dict[str, Vectors]:
         """Return the directions, by the names of their coefficients."""
-        covered = {id(p) for p in self.kfac.covered()}
+        covered = self.kfac.preconditioned
         zero = torch.zeros_like
         found = {"rate": [-p.grad if id(p) in covered else zero(p) for p, _ in trained]}
         if any(id(p) not in covered for p, _ in trained):
@@ -417,21 +430,24 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         direction: Vectors,
     ) -> Any:
         """Return ``B^T J d`` of one pass, ``B B^T`` the Fisher matrix of outputs."""
-        call: _Call = observed.model_call
         names = [self._names[id(p)] for p, _ in trained]
         theta = {n: p.detach() for n, (p, _) in zip(names, trained, strict=True)}
         along = dict(zip(names, direction, strict=True))
         # The running averages of normalizations see this batch once only.
         buffers = {n: b.clone() for n, b in self.kfac.model.named_buffers()}
-
+        arguments, keywords, random = observed.replay
         _load_forward_derivatives()
-        now = _RandomState(self.kfac.model)
-        call.random.restore()
+        now = RandomState(self.kfac.model)
+        random.restore()
         try:
-            with forward_ad.dual_level(), call.autocast(), sdpa_kernel(ATTENTION):
+            with (
+                forward_ad.dual_level(),
+                sdpa_kernel(ATTENTION),
+                without_fused_kernels(),
+            ):
                 duals = {n: forward_ad.make_dual(theta[n], along[n]) for n in names}
                 returned = functional_call(
-                    self.kfac.model, {**duals, **buffers}, call.args, call.kwargs
+                    self.kfac.model, {**duals, **buffers}, arguments, keywords
                 )
                 z, change = forward_ad.unpack_dual(pick(returned, self.kfac.output))
         except (NotImplementedError, RuntimeError) as error:
@@ -441,8 +457,11 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             ) from error
         finally:
             now.restore()
+        dtype = torch.promote_types(change.dtype, torch.float32)
         row = self.kfac.criterion.row
-        multiplied = row.likelihood.fisher_factor_transpose_multiply(z, change)
+        multiplied = row.likelihood.fisher_factor_transpose_multiply(
+            z.to(dtype), change.to(dtype)
+        )
         share = row.weight(z.shape[-1])
         if observed.weight is None:
             return multiplied * share**0.5
@@ -487,26 +506,11 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return loss
 
 
-class _RandomState:
-    """The random numbers to come, on the CPU and on the devices of a model."""
-
-    def __init__(self, model: Any) -> None:
-        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-        self._on_host = torch.get_rng_state()
-        self._on_devices = {d: torch.cuda.get_rng_state(d) for d in devices}
-
-    def restore(self) -> None:
-        """Make them the same again."""
-        torch.set_rng_state(self._on_host)
-        for device, state in self._on_devices.items():
-            torch.cuda.set_rng_state(state, device)
-
-
 class _Moment:
     """The random numbers to come and a model's buffers, which a forward pass changes."""
 
     def __init__(self, model: Any) -> None:
-        self._model, self._random = model, _RandomState(model)
+        self._model, self._random = model, RandomState(model)
         self._buffers = [b.clone() for b in model.buffers()]
 
     def restore(self) -> None:
@@ -515,22 +519,6 @@ class _Moment:
         with torch.no_grad():
             for buffer, kept in zip(self._model.buffers(), self._buffers, strict=True):
                 buffer.copy_(kept)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of the model, to be repeated along tangents."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random: _RandomState
-    device: str
-    half: Any
-
-    def autocast(self) -> Any:
-        """Return the mixed precision that the call was made in, as a context."""
-        enabled = self.half is not None
-        return torch.autocast(self.device, dtype=self.half, enabled=enabled)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
 
-__all__ = ["OutputHook", "Pass", "pick"]
+__all__ = ["OutputHook", "Pass", "RandomHook", "RandomState", "pick"]
 
 
 def pick(returned: Any, output: Any, /) -> Any:
@@ -70,7 +70,7 @@ class OutputHook:
         return _Inert, ()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: Any, args: Any, kwargs: Any, returned: Any) -> Any:
+    def __call__(self, module: Any, arguments: Any, options: Any, returned: Any) -> Any:
         """Return the outputs as views of themselves, where they are to be observed."""
         kfac = self.kfac()
         if kfac is None or not torch.is_grad_enabled() or not kfac.wants_outputs:
@@ -85,9 +85,41 @@ class OutputHook:
         if not picked.requires_grad:
             return None
         started = Pass(kfac, picked, plain=picked is returned)
-        if kfac.call_of is not None:
-            started.call = kfac.call_of(args, kwargs)
+        if kfac.random is not None:
+            started.replay = arguments, options, kfac.random
         return _viewed(returned, started)
+
+
+class RandomHook:
+    """Forward pre-hook of a model, which keeps the state of the random numbers."""
+
+    def __init__(self, kfac: Any) -> None:
+        self.kfac = ref(kfac)
+
+    def __reduce__(self) -> Any:
+        return _Inert, ()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: Any, arguments: Any) -> None:
+        """Keep the state from which the model's next call draws."""
+        kfac = self.kfac()
+        if kfac is not None and torch.is_grad_enabled():
+            kfac.random = RandomState(module)
+
+
+class RandomState:
+    """The random numbers to come, on the CPU and on the devices of a model."""
+
+    def __init__(self, model: Any) -> None:
+        devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+        self._on_host = torch.random.get_rng_state()
+        self._on_devices = {d: torch.cuda.get_rng_state(d) for d in devices}
+
+    def restore(self) -> None:
+        """Make them the same again."""
+        torch.random.set_rng_state(self._on_host)
+        for device, state in self._on_devices.items():
+            torch.cuda.set_rng_state(state, device)
 
 
 class _Inert:
@@ -104,7 +136,7 @@ class Pass:
         self.z = picked.detach()
         self.version = self.z._version
         self.derived = False
-        self.call: Any = None
+        self.replay: Any = None
         self.handle: Any = None
         self.done = False
 
@@ -135,7 +167,7 @@ class Pass:
 
         `passing` are the gradients that the outputs' own node is about to be called with.
         """
-        kfac, edge, z, call = self.kfac(), self.edge, self.z, self.call
+        kfac, edge, z, replay = self.kfac(), self.edge, self.z, self.replay
         self.drop()
         if kfac is None or edge is None:
             return
@@ -144,13 +176,13 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
-        kfac.observe_pass(edge, z, gradient, passing, call=call)
+        kfac.observe_pass(edge, z, gradient, passing, replay)
 
     def drop(self) -> None:
         """Let go of the graph."""
         if self.handle is not None:
             self.handle.remove()
-        self.edge = self.z = self.call = self.handle = None
+        self.edge = self.z = self.handle = self.replay = None
 
 
 def _entry(returned: Any, name: str) -> Any:

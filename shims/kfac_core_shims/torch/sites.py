@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -41,6 +42,11 @@ class Site:
         """Geometry of the block."""
         return self.part.layer
 
+    @property
+    def trained(self) -> list[Any]:
+        """All parameters whose gradients are replaced."""
+        return list(self.parameters.values())
+
     def gradients(self) -> dict[str, Any] | None:
         """Return the gradients in the layer's layout; None unless all are there."""
         found: dict[str, Any] = {}
@@ -69,6 +75,9 @@ class Site:
             getattr(module, names[role], None) is parameter
             for role, parameter in self.parameters.items()
         )
+
+    def forget(self) -> None:
+        """Forget what belongs to the last step; here nothing."""
 
     def rows_of(self, role: str) -> slice | None:
         """Return which rows of a parameter are this block's; None for all."""
@@ -131,9 +140,12 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
             _explain(found, prefix, own, "it was asked for")
             continue
         if is_parametrized(module):
-            reason = "it is parametrized, and its weight is no parameter"
-            inner = dict(module.named_parameters())
-            _explain(found, prefix, inner, reason)
+            site = _computed(prefix, module)
+            if isinstance(site, str):
+                _explain(found, prefix, dict(module.named_parameters()), site)
+            else:
+                found.sites[prefix] = site
+                found.users.append((module, [prefix], None))
             continue
         if not own:
             continue
@@ -157,8 +169,11 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
             names.append(of_key[key])
         if names:
             found.users.append((module, names, parts.around))
-        biases = {n: p for n, p in own.items() if not _has_block(p, found.sites)}
-        _explain(found, prefix, biases, "its weight is shared, and it is not")
+        others = {n: p for n, p in own.items() if not _has_block(p, found.sites)}
+        reason = "its weight is shared, and it is not"
+        if not names:
+            reason = "its weight is frozen, or computed from other parameters"
+        _explain(found, prefix, others, reason)
     if not found.sites:
         reasons = sorted(set(found.reasons.values()))
         raise kc.UnsupportedError(
@@ -192,6 +207,42 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
     return parts
 
 
+def _computed(name: str, module: Any) -> Any:
+    """Return the block of a parametrized module, or why it has none."""
+    # A subclass of `Site`, which this module cannot import at its top.
+    from kfac_core_shims.torch.computed import ComputedSite
+
+    if [*module.parametrizations] != ["weight"]:
+        return "another parameter than its weight is parametrized"
+    bias = getattr(module, "bias", None)
+
+    def owns(name: str) -> bool:
+        return isinstance(bias, nn.Parameter) and bias.requires_grad and name == "bias"
+
+    training = module.parametrizations.training
+    module.parametrizations.eval()  # Spectral norm's power iteration stays where it is.
+    try:
+        with torch.no_grad():
+            parts = describe(module, owns=owns)
+    finally:
+        module.parametrizations.train(training)
+    if not isinstance(parts, Parts):
+        return parts or f"{type(module).__mro__[1].__name__} is not known"
+    part = parts.of.get("")
+    if part is None or part.read is None or part.layer.kind not in ("dense", "conv"):
+        return "its weight is parametrized, and it is neither linear nor a convolution"
+    originals = list(module.parametrizations["weight"].parameters())
+    if not all(original.requires_grad for original in originals):
+        return "a part of what its weight is computed from is frozen"
+    return ComputedSite(
+        name=name,
+        part=part,
+        parameters={"bias": bias} if owns("bias") else {},
+        module=module,
+        originals=originals,
+    )
+
+
 def _users(model: Any) -> dict[int, list[Any]]:
     """Return the modules that hold each parameter."""
     users: dict[int, list[Any]] = {}
@@ -207,9 +258,7 @@ def _kind(module: Any) -> Any:
 
 
 def _has_block(parameter: Any, sites: Mapping[str, Site]) -> bool:
-    return any(
-        parameter is own for site in sites.values() for own in site.parameters.values()
-    )
+    return any(parameter is own for site in sites.values() for own in site.trained)
 
 
 def _explain(

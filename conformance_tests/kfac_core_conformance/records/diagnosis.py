@@ -1,0 +1,88 @@
+"""Why an answer differs, where the commonest defects explain it.
+
+Most wrong answers of K-FAC code are right up to a number: a mean over N examples where a
+sum was meant, or the other way around, scales gradients by N and their second moments by
+N^2.  Others are transposed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kfac_core_conformance.records.answers import Answer, norm_of
+
+__all__ = ["diagnosis"]
+
+CLOSE = 1e-4
+"""How near an explained answer comes, relative to the expected one."""
+
+
+def diagnosis(got: Answer, expected: Answer, /, *, examples: int | None) -> str | None:
+    """Explain a difference by one number, or by a transpose.
+
+    Parameters
+    ----------
+    got : mapping of str to numpy.ndarray
+        Answer of this library.
+    expected : mapping of str to numpy.ndarray
+        Answer in the record.
+    examples : int, optional
+        Number N of examples of an update, if all updates have the same.
+
+    Returns
+    -------
+    str or None
+        One sentence, or None if nothing explains the difference.
+    """
+    if norm_of(got) == 0.0 or norm_of(expected) == 0.0:
+        return None
+    ratio = _ratio(got, expected)
+    if ratio is not None:
+        # Any two scalars have a ratio, which may mean nothing.
+        alone = sum(part.size for part in got.values()) == 1
+        meaning = _meaning(ratio, examples)
+        return None if alone and meaning is None else _sentence(ratio, meaning)
+    if all(part.ndim == 2 and part.shape[0] == part.shape[1] for part in got.values()):
+        transposed = {name: part.T for name, part in got.items()}
+        if _distance(transposed, expected, 1.0) < CLOSE:
+            return "the record's answer is ours transposed: see `weight_layout`"
+    return None
+
+
+def _ratio(got: Answer, expected: Answer) -> float | None:
+    """Return c where ``expected = c got``; None where no number does it."""
+    dot = sum(float(np.sum(got[n] * part)) for n, part in expected.items())
+    ratio = dot / norm_of(got) ** 2
+    return ratio if _distance(got, expected, ratio) < CLOSE else None
+
+
+def _distance(got: Answer, expected: Answer, ratio: float) -> float:
+    difference = {name: part - ratio * got[name] for name, part in expected.items()}
+    return norm_of(difference) / norm_of(expected)
+
+
+def _meaning(ratio: float, examples: int | None) -> str | None:
+    """Return which power of the number of examples a ratio is, in words."""
+    if examples is None or examples < 2:
+        return None
+    for power, meaning in _MEANINGS.items():
+        size = float(examples) ** power
+        if abs(ratio - size) < CLOSE * size:
+            return f"{meaning} for N = {examples} examples"
+    return None
+
+
+def _sentence(ratio: float, meaning: str | None) -> str:
+    number, inverse = f"{ratio:.4g}", 1.0 / ratio
+    if abs(inverse - round(inverse)) < CLOSE * abs(inverse) and abs(inverse) > 1.5:
+        number = f"{number} = 1/{round(inverse)}"
+    sentence = f"the record's answer is {number} times ours"
+    return sentence if meaning is None else f"{sentence}: {meaning}"
+
+
+_MEANINGS = {
+    1: "N, a sum where the format has a mean over examples",
+    2: "N^2, output gradients that are N times too large",
+    -1: "1/N, a mean over examples taken once too often",
+    -2: "1/N^2, output gradients of a mean loss; multiply them by N",
+}

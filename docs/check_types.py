@@ -1,0 +1,77 @@
+"""The programs of pages pass mypy and pyright, and a misspelt name passes neither.
+
+``python docs/check_types.py`` runs both on the README's program and on those of the pages
+below, as a user's own file that imports the installed packages.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/index.md", "docs/quickstart_numpy.md")
+# PyTorch has no types for some of its own functions, such as `Tensor.backward`.
+MYPY = ("-m", "mypy", "--strict", "--untyped-calls-exclude=torch")
+PYRIGHT = ("-m", "pyright", "--pythonpath", sys.executable)
+
+# Each line with a name of the package has a letter too few.
+MISSPELT = """\
+import kfac_core as kc
+from kfac_core_shims.numpy import KFA
+from kfac_core_shims.torch import KFA as OtherKFA
+kc.Kroneker()
+kc.losses.Categoricl()
+kc.Dense(in_feature=1, out_features=1, bias=True, weight_layout="io")
+kc.Dense(in_features=1, out_features=1, bias=True, weight_layout="oo")
+"""
+
+
+def main() -> int:
+    """Run both checkers on everything, and return the number of complaints."""
+    complaints = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        programs = [_written(page, folder) for page in PAGES]
+        for command in (MYPY, PYRIGHT):
+            ran = _run(command, folder, *programs)
+            if ran.returncode != 0:
+                complaints.append(ran.stdout + ran.stderr)
+        (folder / "misspelt.py").write_text(MISSPELT, encoding="utf-8")
+        lines = range(2, len(MISSPELT.splitlines()) + 1)
+        for command in (MYPY, PYRIGHT):
+            shown = _run(command, folder, "misspelt.py").stdout
+            seen = {int(n) for n in re.findall(r"misspelt\.py:(\d+):.*error", shown)}
+            missed = sorted(set(lines) - seen)
+            if missed:
+                complaints.append(f"{command[1]} sees no error in lines {missed}")
+    print("\n".join(complaints) or f"{len(PAGES)} pages pass mypy and pyright")
+    return len(complaints)
+
+
+def _written(page: str, folder: Path) -> str:
+    """Write the Python of a page as one program, and return its name."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    name = Path(page).stem.lower() + ".py"
+    (folder / name).write_text("\n".join(blocks), encoding="utf-8")
+    return name
+
+
+def _run(
+    command: tuple[str, ...], folder: Path, *files: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command, *files],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))

@@ -1,0 +1,70 @@
+"""The options that the integrations have in common, and their defaults, from the code.
+
+Prints the table of `docs/integrations.md`.  Signatures are read from the source, so that no
+framework is imported.
+"""
+
+import ast
+from pathlib import Path
+
+import kfac_core_shims
+
+ROOT = Path(kfac_core_shims.__file__).parent
+INTEGRATIONS = {
+    "torch": "PyTorch",
+    "jax": "JAX",
+    "keras": "Keras",
+    "numpy": "NumPy",
+}
+MEANING = {
+    "likelihood": "likelihood of one row of outputs: a name, an object of "
+    "`kfac_core.losses`, or a `kfac_core.integration.RowLoss`",
+    "reduction": "reduction over the rows of outputs, in the loss whose gradients are "
+    "preconditioned",
+    "fisher": 'which curvature: labels drawn from the model (`"gradients"`), all of its '
+    'labels (`"exact"`), or those of the data (`"empirical"`)',
+    "kl_clip": "bound on $\\eta^2 \\, V \\cdot P V$, with the learning rate $\\eta$; "
+    "`None` for none",
+    "damping": "$\\lambda$, in units of the curvature of one row's loss",
+    "decay": "factor on the old statistics at each update",
+    "update_every": "steps between statistics",
+    "refresh_every": "steps between factorizations",
+}
+
+
+def defaults(name):
+    """Return the options of an integration's `KFAC`, with their defaults as written.
+
+    None stands for an option without a default.
+    """
+    single, package = ROOT / f"{name}.py", ROOT / name / "kfac.py"
+    path = package if package.is_file() else single
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    [kfac] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "KFAC"]
+    [made] = [n for n in kfac.body if getattr(n, "name", "") == "__init__"]
+    pairs = zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True)
+    return {
+        argument.arg: None if default is None else ast.unparse(default)
+        for argument, default in pairs
+    }
+
+
+def table():
+    """Return the table as Markdown."""
+    found = {name: defaults(name) for name in INTEGRATIONS}
+    lines = [["option", "what it says", *INTEGRATIONS.values()]]
+    lines.append(["---"] * len(lines[0]))
+    for option, meaning in MEANING.items():
+        cells = [f"`{option}=`", meaning]
+        for name in INTEGRATIONS:
+            if option not in found[name]:
+                cells.append("")
+            else:
+                default = found[name][option]
+                cells.append("required" if default is None else f"`{default}`")
+        lines.append(cells)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,103 @@
+"""scikit-learn's perceptrons by Adam and by K-FAC, in the same time.
+
+Needs `pip install -e '.[sklearn,demo]'`.  Digits, with `MLPClassifier` and
+`KFACClassifier`, and Friedman's first regression problem, with `MLPRegressor` and
+`KFACRegressor`.  All have one hidden layer of 100 units, the same penalty, and train for
+the same number of seconds.  Adam has the best of five learning rates, by the least
+training loss (`curves.best`), measured with a seed of its own; K-FAC has its defaults.
+"""
+
+import argparse
+import time
+import warnings
+
+import numpy as np
+from curves import Curve, best, plot, table
+from data import digits
+from sklearn.datasets import make_friedman1
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.metrics import mean_squared_error
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+
+from kfac_core_shims.sklearn import KFACClassifier, KFACRegressor
+
+RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
+
+
+def problem(name):
+    """Return the data, the two kinds of estimators, and the loss of one."""
+    if name == "digits":
+        found = digits()
+        data = (
+            found.train_inputs.reshape(-1, 64).astype(np.float64),
+            found.train_targets,
+            found.test_inputs.reshape(-1, 64).astype(np.float64),
+            found.test_targets,
+        )
+
+        def entropy(model, X, y):
+            p = model.predict_proba(X)[np.arange(len(y)), y]
+            return float(-np.log(np.maximum(p, 1e-30)).mean())
+
+        return data, {"Adam": MLPClassifier, "K-FAC": KFACClassifier}, entropy
+    X, y = make_friedman1(3000, noise=0.1, random_state=0)
+    X = (X - X.mean(axis=0)) / X.std(axis=0)
+    y = (y - y.mean()) / y.std()
+    data = X[:2000], y[:2000], X[2000:], y[2000:]
+
+    def half_squares(model, X, y):
+        return 0.5 * mean_squared_error(y, model.predict(X))
+
+    return data, {"Adam": MLPRegressor, "K-FAC": KFACRegressor}, half_squares
+
+
+def train(name, method, rate, *, seconds, seed):
+    """Return the curve of one run; its steps are epochs."""
+    (X, y, X_test, y_test), kinds, loss = problem(name)
+    if method == "Adam":
+        curve = Curve(f"Adam ({rate:g})")
+        model = kinds[method](learning_rate_init=rate, random_state=seed)
+    else:
+        curve = Curve("K-FAC")
+        model = kinds[method](random_state=seed)
+    labels = {"classes": np.arange(10)} if name == "digits" else {}
+    spent, epoch, measured = 0.0, 0, 0.0
+    while spent < seconds:
+        start = time.perf_counter()
+        model.partial_fit(X, y, **labels)
+        spent += time.perf_counter() - start
+        epoch += 1
+        if spent >= measured:
+            curve.add(epoch, spent, loss(model, X, y))
+            measured = max(spent + 0.01, 1.05 * spent)
+    curve.add(epoch, spent, loss(model, X, y))
+    curve.test = 1.0 - model.score(X_test, y_test)
+    return curve
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the time")
+    parser.add_argument("--output", default="sklearn_{}.png")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", ConvergenceWarning)
+    seconds = options.seconds * (0.1 if options.quick else 1.0)
+    for name in ("digits", "regression"):
+        runs = {
+            rate: [train(name, "Adam", rate, seconds=seconds, seed=100)]
+            for rate in RATES
+        }
+        rate = best(runs)
+        curves = [
+            train(name, method, rate, seconds=seconds, seed=seed)
+            for method in ("K-FAC", "Adam")
+            for seed in range(options.seeds)
+        ]
+        print(f"{name}:\n\n{table(curves)}\n".replace("| steps", "| epochs"))
+        plot(curves, options.output.format(name), title=f"scikit-learn, {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Look at the built pages in headless Chromium: overflow, formulas, pictures of pages.
+
+``python docs/screenshots.py docs/_build/html OUTPUT`` serves the folder on this machine,
+opens every page in frames of 1280 and 400 pixels, and fails where a page is wider than its
+window or a formula cannot be rendered.  Pictures of the first pages go to OUTPUT.
+"""
+
+from __future__ import annotations
+
+import functools
+import html
+import http.server
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from urllib.parse import quote
+
+WIDTHS = (1280, 400)
+SHOWN = (
+    "index",
+    "install",
+    "quickstart_torch",
+    "mathematics",
+    "approximations",
+    "benchmarks",
+    "command_line",
+    "api",
+    "api/approximations",
+    "api/kfac_core.Kronecker",
+)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PATIENCE = 300
+# What people look for, and the pages of which one must be found first.
+SEARCHES = {
+    "install": ("install",),
+    "EKFAC": ("api/kfac_core.Eigen",),
+    "Laplace": ("posteriors", "api/kfac_core.Posterior"),
+    "damping": ("damping", "api/damping"),
+    "distributed": ("distributed", "api/distributed"),
+}
+
+# Loads the pages one after the other in a frame, and writes a line for each.
+PROBE = """<!doctype html><title>probe</title><body><script>
+const pages = {pages}, widths = {widths}, found = [];
+async function load(page, width) {{
+  const frame = document.createElement("iframe");
+  frame.style.cssText = `width:${{width}}px;height:900px;border:0`;
+  const loaded = new Promise((done) => (frame.onload = done));
+  frame.src = "/" + page + ".html";
+  document.body.append(frame);
+  await loaded;
+  const inside = frame.contentDocument.documentElement;
+  const errors = inside.querySelectorAll(".katex-error").length;
+  const bare = [...inside.querySelectorAll(".math")]
+    .filter((node) => !node.querySelector(".katex")).length;
+  const over = inside.scrollWidth - inside.clientWidth;
+  if (over > 0 || errors + bare > 0)
+    found.push(`${{page}} at ${{width}}: ${{over}} pixels too wide, `
+      + `${{errors + bare}} formulas not rendered`);
+  frame.remove();
+}}
+(async () => {{
+  for (const width of widths) for (const page of pages) await load(page, width);
+  const result = document.createElement("pre");
+  result.id = "result";
+  result.textContent = ["looked at " + pages.length, ...found].join("\\n");
+  document.body.append(result);
+}})();
+</script>"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves the pages without a line for each request."""
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def main(built: Path, output: Path) -> int:
+    """Check all pages, take the pictures, and return the number of complaints."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        print("left out: Chromium is not installed")
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        site = Path(temporary) / "site"
+        shutil.copytree(built, site)
+        pages = sorted(
+            str(path.relative_to(site).with_suffix("")).replace("\\", "/")
+            for path in site.rglob("*.html")
+            if "_static" not in path.parts and "_modules" not in path.parts
+        )
+        text = PROBE.format(pages=pages, widths=list(WIDTHS))
+        (site / "probe.html").write_text(text, encoding="utf-8")
+        for width in WIDTHS:
+            for page in SHOWN:
+                frame = f"frame-{width}-{page.replace('/', '.')}.html"
+                (site / frame).write_text(_frame(page, width), encoding="utf-8")
+        handler = functools.partial(Quiet, directory=str(site))
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        complaints = _complaints(browser, address, len(pages))
+        complaints += _searched(browser, address, built)
+        output.mkdir(parents=True, exist_ok=True)
+        for width in WIDTHS:
+            for page in SHOWN:
+                name = f"frame-{width}-{page.replace('/', '.')}"
+                picture = output / f"{page.replace('/', '.')}-{width}.png"
+                _run(
+                    browser,
+                    f"{address}/{name}.html",
+                    f"--screenshot={picture.resolve()}",
+                    f"--window-size={max(width, 500)},1600",
+                    "--virtual-time-budget=4000",
+                )
+        server.shutdown()
+    print("\n".join(complaints))
+    print(f"{len(pages)} pages, {len(complaints)} complaints; pictures in {output}")
+    return len(complaints)
+
+
+def _frame(page: str, width: int) -> str:
+    """Return a page with another in a frame: a window cannot be 400 pixels wide."""
+    style = f"width:{width}px;height:1600px;border:0"
+    return (
+        f'<body style="margin:0"><iframe src="/{page}.html" style="{style}"></iframe>'
+    )
+
+
+def _complaints(browser: str, address: str, count: int) -> list[str]:
+    dumped = _run(
+        browser,
+        f"{address}/probe.html",
+        "--dump-dom",
+        "--window-size=1400,1000",
+        f"--virtual-time-budget={1000 * PATIENCE}",
+    )
+    result = re.search(r'<pre id="result">(.*?)</pre>', dumped, re.DOTALL)
+    lines = html.unescape(result[1]).splitlines() if result else []
+    if not lines or lines[0] != f"looked at {count}":
+        return ["the browser did not look at all pages"]
+    return lines[1:]
+
+
+def _searched(browser: str, address: str, built: Path) -> list[str]:
+    complaints = []
+    for words, expected in SEARCHES.items():
+        if not any((built / f"{page}.html").is_file() for page in expected):
+            continue
+        dumped = _run(
+            browser,
+            f"{address}/search.html?q={quote(words)}",
+            "--dump-dom",
+            "--virtual-time-budget=20000",
+        )
+        found = re.search(r'class="search">.*?<a href="([^"?#]+)\.html', dumped, re.S)
+        first = found[1] if found else "nothing"
+        if first not in expected:
+            complaints.append(f"a search for {words!r} finds {first} first")
+    return complaints
+
+
+def _run(browser: str, address: str, *options: str) -> str:
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        *options,
+        address,
+    ]
+    ran = subprocess.run(
+        [*command[:4], "--hide-scrollbars", *command[4:]],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
+    )
+    return ran.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(Path(sys.argv[1]), Path(sys.argv[2])), 1))

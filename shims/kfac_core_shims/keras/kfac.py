@@ -1,0 +1,632 @@
+"""K-FAC in the training step of a Keras model.
+
+The model is run once more with its layers tapped, where statistics are due.  On PyTorch the
+estimator holds the state.  On JAX a step of ``fit`` is one program, compiled by Keras, and
+the state is kept in variables of the model's optimizer, so that Keras carries it.
+
+Conventions.  The curvature is that of the mean of the compiled losses over the R rows of
+the outputs; a layer that saw N examples has its g multiplied by ``sqrt(N / R)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import keras
+from keras import ops
+
+import kfac_core as kc
+from kfac_core_shims.keras.layers import Site, each_site, tapped
+from kfac_core_shims.keras.losses import OutputLoss, losses_of, reduction_of, rows_of
+from kfac_core_shims.keras.taps import Tape, run_taped, shadowed
+
+__all__ = ["KFAC"]
+
+BACKENDS = "torch", "jax"
+
+
+class KFAC(kc.integration.NaturalGradient):
+    r"""K-FAC for a built Keras model: natural gradients for its own optimizer.
+
+    After ``KFAC(model)``, ``model.fit`` and ``model.train_on_batch`` give
+
+    .. math:: \nu P G, \qquad
+        \nu = \min\left(1, \sqrt{\kappa / (\eta^2 \, G \cdot P G)}\right)
+
+    in the place of the gradient G to the optimizer, with P the inverse of the damped
+    curvature, kappa the `kl_clip` and eta the optimizer's learning rate.  `remove` undoes
+    it.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Built, and compiled before; with ``jit_compile=False`` on PyTorch.
+    likelihood : {"categorical", "bernoulli", "gaussian"}, Loss, RowLoss or list, optional
+        Likelihood of one row of outputs, or a list for several outputs; by default that of
+        the compiled losses.  Probabilities at the end of a model are read as the losses
+        read them.
+    fisher : {"gradients", "exact", "empirical", ...}
+        ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them (one
+        backward pass for each), ``"empirical"`` takes the targets of the data; see
+        `kfac_core.losses.EstimationMode`.
+    reduction : {"mean", "sum"}, optional
+        Reduction over the rows of outputs: ``"mean"`` for each of Keras's means, ``"sum"``
+        for "sum".  By default that of the compiled losses, or ``"mean"``.
+    damping, decay, kl_clip : float or callable of int
+        Damping of the next refresh; factor on the old statistics at each update; bound on
+        the step, None for none.  A callable takes the number of steps so far (not in
+        ``fit`` on JAX).
+    update_every, refresh_every : int or callable of int
+        Steps between statistics, and between factorizations.
+    **options : object
+        Further options of `kfac_core.Estimator`, such as `damping_rule`.
+
+    Attributes
+    ----------
+    sites : dict of str to Site
+        Blocks by name, with their layers and variables.
+    skipped : dict of str to str
+        Layers with trained variables in no block, by name, and their kinds; the gradients
+        of these are unchanged.
+
+    Raises
+    ------
+    ConventionError
+        For options out of range, and those that do not agree with the compiled losses.
+    UnsupportedError
+        For a model, an optimizer or a backend that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        likelihood: Any = None,
+        reduction: Literal["mean", "sum"] | None = None,
+        fisher: kc.losses.EstimationMode = "gradients",
+        kl_clip: Any = 1e-3,
+        damping: Any = 1e-3,
+        decay: Any = 0.95,
+        update_every: Any = 1,
+        refresh_every: Any = 10,
+        **options: Any,
+    ) -> None:
+        self._jax = keras.backend.backend() == "jax"
+        if keras.backend.backend() not in BACKENDS:
+            raise kc.UnsupportedError(
+                f"KERAS_BACKEND={keras.backend.backend()!r} has no K-FAC; choose one of "
+                f"{BACKENDS}."
+            )
+        sources = kc.losses.source_reduction_of(fisher)
+        self.model, self.likelihood = model, likelihood
+        self._find_sites()
+        reduction = reduction_of(model, reduction)
+        if getattr(model, "_compile_loss", None) is None:
+            losses_of(model, likelihood, reduction)  # raises now
+        execution: dict[str, Any] = {}
+        if self._jax:
+            from kfac_core_shims.jax import compiled
+
+            # Each operation outside of `fit` would else be a program of its own.
+            execution = {"execution": compiled}
+        estimator = kc.Estimator(
+            {name: site.block for name, site in self.sites.items()},
+            reduction="sum",
+            damping=kc.integration.value_at(damping, 0),
+            decay=kc.integration.value_at(decay, 0),
+            mode=fisher,
+            sources=sources,
+            **{**execution, **options},
+        )
+        super().__init__(
+            estimator,
+            reduction=reduction,
+            update_every=update_every,
+            refresh_every=refresh_every,
+            damping=damping if callable(damping) else None,
+            decay=decay if callable(decay) else None,
+            kl_clip=kl_clip,
+        )
+        self._calls: list[kc.integration.LayerCall] = []
+        self._rows: Any = 0
+        self._variables: list[Any] = []
+        self._checked = False
+        self._attach()
+
+    def observe(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        /,
+        *,
+        state: Any = None,
+    ) -> None:
+        """Record a batch for the next `precondition`, in a loop of your own.
+
+        Parameters
+        ----------
+        x : array or structure of arrays
+            The model's inputs.
+        y : array or structure of arrays, optional
+            The targets, for ``fisher="empirical"``.
+        sample_weight : array, optional
+            As the loss has it.
+        state : pair of lists of array, optional
+            The values of ``trainable_variables`` and ``non_trainable_variables``, where a
+            loop keeps them outside of the model.
+        """
+        state = state or [
+            [v.value for v in self.model.trainable_variables],
+            [v.value for v in self.model.non_trainable_variables],
+        ]
+        self._calls, self._rows = self._captured(x, y, sample_weight, state, self.steps)
+
+    def precondition(self, gradients: Sequence[Any], /) -> list[Any]:
+        """Return natural gradients of ``model.trainable_variables``; counts a step.
+
+        Parameters
+        ----------
+        gradients : sequence of array or None
+            In the order of ``model.trainable_variables``.
+
+        Returns
+        -------
+        list of array or None
+            The gradients of variables in no block are unchanged.
+
+        Raises
+        ------
+        NotReadyError
+            If statistics are due and `observe` was not called.
+        NotFiniteError
+            For a gradient or a row that is not finite; nothing has changed.
+        """
+        calls, rows = self._calls, self._rows
+        self._calls, self._rows = [], 0
+        found = self.directions(self._vector(gradients), calls, rows=rows)
+        return self._replaced(gradients, found)
+
+    def remove(self) -> None:
+        """Give the model its own training step back."""
+        self._pull()
+        vars(self.model).pop("train_step", None)
+        self.model.train_function = None
+        added = {id(v) for v in self._variables}
+        held = self._optimizer()._variables
+        for i in reversed(range(len(held))):
+            if id(held[i]) in added:
+                del held[i]
+        for optimizer in (self.model.optimizer, self._optimizer()):
+            for name in ("save_own_variables", "load_own_variables"):
+                vars(optimizer).pop(name, None)
+        self._variables = []
+
+    def save(self, path: Any, /) -> None:
+        """Write the curvature to a file; see `kfac_core.save_checkpoint`."""
+        self._pull()
+        kc.save_checkpoint(path, self.estimator)
+
+    def load(self, path: Any, /) -> None:
+        """Read the curvature from a file, and the steps from the model's optimizer."""
+        kc.load_checkpoint(path, self.estimator, backend=keras.backend.backend())
+        self.steps = int(self.model.optimizer.iterations)
+        self._push()
+
+    # What is found in the model.
+
+    def _find_sites(self) -> None:
+        self.sites: dict[str, Site] = {}
+        self._parts: dict[int, tuple[Any, dict[str, str]]] = {}
+        self.skipped: dict[str, str] = {}
+        count, covered = 0, set()
+        layers = list(each_site(self.model))
+        for layer, sites in layers:
+            if not sites:
+                continue
+            # Numbered here: Keras's own names go on counting in the next model.
+            own = f"{type(layer).__name__}_{count}"
+            names = {part: f"{own}/{part}" if part else own for part in sites}
+            self.sites |= {names[part]: site for part, site in sites.items()}
+            self._parts[id(layer)] = layer, names
+            count += 1
+            for site in sites.values():
+                covered |= {id(place.variable) for place in site.places.values()}
+        for layer, _ in layers:
+            trained = [v for v in layer._trainable_variables if v.trainable]
+            if any(id(v) not in covered for v in trained):
+                self.skipped[layer.name] = type(layer).__name__
+        if not self.sites:
+            raise kc.UnsupportedError(
+                "The model is not built, or has no layer that K-FAC knows. Build it: give "
+                "it an Input, or call it on a batch."
+            )
+
+    def _losses(self) -> list[OutputLoss]:
+        return losses_of(self.model, self.likelihood, self.reduction)
+
+    # What a batch gives.
+
+    def _captured(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        state: Any,
+        step: Any,
+    ) -> tuple[list[kc.integration.LayerCall], Any]:
+        """Return the calls of the layers, and R."""
+        x = keras.tree.map_structure(ops.convert_to_tensor, x)
+        state = [[ops.stop_gradient(v) for v in group] for group in state]
+        training = {"training": True} if self.model._call_has_training_arg else {}
+        losses = self._losses()
+        weights: list[tuple[Any, Any]] = []
+
+        def run(tape: Tape) -> list[Any]:
+            taps = [
+                (layer, tapped(names, layer, tape))
+                for layer, names in self._parts.values()
+            ]
+            with shadowed(taps):
+                outputs = self.model.stateless_call(*state, x, **training)[0]
+            natural, weights[:] = [], []
+            for loss in losses:
+                given = sample_weight
+                if keras.tree.is_nested(given):
+                    given = loss.at(given)
+                output = loss.at(outputs)
+                z, weight, rows = rows_of(loss, output, given)
+                natural.append(z)
+                weights.append((weight, rows))
+            return natural
+
+        uses, outputs, pull = run_taped(run)
+        if not (self._checked or self._variables):
+            for loss, z in zip(losses, outputs, strict=True):
+                _require_logits(loss, z)
+            self._checked = True
+        rows = weights[0][1]
+        vectors = [
+            self._vectors(loss, z, weight, rows / own, step, y, place)
+            for place, (loss, z, (weight, own)) in enumerate(
+                zip(losses, outputs, weights, strict=True)
+            )
+        ]
+        calls = [
+            kc.integration.LayerCall(use.block, ops.stop_gradient(use.inputs))
+            for use in uses
+        ]
+        summed = self.estimator.conventions.sources == "sum"
+        for together in _together(vectors, one_output=summed):
+            for call, g in zip(calls, pull(together), strict=True):
+                call.add_source(g)
+        for use, call in zip(uses, calls, strict=True):
+            if use.mask is not None:
+                # Padding that what is above does not leave out is a row like others.
+                g = ops.stack(call.output_grads)
+                call.mask = use.mask | ops.any(g != 0, axis=(0, -1))
+        return calls, rows
+
+    def _vectors(
+        self,
+        loss: OutputLoss,
+        z: Any,
+        weight: Any,
+        share: Any,
+        step: Any,
+        y: Any,
+        place: int,
+    ) -> Any:
+        """Return the vectors of an output, shape (M, N, ..., P), times its weights."""
+        mode = self.estimator.mode
+        assert mode is not None
+        given: dict[str, Any] = {}
+        if mode == "empirical":
+            if loss.smoothing:
+                raise kc.UnsupportedError(
+                    "fisher='empirical' does not know label_smoothing; leave one of them."
+                )
+            given["targets"] = _targets(loss, loss.at(y), z)
+        spec = kc.losses.noise_spec(loss.row.likelihood, z, mode=mode)
+        if spec is not None:
+            given["noise"] = self._noise(spec, z, step, place)
+        made = kc.losses.vectors(loss.row.likelihood, z, mode=mode, **given).vectors
+        factor = loss.weight * loss.row.weight(z.shape[-1]) * share
+        if weight is not None:
+            factor = factor * weight[..., None]
+        return made * ops.cast(factor, made.dtype) ** 0.5
+
+    def _noise(self, spec: Any, z: Any, step: Any, place: int) -> Any:
+        """Return noise that depends on the step alone, so that a run can be resumed."""
+        if not self._jax or isinstance(step, int):
+            return kc.losses.draw_noise(spec, like=z, rng=(step << 8) + place)
+        import jax
+
+        key = jax.random.fold_in(jax.random.key(place), step)
+        if spec.distribution == "normal":
+            return jax.random.normal(key, spec.shape, z.dtype)
+        return jax.random.uniform(key, spec.shape, z.dtype)
+
+    def _batches(self, calls: Any, rows: Any) -> dict[str, Any]:
+        # In every mode the vectors are those of a sum, and made here.
+        return kc.integration.batches_of_calls(calls, rows=rows)
+
+    # Between a list of gradients and the blocks' parameters.
+
+    def _vector(self, gradients: Sequence[Any]) -> dict[str, dict[str, Any]]:
+        place = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
+        vector: dict[str, dict[str, Any]] = {}
+        for name, site in self.sites.items():
+            shapes = site.block.layer.parameter_shapes
+            found = {}
+            for role, where in site.places.items():
+                g = gradients[place[id(where.variable)]]
+                if g is None:
+                    break
+                g = g if where.row is None else g[where.row]
+                found[role] = ops.reshape(g, shapes[role])
+            else:
+                vector[name] = found
+        return vector
+
+    def _replaced(self, gradients: Sequence[Any], found: Any) -> list[Any]:
+        place = {id(v): i for i, v in enumerate(self.model.trainable_variables)}
+        result = list(gradients)
+        for name, parts in found.items():
+            for role, where in self.sites[name].places.items():
+                i = place[id(where.variable)]
+                old, new = result[i], parts[role]
+                if where.row is not None:
+                    rows = [*ops.unstack(old, axis=0)]
+                    rows[where.row] = ops.reshape(new, rows[where.row].shape)
+                    new = ops.stack(rows)
+                result[i] = ops.cast(ops.reshape(new, old.shape), old.dtype)
+        return result
+
+    # The training step of the model.
+
+    def _attach(self) -> None:
+        """Let the model's training step give natural gradients to its optimizer."""
+        model = self.model
+        if getattr(model, "optimizer", None) is None:
+            return
+        if "train_step" in vars(model):
+            raise kc.UnsupportedError(
+                "This model has a KFAC already; remove() it first."
+            )
+        if not self._jax and model.jit_compile and not model.run_eagerly:
+            raise kc.UnsupportedError("Compile the model with jit_compile=False.")
+        inner = self._optimizer()
+        if inner.gradient_accumulation_steps:
+            raise kc.UnsupportedError(
+                "gradient_accumulation_steps is not known: Keras accumulates after K-FAC. "
+                "Use a larger batch_size."
+            )
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        step, attached = model.train_step, model.optimizer
+
+        def train_step(*given: Any) -> Any:
+            if model.optimizer is not attached:
+                raise kc.UnsupportedError(
+                    "The model was compiled anew. Call kfac.remove() before, and "
+                    "KFAC(model) after model.compile(...)."
+                )
+            data = keras.utils.unpack_x_y_sample_weight(given[-1])
+            values = given[0][:2] if given[1:] else None
+            apply = inner.apply
+
+            def natural(gradients: Any, variables: Any = None, **more: Any) -> Any:
+                given = variables or more.get("trainable_variables")
+                return apply(self._natural(gradients, data, values), given)
+
+            with shadowed([(inner, {"apply": natural})]):
+                return step(*given)
+
+        vars(model)["train_step"] = train_step
+        model.train_function = None
+        if self._jax:
+            self._make_variables()
+
+    def _optimizer(self) -> Any:
+        """Return the optimizer that is given unscaled gradients, of finite ones."""
+        optimizer = self.model.optimizer
+        while hasattr(optimizer, "inner_optimizer"):
+            optimizer = optimizer.inner_optimizer
+        return optimizer
+
+    def _natural(self, gradients: Any, data: Any, values: Any) -> list[Any]:
+        """Return natural gradients in a training step of Keras."""
+        optimizer = self._optimizer()
+        scale = optimizer.loss_scale_factor
+        if scale is not None:
+            gradients = [g if g is None else g / scale for g in gradients]
+        self.learning_rate = _positive(optimizer.learning_rate)
+        if values is not None:
+            found = self._compiled_step(gradients, data, values)
+        else:
+            if self.wants_statistics:
+                self.observe(*data)
+            elif self.reduction == "sum":
+                self._rows = self._count_rows(data)
+            found = self.precondition(gradients)
+        if scale is not None:
+            found = [g if g is None else g * scale for g in found]
+        return found
+
+    def _count_rows(self, data: Any) -> Any:
+        """Return R of a batch without statistics, whose loss is a sum."""
+        x, *_ = data
+        outputs = keras.tree.map_structure(
+            lambda x: keras.KerasTensor(x.shape, x.dtype), x
+        )
+        shape = self._losses()[0].at(self.model.compute_output_shape(outputs.shape))
+        rows = 1
+        for length in shape[:-1]:
+            rows *= int(length)
+        return rows
+
+    # The compiled step of JAX.
+
+    def _make_variables(self) -> None:
+        """Put the state into variables of the optimizer, which Keras carries."""
+        import jax
+        import jax.numpy as jnp
+
+        network = self.estimator.network
+        self._form = network.initial(jnp.zeros(()), damping=self.estimator.damping)
+        leaves, self._structure = jax.tree.flatten(self._form)
+        optimizer = self._optimizer()
+        for leaf in (jnp.zeros((), jnp.int32), *leaves):
+            variable = optimizer.add_variable(
+                leaf.shape, dtype=str(leaf.dtype), name=f"kfac_{len(self._variables)}"
+            )
+            variable.assign(leaf)
+            self._variables.append(variable)
+        # A file of the model holds what it would without K-FAC; see `save`.
+        for one in {id(o): o for o in (self.model.optimizer, optimizer)}.values():
+            _save_without(one, self._variables)
+
+    def _compiled_step(self, gradients: Any, data: Any, values: Any) -> list[Any]:
+        """Take a step inside of the program that Keras compiles."""
+        import jax
+
+        network = self.estimator.network
+        counter, *held = self._variables
+        steps = counter.value
+        state = jax.tree.unflatten(self._structure, [v.value for v in held])
+        x, y, weight = data
+
+        def updated(state: Any) -> Any:
+            calls, rows = self._captured(x, y, weight, values, steps)
+            batches = kc.integration.batches_of_calls(calls, rows=rows)
+            new = network.update(
+                state, batches, decay=self.estimator.decay, check="status"
+            )
+            return jax.tree.map(lambda a, b: a.astype(b.dtype), new, state)
+
+        def refreshed(state: Any) -> Any:
+            made = network.refresh(
+                state, damping=self.estimator.damping, check="status"
+            )
+            return jax.tree.map(lambda a, b: a.astype(b.dtype), made, state)
+
+        def kept(state: Any) -> Any:
+            return state
+
+        if self.update_every == 1:
+            state = updated(state)
+        else:
+            state = jax.lax.cond(steps % self.update_every == 0, updated, kept, state)
+        due = (steps % self.refresh_every == 0) & state.is_good()
+        state = jax.lax.cond(due, refreshed, kept, state)
+        vector = self._vector(gradients)
+        if self.reduction == "sum":
+            rows = self._count_rows(data)
+            vector = {n: {k: g / rows for k, g in p.items()} for n, p in vector.items()}
+        found = network.precondition(state, vector)
+        if self.kl_clip is not None:
+            nu = kc.steps.kl_clip(
+                vector,
+                found,
+                learning_rate=self.learning_rate,
+                bound=self.kl_clip,
+                check="status",
+            ).scale
+            found = {n: {k: g * nu for k, g in p.items()} for n, p in found.items()}
+        leaves = (steps + 1, *jax.tree.leaves(state))
+        for variable, leaf in zip(self._variables, leaves, strict=True):
+            variable.assign(leaf)
+        return self._replaced(gradients, found)
+
+    def _pull(self) -> None:
+        """Take the state of compiled steps into the estimator."""
+        if not self._variables:
+            return
+        import jax
+
+        counter, *held = self._variables
+        if int(counter.value) == 0:
+            return
+        state = jax.tree.unflatten(self._structure, [v.value for v in held])
+        self.steps = int(counter.value)
+        self.estimator.state = state
+
+    def _push(self) -> None:
+        """Give the estimator's state to the compiled steps."""
+        if not self._variables:
+            return
+        import jax
+
+        state = self.estimator.network.in_form_of(self.estimator.state, self._form)
+        for variable, leaf in zip(
+            self._variables, (self.steps, *jax.tree.leaves(state)), strict=True
+        ):
+            variable.assign(leaf)
+
+
+def _together(vectors: list[Any], *, one_output: bool) -> list[list[Any]]:
+    """Return what is pulled back at once: a vector of each output, or one output's.
+
+    The exact modes take one output at a time, since products of two must not mix.
+    """
+    if not one_output:
+        return [[v[0] for v in vectors]]
+    zeros = [ops.zeros_like(v[0]) for v in vectors]
+    return [
+        [*zeros[:k], one, *zeros[k + 1 :]]
+        for k, v in enumerate(vectors)
+        for one in ops.unstack(v, axis=0)
+    ]
+
+
+def _targets(loss: OutputLoss, y: Any, z: Any) -> Any:
+    """Return targets as the likelihood reads them."""
+    y = ops.convert_to_tensor(y)
+    labels = isinstance(loss.row.likelihood, kc.losses.Categorical)
+    if labels and len(y.shape) == len(z.shape) and y.shape[-1] == 1:
+        y = ops.squeeze(y, -1)
+    if labels and len(y.shape) == len(z.shape) - 1:
+        return ops.cast(y, "int32")
+    y = ops.cast(y, z.dtype)
+    return ops.expand_dims(y, -1) if len(y.shape) == len(z.shape) - 1 else y
+
+
+def _require_logits(loss: OutputLoss, output: Any) -> None:
+    """Raise for probabilities where the likelihood reads logits."""
+    if loss.known or not isinstance(loss.row.likelihood, kc.losses.Categorical):
+        return
+    p = ops.convert_to_numpy(ops.stop_gradient(output)).astype("float64")
+    if p.shape[-1] > 1 and p.min() >= 0 and abs(p.sum(axis=-1) - 1).max() < 1e-2:
+        raise kc.ConventionError(
+            "The outputs are probabilities, as a softmax makes them, and a categorical "
+            "likelihood reads logits. Leave the softmax out; or compile the model with "
+            "its loss before KFAC(model), which then reads the probabilities."
+        )
+
+
+def _positive(rate: Any) -> Any:
+    """Return a learning rate as a number or an array; the KL clip takes no zero."""
+    value = ops.convert_to_tensor(rate)
+    if keras.backend.backend() == "jax":
+        return value
+    return max(float(value), 1e-30)
+
+
+def _save_without(optimizer: Any, variables: list[Any]) -> None:
+    """Let an optimizer save and load the variables that it has by itself."""
+    hidden = {id(v) for v in variables}
+
+    def own() -> list[Any]:
+        return [v for v in optimizer.variables if id(v) not in hidden]
+
+    def save(store: Any) -> None:
+        for i, variable in enumerate(own()):
+            store[str(i)] = variable.numpy()
+
+    def load(store: Any) -> None:
+        for i, variable in enumerate(own()):
+            variable.assign(store[str(i)])
+
+    vars(optimizer).update(save_own_variables=save, load_own_variables=load)

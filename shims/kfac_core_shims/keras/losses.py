@@ -1,0 +1,285 @@
+"""What the losses of a compiled model say of its outputs.
+
+Conventions.  A *row* is one vector of P outputs, of which a loss of Keras makes one number
+l; the loss is ``sum(w l) / D``, with w the sample weights times the mask, and D what the
+loss's reduction divides by.  The Fisher matrix of that loss is ``sum(w F) / D``, F that
+of a row: each row's vectors are multiplied by ``sqrt(w)``, and D is the number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src.backend import get_keras_mask
+
+import kfac_core as kc
+
+__all__ = ["OutputLoss", "losses_of", "reduction_of", "rows_of"]
+
+RowLoss = kc.integration.RowLoss
+CATEGORICAL = RowLoss(likelihood=kc.losses.Categorical())
+BERNOULLI = RowLoss(likelihood=kc.losses.Bernoulli(), mean_over_outputs=True)
+# Keras's squared error has no factor of one half.
+SQUARED = RowLoss(likelihood=kc.losses.Gaussian(variance=0.5), mean_over_outputs=True)
+MEANS = "sum_over_batch_size", "mean", "mean_with_sample_weight"
+EPSILON = 1e-7  # Keras's own bound on probabilities
+
+
+@dataclass(frozen=True)
+class OutputLoss:
+    """The loss of one output of a model.
+
+    Attributes
+    ----------
+    row : RowLoss
+        Likelihood of a row.
+    path : tuple
+        Where the output is among a model's outputs.
+    reduction : str
+        Of Keras: "sum", "sum_over_batch_size", "mean" or "mean_with_sample_weight".
+    weight : float
+        The ``loss_weights`` of the output.
+    natural : callable
+        Takes the output to what the likelihood reads: probabilities to logits.
+    known : bool
+        Whether a loss of Keras says all this, and not the caller.
+    """
+
+    row: Any
+    path: tuple[Any, ...] = ()
+    reduction: str = "sum_over_batch_size"
+    weight: float = 1.0
+    natural: Callable[[Any], Any] = lambda z: z
+    known: bool = True
+    smoothing: float = 0.0
+
+    def at(self, tree: Any) -> Any:
+        """Return what is at the path in a structure; the structure itself without one."""
+        for key in self.path:
+            tree = tree[key]
+        return tree
+
+
+def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
+    """Return the losses of a model's outputs.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model; where it is compiled, its losses say what the outputs are.
+    likelihood : object
+        Of `KFAC`: None where the compiled losses say it; a list for several outputs.
+    reduction : {"mean", "sum"}
+        What the caller expects of all of them.
+
+    Returns
+    -------
+    list of OutputLoss
+        One for each output that has a loss.
+
+    Raises
+    ------
+    ConventionError
+        Where the caller and a loss do not agree, and where nothing says what an output is.
+    UnsupportedError
+        For a loss that no likelihood is known of.
+    """
+    given = None
+    if likelihood is not None:
+        several = likelihood if isinstance(likelihood, list | tuple) else [likelihood]
+        given = [kc.integration.row_loss(one) for one in several]
+    compiled = _compiled(model)
+    if not compiled:
+        if given is None:
+            raise kc.ConventionError(
+                "Expected `likelihood`: the model is not compiled with a loss that says "
+                "what its outputs are. Compile it before KFAC(model), or say for example "
+                "likelihood='categorical'."
+            )
+        single = len(given) == 1
+        name = "sum" if reduction == "sum" else "sum_over_batch_size"
+        return [
+            OutputLoss(row, () if single else (i,), name, known=False)
+            for i, row in enumerate(given)
+        ]
+    if given is not None and len(given) != len(compiled):
+        raise kc.ConventionError(
+            f"Expected as many likelihoods as the model has losses, {len(compiled)}, got "
+            f"{len(given)}."
+        )
+    return [
+        _output_loss(loss, path, weight, given[i] if given else None, reduction)
+        for i, (path, loss, weight) in enumerate(compiled)
+    ]
+
+
+def reduction_of(model: Any, reduction: Any) -> Any:
+    """Return "mean" or "sum": what the caller says, or else the compiled losses.
+
+    Raises
+    ------
+    ConventionError
+        For anything else.
+    """
+    if reduction is None:
+        user = getattr(getattr(model, "_compile_loss", None), "_user_loss", None)
+        found = {getattr(one, "reduction", None) for one in keras.tree.flatten(user)}
+        return "sum" if found == {"sum"} else "mean"
+    if reduction not in ("mean", "sum"):
+        raise kc.ConventionError(
+            f"Expected `reduction` to be 'mean' or 'sum', got {reduction!r}."
+        )
+    return reduction
+
+
+def rows_of(loss: OutputLoss, output: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    """Return what the likelihood reads, the weight of each row (or None), and D.
+
+    Parameters
+    ----------
+    loss : OutputLoss
+        The loss.
+    output : array, shape (N, ..., P)
+        The model's output, with Keras's mask where it has one.
+    sample_weight : array, shape (N,) or of the rows, optional
+        For this output.
+
+    Returns
+    -------
+    natural : array, shape (N, ..., P)
+        In float32 or wider.
+    weight : array, shape (N, ...), or None
+        Weight of each row.
+    rows : int or 0-d array
+        What the sum of the rows' losses is divided by; with the reduction "sum", their
+        number.
+    """
+    if len(output.shape) < 2:
+        raise kc.ShapeError(
+            f"Expected outputs of shape (N, ..., P), got {tuple(output.shape)}. Add a last "
+            "axis, as Dense(1) has it."
+        )
+    mask = get_keras_mask(output)
+    narrow = keras.backend.standardize_dtype(output.dtype) in ("float16", "bfloat16")
+    z = loss.natural(ops.cast(output, "float32") if narrow else output)
+    shape = tuple(output.shape[:-1])
+    count = 1
+    for length in shape:
+        count *= length
+    rows: Any = count
+    weight = None
+    if sample_weight is not None:
+        weight = ops.cast(ops.convert_to_tensor(sample_weight), z.dtype)
+        if len(weight.shape) == len(shape) + 1 and weight.shape[-1] == 1:
+            weight = ops.squeeze(weight, -1)
+        axes = (1,) * (len(shape) - len(weight.shape))
+        weight = ops.broadcast_to(ops.reshape(weight, (*weight.shape, *axes)), shape)
+    if mask is not None:
+        kept = ops.cast(ops.broadcast_to(mask, shape), z.dtype)
+        if loss.reduction in ("mean", "sum_over_batch_size"):
+            kept = kept * (count / ops.maximum(ops.sum(kept), 1.0))
+        weight = kept if weight is None else weight * kept
+    if weight is not None and loss.reduction == "mean_with_sample_weight":
+        rows = ops.sum(weight)
+    return z, weight, rows
+
+
+def _compiled(model: Any) -> list[tuple[Any, Any, float]]:
+    """Return the path, loss and weight of each output, as Keras has them compiled."""
+    compiled = getattr(model, "_compile_loss", None)
+    if compiled is None:
+        return []
+    if compiled.built:
+        return [
+            (one.path, one.loss, 1.0 if one.loss_weights is None else one.loss_weights)
+            for one in compiled._flat_losses
+        ]
+    names = getattr(model, "output_names", None)
+    user, weights = compiled._user_loss, compiled._user_loss_weights
+    several = keras.tree.is_nested(user)
+    if not several and not (names and len(names) > 1):
+        return [((), user, 1.0 if weights is None else float(weights))]
+    raise kc.ConventionError(
+        "The losses of a model with several outputs are not built yet. Call "
+        "model.build_from_data, model.evaluate or model.train_on_batch on a batch first."
+    )
+
+
+def _output_loss(
+    loss: Any, path: Any, weight: float, given: Any, reduction: str
+) -> OutputLoss:
+    """Return what a loss of Keras says, and compare it with what the caller says."""
+    if isinstance(loss, str):
+        loss = keras.losses.get(loss)
+    # A function is a loss of Keras's default reduction.
+    kept = getattr(loss, "reduction", "sum_over_batch_size")
+    name = getattr(loss, "__name__", type(loss).__name__)
+    allowed = ("sum",) if reduction == "sum" else MEANS
+    if kept not in allowed:
+        raise kc.ConventionError(
+            f"The model is compiled with {name}(reduction={kept!r}), and KFAC has "
+            f"reduction={reduction!r}. Say the same in both: 'mean' for Keras's "
+            f"{', '.join(map(repr, MEANS))}, 'sum' for 'sum'."
+        )
+    row, natural = _likelihood(loss)
+    if row is None:
+        if given is None:
+            raise kc.UnsupportedError(
+                f"{name} is not the loss of a known likelihood. Say what the outputs are: "
+                "KFAC(model, likelihood=...)."
+            )
+        return OutputLoss(given, path, kept, weight, known=False)
+    if given is not None and given != row:
+        raise kc.ConventionError(
+            f"The model is compiled with {name}, whose rows have {row}, and KFAC has "
+            f"likelihood={given}. Leave `likelihood` out to take it from the loss."
+        )
+    smoothing = float(_options(loss).get("label_smoothing") or 0.0)
+    return OutputLoss(row, path, kept, weight, natural, smoothing=smoothing)
+
+
+def _likelihood(loss: Any) -> tuple[Any, Any]:
+    """Return the likelihood of a loss's rows, and what takes outputs to its parameters."""
+    function = getattr(loss, "fn", loss)
+    options = _options(loss)
+    own = callable(loss) and type(loss).__module__.split(".")[0] not in (
+        "keras",
+        "builtins",
+    )
+    last = options.get("axis", -1) == -1 and options.get("ignore_class") is None
+    if own or not last:
+        return None, None
+    logits = bool(options.get("from_logits"))
+    if function in (
+        keras.losses.categorical_crossentropy,
+        keras.losses.sparse_categorical_crossentropy,
+    ):
+        return CATEGORICAL, (_same if logits else _log)
+    if function is keras.losses.binary_crossentropy:
+        return BERNOULLI, (_same if logits else _logit)
+    if function is keras.losses.mean_squared_error:
+        return SQUARED, _same
+    return None, None
+
+
+def _options(loss: Any) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(loss, "_fn_kwargs", {})
+    return found
+
+
+def _same(z: Any) -> Any:
+    return z
+
+
+def _log(p: Any) -> Any:
+    # softmax(log p) = p: the logits up to a constant, and the same Fisher matrix.
+    return ops.log(ops.clip(p, EPSILON, 1.0 - EPSILON))
+
+
+def _logit(p: Any) -> Any:
+    p = ops.clip(p, EPSILON, 1.0 - EPSILON)
+    return ops.log(p) - ops.log1p(-p)

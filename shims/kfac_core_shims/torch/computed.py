@@ -1,0 +1,107 @@
+"""Weights that a parametrization computes: weight norm, spectral norm, and others.
+
+Conventions.  W is computed from original parameters theta.  The block is of W: its gradient
+V is taken where the backward pass leaves it, and the natural gradient is carried back, as
+``(dW/dtheta)^T P V`` in the place of ``(dW/dtheta)^T V``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kfac_core_shims.torch.sites import Site
+
+__all__ = ["ComputedSite"]
+
+
+@dataclass(eq=False, kw_only=True)
+class ComputedSite(Site):
+    """A block of a weight that is computed from other parameters.
+
+    Attributes
+    ----------
+    originals : list of torch.nn.Parameter
+        What the weight is computed from.
+    gradient : torch.Tensor or None
+        The gradient of the weight, summed over the passes since the last step.
+    """
+
+    originals: list[Any]
+    gradient: Any = field(default=None)
+
+    @property
+    def trained(self) -> list[Any]:
+        """Return all parameters whose gradients are replaced."""
+        return [*self.originals, *self.parameters.values()]
+
+    @property
+    def computes(self) -> Any:
+        """Return the module that computes the weight."""
+        return self.module.parametrizations["weight"]
+
+    def take(self, module: Any, arguments: Any, weight: Any) -> None:
+        """Take the gradient of a weight that was computed, when it comes."""
+        if torch.is_grad_enabled() and weight.requires_grad:
+            weight.register_hook(self._add)
+
+    def gradients(self) -> dict[str, Any] | None:
+        """Return the gradients in the layer's layout; None unless all are there."""
+        if self.gradient is None or any(p.grad is None for p in self.trained):
+            return None
+        with torch.enable_grad():
+            carried = self._carried(self.gradient)
+        # Since it came, gradients may have been unscaled, clipped or averaged.
+        size = sum(float((c * c).sum()) for c in carried)
+        pairs = zip(carried, self.originals, strict=True)
+        scale = sum(float((c * p.grad).sum()) for c, p in pairs) / size if size else 1.0
+        found = {"weight": self.part.to_layer(self.gradient * scale)}
+        if "bias" in self.parameters:
+            found["bias"] = self.parameters["bias"].grad
+        shapes = self.layer.parameter_shapes
+        return {role: x.reshape(shapes[role]) for role, x in found.items()}
+
+    def write(self, direction: Mapping[str, Any]) -> None:
+        """Put a direction into the place of the gradients."""
+        weight = self.part.to_module(direction["weight"]).reshape(self.gradient.shape)
+        with torch.enable_grad():
+            carried = self._carried(weight)
+        for original, x in zip(self.originals, carried, strict=True):
+            original.grad.copy_(x)
+        if "bias" in direction:
+            self.parameters["bias"].grad.copy_(direction["bias"])
+
+    def is_in(self, module: Any) -> bool:
+        """Return whether a module is still the one whose weight this is."""
+        return module is self.module and hasattr(module, "parametrizations")
+
+    def forget(self) -> None:
+        """Forget the gradients that came since the last step."""
+        self.gradient = None
+
+    def _add(self, g: Any) -> None:
+        # A pass that makes a graph, as for a penalty, is not the loss's own.
+        if not torch.is_grad_enabled():
+            g = g.detach()
+            self.gradient = g.clone() if self.gradient is None else self.gradient + g
+
+    def _carried(self, v: Any) -> list[Any]:
+        """Return ``(dW/dtheta)^T v`` for each original parameter."""
+        weight = _computed_weight(self.module)
+        found = torch.autograd.grad(weight, self.originals, v, allow_unused=True)
+        pairs = zip(found, self.originals, strict=True)
+        return [torch.zeros_like(p) if x is None else x for x, p in pairs]
+
+
+def _computed_weight(module: Any) -> Any:
+    """Return the weight of a module, with its graph, without changing buffers."""
+    computes = module.parametrizations["weight"]
+    training = computes.training
+    computes.eval()  # Spectral norm's power iteration stays where it is.
+    try:
+        return computes.forward()
+    finally:
+        computes.train(training)
