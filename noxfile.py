@@ -48,6 +48,9 @@ numpy.ones((64, 64)) @ numpy.ones((64, 64))
 print(*(pool.get("architecture") for pool in threadpoolctl.threadpool_info()))
 """
 
+# The versions of Python that are supported; those that are not installed are passed over.
+PYTHONS = nox.project.python_versions(PYPROJECT)
+
 # Prints the backends that have a GPU here, and what they are, as one line of JSON.
 GPU_PROBE = """
 import json
@@ -140,6 +143,17 @@ def tests_shims(session: nox.Session) -> None:
             "XLA_FLAGS": "--xla_backend_optimization_level=0",
         }
         session.run("pytest", keras, *PARALLEL, *session.posargs, env=environment)
+
+
+@nox.session(name="tests-distributed", venv_backend="virtualenv")
+def tests_distributed(session: nox.Session) -> None:
+    """Run the tests of several processes, and the examples: gloo, MPI, JAX's devices."""
+    session.install("-e", ".[torch,mpi,jax]", "mpich", *group("test"), *TORCH_CPU)
+    session.run(
+        *("pytest", "--backend=numpy", "conformance_tests/distributed"),
+        *session.posargs,
+        env={"KFAC_CORE_TEST_PROCESSES": "torch,mpi,jax"},
+    )
 
 
 @nox.session(name="no-backends", venv_backend="virtualenv")
@@ -296,7 +310,7 @@ def wheel(session: nox.Session) -> None:
 
 
 @nox.session
-def survival(session: nox.Session) -> None:
+def robustness(session: nox.Session) -> None:
     """Run the long, hostile and unlucky runs at their full size: about half an hour."""
     session.install("-e", ".[scipy]", *group("test"))
     session.run(
@@ -304,6 +318,35 @@ def survival(session: nox.Session) -> None:
         *session.posargs,
         env={"KFAC_CORE_SURVIVAL": "full"},
     )
+
+
+@nox.session(venv_backend="virtualenv")
+def sequences(session: nox.Session) -> None:
+    """Run random sequences of calls; `-- --backend=torch --seconds=600 --faults`."""
+    backend = next((b for b in ("torch", "jax") if b in " ".join(session.posargs)), "")
+    extra = f"[scipy,{backend}]" if backend else "[scipy]"
+    constraints = TORCH_CPU if backend == "torch" else ()
+    session.install("-e", f".{extra}", *group("test"), *constraints)
+    session.run("python", "-m", "conformance_tests.sequences", *session.posargs)
+
+
+@nox.session(venv_backend="uv", python=PYTHONS[0])
+@nox.parametrize("backend", ["numpy", "torch", "jax"])
+def lowest(session: nox.Session, backend: str) -> None:
+    """Run the tests on the lowest version of every bound, on the oldest Python."""
+    extra = "scipy" if backend == "numpy" else f"scipy,{backend}"
+    session.install(
+        *("--resolution", "lowest-direct", "--torch-backend", "cpu"),
+        *("-e", f".[{extra}]", *group("test")),
+    )
+    session.run("pytest", f"--backend={backend}", *PARALLEL, *session.posargs)
+
+
+@nox.session(venv_backend="uv|virtualenv", python=PYTHONS)
+def pythons(session: nox.Session) -> None:
+    """Run the tests on NumPy with each supported Python that is installed."""
+    session.install("-e", ".[scipy]", *group("test"))
+    session.run("pytest", *PARALLEL, *session.posargs)
 
 
 @nox.session
@@ -355,11 +398,12 @@ def run_with_kernels(
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Feed mutated files to both readers, guided by coverage; `-- -runs=N` for more."""
+    """Feed mutated files to both readers, and random arguments; `-- -runs=N` for more."""
     session.install("-e", ".[scipy,records]", "atheris==3.0.0", "numpy")
     runs = session.posargs or ["-runs=100000"]
     for reader in ("checkpoint", "record"):
         session.run("python", "-m", "conformance_tests.fuzzing", reader, *runs)
+    session.run("python", "-m", "conformance_tests.fuzzing.arguments", "--seconds=600")
 
 
 @nox.session(venv_backend="virtualenv")

@@ -14,8 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/index.md", "docs/quickstart_numpy.md")
-# PyTorch has no types for some of its own functions, such as `Tensor.backward`.
-MYPY = ("-m", "mypy", "--strict", "--untyped-calls-exclude=torch")
+MYPY = ("-m", "mypy", "--config-file", "mypy.ini")
+# PyTorch has no types for some of its own functions, such as `Tensor.backward`, and
+# scikit-learn has none.
+MYPY_CONFIG = """\
+[mypy]
+strict = True
+untyped_calls_exclude = torch
+[mypy-sklearn.*]
+ignore_missing_imports = True
+"""
 PYRIGHT = ("-m", "pyright", "--pythonpath", sys.executable)
 
 # Each line with a name of the package has a letter too few.
@@ -35,6 +43,7 @@ def main() -> int:
     complaints = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        (folder / "mypy.ini").write_text(MYPY_CONFIG, encoding="utf-8")
         programs = [_written(page, folder) for page in PAGES]
         for command in (MYPY, PYRIGHT):
             ran = _run(command, folder, *programs)

@@ -57,7 +57,11 @@ suppress_warnings = ["ref.python"]
 
 # No inventory of another project is fetched, so only our public names must resolve.
 # Groups of entry points have the form of names.
-nitpick_ignore = [("py:obj", "kfac_core.backends"), ("py:obj", "kfac_core.commands")]
+nitpick_ignore = [
+    ("py:obj", "kfac_core.backends"),
+    ("py:obj", "kfac_core.commands"),
+    ("py:obj", "kfac_core.communicators"),
+]
 nitpick_ignore_regex = [(r"py:.*", r"(?!kfac_core\.\w+$).*")]
 
 

@@ -13,6 +13,9 @@ from . import (
     damping as damping,
 )
 from . import (
+    distributed as distributed,
+)
+from . import (
     errors as errors,
 )
 from . import (
@@ -103,7 +106,13 @@ from .checkpoint.writing import save_checkpoint as save_checkpoint
 from .conventions import Conventions as Conventions
 from .damping import levenberg_marquardt as levenberg_marquardt
 from .errors import (
+    ArgumentError as ArgumentError,
+)
+from .errors import (
     BackendUnavailableError as BackendUnavailableError,
+)
+from .errors import (
+    ConcurrentChangeError as ConcurrentChangeError,
 )
 from .errors import (
     ConventionError as ConventionError,
@@ -196,6 +205,7 @@ __version__: str
 
 __all__ = [
     "Approximation",
+    "ArgumentError",
     "Averaging",
     "BackendUnavailableError",
     "Batch",
@@ -204,6 +214,7 @@ __all__ = [
     "BlockTridiagonal",
     "Chain",
     "Conv",
+    "ConcurrentChangeError",
     "ConventionError",
     "Conventions",
     "CurvatureOperator",

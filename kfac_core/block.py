@@ -38,8 +38,18 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import map_structure, replaced
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.array.structure import is_structure, map_structure, replaced
+from kfac_core.constraints import (
+    RANGES,
+    checked,
+    require_check,
+    require_flag,
+    require_kind,
+    require_one_of,
+    require_options,
+    require_range,
+)
+from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     FactorizationError,
@@ -61,7 +71,17 @@ from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.sparse_rows import SparseRows
 from kfac_core.options import DampingScaling
 
-__all__ = ["BatchLike", "Block", "Product", "Rebase", "RefreshBlock", "UpdateBlock"]
+__all__ = [
+    "AbsorbBlock",
+    "BatchLike",
+    "Block",
+    "Prepare",
+    "Product",
+    "Rebase",
+    "RefreshBlock",
+    "UpdateBlock",
+    "emptied",
+]
 
 BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch]
 """A batch of one block: inputs and output gradients, or several uses of one layer."""
@@ -69,6 +89,7 @@ BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch]
 _FULL_PRECISION = Precision()
 
 
+@checked
 @dataclass(frozen=True)
 class Block:
     """A layer paired with an approximation of its curvature.
@@ -98,6 +119,7 @@ class Block:
     approximation: Approximation
 
     def __post_init__(self) -> None:
+        require_options(self)
         load_adapters()
         problem = self.approximation.problem_with(self.layer)
         if problem is not None:
@@ -185,6 +207,11 @@ class Block:
         """
         require_decay(decay)
         require_weight(weight)
+        require_check(check)
+        require_kind("conventions", conventions, Conventions, "Conventions")
+        if max_patch_elements is not None:
+            allowed = RANGES["max_patch_elements"]
+            require_range("max_patch_elements", max_patch_elements, allowed)
         update = UpdateBlock(conventions, max_patch_elements, check)
         new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
@@ -231,6 +258,9 @@ class Block:
         KFACError
             See `update`.
         """
+        require_kind("conventions", conventions, Conventions, "Conventions")
+        require_kind("precision", precision, Precision, "Precision")
+        require_check(check)
         rows = self.rows(batch)
         empty = self.initial(rows.like, precision=precision)
         xp = empty.namespace
@@ -273,6 +303,7 @@ class Block:
         """
         require_decay(decay)
         require_weight(weight)
+        require_kind("moments", moments, Statistics, "statistics from `moments`")
         xp, dtype = statistics.namespace, statistics.dtype
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
@@ -339,8 +370,12 @@ class Block:
             If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
+        require_kind("factorizations", factorizations, tuple, "a tuple of names")
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
+        require_one_of("solving", solving, get_args(Solving))
+        require_check(check)
+        require_flag("debias", debias)
         refresh = RefreshBlock(
             rule=rule,
             debias=debias,
@@ -362,6 +397,8 @@ class Block:
 
         For an approximation that ``has_bases``; see `kfac_core.Eigen.rebased`.
         """
+        require_one_of("moments", moments, ("kronecker", "carried", "zero"))
+        require_check(check)
         approximation: Any = self.approximation
         made: Statistics = approximation.rebased(
             statistics, moments=moments, check=check
@@ -393,6 +430,9 @@ class Block:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
         if not isinstance(batch, list | tuple):
+            if not isinstance(batch, dict) and not is_structure(batch):
+                what = "a `Batch`, a `GradientBatch` or a sequence of `Batch`"
+                require_kind("batch", batch, Batch, what)
             return self.approximation.rows(self.layer, batch)
         uses = [self.approximation.rows(self.layer, use) for use in batch]
         if not uses or not all(isinstance(use, Rows) for use in uses):
@@ -494,6 +534,7 @@ class UpdateBlock:
     max_patch_elements: int | None
     check: Check
 
+    stage = "update"
     on_host = False
     worth_threads = 0
     kept = (1,)
@@ -505,7 +546,7 @@ class UpdateBlock:
         statistics: Statistics,
         batch: BatchLike,
         decay: Scalar,
-        weight: Scalar,
+        weight: Scalar | None,
         skip: frozenset[str],
         /,
         *,
@@ -518,7 +559,8 @@ class UpdateBlock:
         name, block : str, Block
             What is updated.
         statistics, batch, decay, weight, skip
-            See `Block.update`.
+            See `Block.update`.  A weight of None is the batch's number of rows, or of
+            examples; see `UpdateOptions`.
         stack : tuple of int
             The shape of leading axes that all arrays have in common: as many equal
             blocks, updated together.
@@ -536,10 +578,12 @@ class UpdateBlock:
         like = statistics.any_weight
         xp = own_namespace(like)
         decay = as_scalar(xp, decay, like.dtype, "decay")
-        weight = as_scalar(xp, weight, like.dtype, "weight")
+        if weight is not None:
+            weight = as_scalar(xp, weight, like.dtype, "weight")
         flags = statistics.status * 0
-        if not (isinstance(decay, float) and isinstance(weight, float)):
-            flags = flags | _coefficient_flags(decay, weight, like, xp)
+        if not (isinstance(decay, float) and isinstance(weight, float | None)):
+            given = 1.0 if weight is None else weight
+            flags = flags | _coefficient_flags(decay, given, like, xp)
         options = UpdateOptions(
             conventions=self.conventions, decay=decay, weight=weight, skip=skip, xp=xp
         )
@@ -569,7 +613,7 @@ class UpdateBlock:
         """Return the statistics after a batch that is read in parts, and its flags."""
         parts = block.row_parts(batch, max_patch_elements=self.max_patch_elements)
         alone = dataclasses.replace(options, decay=0.0, weight=None)
-        empty = _emptied(statistics)
+        empty = emptied(statistics)
         total: Statistics | None = None
         status: Any = 0
         for rows in parts:
@@ -581,6 +625,8 @@ class UpdateBlock:
             # Otherwise the loop variable keeps this chunk alive while the next one is made.
             del rows
         assert total is not None
+        if options.weight is None:
+            return statistics.merged(total), status
         new = statistics.absorbed(
             total,
             decay=options.decay,
@@ -595,7 +641,7 @@ class UpdateBlock:
         statistics: Statistics,
         batch: Any,
         decay: Scalar,
-        weight: Scalar,
+        weight: Scalar | None,
         skip: frozenset[str],
         /,
     ) -> bool:
@@ -622,6 +668,79 @@ class UpdateBlock:
 
 
 @dataclass(frozen=True)
+class AbsorbBlock:
+    """The function of one block that `Network.absorb` runs for each."""
+
+    stage = "absorb"
+    on_host = False
+    worth_threads = 0
+    kept = (1,)
+
+    def __call__(
+        self,
+        name: str,
+        block: Block,
+        statistics: Statistics,
+        moments: Statistics,
+        decay: Scalar,
+        weight: Scalar,
+        /,
+    ) -> Statistics:
+        """Return the statistics after an update with merged moments."""
+        return block.absorb(statistics, moments, decay=decay, weight=weight)
+
+    def stacks(self, *_: Any) -> bool:
+        """Whether equal tasks can be run as one."""
+        return False
+
+    def accepts(self, result: Statistics, /) -> bool:
+        """Return True: the caller reads the flags."""
+        return True
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return how many numbers the block's factors hold."""
+        n, m = block.layer.matrix_shape
+        return n * n + m * m
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """The function of one block that prepares a factorization of its operator.
+
+    Parameters
+    ----------
+    factorization : {"inverse", "cholesky", "eigenbasis"}
+        What is prepared.
+    """
+
+    factorization: Factorization
+
+    stage = "prepare"
+    on_host = False
+    worth_threads = 0
+    kept = ()
+
+    def __call__(
+        self, name: str, block: Block, operator: CurvatureOperator, /
+    ) -> CurvatureOperator:
+        """Return the operator with the factorization."""
+        return operator.prepared(self.factorization, name=name)
+
+    def stacks(self, *_: Any) -> bool:
+        """Whether equal tasks can be run as one."""
+        return False
+
+    def accepts(self, result: CurvatureOperator, /) -> bool:
+        """Return True: failures raise."""
+        return True
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return about how many flops a block takes, in any unit."""
+        n, m = block.layer.matrix_shape
+        return n**3 + m**3
+
+
+@dataclass(frozen=True)
 class Rebase:
     """The function of one block that `Network.rebase` runs for each.
 
@@ -636,6 +755,7 @@ class Rebase:
     moments: Any
     check: Check
 
+    stage = "rebase"
     on_host = False
     worth_threads = 0
     kept = ()
@@ -682,6 +802,7 @@ class RefreshBlock:
     check: Check
     memo: dict[Any, Any] = field(compare=False)
 
+    stage = "refresh"
     on_host = True
     worth_threads = 0
     kept = (1,)
@@ -779,6 +900,7 @@ class Product:
     arguments: tuple[Any, ...]
     options: Mapping[str, Any] = field(hash=False)
 
+    stage = "product"
     on_host = False
     worth_threads = 10**9
     kept = (1,)
@@ -794,6 +916,10 @@ class Product:
         stack: tuple[int, ...] = (),
     ) -> dict[str, Any]:
         """Return the product with parameter-shaped arrays, in the same form."""
+        if type(parameters) is not dict:
+            require_kind(
+                f"vectors[{name!r}]", parameters, Mapping, "a mapping of arrays"
+            )
         weight = parameters.get("weight")
         if isinstance(weight, SparseRows):
             restricted: Any = operator
@@ -894,7 +1020,7 @@ def _finite_status(
     return rows.status(xp=xp)
 
 
-def _emptied(statistics: Statistics) -> Statistics:
+def emptied(statistics: Statistics) -> Statistics:
     """Return zero statistics in the same bases."""
     nothing = map_structure(lambda x: x * 0, statistics)
     return replaced(nothing, bases=statistics.bases)

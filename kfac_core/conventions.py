@@ -27,17 +27,18 @@ and the M sources (vectors backpropagated for one batch) are combined by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from kfac_core.array.namespaces import Scalar
-from kfac_core.errors import ConventionError
+from kfac_core.constraints import checked, require_options
 
-__all__ = ["Conventions", "LossReduction", "SourceReduction", "require_one_of"]
+__all__ = ["Conventions", "LossReduction", "SourceReduction"]
 
 LossReduction = Literal["sum", "mean", "mean_rows"]
 SourceReduction = Literal["sum", "mean"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
     """Scaling of the output gradients that a framework computes.
@@ -74,8 +75,7 @@ class Conventions:
     sources: SourceReduction
 
     def __post_init__(self) -> None:
-        require_one_of("reduction", self.reduction, get_args(LossReduction))
-        require_one_of("sources", self.sources, get_args(SourceReduction))
+        require_options(self)
 
     def outer_product_scale(
         self, *, examples: int, rows: Scalar, sources: int
@@ -102,12 +102,3 @@ class Conventions:
     def gradient_scale(self, *, examples: int, rows: Scalar) -> Scalar:
         """Return the factor on each g: 1, N or the number of rows, by ``reduction``."""
         return {"sum": 1.0, "mean": float(examples), "mean_rows": rows}[self.reduction]
-
-
-def require_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Raise `ConventionError` unless a value is among the known ones."""
-    if value not in known:
-        choices = ", ".join(repr(k) for k in known)
-        raise ConventionError(
-            f"Expected `{name}` to be one of {choices}; got {value!r}."
-        )

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import NUMBER, Scalar, full_of, is_finite_number
+from kfac_core.array.namespaces import NUMBER, Scalar, full_of
+from kfac_core.constraints import RANGES, require_range
 from kfac_core.errors import DampingError
 
 __all__ = [
@@ -175,14 +176,10 @@ def levenberg_marquardt(
 
 
 def require_damping(damping: Scalar, /, *, name: str = "damping") -> None:
-    """Raise `DampingError` if a Python number is negative or not finite.
+    """Raise `DampingError` for anything but a finite number >= 0 or a 0-d array.
 
     The value of a 0-d array is not read, since it may be traced or on a device.  It is
     checked when factors are damped with it.
     """
-    number: Any = damping
-    if isinstance(damping, NUMBER) and not (is_finite_number(number) and number >= 0):
-        raise DampingError(
-            f"Expected `{name}` to be a finite number >= 0, got {damping}. Zero is "
-            "allowed where the factors are positive definite."
-        )
+    if type(damping) is not float or not 0.0 <= damping < math.inf:
+        require_range(name, damping, RANGES["damping"])

@@ -10,7 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 __all__ = [
+    "ArgumentError",
     "BackendUnavailableError",
+    "CommunicationError",
+    "CommunicationTimeoutError",
+    "ConcurrentChangeError",
     "ConventionError",
     "DampingError",
     "DecayError",
@@ -22,6 +26,7 @@ __all__ = [
     "NotFiniteError",
     "NotReadyError",
     "RecordError",
+    "ReplicaError",
     "ShapeError",
     "StateError",
     "UnknownBackendError",
@@ -32,6 +37,10 @@ __all__ = [
 
 class KFACError(Exception):
     """The base of every exception that this library raises on purpose."""
+
+
+class ArgumentError(KFACError, TypeError):
+    """An argument is of another kind than its description says."""
 
 
 class ShapeError(KFACError, ValueError):
@@ -90,12 +99,28 @@ class NotReadyError(KFACError, RuntimeError):
     """Something was requested before its prerequisites exist."""
 
 
+class ConcurrentChangeError(KFACError, RuntimeError):
+    """An estimator was changed by a second thread while one was changing it."""
+
+
 class StateError(KFACError, ValueError):
     """A saved state does not fit the estimator that it is loaded into."""
 
 
 class RecordError(KFACError, ValueError):
     """A verification record is damaged, contradictory or of an unknown kind."""
+
+
+class CommunicationError(KFACError, RuntimeError):
+    """Processes cannot exchange arrays, or another process failed."""
+
+
+class CommunicationTimeoutError(KFACError, TimeoutError):
+    """Another process did not take part in an exchange in time."""
+
+
+class ReplicaError(KFACError, RuntimeError):
+    """Processes hold different values of what must be the same on all."""
 
 
 class FactorizationError(KFACError, np.linalg.LinAlgError):

@@ -5,44 +5,61 @@ are three stages: `Estimator.update` accumulates *statistics*; `Estimator.refres
 immutable *operator* from them, with the current damping; and products such as
 `Estimator.precondition` use the operators of the last refresh.
 
-A call that raises leaves every block unchanged.  Inputs are detached, so that results
+A call that raises leaves every block unchanged.  One thread at a time may change an
+estimator; a second one is refused.  Inputs are detached, so that results
 belong to no gradient graph.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from kfac_core.approximations.eigen import MomentStart
+from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
-from kfac_core.block import BatchLike, Block
+from kfac_core.block import BatchLike, Block, Prepare
+from kfac_core.constraints import require, require_check, require_one_of
 from kfac_core.conventions import (
     Conventions,
     LossReduction,
     SourceReduction,
-    require_one_of,
 )
 from kfac_core.damping import DampingRule
+from kfac_core.distributed.executor import Distributed, DistributedExecutor
+from kfac_core.distributed.placement import Placement
+from kfac_core.errors import ConcurrentChangeError, NotReadyError, UnsupportedError
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.execution.costs import CostTable, Rates, block_costs, solving_of
 from kfac_core.execution.hosted import Hosted
-from kfac_core.execution.movement import Movement
+from kfac_core.execution.movement import Movement, ProbeImages
 from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
-from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
 from kfac_core.losses.modes import EstimationMode
 from kfac_core.network import Executor, Network, NetworkState
-from kfac_core.operators.operator import FACTORIZATION_OF, CurvatureOperator
+from kfac_core.operators.operator import (
+    FACTORIZATION_OF,
+    VECTOR_PRODUCTS,
+    CurvatureOperator,
+)
 from kfac_core.options import Averaging, Execution, Refreshing, Sharing
 from kfac_core.report import Report, report_of
 from kfac_core.serialization import dump_state, parse_state
 
 __all__ = ["Estimator"]
+
+_installing = threading.Lock()
+"""Held while one state takes the place of another: for no longer than two statements."""
+
+_CHANGED = (
+    "Another thread changed this estimator at the same time; this call changed nothing. "
+    "Let one thread at a time call what changes an estimator, or give each its own."
+)
 
 
 class Estimator:
@@ -88,9 +105,10 @@ class Estimator:
     precision : Precision, optional
         Dtypes of storing, computing and applying.  By default all are the dtype of a
         block's first batch, or float32 if that is narrower.
-    execution : Execution or Executor, optional
+    execution : Execution, Distributed or Executor, optional
         How the loops over blocks are run.  By default equal small blocks are stacked,
-        on one thread.
+        on one thread.  With `kfac_core.distributed.Distributed` blocks are divided among
+        processes.
     rates : Rates, optional
         Measured rates of the hardware, for ``Refreshing(solving="cheaper")``.
 
@@ -148,13 +166,27 @@ class Estimator:
         refreshing: Refreshing | None = None,
         sharing: Sharing | None = None,
         precision: Precision | None = None,
-        execution: Execution | Executor | None = None,
+        execution: Execution | Distributed | Executor | None = None,
         rates: Rates | None = None,
     ) -> None:
-        require_decay(decay)
-        if mode is not None:
-            require_one_of("mode", mode, get_args(EstimationMode))
+        require(
+            Estimator,
+            blocks=blocks,
+            reduction=reduction,
+            decay=decay,
+            damping_rule=damping_rule,
+            sources=sources,
+            mode=mode,
+            averaging=averaging,
+            refreshing=refreshing,
+            sharing=sharing,
+            precision=precision,
+            execution=execution,
+            rates=rates,
+        )
         options = execution if isinstance(execution, Execution) else Execution()
+        if isinstance(execution, Distributed):
+            options = execution.execution
         refreshing = refreshing or Refreshing()
         costs = {n: block_costs(b, rates or Rates()) for n, b in blocks.items()}
         self.network = Network(
@@ -188,8 +220,14 @@ class Estimator:
         self._movement: Movement | None = None
         if refreshing.threshold is not None:
             self._movement = Movement(self.network, refreshing.threshold)
+            if isinstance(execution, Distributed):
+                raise UnsupportedError(
+                    "Refreshing(threshold=...) compares the statistics of one process. "
+                    "Leave it out with Distributed."
+                )
         self._execution = execution
-        self._executor = self._new_executor()
+        self._executor = self._first_executor()
+        self._changing: int | None = None
 
     def __repr__(self) -> str:
         return (
@@ -230,8 +268,16 @@ class Estimator:
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        require_decay(decay)
+        require(Estimator, decay=decay)
         self._decay = decay
+
+    @property
+    def placement(self) -> Placement:
+        """Owners and holders of the blocks, where they are divided among processes.
+
+        Prints as a table.  Raises `UnsupportedError` for an estimator of one process.
+        """
+        return self._distributed("placement").placement
 
     def report(self) -> Report:
         """Return each block's condition, damping split, residual check and age.
@@ -241,10 +287,11 @@ class Estimator:
         Report
             Reports by block, which print as a table.  Synchronizes with the device.
         """
+        state = self._gathered()
         return Report(
             {
                 name: report_of(self.blocks[name], held)
-                for name, held in self.state.blocks.items()
+                for name, held in state.blocks.items()
             }
         )
 
@@ -283,13 +330,18 @@ class Estimator:
         ``R (n^2 + M m^2)`` flops a block for R rows; twice that where the backend has
         no symmetric update.
         """
-        self.state = self.network.update(
-            self.state,
-            batches,
-            decay=self._decay,
-            check=check,
-            executor=self._executor,
-        )
+        before = self._begin()
+        try:
+            after = self.network.update(
+                before,
+                batches,
+                decay=self._decay,
+                check=check,
+                executor=self._executor,
+            )
+            self._install(before, after)
+        finally:
+            self._changing = None
 
     def absorb(self, moments: Mapping[str, Statistics], /) -> None:
         """Accumulate the merged statistics of a batch that was processed in parts.
@@ -306,7 +358,14 @@ class Estimator:
         UnknownBlockError
             For an unknown block name.
         """
-        self.state = self.network.absorb(self.state, moments, decay=self._decay)
+        before = self._begin()
+        try:
+            after = self.network.absorb(
+                before, moments, decay=self._decay, executor=self._executor
+            )
+            self._install(before, after)
+        finally:
+            self._changing = None
 
     def rebase(
         self,
@@ -342,13 +401,18 @@ class Estimator:
         NotFiniteError, FactorizationError
             If no accurate basis was found for a factor; all blocks then keep theirs.
         """
-        self.state = self.network.rebase(
-            self.state,
-            moments=moments,
-            names=names,
-            check=check,
-            executor=self._executor,
-        )
+        before = self._begin()
+        try:
+            after = self.network.rebase(
+                before,
+                moments=moments,
+                names=names,
+                check=check,
+                executor=self._executor,
+            )
+            self._install(before, after)
+        finally:
+            self._changing = None
 
     def refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
@@ -387,16 +451,26 @@ class Estimator:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
-        if check == "raise" and self._movement is not None:
-            ready = self.network.ready(self.state, names)
-            names = self._movement.of(self.state, ready, damping=self._damping)
-        self.state = self.network.refresh(
-            self.state,
-            damping=self._damping,
-            names=names,
-            check=check,
-            executor=self._executor,
-        )
+        before = self._begin()
+        try:
+            moved: Mapping[str, ProbeImages] = {}
+            damping, movement = self._damping, self._movement
+            if movement is not None and check == "raise":
+                ready = self.network.ready(before, names)
+                moved = movement.of(before, ready, damping=damping)
+                names = [*moved]
+            after = self.network.refresh(
+                before,
+                damping=damping,
+                names=names,
+                check=check,
+                executor=self._executor,
+            )
+            self._install(before, after)
+        finally:
+            self._changing = None
+        if movement is not None:
+            movement.keep(after, moved)
 
     def start_refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
@@ -422,7 +496,13 @@ class Estimator:
         ------
         UnknownBlockError, NotReadyError
             For an unknown block name, or a block without statistics.
+
+        Notes
+        -----
+        After `load_state_dict`, ``install()`` raises `NotReadyError`: its operators are of
+        statistics that are gone.
         """
+        require_check(check)
         started = self.state
         ready = self.network.ready(started, names)
 
@@ -433,12 +513,22 @@ class Estimator:
 
         # An executor caches what it computed for the next step, so the thread gets its own.
         executor = self._new_executor()
-        damping = self._damping
+        if isinstance(self._executor, DistributedExecutor):
+            executor = self._executor.in_background(executor)
+        damping, network = self._damping, self.network
 
         def install(made: NetworkState) -> None:
-            self.state = self.network.with_operators_of(
-                self.state, made, started, names=ready
-            )
+            if self.network is not network:
+                raise NotReadyError(
+                    "A state was loaded since this refresh was started, and its operators "
+                    "are of statistics that are gone. Start another one."
+                )
+            before = self._begin()
+            try:
+                after = network.with_operators_of(before, made, started, names=ready)
+                self._install(before, after)
+            finally:
+                self._changing = None
 
         return BackgroundRefresh(refreshed, install)
 
@@ -537,7 +627,8 @@ class Estimator:
         KFACError
             See `precondition` and the product.
         """
-        state = self.state
+        before = state = self.state
+        require_one_of("product", product, VECTOR_PRODUCTS)
         needed = FACTORIZATION_OF.get(product)
         if needed not in (None, *self.network.refreshing.factorizations):
             state = self._prepared(needed, vectors)
@@ -549,14 +640,53 @@ class Estimator:
             executor=self._executor,
             **options,
         )
-        self.state = state
+        if state is not before:
+            with _installing:
+                # What a change in another thread has made meanwhile is not put back.
+                if self.state is before:
+                    self.state = state
         return products
+
+    def _begin(self) -> NetworkState:
+        """Return the state that is to be changed; only one thread may at a time."""
+        thread = threading.get_ident()
+        # An interrupt may have left this thread's own number here.
+        if self._changing not in (None, thread):
+            raise ConcurrentChangeError(_CHANGED)
+        self._changing = thread
+        return self.state
+
+    def _install(self, before: NetworkState, after: NetworkState) -> None:
+        """Install a state that was made from another, if that is still the state."""
+        with _installing:
+            if self.state is not before:
+                raise ConcurrentChangeError(_CHANGED)
+            self.state = after
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has; it caches for itself, and no thread is changing it."""
+        return {**vars(self), "_executor": None, "_changing": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._executor = self._first_executor()
+
+    def _first_executor(self) -> Executor:
+        """Return the executor of the estimator itself, which may be of many processes."""
+        executor = self._new_executor()
+        if isinstance(self._execution, Distributed):
+            return DistributedExecutor(self.network, self._execution, executor)
+        return executor
 
     def _new_executor(self) -> Executor:
         """Return the executor that was given, or a new one as the options say."""
-        if self._execution is not None and not isinstance(self._execution, Execution):
-            return self._execution
-        workers = 1 if self._execution is None else self._execution.workers
+        options: Any = self._execution or Execution()
+        if isinstance(options, Distributed):
+            options = options.execution
+        if not isinstance(options, Execution):
+            executor: Executor = options
+            return executor
+        workers = options.workers
         inner: Executor = Hosted()
         return Stacked(Threaded(workers, inner) if workers > 1 else inner)
 
@@ -564,10 +694,8 @@ class Estimator:
         """Return the state with operators in which a factorization has been made."""
         blocks = dict.fromkeys(map(self.network.block_of, names))
         held = {name: self.operator(name) for name in blocks}
-        made = {
-            name: operator.prepared(factorization, name=name)
-            for name, operator in held.items()
-        }
+        tasks = {name: (self.blocks[name], held[name]) for name in held}
+        made = self._executor(Prepare(factorization), tasks)
         return self.state.updated(
             {
                 name: replaced(self.state[name], operator=operator)
@@ -588,7 +716,7 @@ class Estimator:
         """
         return dump_state(
             self.network,
-            self.state,
+            self._gathered(),
             self._promises(),
             damping=self._damping,
             decay=self._decay,
@@ -607,9 +735,60 @@ class Estimator:
         StateError
             If anything does not match; the estimator is then unchanged.
         """
-        network, loaded, settings = parse_state(state, self.network, self._promises())
-        self.network, self.state = network, loaded
-        self._damping, self._decay = settings["damping"], settings["decay"]
+        before = self._begin()
+        try:
+            network, loaded, settings = parse_state(
+                state, self.network, self._promises()
+            )
+            if isinstance(self._executor, DistributedExecutor):
+                loaded = self._executor.scattered(loaded)
+            movement = self._movement
+            if movement is not None:
+                movement = Movement(network, movement.threshold)
+            damping, decay = settings["damping"], settings["decay"]
+            with _installing:
+                if self.state is not before:
+                    raise ConcurrentChangeError(_CHANGED)
+                # No call stands between these, so that no interrupt comes between them.
+                self.network, self.state = network, loaded
+                self._damping, self._decay = damping, decay
+                self._movement = movement
+        finally:
+            self._changing = None
+
+    def check_replicas(self, **arrays: Mapping[str, Any] | Array) -> None:
+        """Raise unless all processes hold the same of what must be the same.
+
+        These are counts, dampings, bases, operators that several processes hold, and the
+        given arrays.  Collective: every rank calls it.  Synchronizes with the device.
+
+        Parameters
+        ----------
+        **arrays : array or mapping of str to array
+            What else must be the same to the bit, such as ``parameters=...``.
+
+        Raises
+        ------
+        ReplicaError
+            Names what differs, and on which rank.
+        UnsupportedError
+            For an estimator of one process.
+        """
+        self._distributed("check_replicas").check_replicas(self.state, **arrays)
+
+    def _distributed(self, name: str) -> DistributedExecutor:
+        if isinstance(self._executor, DistributedExecutor):
+            return self._executor
+        raise UnsupportedError(
+            f"`{name}` is of several processes, and this estimator is of one. Make it with "
+            "Estimator(..., execution=Distributed(communicator=...))."
+        )
+
+    def _gathered(self) -> NetworkState:
+        """Return the state of all processes together."""
+        if isinstance(self._executor, DistributedExecutor):
+            return self._executor.gathered(self.state)
+        return self.state
 
     def _promises(self) -> dict[str, Any]:
         """Return what a state must share with the estimator that it is loaded into."""

@@ -17,7 +17,7 @@ flags in ``state[name].status``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias, get_args
+from typing import Any, Protocol, TypeAlias
 
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import (
@@ -33,24 +33,41 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import (
     array_fields,
     combinable,
+    leaves,
     map_structure,
     replaced,
     structure,
 )
-from kfac_core.block import Block, Product, Rebase, RefreshBlock, UpdateBlock
-from kfac_core.conventions import Conventions, require_one_of
+from kfac_core.block import (
+    AbsorbBlock,
+    Block,
+    Product,
+    Rebase,
+    RefreshBlock,
+    UpdateBlock,
+)
+from kfac_core.constraints import (
+    NAMES,
+    require,
+    require_check,
+    require_kind,
+    require_one_of,
+    require_range,
+)
+from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     DampingError,
     KFACError,
     NotReadyError,
+    ShapeError,
     StateError,
     UnknownBlockError,
     UnsupportedError,
 )
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.feeding import detached, require_finite_rows
+from kfac_core.layers.feeding import detached, is_empty, require_finite_rows
 from kfac_core.linalg.shifted import Solving
 from kfac_core.operators.operator import VECTOR_PRODUCTS, CurvatureOperator
 from kfac_core.options import Averaging, Refreshing, Sharing
@@ -73,6 +90,10 @@ class Executor(Protocol):
     ``executor(function, tasks)`` returns, by name, what ``function(name, *task)`` returns
     for each task, up to rounding.  Executors differ in how: as stacks, on threads, or in
     another library.
+
+    An executor with a true attribute ``updates_all`` is given a task for every block at
+    each update, with None for statistics and batch where there are none, and may return
+    only some of them.
     """
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
@@ -279,7 +300,18 @@ class Network:
         solving: Mapping[str, Solving] | None = None,
         max_patch_elements: int | None = None,
     ) -> None:
-        require_one_of("damping_rule", damping_rule, get_args(DampingRule))
+        require(
+            Network,
+            blocks=blocks,
+            conventions=conventions,
+            damping_rule=damping_rule,
+            sharing=sharing,
+            averaging=averaging,
+            refreshing=refreshing,
+            precision=precision,
+            solving=solving,
+            max_patch_elements=max_patch_elements,
+        )
         sharing = sharing or Sharing()
         self.chains = Chains(sharing.chains, blocks)
         self.blocks = self.chains.blocks
@@ -440,15 +472,23 @@ class Network:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, section 5.
         """
-        require_decay(decay)
+        if type(decay) is not float or not 0.0 <= decay <= 1.0:
+            require_decay(decay)
+        wanted: object = check
+        if type(wanted) is not str or wanted != "raise":
+            require_check(check)
         given = self._detached(batches)
+        # Another process may have rows of a block that has none here.
+        shared = getattr(executor, "updates_all", False)
+        if shared:
+            given = {name: given.get(name) for name in self.blocks}
         function = UpdateBlock(self.conventions, self.max_patch_elements, check)
         weight, burn_in = self.averaging.weight, self.averaging.burn_in
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, batch in given.items():
             held, own_decay, own_weight = state.blocks[name], decay, weight
             statistics = held.statistics
-            if statistics is None:
+            if statistics is None and not (shared and is_empty(batch)):
                 statistics = self._first_statistics(name, batch)
             if burn_in:
                 burning = held.updates < burn_in
@@ -472,8 +512,10 @@ class Network:
         good = xp.all(xp.stack([new.status for new in found.values()]) == 0)
         for name, new in found.items():
             old = tasks[name][1]
-            kept = map_structure(lambda a, b: xp.where(good, a, b), new, old)
-            kept = replaced(kept, status=new.status)
+            kept = new
+            if old is not None:
+                kept = map_structure(lambda a, b: xp.where(good, a, b), new, old)
+                kept = replaced(kept, status=new.status)
             blocks[name] = _after_update(state.blocks[name], kept, good)
         return state.updated(blocks)
 
@@ -484,6 +526,7 @@ class Network:
         /,
         *,
         decay: Scalar,
+        executor: Executor = plain,
     ) -> NetworkState:
         """Return the state after an update with batches that came in parts.
 
@@ -498,6 +541,8 @@ class Network:
             Statistics of each part from `Block.moments`, added up by `Block.merge`.
         decay : float or 0-d array
             See `update`.
+        executor : Executor
+            How the loop over blocks is run.
 
         Returns
         -------
@@ -509,21 +554,33 @@ class Network:
         UnknownBlockError
             For an unknown block name.
         """
-        blocks: dict[str, BlockState] = {}
-        for name, given in moments.items():
-            block, held = self.blocks[self.known(name)], state.blocks[name]
+        require_decay(decay)
+        require_kind("moments", moments, Mapping, "a mapping of blocks to statistics")
+        given: dict[str, Any] = {}
+        for name, own in moments.items():
+            what = "statistics, as `Block.moments` returns them"
+            require_kind(f"moments[{name!r}]", own, Statistics, what)
+            given[self.known(name)] = own
+        if getattr(executor, "updates_all", False):
+            given = {name: given.get(name) for name in self.blocks}
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name, own in given.items():
+            block, held = self.blocks[name], state.blocks[name]
             old = held.statistics
-            if old is None:
-                old = block.initial(given.any_weight, precision=self.precision)
+            if own is not None:
+                if old is None:
+                    old = block.initial(own.any_weight, precision=self.precision)
+                _require_moments(name, own, old)
             burning = held.updates < self.averaging.burn_in
-            new = block.absorb(
-                old,
-                given,
-                decay=_one_where(burning, decay, old),
-                weight=_one_where(burning, self.averaging.weight, old),
+            coefficients = (
+                _one_where(burning, decay, old),
+                _one_where(burning, self.averaging.weight, old),
             )
-            blocks[name] = _after_update(held, new, 1)
-        return state.updated(blocks)
+            tasks[name] = (block, old, own, *coefficients)
+        found = executor(AbsorbBlock(), tasks)
+        return state.updated(
+            {n: _after_update(state.blocks[n], new, 1) for n, new in found.items()}
+        )
 
     def rebase(
         self,
@@ -570,7 +627,11 @@ class Network:
         -----
         About ``9 (n^3 + m^3)`` flops per block.
         """
-        with_bases = [self.known(name) for name in names or ()]
+        require_one_of("moments", moments, ("kronecker", "carried", "zero"))
+        require_check(check)
+        if names is not None:
+            require_range("names", names, NAMES)
+        with_bases = [self.known(name) for name in (() if names is None else names)]
         if names is None:
             with_bases = [
                 name
@@ -656,6 +717,7 @@ class Network:
         ----------
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
+        require_check(check)
         ready = self.ready(state, names)
         function, tasks = self._refresh_tasks(state, ready, damping, check)
         made = executor(function, tasks)
@@ -766,6 +828,8 @@ class Network:
             See `precondition` and the product.
         """
         require_one_of("product", product, VECTOR_PRODUCTS)
+        if type(vectors) is not dict:
+            require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
         given = self.chains.vectors(vectors) if self.chains.of else vectors
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, own in given.items():
@@ -816,6 +880,7 @@ class Network:
             if not ready:
                 raise NotReadyError("No block has statistics yet; call `update` first.")
         else:
+            require_range("names", names, NAMES)
             ready = [self.known(name) for name in names]
         for name in ready:
             self._require_ready(state, name)
@@ -879,6 +944,7 @@ class Network:
 
     def known(self, name: str, /) -> str:
         """Return the name of a block, or raise `UnknownBlockError`."""
+        require_kind("name", name, str, "the name of a block")
         if name in self.blocks:
             return name
         if name in self.tied_weights.uses:
@@ -962,12 +1028,16 @@ class Network:
 
     def _detached(self, batches: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batches of each block, detached from gradient graphs."""
+        if type(batches) is not dict:
+            require_kind("batches", batches, Mapping, "a mapping of blocks to batches")
         uses = self.tied_weights.uses
         grouped = self.tied_weights.grouped(batches) if uses else batches
         grouped = self.chains.batches(grouped) if self.chains.of else grouped
         given: dict[str, Any] = {}
         for name, batch in grouped.items():
-            given[name if name in self.blocks else self.known(name)] = detached(batch)
+            given[name if name in self.blocks else self.known(name)] = detached(
+                batch, name
+            )
         return given
 
     def _first_statistics(self, name: str, batch: Any) -> Statistics:
@@ -1033,9 +1103,9 @@ class Network:
         return function, tasks
 
 
-def _one_where(burning: Any, value: Scalar, statistics: Statistics) -> Scalar:
+def _one_where(burning: Any, value: Scalar, statistics: Statistics | None) -> Scalar:
     """Return 1 during burn-in, else the value."""
-    if isinstance(burning, bool):
+    if isinstance(burning, bool) or statistics is None:
         return 1.0 if burning else value
     xp, like = statistics.namespace, statistics.any_weight
     value = as_scalar(xp, value, like.dtype, "decay")
@@ -1067,6 +1137,20 @@ def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockS
         moments_missing=held.moments_missing * (1 - one),
         status=status,
     )
+
+
+def _require_moments(name: str, given: Statistics, old: Statistics) -> None:
+    """Raise unless the statistics of a batch are of the form of a block's."""
+    namespace_of(moments=given.any_weight, statistics=old.any_weight)
+    found, expected = (
+        {path: tuple(x.shape) for path, x in leaves(part.averages)}
+        for part in (given, old)
+    )
+    if found != expected:
+        raise ShapeError(
+            f"Expected `moments[{name!r}]` to hold arrays of shapes {expected}, got "
+            f"{found}."
+        )
 
 
 def _copied(x: Array) -> Array:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
-from kfac_core.conventions import require_one_of
-from kfac_core.errors import ConventionError
-from kfac_core.factors.average import require_weight
+from kfac_core.constraints import checked, require_options
 from kfac_core.linalg.shifted import Factorization
 
 __all__ = ["Averaging", "DampingScaling", "Execution", "Refreshing", "Sharing"]
@@ -17,6 +15,7 @@ DampingScaling = Literal["none", "mean_eigenvalue"]
 """Whether a damping is absolute, or relative to the mean eigenvalue of its block."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
     """How running averages of statistics are formed.
@@ -37,7 +36,7 @@ class Averaging:
     Raises
     ------
     ConventionError
-        For a negative `burn_in`.
+        For a negative `burn_in`, or a value of another kind.
     DecayError
         For a weight that is not positive.
 
@@ -53,13 +52,10 @@ class Averaging:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        require_weight(self.weight)
-        if self.burn_in < 0:
-            raise ConventionError(
-                f"Expected `burn_in` to be a number of updates >= 0, got {self.burn_in}."
-            )
+        require_options(self)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Refreshing:
     """What a refresh computes, and how it handles failures.
@@ -88,7 +84,7 @@ class Refreshing:
     Raises
     ------
     ConventionError
-        For an unknown name.
+        For an unknown name, or a number out of range.
 
     Examples
     --------
@@ -106,14 +102,10 @@ class Refreshing:
     interval: float | None = None
 
     def __post_init__(self) -> None:
-        for factorization in self.factorizations:
-            require_one_of("factorizations", factorization, get_args(Factorization))
-        scalings = get_args(DampingScaling)
-        require_one_of("damping_scaling", self.damping_scaling, scalings)
-        ways = ("inverse", "triangular", "cheaper")
-        require_one_of("solving", self.solving, ways)
+        require_options(self)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
     """Factors, weights and chains that blocks of a network share.
@@ -131,6 +123,11 @@ class Sharing:
         ``Kronecker()``, become one block ``encoder`` of `BlockTridiagonal`, and batches and
         gradients are given by layer.
 
+    Raises
+    ------
+    ConventionError
+        For anything but mappings of names.
+
     Examples
     --------
     Two heads that read the same inputs keep one input factor:
@@ -143,7 +140,11 @@ class Sharing:
     weights: Mapping[str, str] = field(default_factory=dict)
     chains: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        require_options(self)
 
+
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """How the loops over blocks are run; no option here changes a result.
@@ -161,7 +162,7 @@ class Execution:
     Raises
     ------
     ConventionError
-        If `workers` is below 1.
+        If a number is below 1, or no whole number.
 
     Examples
     --------
@@ -173,7 +174,4 @@ class Execution:
     max_patch_elements: int | None = None
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ConventionError(
-                f"Expected `workers` to be at least 1, got {self.workers}."
-            )
+        require_options(self)

@@ -20,9 +20,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import operator as operators
-import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -39,6 +39,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.precision import Precision
 from kfac_core.array.structure import fields_of, leaves, replaced
 from kfac_core.block import Block
+from kfac_core.constraints import shown
 from kfac_core.damping import DampingRule
 from kfac_core.errors import KFACError, StateError
 from kfac_core.factors.average import require_decay
@@ -53,7 +54,7 @@ from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import BlockState, Network, NetworkState
 from kfac_core.operators.operator import FACTORIZATION_OF, CurvatureOperator
 
-__all__ = ["FORMAT", "VERSION", "dump_state", "parse_state"]
+__all__ = ["FORMAT", "VERSION", "DeferredArray", "dump_state", "parse_state"]
 
 FORMAT = "kfac_core.estimator"
 VERSION = 2
@@ -65,11 +66,33 @@ _COUNTS = [
 ]
 """The counts of a block, which are zero or -1 in a state of nothing."""
 
-_shortened = reprlib.Repr()
-_shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
-_shortened.maxstring = _shortened.maxother = 80
-_short = _shortened.repr
-"""Shows what came, in one line however long or deep it is."""
+_STATE = {"format", "version", "conventions", "settings", "blocks"}
+_BLOCK = {"layer", "approximation", "values"}
+_LARGEST_COUNT = 2**31 - 1
+_LARGEST_UNKNOWN = 2**28
+"""How many numbers an array may hold that no statistic is as large as."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeferredArray:
+    """An array in a state that is read only when its shape is known to be right.
+
+    Attributes
+    ----------
+    dtype : str
+        Name of its dtype, such as ``"float64"``.
+    shape : tuple of int
+        Shape.
+    read : callable
+        Returns the array.
+    like : callable
+        Returns a 0-d array of its library, device and dtype.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Any] = dataclasses.field(repr=False)
+    like: Callable[[], Any] = dataclasses.field(repr=False)
 
 
 def dump_state(
@@ -153,14 +176,15 @@ def parse_state(
     if _text(state.get("version")) != _text(VERSION):
         raise StateError(
             f"Expected version {VERSION} of {FORMAT!r}, got "
-            f"{_short(state.get('version'))}. It was written by another release of "
+            f"{shown(state.get('version'))}. It was written by another release of "
             "kfac_core."
         )
+    _require_known(state, _STATE, "the state")
     _require_equal(state.get("conventions"), promises, "conventions")
     parts = _mapping(state, "blocks")
     if parts.keys() != network.blocks.keys():
         raise StateError(
-            f"Expected the blocks {sorted(network.blocks)}, got {_short([*parts])}. Load "
+            f"Expected the blocks {sorted(network.blocks)}, got {shown([*parts])}. Load "
             "it into an estimator with the same blocks; `load_checkpoint` takes other "
             "`names`."
         )
@@ -226,11 +250,17 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     block = network.blocks[name]
     for key, expected in _description(block).items():
         _require_equal(part.get(key), expected, key)
+    _require_known(part, _BLOCK, "the block")
     values = _Values(_mapping(part, "values"))
-    held: BlockState = values.read("", BlockState, _template(values, network, name))
+    template = _template(values, network, name)
+    dense = math.prod(network.blocks[name].layer.matrix_shape) ** 2
+    sizes = [math.prod(x.shape) for x in _arrays(template)]
+    values.largest = max([*sizes, min(dense, _LARGEST_UNKNOWN)])
+    held: BlockState = values.read("", BlockState, template)
     values.require_empty()
     if held.statistics is not None:
-        _check_statistics(held.statistics, network.precision)
+        most = max(1.0, network.averaging.weight) * max(held.updates, 1)
+        _check_statistics(held.statistics, network.precision, most)
     if held.operator is not None:
         _check_operator(held.operator, block)
     return held
@@ -266,10 +296,16 @@ class _Values:
     ----------
     values : mapping of str to object
         Values by path.
+
+    Attributes
+    ----------
+    largest : int
+        How many numbers an array may hold whose shape the template does not say.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.left = {str(path): value for path, value in values.items()}
+        self.largest = 0
         self._like: Any = None
 
     def holds(self, path: str) -> bool:
@@ -282,6 +318,8 @@ class _Values:
         self._like = next(filter(_is_real, below), None)
         if self._like is None:
             raise StateError(f"expected {part} to hold arrays of real numbers.")
+        if type(self._like) is DeferredArray:
+            self._like = self._like.like()
         return self._like
 
     def read(self, path: str, hint: Any, like: Any) -> Any:
@@ -319,7 +357,7 @@ class _Values:
     def require_empty(self) -> None:
         """Raise where anything is left."""
         if self.left:
-            raise StateError(f"{_short([*self.left])} belong to nothing.")
+            raise StateError(f"{shown([*self.left])} belong to nothing.")
 
     def number(self, path: str, like: float) -> Any:
         """Take a count that is not below that of nothing, or a damping."""
@@ -328,16 +366,17 @@ class _Values:
             type(value) is not type(like)
             or not is_finite_number(value)
             or value < least
+            or (type(value) is int and value > _LARGEST_COUNT)
         ):
             expected = f"a finite {type(like).__name__} of at least {least}"
-            raise _problem(path, expected, _short(value))
+            raise _problem(path, expected, shown(value))
         return value
 
     def choice(self, path: str, choices: tuple[Any, ...]) -> Any:
         """Take one of a few values."""
         value = self.taken(path)
         if type(value) is not type(choices[0]) or value not in choices:
-            raise _problem(path, f"one of {choices}", _short(value))
+            raise _problem(path, f"one of {choices}", shown(value))
         return value
 
     def _symmetric(self, path: str, like: SymmetricMatrix | None) -> SymmetricMatrix:
@@ -364,9 +403,14 @@ class _Values:
     def _array(self, path: str, like: Any, shape: tuple[int, ...] | None) -> Any:
         """Take an array of the shape and the kind of another, as a copy."""
         x = self.taken(path)
-        xp = namespace_of(**{path: x, "the others": self._like})
-        if shape is not None and tuple(x.shape) != shape:
+        if shape is not None and tuple(getattr(x, "shape", shape)) != shape:
             raise _problem(path, f"of shape {shape}", tuple(x.shape))
+        if type(x) is DeferredArray:
+            if shape is None and math.prod(x.shape) > self.largest:
+                expected = f"of at most {self.largest} numbers"
+                raise _problem(path, expected, f"shape {x.shape}")
+            x = x.read()
+        xp = namespace_of(**{path: x, "the others": self._like})
         real = _is_real(x)
         if not real and x.dtype != xp.int32:
             raise _problem(path, "of float32, float64 or int32", x.dtype)
@@ -404,23 +448,36 @@ def _choices(cls: Any, name: str) -> tuple[Any, ...]:
     )
 
 
+def _arrays(value: Any) -> list[Any]:
+    """Return the arrays of a structure."""
+    return [x for _, x in leaves(value) if array_api_compat.is_array_api_obj(x)]
+
+
 def _is_real(x: Any) -> bool:
     """Whether something is an array of float32 or float64."""
+    if type(x) is DeferredArray:
+        return x.dtype in ("float32", "float64")
     if not array_api_compat.is_array_api_obj(x):
         return False
     xp = own_namespace(x)
     return x.dtype in (xp.float32, xp.float64)
 
 
-def _check_statistics(statistics: Statistics, precision: Precision) -> None:
+def _check_statistics(
+    statistics: Statistics, precision: Precision, most: float
+) -> None:
+    """Check dtypes, and that weights are such as so many updates may give."""
     xp = statistics.namespace
     dtype = precision.dtype(precision.storage, statistics.dtype, xp=xp)
     for path, x in leaves(statistics):
         if _is_real(x) and x.dtype != dtype:
             raise _problem(f"statistics.{path}", f"of dtype {dtype}", x.dtype)
     for name, average in statistics.averages.items():
-        if not bool(average.weight >= 0):
-            raise StateError(f"the weight of {name!r} is negative.")
+        if not 0 <= float(average.weight) <= most * 1.001:
+            raise StateError(
+                f"the weight of {name!r} is not one of so many updates: expected one in "
+                f"[0, {most:.6g}], got {float(average.weight):.6g}."
+            )
 
 
 def _check_operator(operator: CurvatureOperator, block: Block) -> None:
@@ -472,6 +529,12 @@ def _with_settings(
     return network, {"damping": damping, "decay": decay}
 
 
+def _require_known(part: Mapping[str, Any], known: set[str], where: str) -> None:
+    """Raise where a mapping has other keys."""
+    if unknown := [key for key in part if key not in known]:
+        raise StateError(f"{where} has unknown parts: {shown(unknown)}.")
+
+
 def _mapping(part: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = part.get(name)
     if not isinstance(found, Mapping):
@@ -499,7 +562,7 @@ def _require_equal(found: Any, expected: Mapping[str, Any], where: str) -> None:
     hint = ""
     if all(str(key).endswith("_layout") for key in others):
         hint = " The layouts alone differ: load a file with layouts='any'."
-    raise StateError(f"expected {where} {_short(wanted)}, got {_short(came)}.{hint}")
+    raise StateError(f"expected {where} {shown(wanted)}, got {shown(came)}.{hint}")
 
 
 def _problem(path: str, expected: str, found: Any) -> StateError:

@@ -6,18 +6,15 @@ Without threadpoolctl nothing is known, and nothing is changed.
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-threadpoolctl: Any
-try:
-    threadpoolctl = importlib.import_module("threadpoolctl")
-except ImportError:
-    threadpoolctl = None
+from kfac_core.array.optional import optional_module
+
+threadpoolctl: Any = optional_module("threadpoolctl")
 
 __all__ = ["hold_threads", "pools", "threads"]
 

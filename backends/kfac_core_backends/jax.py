@@ -45,6 +45,13 @@ def device(spec: str | None, /) -> Any:
     return found[int(number or 0)]
 
 
+def array_problem(x: Any, /) -> str | None:
+    """Return why an array cannot be computed with, or None."""
+    if isinstance(x, jax.core.Tracer) or not x.is_deleted():
+        return None
+    return "an array that was deleted, as by donating it to a compiled function"
+
+
 def asarray(values: np.ndarray[Any, Any], /, *, device: Any) -> Any:
     """Return a copy on the device; 64 bits only where JAX has them switched on."""
     if values.dtype in (np.float64, np.int64) and not jax.config.jax_enable_x64:

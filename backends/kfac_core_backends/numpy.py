@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from kfac_core.array.optional import optional_module
 from kfac_core_backends.blas_threads import hold_threads as hold_threads
 from kfac_core_backends.blas_threads import threads as threads
 from kfac_core_backends.reused_memory import empty
 
-try:
+if optional_module("scipy.linalg") is not None:
     from scipy.linalg import blas, lapack
 
     from kfac_core_backends.lapack import lauum, potrf, symm, syrk, trmm, trsm
-except ImportError:
+else:
     blas = lapack = None  # type: ignore[assignment]
 
 name = "numpy"

@@ -69,6 +69,21 @@ def detach(x: Any, /) -> Any:
     return x.detach() if x.requires_grad else x
 
 
+def array_problem(x: Any, /) -> str | None:
+    """Return why a tensor cannot be computed with, or None."""
+    if x.is_nested:
+        return "a nested tensor; pad it, and give a mask"
+    if x.layout is not torch.strided:
+        return f"a tensor of layout {x.layout}; call its `to_dense()`"
+    if x.is_quantized:
+        return f"a quantized tensor ({x.dtype}); call its `dequantize()`"
+    if x.device.type == "meta":
+        return "a tensor on the device meta, which has no numbers"
+    if type(x).__module__.startswith("torch.masked"):
+        return "a masked tensor; fill it, and give a mask"
+    return None
+
+
 def threads() -> int:
     """Return how many threads a call computes on."""
     return int(torch.get_num_threads())

@@ -231,7 +231,7 @@ def test_what_makes_no_sense_is_refused(backend, rng):
         backend.to_numpy(s.averages["block"].sum.inputs) for s in (statistics, kept)
     )
     assert np.array_equal(one, two)
-    with pytest.raises(kc.ShapeError, match="`gradients` to be at least 1"):
+    with pytest.raises(kc.ShapeError, match="`gradients` to be an integer >= 1"):
         ExampleGram(gradients=0)
 
 

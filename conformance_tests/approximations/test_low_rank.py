@@ -375,7 +375,7 @@ def test_pairs_and_numbers_that_make_no_sense_are_refused():
     for geometry in (grouped, embedding):
         with pytest.raises(kc.UnsupportedError, match="take"):
             kc.Block(geometry, LowRankKronecker(input_rank=1, output_rank=1))
-    with pytest.raises(kc.ShapeError, match="`output_rank` to be at least 1"):
+    with pytest.raises(kc.ShapeError, match="`output_rank` to be an integer >= 1"):
         LowRankKronecker(input_rank=1, output_rank=0)
     with pytest.raises(kc.ConventionError, match="sharing"):
         LowRankKronecker(input_rank=1, output_rank=1, sharing="some")

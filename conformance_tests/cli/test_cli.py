@@ -87,6 +87,17 @@ def test_doctor_says_what_is_native(found):
         assert row["torch"] == "unavailable", operation
 
 
+def test_doctor_shows_the_engines_of_several_processes(found):
+    """Those that can be used, and what the others need."""
+    engines = found["communicators"]
+
+    assert found["communicator"] is None
+    assert {"alone", "mpi", "torch"} <= set(engines)
+    assert engines["alone"]["usable"] is True
+    assert engines["torch"]["usable"] is False
+    assert "install torch" in engines["torch"]["problem"]
+
+
 @pytest.mark.parametrize("every", [True, False], ids=["all", "short"])
 def test_doctor_in_words(every):
     """The text says what is chosen, why, and what each backend and operation is."""
@@ -204,7 +215,9 @@ def test_a_broken_command_does_not_take_the_others_with_it(capsys, monkeypatch):
         raise ModuleNotFoundError("No module named 'another_package'")
 
     broken = Registered("broken", load)
-    monkeypatch.setattr("kfac_core.cli.entry_points", lambda group: [broken])
+    monkeypatch.setattr(
+        "kfac_core.cli.entry_points_of", lambda group: {"broken": broken}
+    )
 
     assert "doctor" in commands()
     assert main(["broken", "--any", "argument"]) == 2
@@ -224,7 +237,9 @@ def test_the_benchmark_is_a_command_where_its_programs_are(monkeypatch):
 def test_a_registered_command_does_not_replace_one_of_the_core(monkeypatch):
     """Whatever is installed, ``doctor`` is the doctor."""
     other = Registered("doctor", lambda: None)
-    monkeypatch.setattr("kfac_core.cli.entry_points", lambda group: [other])
+    monkeypatch.setattr(
+        "kfac_core.cli.entry_points_of", lambda group: {"doctor": other}
+    )
 
     assert commands()["doctor"].__name__ == "kfac_core.cli.doctor"
 

@@ -40,6 +40,7 @@ GOOD = {
     "verify": ("-v", "RECORD"),
     "inspect": ("CHECKPOINT",),
     "conformance": ("--adapter", OWN, "--only", "B1", "A4"),
+    "plan": ("resnet50", "--ranks", "1", "8"),
     "bench": (*BENCH, "--output", "OUT"),
 }
 BAD = {
@@ -47,6 +48,7 @@ BAD = {
     "verify": ("nothing.safetensors",),
     "inspect": ("RECORD",),
     "conformance": ("--adapter", "no_such_module:x"),
+    "plan": ("nothing.json",),
     "bench": ("--libraries", "nonsense"),
 }
 NEEDS = {

@@ -13,7 +13,7 @@ import pytest
 import kfac_core
 
 DOCS = Path(__file__).parents[2] / "docs"
-ENTRY_POINTS = {"kfac_core.backends", "kfac_core.commands"}
+ENTRY_POINTS = {"kfac_core.backends", "kfac_core.commands", "kfac_core.communicators"}
 
 pytestmark = pytest.mark.skipif(
     not DOCS.is_dir(), reason="the documentation is not here"

@@ -4,6 +4,7 @@ import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kfac_core as kc
@@ -52,3 +53,32 @@ def test_without_steps_nothing_is_learned(example, capsys):
     before, after = example("shampoo").train(steps=0)
 
     assert before == after
+
+
+@pytest.fixture
+def tuning(monkeypatch):
+    """The program of the page on tuning."""
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield importlib.import_module("tuning")
+    del sys.modules["tuning"]
+
+
+def test_the_problems_of_the_page_on_tuning_are_trained(tuning):
+    """By both methods, each loss stays above its floor, and gradients are derivatives."""
+    for problem in tuning.problems():
+        parameters = problem.initial()
+        before = problem.mean_loss(parameters)
+        rows = np.arange(len(problem.inputs))
+        _, _, found = tuning.gradients(problem, parameters, rows)
+        weight, gradient = parameters["layer0"]["weight"], found["layer0"]["weight"]
+        place = np.unravel_index(np.argmax(np.abs(gradient)), gradient.shape)
+        losses = []
+        for change in (1e-5, -2e-5):
+            weight[place] += change
+            losses.append(problem.mean_loss(parameters))
+        slope = (losses[0] - losses[1]) / 2e-5
+
+        assert slope == pytest.approx(gradient[place], rel=1e-5)
+        assert 0.0 < tuning.train_kfac(problem, 8, clip=1e-2) < before
+        assert 0.0 < tuning.train_adam(problem, 8, 0.01) < before

@@ -21,7 +21,7 @@ DEFAULTS = {
     "likelihood": "None",
     "fisher": "'gradients'",
     "kl_clip": "0.001",
-    "damping": "0.001",
+    "damping": "0.03",
     "decay": "0.95",
     "update_every": "1",
     "refresh_every": "10",
@@ -54,7 +54,7 @@ def test_the_table_has_a_column_for_each_integration(program):
     assert head[2:] == ["PyTorch", "JAX", "Keras", "NumPy"]
     assert [row[0] for row in rows] == [f"`{option}=`" for option in program.MEANING]
     damping = next(row for row in rows if row[0] == "`damping=`")
-    assert damping[4] == damping[5] == "`0.001`"
+    assert damping[4] == damping[5] == "`0.03`"
 
 
 def used_names(tree):

@@ -102,7 +102,7 @@ def test_a_bad_damping_in_an_array_is_refused_by_refresh(backend, batch, rule, v
 @pytest.mark.parametrize("value", BAD_DECAYS)
 def test_a_bad_decay_is_refused_when_made(number, value):
     """An estimator with a decay outside [0, 1] cannot be made."""
-    with pytest.raises(kc.DecayError, match=r"`decay` in \[0, 1\]"):
+    with pytest.raises(kc.DecayError, match=r"`decay` to be a number in \[0, 1\]"):
         estimator(decay=NUMBERS[number](value))
 
 
@@ -114,7 +114,7 @@ def test_a_bad_decay_is_refused_when_set(backend, kept, number, value):
     def act():
         kept.decay = NUMBERS[number](value)
 
-    assert_refused(kept, kc.DecayError, r"`decay` in \[0, 1\]", act)
+    assert_refused(kept, kc.DecayError, r"`decay` to be a number in \[0, 1\]", act)
 
 
 @pytest.mark.parametrize("number", NUMBERS)

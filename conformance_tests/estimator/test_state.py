@@ -301,7 +301,7 @@ DAMAGE = {
     "sum_none": (put(SUM, None), "'full'.*input.sum.*None"),
     "no_sum": (drop(SUM), "'full'.*averages.input.sum is missing"),
     "sum_more": (put(f"{SUM}.extra", 1), "'full'.*extra.*belong to nothing"),
-    "weight_negative": (put(WEIGHT, filled(-1.0)), "'full'.*weight.*'input'.*negative"),
+    "weight_negative": (put(WEIGHT, filled(-1.0)), "'full'.*weight.*'input'.*got -1"),
     "weight_number": (put(WEIGHT, 3), "'full'.*input.weight.*int"),
     "status_real": (
         put(f"{VALUES}/statistics.status", lambda b, x: b.asarray(np.zeros(()))),

@@ -45,6 +45,11 @@ def opened(data: bytes, /, *, key: str = DOCUMENT) -> Container:
         start, end = part["data_offsets"]
         values = data[base + start : base + end]
         tensors[name] = (part["dtype"], list(part["shape"]), values)
+    if key == DOCUMENT:
+        # Equal tensors are in the file once; here each stands for itself.
+        digests = document["digests"]
+        of_digest = {digests[name]: part for name, part in tensors.items()}
+        tensors = {name: of_digest[found] for name, found in digests.items()}
     return Container(document, tensors)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 FULL = os.environ.get("KFAC_CORE_SURVIVAL") == "full"
-"""Whether ``KFAC_CORE_SURVIVAL=full`` asks for the sizes of `docs/survival.md`."""
+"""Whether ``KFAC_CORE_SURVIVAL=full`` asks for the sizes of `docs/robustness.md`."""
 
 
 def sized(small: int, full: int, /) -> int:

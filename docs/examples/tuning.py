@@ -133,7 +133,6 @@ def train_kfac(problem, steps, **changed):
         kl_clip=options["clip"],
         damping=options["damping"],
         decay=0.95,
-        reduction="sum",
         refresh_every=options["interval"],
     )
     for step, rows in enumerate(batches(problem, options["size"], steps)):
@@ -146,7 +145,7 @@ def train_kfac(problem, steps, **changed):
             kfac.observe(name, kc.Batch(seen[name], g))
         try:
             kfac.step(found)
-        except kc.KFACError:
+        except (kc.NotFiniteError, kc.FactorizationError):
             return math.inf
     return problem.mean_loss(parameters)
 
@@ -240,7 +239,7 @@ def draw(found, folder):
         ("intervals", ("interval", "size"), None),
     )
     for file, rows, label in kinds:
-        figure = Figure(figsize=(10.0, 6.4), dpi=120, layout="constrained")
+        figure = Figure(figsize=(10.5, 5.8), dpi=120, layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(len(rows), len(found))
         for axes_of_row, kind in zip(grid, rows, strict=True):
@@ -248,7 +247,10 @@ def draw(found, folder):
                 _draw_one(axes, kind, losses, label)
                 axes.set_title(name, loc="left", fontsize=10)
             axes_of_row[0].set_ylabel("training loss above its floor")
-            axes_of_row[-1].legend(frameon=False, fontsize=7, loc="upper left")
+            # Beside the last axes: inside, it would hide lines.
+            axes_of_row[-1].legend(
+                frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0)
+            )
         figure.savefig(folder / f"tuning_{file}.png")
 
 

@@ -109,6 +109,13 @@ GROUPS = (
         ("kfac_core.execution",),
     ),
     Group(
+        "distributed",
+        "Several processes",
+        "Every process makes the same estimator with ``Distributed``, and gives it its own "
+        "part of each batch: :doc:`/distributed`.",
+        ("kfac_core.distributed",),
+    ),
+    Group(
         "operators",
         "Curvature operators",
         "Immutable snapshots of the curvature, which multiply, invert and take powers.",

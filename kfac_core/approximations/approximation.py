@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
@@ -12,7 +12,10 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
 
-__all__ = ["Approximation"]
+__all__ = ["Approximation", "Reduction"]
+
+Reduction = Literal["sum", "merge", "none"]
+"""How statistics are put together; see `Approximation.reduction`."""
 
 
 class Approximation(Protocol):
@@ -38,6 +41,21 @@ class Approximation(Protocol):
     ``("input", "inputs")`` says that where the diagonal of the average ``input`` is finite,
     so were the ``inputs`` of the batch, which then need not be read for it.
     """
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the statistics of several processes become those of all their rows.
+
+        ``"sum"``: sums and weights are added up, in common bases where there are any.
+        ``"merge"``: averages are gathered and joined by ``merged``, which is exact for any
+        split.  ``"none"``: in no way, as `reduction_problem` says; the default.
+        """
+        return "none"
+
+    @property
+    def reduction_problem(self) -> str:
+        """Why ``reduction`` is ``"none"``."""
+        return "it does not say how its statistics are reduced; define `reduction`"
 
     @property
     def stacks(self) -> bool:

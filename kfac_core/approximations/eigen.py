@@ -30,15 +30,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, any_status, cast, full_of
 from kfac_core.array.status import Check
 from kfac_core.array.structure import map_structure, replaced
-from kfac_core.conventions import Conventions, require_one_of
-from kfac_core.factors.average import Average, require_decay, zero_weight
+from kfac_core.constraints import checked, require_one_of, require_options
+from kfac_core.conventions import Conventions
+from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -57,6 +58,7 @@ MomentStart = Literal["kronecker", "carried", "zero"]
 _SIDES = ("input", "output")
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Eigen(Approximation):
     r"""EKFAC: second moments in the eigenbasis of the Kronecker factors.
@@ -142,11 +144,12 @@ class Eigen(Approximation):
     has_bases = True
 
     def __post_init__(self) -> None:
-        for side in _SIDES:
-            require_one_of(side, getattr(self, side), ("full", "diagonal"))
-        require_one_of("sharing", self.sharing, get_args(WeightSharing))
-        if self.moment_decay is not None:
-            require_decay(self.moment_decay, name="moment_decay")
+        require_options(self)
+
+    @property
+    def reduction(self) -> Reduction:
+        """Moments in common bases are sums, as the factors are."""
+        return "sum"
 
     @property
     def decays(self) -> Mapping[str, float]:
@@ -388,5 +391,6 @@ def _descending(basis: Eigendecomposition, xp: Namespace) -> Eigendecomposition:
     return replaced(
         basis,
         eigenvalues=xp.flip(basis.eigenvalues, axis=-1),
-        eigenvectors=xp.flip(basis.eigenvectors, axis=-1),
+        # A copy: a view with negative strides is another memory order than a loaded one's.
+        eigenvectors=xp.asarray(xp.flip(basis.eigenvectors, axis=-1), copy=True),
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, full_of
@@ -71,6 +71,11 @@ class Eva(Approximation):
 
     name = "eva"
     unsupported_products = NO_CHOLESKY
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""

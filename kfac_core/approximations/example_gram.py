@@ -18,11 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
 from kfac_core.array.structure import in_dtype
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.window import WindowAverage, window_average
@@ -37,6 +38,7 @@ from kfac_core.operators.example_gram import (
 __all__ = ["ExampleGram"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ExampleGram(Approximation):
     r"""SENG: the block of the K per-example gradients with the largest weights.
@@ -91,11 +93,12 @@ class ExampleGram(Approximation):
     unsupported_products = NO_TRIANGLE
 
     def __post_init__(self) -> None:
-        for name in ("gradients", "positions"):
-            if getattr(self, name) < 1:
-                raise ShapeError(
-                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
-                )
+        require_options(self)
+
+    @property
+    def reduction(self) -> Reduction:
+        """The gradients that weigh most of all are among those that do on a process."""
+        return "merge"
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""

@@ -41,7 +41,7 @@ from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
-from kfac_core.errors import ConventionError
+from kfac_core.constraints import checked, require_options
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
@@ -64,6 +64,7 @@ __all__ = ["KFOC"]
 _KRONECKER = Kronecker()
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class KFOC(Approximation):
     r"""The best approximation of a block by one Kronecker product.
@@ -95,10 +96,15 @@ class KFOC(Approximation):
     name = "kfoc"
 
     def __post_init__(self) -> None:
-        if self.iterations < 1:
-            raise ConventionError(
-                f"Expected `iterations` to be at least 1, got {self.iterations}."
-            )
+        require_options(self)
+
+    @property
+    def reduction_problem(self) -> str:
+        """Why fitted products are not reduced."""
+        return (
+            "the best product of a sum is not made of the best products of its parts; take "
+            "Kronecker"
+        )
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""

@@ -27,15 +27,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, full_of, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.factor import FactorKind, factor_of
@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Approximation):
     r"""K-FAC: the block of a layer is one Kronecker product of two factors.
@@ -138,9 +139,20 @@ class Kronecker(Approximation):
     sums_of_squares = (("input", "inputs"), ("output", "output_grads"))
 
     def __post_init__(self) -> None:
-        require_one_of("input", self.input, get_args(FactorKind))
-        require_one_of("output", self.output, ("full", "diagonal"))
-        require_one_of("sharing", self.sharing, get_args(WeightSharing))
+        require_options(self)
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes; centered moments cannot be."""
+        return "none" if self.input == "uncorrelated" else "sum"
+
+    @property
+    def reduction_problem(self) -> str:
+        """Why uncorrelated inputs are not reduced."""
+        return (
+            "the covariance of uncorrelated inputs is centered at each process's own mean, "
+            "so that it is no sum over processes; take input='full'"
+        )
 
     @property
     def factor_kinds(self) -> Mapping[str, str]:

@@ -16,16 +16,15 @@ eigenpairs; "Brand New K-FACs", arXiv:2210.08494, for updating them without the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast, full_of
 from kfac_core.array.structure import in_dtype
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
-from kfac_core.errors import ShapeError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.low_rank import LowRankAverage, low_rank_average
 from kfac_core.factors.statistics import Statistics
@@ -41,6 +40,7 @@ from kfac_core.operators.low_rank import (
 __all__ = ["LowRankKronecker"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class LowRankKronecker(Approximation):
     r"""The approximation of a block by one Kronecker product of low-rank factors.
@@ -78,11 +78,15 @@ class LowRankKronecker(Approximation):
     unsupported_products = NO_CHOLESKY
 
     def __post_init__(self) -> None:
-        require_one_of("sharing", self.sharing, get_args(WeightSharing))
-        for name in ("input_rank", "output_rank", "rows_at_once"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ShapeError(f"Expected `{name}` to be at least 1, got {value}.")
+        require_options(self)
+
+    @property
+    def reduction_problem(self) -> str:
+        """Why bounded ranks are not reduced."""
+        return (
+            "what each process cuts off is lost, so that the result depends on how rows "
+            "are split; take Kronecker"
+        )
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""

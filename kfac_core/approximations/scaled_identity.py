@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import full_of
-from kfac_core.errors import ConventionError
+from kfac_core.constraints import checked, require_options
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -19,6 +18,7 @@ from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 __all__ = ["ScaledIdentity"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ScaledIdentity(Approximation):
     """A multiple of the identity, whatever the rows hold.
@@ -41,10 +41,12 @@ class ScaledIdentity(Approximation):
     name = "scaled_identity"
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.scale) and self.scale >= 0):
-            raise ConventionError(
-                f"Expected `scale` to be a finite number >= 0, got {self.scale}."
-            )
+        require_options(self)
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast, full_of
@@ -44,6 +44,11 @@ class Diagonal(Approximation):
     """
 
     name = "diagonal"
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
@@ -106,6 +111,11 @@ class Full(Approximation):
     """
 
     name = "full"
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def initial(
         self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace

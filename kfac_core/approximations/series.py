@@ -30,15 +30,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.lagged import LaggedFactor, length_shares
@@ -55,6 +55,7 @@ _LAG_0 = Kronecker()
 _LAG_1 = LaggedFactor()
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Series(Approximation):
     r"""The approximation of a recurrent layer's block by a chain of time steps.
@@ -93,17 +94,21 @@ class Series(Approximation):
     name = "series"
 
     def __post_init__(self) -> None:
-        require_one_of("variant", self.variant, get_args(SeriesVariant))
-        if self.variant == "symmetric" and (self.steps is None or self.steps < 1):
+        require_options(self)
+        if self.variant == "symmetric" and self.steps is None:
             raise ConventionError(
                 "The symmetric variant sums over the lags of sequences of known lengths: "
-                "expected `steps`, the length of the longest, of at least 1, got "
-                f"{self.steps}."
+                "expected `steps`, the length of the longest."
             )
         if self.variant != "symmetric" and self.steps is not None:
             raise ConventionError(
                 f"The variant {self.variant!r} knows no `steps`; leave it out."
             )
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""

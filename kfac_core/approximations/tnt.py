@@ -24,15 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
 from kfac_core.approximations.kronecker import Kronecker, kronecker_shapes
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import checked, require_options
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -47,6 +47,7 @@ Positions = Literal["summed", "independent"]
 _KRONECKER = Kronecker()
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TNT(Approximation):
     r"""The tensor-normal approximation of a block.
@@ -77,7 +78,12 @@ class TNT(Approximation):
     name = "tnt"
 
     def __post_init__(self) -> None:
-        require_one_of("positions", self.positions, get_args(Positions))
+        require_options(self)
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
         """Return the sizes of both factors; of a block of one array, none."""

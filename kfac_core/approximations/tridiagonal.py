@@ -28,7 +28,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from kfac_core.approximations.approximation import Approximation
+from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
@@ -72,6 +72,11 @@ class BlockTridiagonal(Approximation):
 
     name = "block_tridiagonal"
     unsupported_products = TRIDIAGONAL_LACKS
+
+    @property
+    def reduction(self) -> Reduction:
+        """Sums of rows are added up over processes."""
+        return "sum"
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""

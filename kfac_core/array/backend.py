@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from kfac_core.array.generic_backend import BrokenBackend, GenericBackend
+from kfac_core.array.optional import entry_points_of
 from kfac_core.array.structure import Registrar, register_structures_with
 from kfac_core.errors import UnknownBackendError
 
@@ -118,6 +119,9 @@ class Backend(Protocol):
     def detach(self, x: Array, /) -> Array:
         """Return the array detached from its gradient graph, if any."""
 
+    def array_problem(self, x: Array, /) -> str | None:
+        """Return why an array cannot be computed with (sparse, deleted), or None."""
+
     def placeholder(self, function: Callable[[], Any], /, *, device: Any) -> Any:
         """Return what a function returns, or something else of the same form."""
 
@@ -177,8 +181,8 @@ def get_backend(name: str, /) -> Backend:
     Raises
     ------
     UnknownBackendError
-        If nothing of that name is registered, and no importable package of that
-        name follows the Array API standard.
+        If nothing of that name is registered, and no package of that name that follows
+        the Array API standard is found.  A package is not run to find out.
     """
     if name not in _loaded:
         _load(name)
@@ -187,7 +191,7 @@ def get_backend(name: str, /) -> Backend:
     if isinstance(backend, GenericBackend) and not (known or backend.is_known()):
         raise UnknownBackendError(
             f"Unknown backend {name!r}: registered are {', '.join(backend_names())}, and "
-            f"no package {name!r} that follows the Array API standard can be imported. "
+            f"no package {name!r} that follows the Array API standard was found. "
             "Check the spelling of `KFAC_CORE_BACKEND` or of the argument, or install "
             "the package."
         )
@@ -255,7 +259,7 @@ class _Completed:
         asked = getattr(self._adapter, "problem", None) or self._generic.problem
         try:
             found: str | None = asked()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # Whoever chooses another backend, or asks the doctor, is not to fail here.
             said = f"{type(error).__name__}: {error}"
             entry = _entry_points().get(self.name)
@@ -299,7 +303,7 @@ def _load(name: str) -> None:
                 # The adapter (or its library) is not there.  Arrays of the library may
                 # be all the same, and the definitions serve them.
                 _problems[name] = str(error)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _problems[name] = f"{type(error).__name__}: {error}"
                 _publish(name, {})
                 reason = _broken(entry, _problems[name])
@@ -333,12 +337,8 @@ def _broken(entry: EntryPoint, error: str, use: str = "loaded") -> str:
     )
 
 
-@functools.cache
-def _entry_points() -> dict[str, EntryPoint]:
-    # A fifth of the time of `import kfac_core`, if it stood at the top.
-    from importlib.metadata import entry_points
-
-    return {e.name: e for e in entry_points(group=ENTRY_POINT_GROUP)}
+def _entry_points() -> Mapping[str, EntryPoint]:
+    return entry_points_of(ENTRY_POINT_GROUP)
 
 
 def _operations_with_adapters() -> list[str]:

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import array_api_compat
 import numpy as np
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Array, Namespace, backend_of
+from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.status import Status
 from kfac_core.errors import (
+    ArgumentError,
     BackendUnavailableError,
     DtypeError,
+    KFACError,
     MixedArraysError,
     ShapeError,
 )
@@ -38,6 +41,7 @@ __all__ = [
     "full_of",
     "is_finite_number",
     "is_row_major",
+    "is_usable",
     "moved_axis",
     "namespace_of",
     "own_namespace",
@@ -55,6 +59,9 @@ ARRAY_API_VERSION = "2024.12"
 
 _namespaces: dict[type[Any], Namespace] = {}
 """The namespaces of the types of array that were met, for the next time."""
+
+_problem_of: dict[type[Any], Callable[[Array], str | None]] = {}
+"""What a backend knows to ask of each array of such a type; most know nothing."""
 
 _real_floating: dict[tuple[str, Any], bool] = {}
 """Whether a dtype of a namespace is a real floating one."""
@@ -92,6 +99,9 @@ def namespace_of(
     ------
     DtypeError
         If an argument is no array.
+    ArgumentError
+        If an array cannot be computed with: one of a subclass of NumPy's, or a sparse,
+        quantized or deleted one.
     MixedArraysError
         If two of them are of different libraries, or on different devices.
     BackendUnavailableError
@@ -118,10 +128,12 @@ def namespace_of(
         if not complete:
             raise _explain(given)
         _require_version(xp)
-        for x in given.values():
-            _namespaces[type(x)] = xp
+        for name, x in given.items():
+            _meet(x, xp, name)
     first: tuple[str, Any] | None = None
     for name, x in given.items():
+        if type(x) in _problem_of:
+            _require_usable(x, name)
         place = x.device if _standard_devices.get(type(x)) else device_of(x)
         if first is None and place is not None:
             first = (name, place)
@@ -136,8 +148,49 @@ def own_namespace(x: Array, /) -> Namespace:
     if xp is None:
         xp = array_api_compat.array_namespace(x)
         _require_version(xp)
-        _namespaces[type(x)] = xp
+        _meet(x, xp, "array")
     return xp
+
+
+def _meet(x: Array, xp: Namespace, name: str) -> None:
+    """Remember the namespace of an array's type, or raise for one that is refused."""
+    cls = type(x)
+    if cls in _namespaces:
+        return
+    if isinstance(x, np.ndarray) and cls not in (np.ndarray, np.memmap):
+        raise ArgumentError(
+            f"Expected `{name}` to be a plain array, got {cls.__module__}.{cls.__name__}. "
+            "Subclasses change what operations mean (a mask hides numbers). Give "
+            "`numpy.asarray(x)`, with masked numbers filled first."
+        )
+    if array_api_compat.is_pydata_sparse_array(x):
+        raise ArgumentError(
+            f"Expected `{name}` to be a dense array, got {cls.__module__}.{cls.__name__}. "
+            "Make it dense."
+        )
+    problem_of = backend_of(xp).array_problem
+    if getattr(problem_of, "__func__", None) is not GenericBackend.array_problem:
+        _problem_of[cls] = problem_of
+    _namespaces[cls] = xp
+
+
+def is_usable(x: Any, /) -> bool:
+    """Whether something is an array that `namespace_of` accepts, in native byte order."""
+    try:
+        own_namespace(x)
+    except (TypeError, KFACError):
+        return False
+    if not getattr(x.dtype, "isnative", True):
+        return False
+    problem_of = _problem_of.get(type(x))
+    return problem_of is None or problem_of(x) is None
+
+
+def _require_usable(x: Array, name: str) -> None:
+    """Raise for an array of which its backend says that it cannot be computed with."""
+    problem = _problem_of[type(x)](x)
+    if problem is not None:
+        raise ArgumentError(f"Expected `{name}` to be a dense array, got {problem}.")
 
 
 def same_place(**arrays: Array | None) -> None:
@@ -214,13 +267,15 @@ def require_floating(xp: Namespace, x: Array, name: str, /) -> None:
     Raises
     ------
     DtypeError
-        For integers, booleans and complex numbers.
+        For integers, booleans and complex numbers, for more than 64 bits, and for numbers
+        in another byte order than the machine's.
     """
     known = _real_floating.get((xp.__name__, x.dtype))
     if not (known or _is_real_floating(xp, x.dtype)):
         raise DtypeError(
-            f"Expected `{name}` to have a real floating dtype, got {x.dtype}. Convert it "
-            "first, for example with `astype(x, float32)`."
+            f"Expected `{name}` to have a real floating dtype of 16, 32 or 64 bits, in the "
+            f"machine's byte order, got {x.dtype}. Convert it first, for example with "
+            "`astype(x, float32)`."
         )
 
 
@@ -367,7 +422,11 @@ def _has_standard_device(x: Array) -> bool:
 
 def _is_real_floating(xp: Namespace, dtype: Any) -> bool:
     try:
-        known = bool(xp.isdtype(dtype, "real floating"))
+        known = (
+            bool(xp.isdtype(dtype, "real floating"))
+            and xp.finfo(dtype).bits in (16, 32, 64)
+            and getattr(dtype, "isnative", True)
+        )
     except TypeError:
         # NumPy knows extension dtypes (bfloat16) not at all.
         known = False

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kfac_core.array.backend import Namespace
-from kfac_core.errors import ConventionError
+from kfac_core.constraints import checked, require_options
 
 __all__ = ["FloatName", "Precision"]
 
 FloatName = Literal["float32", "float64"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The three dtypes, by name.
@@ -52,12 +53,7 @@ class Precision:
     apply: FloatName | None = None
 
     def __post_init__(self) -> None:
-        for name in ("storage", "compute", "apply"):
-            if getattr(self, name) not in ("float32", "float64", None):
-                raise ConventionError(
-                    f"Expected `{name}` to be 'float32', 'float64' or None, got "
-                    f"{getattr(self, name)!r}. Statistics and factorizations need 32 bits."
-                )
+        require_options(self)
 
     def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
         """Return the library's dtypes of computing and of applying."""

@@ -34,7 +34,7 @@ from kfac_core.array.backend import (
     backend_of,
     get_backend,
 )
-from kfac_core.errors import BackendUnavailableError
+from kfac_core.errors import ArgumentError, BackendUnavailableError
 
 __all__ = [
     "ENVIRONMENT_VARIABLE",
@@ -95,12 +95,18 @@ def selected_backend(backend: str | None = None, /) -> Selection:
 
     Raises
     ------
+    ArgumentError
+        For anything but a string.
     UnknownBackendError
         If no backend has that name.
     BackendUnavailableError
         If the library or the device cannot be used here.
     """
     spec, reason = _choose(backend)
+    if not isinstance(spec, str):
+        raise ArgumentError(
+            f"Expected `backend` to be a string such as 'torch:cuda:0', got {spec!r}."
+        )
     name, _, device = spec.partition(":")
     found = get_backend(name)
     problem = found.problem()
@@ -111,7 +117,7 @@ def selected_backend(backend: str | None = None, /) -> Selection:
         )
     try:
         return Selection(found, found.device(device or None), spec, reason)
-    except (ValueError, RuntimeError) as error:
+    except (Exception, SystemExit) as error:
         raise BackendUnavailableError(
             f"Backend {spec!r} ({reason}): no such device here: {error}"
         ) from error

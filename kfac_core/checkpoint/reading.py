@@ -1,39 +1,33 @@
 """Reading an estimator from a file, without trusting the file.
 
 Conventions.  Nothing is executed or unpickled, and nothing is changed unless everything
-fits.  Only `StateError` comes out, with what came, what was expected and where.
+fits.  Only `StateError` comes out, with what came, what was expected and where.  A tensor
+is read only after its shape was found to be one that the estimator has.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import reprlib
-import stat
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
-from kfac_core.array.selection import asarray
+from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.selection import asarray, selected_backend
+from kfac_core.checkpoint.container import Container, opened
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
 from kfac_core.checkpoint.translation import Layouts, renamed, with_layouts_of
-from kfac_core.checkpoint.writing import (
-    DIGEST_KEY,
-    FORMAT,
-    METADATA_KEY,
-    VERSION,
-    load_library,
-)
-from kfac_core.conventions import require_one_of
+from kfac_core.checkpoint.writing import DIGEST_KEY, FORMAT, METADATA_KEY, VERSION
+from kfac_core.constraints import require, require_kind, shown
 from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
+from kfac_core.serialization import DeferredArray
 
 __all__ = ["load_checkpoint", "read_header"]
 
-_DTYPES = ("F32", "F64", "I32")
+_KEYS = {"format", "version", "producer", "digests", "transposed", "state"}
 
 
 def load_checkpoint(
@@ -76,15 +70,14 @@ def load_checkpoint(
     UnknownBackendError, BackendUnavailableError
         For an unknown backend.
     """
-    require_one_of("layouts", layouts, get_args(Layouts))
-    state = _read(path, backend)
-    try:
+    require_kind("estimator", estimator, Estimator, "an Estimator")
+    require(load_checkpoint, backend=backend, names=names, layouts=layouts)
+    with opened(path) as file:
+        state = _state(file, backend)
         state = renamed(state, names) if names else state
         if layouts == "any":
             state = with_layouts_of(state, estimator.blocks)
         estimator.load_state_dict(state)
-    except StateError as error:
-        raise StateError(f"{path}: {error}") from None
 
 
 def read_header(path: str | os.PathLike[str], /) -> dict[str, Any]:
@@ -106,82 +99,127 @@ def read_header(path: str | os.PathLike[str], /) -> dict[str, Any]:
     StateError
         As `load_checkpoint`; no tensor is read.
     """
-    with _opened(path) as file:
-        document = _document(file, path)
-        names = file.keys()
-        tensors = {name: _described(file, name) for name in names}
-    return {
-        "document": document,
-        "tensors": tensors,
-        "bytes": Path(path).stat().st_size,
-    }
+    with opened(path) as file:
+        document = _document(file)
+        places = _places(file, document["digests"])
+        tensors = {
+            name: (file.tensors[place].dtype, _shape(file, name, place, document))
+            for name, place in places.items()
+        }
+        return {
+            "document": document,
+            "tensors": tensors,
+            "bytes": file.bytes,
+        }
 
 
-def _read(path: str | os.PathLike[str], backend: str | None) -> Any:
-    """Return the state in a file, its arrays on a backend."""
-    with _opened(path) as file:
-        document = _document(file, path)
-        state, names = document["state"], set(file.keys())
-        if missing := sorted(document["digests"].keys() - names):
-            raise StateError(f"{path}: the tensors {missing[:3]} are missing.")
-        for name in names:
-            values = _tensor(file, name, path)
-            if document["digests"].get(name) != tensor_digest(values):
-                raise StateError(f"{path}: the tensor {name!r} is damaged.")
-            block, _, inner = name.rpartition("/")
-            found = state["blocks"].get(block, {"values": {inner}})["values"]
-            if inner in found:
-                raise StateError(f"{path}: the tensor {name!r} belongs to nothing.")
-            found[inner] = asarray(values, backend=backend)
+def _state(file: Container, backend: str | None) -> Any:
+    """Return the state in a file, whose arrays are read when they are asked for."""
+    document = _document(file)
+    state, digests = document["state"], document["digests"]
+    selected_backend(backend)
+    for name, place in _places(file, digests).items():
+        block, _, inner = name.rpartition("/")
+        found = state["blocks"].get(block, {"values": {inner}})["values"]
+        if inner in found:
+            raise StateError(f"the tensor {shown(name)} belongs to nothing.")
+        found[inner] = DeferredArray(
+            file.tensors[place].numpy_dtype.name,
+            _shape(file, name, place, document),
+            _reader(file, name, place, document, backend),
+            _maker(file, place, backend),
+        )
     return state
 
 
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Open a file; whatever its library or the system raises becomes a `StateError`."""
-    library = load_library()
-    try:
-        if not stat.S_ISREG(Path(path).stat().st_mode):
-            raise StateError(f"{path}: not a regular file.")
-        handle = library.safe_open(str(path), "numpy")
-    except OSError as error:
-        raise StateError(f"{path}: {error.strerror or error}.") from None
-    except library.SafetensorError as error:
-        raise StateError(
-            f"{path}: damaged, incomplete, or no .safetensors file ({error})."
-        ) from None
-    with handle as file:
-        yield file
+def _places(file: Container, digests: Mapping[str, str]) -> dict[str, str]:
+    """Return for each tensor the name under which its numbers are in the file."""
+    if unknown := sorted(file.tensors.keys() - digests.keys()):
+        raise StateError(f"the tensors {shown(unknown)} have no digests.")
+    held = {digests[name]: name for name in reversed(file.tensors)}
+    found: dict[str, str] = {}
+    for name, digest in digests.items():
+        if name not in file.tensors and digest not in held:
+            raise StateError(f"the tensor {shown(name)} is missing.")
+        found[name] = name if name in file.tensors else held[digest]
+    return found
 
 
-def _document(file: Any, path: str | os.PathLike[str]) -> dict[str, Any]:
+def _shape(
+    file: Container, name: str, place: str, document: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Return the shape of a tensor, which may be in the file transposed."""
+    shape = file.tensors[place].shape
+    if name in document["transposed"] and len(shape) > 1:
+        return (*shape[:-2], shape[-1], shape[-2])
+    return shape
+
+
+def _reader(
+    file: Container,
+    name: str,
+    place: str,
+    document: Mapping[str, Any],
+    backend: str | None,
+) -> Callable[[], Any]:
+    """Return what reads a tensor and compares it with its digest."""
+
+    def read() -> Any:
+        values = file.read(place)
+        if tensor_digest(values) != document["digests"][name]:
+            raise StateError(f"the tensor {shown(name)} is damaged.")
+        made = asarray(values, backend=backend)
+        if name in document["transposed"] and made.ndim > 1:
+            return own_namespace(made).matrix_transpose(made)
+        return made
+
+    return read
+
+
+def _maker(file: Container, place: str, backend: str | None) -> Callable[[], Any]:
+    """Return what makes a 0-d array of a tensor's dtype."""
+    zero = np.zeros((), file.tensors[place].numpy_dtype)
+    return lambda: asarray(zero, backend=backend)
+
+
+def _document(file: Container) -> dict[str, Any]:
     """Return the JSON document of a file, its format and version checked."""
-    text = (file.metadata() or {}).get(METADATA_KEY)
+    text = file.metadata.get(METADATA_KEY)
     if text is None:
         raise StateError(
-            f"{path}: no checkpoint: expected the metadata key {METADATA_KEY!r}. "
-            "Verification records are for `kfac-core verify`."
+            f"no checkpoint: expected the metadata key {METADATA_KEY!r}. Verification "
+            "records are for `kfac-core verify`."
         )
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise StateError(f"{path}: the document is no JSON: {error}.") from None
+        raise StateError(f"the document is no JSON: {shown(str(error))}.") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise StateError(f"{path}: expected a document of format {FORMAT!r}.")
-    if document.get("version") != VERSION:
+        raise StateError(f"expected a document of format {FORMAT!r}.")
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
         raise StateError(
-            f"{path}: expected version {VERSION} of {FORMAT!r}, got "
-            f"{reprlib.repr(document.get('version'))}; it was written by "
-            f"{reprlib.repr(document.get('producer', 'an unknown release'))}."
+            f"expected version {VERSION} of {FORMAT!r}, got {shown(version)}; it was "
+            f"written by {shown(document.get('producer', 'an unknown release'))}."
         )
-    if (file.metadata() or {}).get(DIGEST_KEY) != text_digest(text):
-        raise StateError(f"{path}: the document is damaged.")
+    if file.metadata.get(DIGEST_KEY) != text_digest(text):
+        raise StateError("the document is damaged.")
+    if unknown := sorted(document.keys() - _KEYS):
+        raise StateError(f"the document has unknown parts: {shown(unknown)}.")
     state = document.get("state")
     blocks = state.get("blocks") if isinstance(state, dict) else None
     if not isinstance(blocks, dict) or not all(map(_is_block, blocks.values())):
-        raise StateError(f"{path}: the document holds no state, or no blocks.")
-    if not isinstance(document.get("digests"), dict):
-        raise StateError(f"{path}: the document holds no digests of tensors.")
+        raise StateError("the document holds no state, or no blocks.")
+    digests = document.get("digests")
+    if not isinstance(digests, dict) or not all(
+        isinstance(digest, str) for digest in digests.values()
+    ):
+        raise StateError("the document holds no digests of tensors.")
+    transposed = document.get("transposed")
+    if not isinstance(transposed, list) or not all(
+        isinstance(name, str) and name in digests for name in transposed
+    ):
+        raise StateError("the document does not say which tensors are transposed.")
     return document
 
 
@@ -191,18 +229,3 @@ def _is_block(part: Any) -> bool:
     return isinstance(part, dict) and all(
         isinstance(part.get(name), dict) for name in parts
     )
-
-
-def _described(file: Any, name: str) -> tuple[str, tuple[int, ...]]:
-    part = file.get_slice(name)
-    return str(part.get_dtype()), tuple(part.get_shape())
-
-
-def _tensor(file: Any, name: str, path: str | os.PathLike[str]) -> Any:
-    """Read a tensor, after its dtype was found good."""
-    dtype, _ = _described(file, name)
-    if dtype not in _DTYPES:
-        raise StateError(
-            f"{path}: {name}: expected a dtype among {', '.join(_DTYPES)}, got {dtype}."
-        )
-    return np.asarray(file.get_tensor(name))

@@ -3,27 +3,32 @@
 Conventions.  A ``.safetensors`` file whose metadata hold one JSON document under
 `METADATA_KEY`: format, version, the release that wrote it, the digest of each tensor, and
 `kfac_core.Estimator.state_dict` without its arrays.  These are the tensors: the block's
-name, a slash and the path, in which there is none.  The digest of the document stands
-under `DIGEST_KEY`.
+name, a slash and the path, in which there is none.  Of several tensors with one digest only
+the first is in the file.  A tensor whose memory is in the order of its columns is written
+transposed, and named under ``transposed``: roundoff depends on the order, and a run is
+resumed to the bit.  The digest of the document stands under `DIGEST_KEY`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
+import stat
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 import array_api_compat
 import numpy as np
 
 import kfac_core
+from kfac_core.array.namespaces import is_row_major
 from kfac_core.array.selection import to_numpy
+from kfac_core.checkpoint.container import path_of, write_container
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require, require_kind
 from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
 
@@ -33,7 +38,6 @@ __all__ = [
     "METADATA_KEY",
     "VERSION",
     "Parts",
-    "load_library",
     "save_checkpoint",
 ]
 
@@ -41,6 +45,9 @@ METADATA_KEY = "kfac_core_checkpoint"
 DIGEST_KEY = "kfac_core_checkpoint_sha256"
 FORMAT = "kfac_core.checkpoint"
 VERSION = 2
+
+_LONGEST_START = 200
+"""Bytes of a file's name that the name of its temporary file may begin with."""
 
 Parts: TypeAlias = Literal["all", "statistics", "operators"]
 
@@ -51,7 +58,9 @@ def save_checkpoint(
     """Write the state of an estimator to a file.
 
     To a temporary file beside it, which takes its name when it is complete: a file of
-    that name is the old one or the new one, never a part of one.  A link is followed.
+    that name is the old one or the new one, never a part of one, also after a loss of
+    power.  A link is followed.  A file that is replaced keeps its mode, and its owner
+    where that is allowed.  Arrays that are equal to the bit are written once.
 
     Parameters
     ----------
@@ -67,10 +76,12 @@ def save_checkpoint(
 
     Raises
     ------
+    ArgumentError
+        For a path or an estimator that is none.
     ConventionError
         For other `parts`.
     StateError
-        If safetensors is not installed.
+        If something stands at the path that is no regular file.
     OSError
         As writing a file.
 
@@ -90,31 +101,44 @@ def save_checkpoint(
     ...     again = kc.Estimator(blocks, reduction="sum")
     ...     kc.load_checkpoint(path, again)
     """
-    require_one_of("parts", parts, get_args(Parts))
-    library = load_library()
+    target = Path(os.path.realpath(path_of(path)))
+    require_kind("estimator", estimator, Estimator, "an Estimator")
+    require(save_checkpoint, parts=parts)
+    before = _replaceable(target)
     state = _only(estimator.state_dict(), parts)
     tensors: dict[str, Any] = {}
+    digests: dict[str, str] = {}
+    written: set[str] = set()
+    transposed: list[str] = []
     for name, block in state["blocks"].items():
         for inner, value in [*block["values"].items()]:
             if array_api_compat.is_array_api_obj(value):
-                # In the order of the axes: the library writes memory as it lies.
-                tensors[f"{name}/{inner}"] = np.asarray(to_numpy(value), order="C")
+                values = to_numpy(value)
+                if not is_row_major(values):
+                    transposed.append(f"{name}/{inner}")
+                    values = np.swapaxes(values, -1, -2)
+                values = np.asarray(values, order="C")
+                digest = tensor_digest(values)
+                # The arrays that an operator shares with statistics are written once.
+                if digest not in written:
+                    written.add(digest)
+                    tensors[f"{name}/{inner}"] = values
+                digests[f"{name}/{inner}"] = digest
                 del block["values"][inner]
     document = {
         "format": FORMAT,
         "version": VERSION,
         "producer": f"kfac_core {kfac_core.__version__}",
-        "digests": {name: tensor_digest(values) for name, values in tensors.items()},
+        "digests": digests,
+        "transposed": transposed,
         "state": state,
     }
     text = json.dumps(document, allow_nan=False)
     metadata = {METADATA_KEY: text, DIGEST_KEY: text_digest(text)}
-    target = Path(os.path.realpath(path))
-    # `tempfile` is not used, since its files ignore the umask and are private.
-    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.part"
+    temporary = _beside(target)
     try:
-        with temporary.open("xb") as file:
-            file.write(library.numpy.save(tensors, metadata=metadata))
+        with _created(temporary, before) as file:
+            write_container(file, tensors, metadata)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -122,6 +146,65 @@ def save_checkpoint(
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    _sync_folder(target.parent)
+
+
+def _replaceable(target: Path) -> os.stat_result | None:
+    """Return what is known of the file that is replaced; None if there is none."""
+    try:
+        before = target.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not stat.S_ISREG(before.st_mode):
+        raise StateError(
+            f"{target}: not a regular file; it would be replaced. Give another path."
+        )
+    return before
+
+
+def _beside(target: Path) -> Path:
+    """Return a new name in the folder of a file, no longer than names may be."""
+    name = target.name
+    if len(os.fsencode(name)) > _LONGEST_START:
+        name = name[: _LONGEST_START // 4]
+    # `tempfile` is not used, since its files ignore the umask and are private.
+    return target.parent / f".{name}.{secrets.token_hex(8)}.part"
+
+
+def _created(temporary: Path, before: os.stat_result | None) -> BinaryIO:
+    """Create a file with the mode and the owner of the one that it replaces."""
+    if before is None:
+        return temporary.open("xb")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(temporary, flags, 0o600)
+    file = os.fdopen(descriptor, "wb")
+    if hasattr(os, "fchmod"):
+        try:
+            # Only a superuser may give a file away; others keep their own.
+            with contextlib.suppress(PermissionError):
+                os.fchown(descriptor, before.st_uid, before.st_gid)
+            os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
+        except BaseException:
+            file.close()
+            raise
+    return file
+
+
+def _sync_folder(folder: Path) -> None:
+    """Write a renaming to the disk, where folders can be synchronized."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return  # A folder that may be written to and not read.
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _only(state: dict[str, Any], parts: Parts) -> dict[str, Any]:
@@ -143,23 +226,3 @@ def _only(state: dict[str, Any], parts: Parts) -> dict[str, Any]:
         if parts == "statistics":
             values.pop("damping", None)
     return state
-
-
-def load_library() -> ModuleType:
-    """Import safetensors, which is needed only for files.
-
-    Raises
-    ------
-    StateError
-        If it is not installed, with what to do.
-    """
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ImportError as error:
-        raise StateError(
-            "checkpoints need the package safetensors; install it with "
-            "pip install 'kfac-core[records]'"
-        ) from error
-    module: ModuleType = safetensors
-    return module

@@ -13,11 +13,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import Protocol
 
 import kfac_core
+from kfac_core.array.optional import entry_points_of
 from kfac_core.cli.parser import Parser
 from kfac_core.cli.screen import complain
 from kfac_core.errors import KFACError
@@ -94,14 +95,19 @@ def commands() -> dict[str, Command]:
 
     A registered command cannot take the name of one of the core's.
     """
-    from kfac_core.cli import bench, doctor, inspect
+    from kfac_core.cli import bench, doctor, inspect, plan
     from kfac_core.cli.demo import command as demo
 
-    found: dict[str, Command] = {"demo": demo, "doctor": doctor, "inspect": inspect}
+    found: dict[str, Command] = {
+        "demo": demo,
+        "doctor": doctor,
+        "inspect": inspect,
+        "plan": plan,
+    }
     if bench.find_benchmarks() is not None:
         # Its programs are in the source tree, and no part of a wheel.
         found["bench"] = bench
-    for entry in entry_points(group=ENTRY_POINT_GROUP):
+    for entry in entry_points_of(ENTRY_POINT_GROUP).values():
         if entry.name not in found:
             found[entry.name] = _loaded(entry)
     return found
@@ -110,7 +116,7 @@ def commands() -> dict[str, Command]:
 def _loaded(entry: EntryPoint) -> Command:
     try:
         command: Command = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A broken package must not take the other commands with it.
         return UnloadableCommand(entry, f"{type(error).__name__}: {error}")
     return command

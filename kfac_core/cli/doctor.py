@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import os
 import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import Any
 
 import kfac_core
 from kfac_core.array.backend import adapter_problem, backend_names, get_backend
 from kfac_core.array.capabilities import capability_table
+from kfac_core.array.optional import broken_packages
 from kfac_core.array.selection import selected_backend
 from kfac_core.cli.options import add_json
 from kfac_core.cli.screen import Progress, print_json, print_table, printable
+from kfac_core.distributed.communicator import (
+    ENVIRONMENT_VARIABLE,
+    communicator_names,
+    engine,
+)
 from kfac_core.errors import KFACError
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "diagnosis", "run"]
@@ -79,8 +86,9 @@ def diagnosis(
     Returns
     -------
     dict
-        Report of ``kfac_core``, ``python``, ``selected``, ``backends`` and, with `every`,
-        ``operations``.
+        Report of ``kfac_core``, ``python``, ``selected``, ``backends``, ``broken`` (the
+        packages that raise when they are used) and, with `every`, ``operations`` and
+        ``communicators``; ``communicator`` is the name that the environment chooses.
     """
     selected = _selected()
     chosen = (selected["spec"] or "").partition(":")[0]
@@ -94,9 +102,12 @@ def diagnosis(
         "python": platform.python_version(),
         "selected": selected,
         "backends": backends,
+        "communicator": os.environ.get(ENVIRONMENT_VARIABLE),
+        "broken": dict(broken_packages),
     }
     if every:
         found["operations"] = capability_table()
+        found["communicators"] = {name: _engine(name) for name in communicator_names()}
     return found
 
 
@@ -105,7 +116,7 @@ def _selected() -> dict[str, str | None]:
         selection = selected_backend()
     except KFACError as error:
         return {"spec": None, "reason": None, "problem": str(error)}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         problem = f"its adapter raised {type(error).__name__}: {error}"
         return {"spec": None, "reason": None, "problem": problem}
     return {"spec": selection.spec, "reason": selection.reason, "problem": None}
@@ -132,8 +143,13 @@ def _seen(name: str) -> dict[str, Any]:
 
 
 def _how_to_install(name: str) -> str:
-    extra = {"cupy": "cupy-cuda12"}.get(name, name)
-    return f"install it by `pip install 'kfac-core[{extra}]'`"
+    """Return a hint that names the extras for a library, of which there may be several."""
+    extras: list[str] = []
+    with contextlib.suppress(PackageNotFoundError):
+        extras = metadata("kfac-core").get_all("Provides-Extra") or []
+    fitting = [e for e in extras if e == name or e.startswith(f"{name}-")] or [name]
+    lines = " or ".join(f"`pip install 'kfac-core[{extra}]'`" for extra in fitting)
+    return f"install it by {lines}"
 
 
 def _backend(name: str) -> dict[str, Any]:
@@ -161,11 +177,24 @@ def _backend(name: str) -> dict[str, Any]:
     }
 
 
+def _engine(name: str) -> dict[str, Any]:
+    """Return what there is to say of an engine that moves arrays between processes."""
+    try:
+        adapter = engine(name)
+        problem, versions = adapter.problem(), adapter.versions()
+    except KFACError as error:
+        problem, versions = str(error), {}
+    except Exception as error:
+        # An adapter may be third-party.
+        problem, versions = f"its adapter raised {type(error).__name__}: {error}", {}
+    return {"usable": problem is None, "problem": problem, "versions": versions}
+
+
 def _asked(question: Callable[[], Any], member: str, trouble: list[str]) -> Any:
     """Call a member of an adapter, which may be third-party; record what it raises."""
     try:
         return question()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         trouble.append(f"its adapter's `{member}` raised {reason}")
     return None
@@ -179,6 +208,8 @@ def _print(found: dict[str, Any]) -> None:
     else:
         chosen = f"nothing usable. {selected['problem']}"
     print(printable(f"chosen: {chosen}"))
+    for name, reason in found["broken"].items():
+        print(printable(f"broken: {name} ({reason})"))
     print()
     names = list(found["backends"])
     there = sum(
@@ -200,6 +231,18 @@ def _print(found: dict[str, Any]) -> None:
             for operation, row in found["operations"].items()
         ],
     )
+    print()
+    chosen = found["communicator"] or f"none by {ENVIRONMENT_VARIABLE}"
+    print_table(
+        printable(f"communicators of processes; chosen: {chosen}"),
+        ("communicator", "versions", "state"),
+        [_engine_cells(name, row) for name, row in found["communicators"].items()],
+    )
+
+
+def _engine_cells(name: str, found: dict[str, Any]) -> tuple[str, str, str]:
+    versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
+    return name, versions, found["problem"] or "usable"
 
 
 def _cells(name: str, backend: dict[str, Any]) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kfac_core.array.optional import optional_module
+
 __all__ = [
     "PATIENCE",
     "WIDTH",
@@ -185,18 +187,18 @@ class Progress:
             self._bar.update(self._task, completed=self._done, description=self._doing)
 
     def _show(self) -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                SpinnerColumn,
-                TextColumn,
-                TimeElapsedColumn,
-            )
-            from rich.progress import Progress as Bar
-        except ImportError:
+        if optional_module("rich.progress") is None:
             return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+        from rich.progress import Progress as Bar
+
         counted = (BarColumn(), MofNCompleteColumn())
         columns = (
             SpinnerColumn(),
@@ -225,12 +227,12 @@ def _print_pretty(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> bool:
     """Print a table for people; return False where rich is not there to do it."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
+    if optional_module("rich.table") is None:
         return False
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=Text(title), title_justify="left")
     for column in columns:
         table.add_column(column)

@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kfac_core.block import Block
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import checked, require_one_of, require_options
 from kfac_core.errors import ConventionError
 from kfac_core.linalg.shifted import Solving
 
 __all__ = ["BlockCosts", "CostTable", "Rates", "block_costs", "solving_of"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """Rates of operations, relative to a matrix product of the same sizes.
@@ -57,11 +58,7 @@ class Rates:
     eigh: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, rate in vars(self).items():
-            if not (math.isfinite(rate) and rate > 0):
-                raise ConventionError(
-                    f"Expected the rate `{name}` to be a positive number, got {rate}."
-                )
+        require_options(self)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Movement:
     """
 
     def __init__(self, network: Network, threshold: float) -> None:
-        self._network, self._threshold = network, threshold
+        self._network, self.threshold = network, threshold
         self._images: dict[str, tuple[object, ProbeImages]] = {}
 
     def of(
@@ -52,8 +52,8 @@ class Movement:
         /,
         *,
         damping: Scalar | Mapping[str, Scalar],
-    ) -> list[str]:
-        """Return the blocks that moved, or of which it is unknown.
+    ) -> dict[str, ProbeImages]:
+        """Return the blocks that moved, or of which it is unknown, with their images.
 
         Parameters
         ----------
@@ -66,14 +66,14 @@ class Movement:
 
         Returns
         -------
-        list of str
-            Blocks to refresh.
+        dict of str to mapping
+            Blocks to refresh, and what `keep` is to be given once they were.
 
         Notes
         -----
         ``2 n^2`` flops for a matrix of n rows; synchronizes with the device.
         """
-        moved: list[str] = []
+        moved: dict[str, ProbeImages] = {}
         for name in names:
             held = state.blocks[name]
             if held.statistics is None:
@@ -90,12 +90,24 @@ class Movement:
                 and operator == held.refreshes
                 and _is_same(held.damping, chosen)
                 and float(movement(images, before, xp=statistics.namespace))
-                <= self._threshold
+                <= self.threshold
             ):
                 continue
-            moved.append(name)
-            self._images[name] = held.refreshes + 1, images
+            moved[name] = images
         return moved
+
+    def keep(self, state: NetworkState, moved: Mapping[str, ProbeImages], /) -> None:
+        """Keep what the operators of a state were made from.
+
+        Parameters
+        ----------
+        state : NetworkState
+            State after the refresh.
+        moved : mapping of str to mapping
+            What `of` returned.
+        """
+        for name, images in moved.items():
+            self._images[name] = state.blocks[name].refreshes, images
 
 
 def _is_same(made_with: Scalar | None, damping: Scalar) -> bool:

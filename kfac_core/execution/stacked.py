@@ -17,7 +17,7 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any
 
-from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core.array.namespaces import device_of, is_usable, own_namespace
 from kfac_core.array.structure import (
     form_of,
     is_plain,
@@ -56,6 +56,10 @@ class Stacked:
         self._forms: dict[Any, int] = {}
         self._pieces: dict[int, tuple[Any, _Stack]] = {}
         self._last: dict[tuple[str, type[Any]], _Stack] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy is made: what is remembered by identity is left behind."""
+        return type(self), (self._inner,)
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name."""
@@ -269,7 +273,7 @@ def unstacked(value: Any, length: int, /) -> list[Any]:
 
 def _array_form(x: Any) -> Any:
     """Return what has to agree of arrays that are stacked."""
-    if not hasattr(x, "shape"):
-        # Not an array: validated later, where the block's name is known.
-        return id(x)
+    if not is_usable(x):
+        # Not an array, or a sparse one: validated later, where the block's name is known.
+        return object()
     return type(x), x.shape, x.dtype, device_of(x)

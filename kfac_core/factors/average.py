@@ -12,16 +12,15 @@ number of rows, an average of micro-batches is exactly that of the whole batch.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import NUMBER, Scalar, as_array, own_namespace
+from kfac_core.array.namespaces import Scalar, as_array, own_namespace
 from kfac_core.array.structure import is_structure, map_structure, structure
-from kfac_core.errors import DecayError
+from kfac_core.constraints import RANGES, require_range
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["Average", "require_decay", "require_weight", "zero_weight"]
+__all__ = ["Average", "require_decay", "require_weight", "share_of", "zero_weight"]
 
 
 @structure()
@@ -73,13 +72,34 @@ class Average:
         total = as_array(self.sum * decay + value * weight)
         return Average(total, self.decayed(decay, weight))
 
-    def absorbed(self, other: Average, /, *, decay: Scalar, weight: Scalar) -> Average:
-        """Return the average after one update with the (debiased) value of another."""
-        xp = own_namespace(self.weight)
-        counts = xp.astype(other.weight > 0, self.weight.dtype) * weight
-        value = other.value(debias=True)
-        new = map_structure(lambda s, c: s * decay + c * counts, self.sum, value)
-        return Average(new, self.decayed(decay, counts))
+    def absorbed(
+        self,
+        other: Average,
+        /,
+        *,
+        decay: Scalar,
+        weight: Scalar,
+        total: float | None = None,
+    ) -> Average:
+        """Return the average after one update with the (debiased) value of another.
+
+        Parameters
+        ----------
+        other : Average
+            Average of one batch, or of this process's part of it.
+        decay, weight : float or 0-d array
+            Coefficients of the update.
+        total : float, optional
+            Weight of the whole batch that `other` is a part of.
+
+        Returns
+        -------
+        Average
+            Added up over the parts of a batch, the average after one update with all of it.
+        """
+        scale, share = share_of(other.weight, weight, total)
+        new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
+        return Average(new, self.decayed(decay, share))
 
 
 def _beside(weight: Array, x: Array, /) -> Array:
@@ -91,20 +111,44 @@ def _beside(weight: Array, x: Array, /) -> Array:
 
 
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
-    """Raise `DecayError` if a Python number lies outside [0, 1]."""
-    number: Any = decay
-    if isinstance(decay, NUMBER) and not 0.0 <= number <= 1.0:
-        raise DecayError(f"Expected `{name}` in [0, 1], got {decay}.")
+    """Raise `DecayError` for anything but a number in [0, 1] or a 0-d array."""
+    if type(decay) is not float or not 0.0 <= decay <= 1.0:
+        require_range(name, decay, RANGES["decay"])
 
 
 def require_weight(weight: Scalar, /) -> None:
-    """Raise `DecayError` if a Python number is no valid weight."""
-    number: Any = weight
-    if isinstance(weight, NUMBER) and not 0.0 < number < math.inf:
-        raise DecayError(
-            f"Expected `weight` to be a finite number > 0, got {weight}. To leave an "
-            "update out, do not feed it."
-        )
+    """Raise `DecayError` for anything but a finite positive number or a 0-d array."""
+    if type(weight) is not float or not 1e-20 <= weight <= 1e20:
+        require_range("weight", weight, RANGES["weight"])
+
+
+def share_of(
+    part: Array, weight: Scalar, total: float | None, /
+) -> tuple[Scalar, Array]:
+    """Return the factor on a part's sum, and the part's share of the weight.
+
+    Parameters
+    ----------
+    part : array, 0-d
+        Weight of the part.
+    weight : float or 0-d array
+        Weight of the update.
+    total : float or None
+        Weight of the whole batch; None where the part is all of it.
+
+    Returns
+    -------
+    scale : float or 0-d array
+        ``weight / total``, or 0 for a batch without weight.
+    share : 0-d array
+        ``weight * part / total``.
+    """
+    xp = own_namespace(part)
+    if total is None:
+        share = xp.astype(part > 0, part.dtype) * weight
+        return share / xp.where(part > 0, part, xp.ones_like(part)), share
+    scale = weight / total if total > 0 else 0.0
+    return scale, part * scale
 
 
 def zero_weight(xp: Namespace, *, dtype: Any, device: Any) -> Array:

@@ -14,7 +14,7 @@ import array_api_compat
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar
 from kfac_core.array.structure import structure
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average, share_of, zero_weight
 from kfac_core.linalg.low_rank import LowRankSum, low_rank_zero
 
 __all__ = ["LowRankAverage", "low_rank_average"]
@@ -50,15 +50,22 @@ class LowRankAverage(Average):
         return LowRankAverage(total, self.weight + other.weight)
 
     def absorbed(
-        self, other: Average, /, *, decay: Scalar, weight: Scalar
+        self,
+        other: Average,
+        /,
+        *,
+        decay: Scalar,
+        weight: Scalar,
+        total: float | None = None,
     ) -> LowRankAverage:
-        """Return the average after one update with the (debiased) value of another."""
-        xp = array_api_compat.array_namespace(self.weight)
-        counts = xp.astype(other.weight > 0, self.weight.dtype) * weight
-        scaled: LowRankSum = other.value(debias=True).scaled(counts)
+        """Return the average after one update; see `Average.absorbed`."""
+        scale, share = share_of(other.weight, weight, total)
+        scaled: LowRankSum = other.sum.scaled(scale)
         joined = self.sum.scaled(decay).joined(scaled.root)
-        total = LowRankSum(joined.root, joined.truncated_trace + scaled.truncated_trace)
-        return LowRankAverage(total, self.decayed(decay, counts))
+        trace = joined.truncated_trace + scaled.truncated_trace
+        return LowRankAverage(
+            LowRankSum(joined.root, trace), self.decayed(decay, share)
+        )
 
     def updated(
         self,

@@ -74,7 +74,13 @@ class RunningProduct:
         )
 
     def absorbed(
-        self, other: RunningProduct, /, *, decay: Scalar, weight: Scalar
+        self,
+        other: RunningProduct,
+        /,
+        *,
+        decay: Scalar,
+        weight: Scalar,
+        total: float | None = None,
     ) -> NoReturn:
         """Raise `UnsupportedError`; see `merged`."""
         self.merged(other)

@@ -71,7 +71,7 @@ class Statistics:
     ) -> Statistics:
         """Return the statistics after one update with the averages of others.
 
-        If the status of `moments` is not zero, the statistics are unchanged.
+        If the status of `other` is not zero, the statistics are unchanged.
         `decays` names the averages that decay in a way of their own.
         """
         averages = {

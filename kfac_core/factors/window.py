@@ -16,7 +16,7 @@ import array_api_compat
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar
 from kfac_core.array.structure import replaced, structure
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average, share_of, zero_weight
 from kfac_core.linalg.example_gram import squared_norms
 
 __all__ = ["WindowAverage", "WindowSum", "window_average"]
@@ -97,14 +97,18 @@ class WindowAverage(Average):
         return WindowAverage(self.sum.joined(other.sum), self.weight + other.weight)
 
     def absorbed(
-        self, other: Average, /, *, decay: Scalar, weight: Scalar
+        self,
+        other: Average,
+        /,
+        *,
+        decay: Scalar,
+        weight: Scalar,
+        total: float | None = None,
     ) -> WindowAverage:
-        """Return the average after one update with the (debiased) value of another."""
-        xp = array_api_compat.array_namespace(self.weight)
-        counts = xp.astype(other.weight > 0, self.weight.dtype) * weight
-        new: WindowSum = other.value(debias=True).scaled(counts)
-        total = self.sum.scaled(decay).joined(new)
-        return WindowAverage(total, self.decayed(decay, counts))
+        """Return the average after one update; see `Average.absorbed`."""
+        scale, share = share_of(other.weight, weight, total)
+        joined = self.sum.scaled(decay).joined(other.sum.scaled(scale))
+        return WindowAverage(joined, self.decayed(decay, share))
 
     def updated(
         self,

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, own_namespace
 from kfac_core.array.structure import structure
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_one_of
 
 __all__ = ["Queries", "Storage", "StoredQueries", "storage_dtype", "stored_queries"]
 

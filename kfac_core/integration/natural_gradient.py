@@ -16,7 +16,7 @@ from typing import Any, Literal
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.finite import all_finite
 from kfac_core.array.namespaces import Scalar, namespace_of, own_namespace
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_one_of
 from kfac_core.errors import NotFiniteError, NotReadyError, StateError
 from kfac_core.estimator import Estimator
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls

@@ -18,7 +18,8 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of
 from kfac_core.array.structure import structure
 from kfac_core.block import Block
-from kfac_core.conventions import LossReduction, SourceReduction, require_one_of
+from kfac_core.constraints import require_one_of
+from kfac_core.conventions import LossReduction, SourceReduction
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch

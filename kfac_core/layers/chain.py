@@ -19,6 +19,7 @@ from typing import NamedTuple
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import namespace_of
 from kfac_core.array.structure import replaced
+from kfac_core.constraints import require, require_kind
 from kfac_core.errors import (
     ConventionError,
     DtypeError,
@@ -85,6 +86,8 @@ class Chain:
     stacks = False
 
     def __post_init__(self) -> None:
+        require(Chain, names=self.names)
+        require_kind("layers", self.layers, tuple, "a tuple of layers")
         if len(self.layers) < 2:
             raise ConventionError(
                 f"Expected a chain of at least two layers, got {list(self.names)}."
@@ -95,9 +98,10 @@ class Chain:
                 f"{list(self.names)}."
             )
         for name, layer in zip(self.names, self.layers, strict=True):
-            if layer.kind != "dense":
+            kind = getattr(layer, "kind", type(layer).__name__)
+            if kind != "dense":
                 raise UnsupportedError(
-                    f"Layer {name!r} is {layer.kind}: only a dense layer has one row for "
+                    f"Layer {name!r} is {kind}: only a dense layer has one row for "
                     "each example, which moments between layers are made of."
                 )
 

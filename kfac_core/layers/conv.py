@@ -29,7 +29,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import (
@@ -41,7 +41,7 @@ from kfac_core.array.namespaces import (
     wide_dtype,
 )
 from kfac_core.array.structure import replaced
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import checked, require_one_of, require_options, shown
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.checks import require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
@@ -66,6 +66,7 @@ DataLayout = Literal["channels_last", "channels_first"]
 _Seen: TypeAlias = tuple[Array, Array, Array | None, Namespace]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Conv:
     """A convolution in any number of spatial axes: a dense layer on patches.
@@ -146,18 +147,19 @@ class Conv:
                     f"`kernel_size` {kernel}, got {size}."
                 )
             object.__setattr__(self, name, size)
-        if not isinstance(self.padding, str):
+        if isinstance(self.padding, str):
+            require_one_of("padding", self.padding, ("same", "valid"))
+        else:
             object.__setattr__(self, "padding", _pairs(self.padding))
+        require_options(self)
         resolve_padding(kernel, padding=self.padding, **sizes)
         for name in ("in_channels", "out_channels"):
             number = getattr(self, name)
-            if min(number, self.groups) < 1 or number % self.groups:
+            if number % self.groups:
                 raise ShapeError(
-                    f"Expected `{name}` to be a multiple of `groups`, both at least 1, got "
-                    f"{number} and {self.groups}."
+                    f"Expected `{name}` to be a multiple of `groups`, got {number} and "
+                    f"{self.groups}."
                 )
-        require_one_of("weight_layout", self.weight_layout, get_args(ConvWeightLayout))
-        require_one_of("data_layout", self.data_layout, get_args(DataLayout))
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -437,7 +439,8 @@ def _numbers(name: str, values: Any) -> Sizes:
         return tuple(operator.index(value) for value in values)
     except TypeError:
         raise ShapeError(
-            f"Expected `{name}` to have integers for each spatial axis, got {values!r}."
+            f"Expected `{name}` to have integers for each spatial axis, got "
+            f"{shown(values)}."
         ) from None
 
 

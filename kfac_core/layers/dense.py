@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
@@ -26,6 +26,7 @@ __all__ = ["Dense", "WeightLayout"]
 WeightLayout = Literal["io", "oi"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Dense:
     """A dense layer, ``y = x W + b``, with any number of shared axes.
@@ -70,12 +71,7 @@ class Dense:
     stacks = True
 
     def __post_init__(self) -> None:
-        for name in ("in_features", "out_features"):
-            if getattr(self, name) < 1:
-                raise ShapeError(
-                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
-                )
-        require_one_of("weight_layout", self.weight_layout, get_args(WeightLayout))
+        require_options(self)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import DtypeError, ShapeError
 from kfac_core.layers.checks import require_mask
 from kfac_core.layers.dense import Dense, WeightLayout
@@ -27,6 +27,7 @@ __all__ = ["Duplicates", "Embedding"]
 Duplicates = Literal["binary", "count"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
     """An embedding's geometry.
@@ -71,8 +72,7 @@ class Embedding:
     groups = 1
 
     def __post_init__(self) -> None:
-        require_one_of("duplicates", self.duplicates, get_args(Duplicates))
-        self._as_dense()
+        require_options(self)
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

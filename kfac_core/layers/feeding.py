@@ -9,38 +9,82 @@ from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.array.status import Status
-from kfac_core.array.structure import map_structure
-from kfac_core.errors import DecayError
+from kfac_core.array.structure import is_structure, map_structure
+from kfac_core.errors import ArgumentError, DecayError
 from kfac_core.layers.rows import require_finite
 
-__all__ = ["detached", "detached_array", "raise_for_flags", "require_finite_rows"]
+__all__ = [
+    "detached",
+    "detached_array",
+    "is_empty",
+    "raise_for_flags",
+    "require_finite_rows",
+]
 
 
 _WITHOUT_GRAPHS: set[type[Any]] = {type(None), int, str, bool}
 """Types that never belong to a gradient graph."""
 
 
-def detached(batch: Any, /) -> Any:
+def detached(batch: Any, name: str, /) -> Any:
     """Return a batch, or several, without gradient graphs.
 
     Parameters
     ----------
     batch : Batch, GradientBatch, sequence of Batch or dict of str to Batch
         Batch that was fed.
+    name : str
+        Name of the block, for the message.
 
     Returns
     -------
     object
         Batch of the same form.
+
+    Raises
+    ------
+    ArgumentError
+        For anything else.
     """
     if isinstance(batch, list | tuple):
-        return tuple([detached(use) for use in batch])
+        return tuple([detached(use, name) for use in batch])
     if isinstance(batch, dict):
-        return {name: detached(own) for name, own in batch.items()}
+        return {layer: detached(own, layer) for layer, own in batch.items()}
+    if not is_structure(batch):
+        raise ArgumentError(
+            f"Block {name!r}: expected a `Batch`, a `GradientBatch` or a sequence of "
+            f"`Batch`, got {type(batch).__name__}."
+        )
     for value in vars(batch).values():
         if type(value) not in _WITHOUT_GRAPHS:
             return map_structure(detached_array, batch)
     return batch
+
+
+def is_empty(batch: Any, /) -> bool:
+    """Whether a batch, or each of several, is None or has no examples.
+
+    Parameters
+    ----------
+    batch : Batch, GradientBatch, sequence or dict of Batch, or None
+        Batch that was fed.
+
+    Returns
+    -------
+    bool
+        True where there is nothing to update with.
+    """
+    if batch is None:
+        return True
+    if isinstance(batch, list | tuple):
+        return all(map(is_empty, batch))
+    if isinstance(batch, dict):
+        return all(map(is_empty, batch.values()))
+    size = getattr(batch, "batch_size", None)
+    if size is not None:
+        return bool(size == 0)
+    shape = getattr(batch.inputs, "shape", (1,))
+    return len(shape) > 0 and shape[0] == 0
 
 
 def detached_array(x: Array, /) -> Array:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
@@ -22,6 +23,7 @@ from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
 __all__ = ["Parameters"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
     """Geometry of arrays that belong to no known layer.
@@ -44,13 +46,11 @@ class Parameters:
     groups = 1
 
     def __post_init__(self) -> None:
+        require_options(self)
+        if not self.shapes:
+            raise ShapeError("Expected `shapes` of at least one parameter, got none.")
         shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
         object.__setattr__(self, "shapes", shapes)
-        if not shapes or any(length < 1 for s in shapes.values() for length in s):
-            raise ShapeError(
-                f"Expected `shapes` of at least one parameter, all lengths positive, got "
-                f"{shapes}."
-            )
 
     def __hash__(self) -> int:
         return hash(tuple(self.shapes.items()))

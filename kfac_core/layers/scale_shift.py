@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import namespace_of, require_floating
+from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
@@ -22,6 +23,7 @@ from kfac_core.layers.rows import Batch, require_no_choice
 __all__ = ["ScaleShift"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ScaleShift:
     """The geometry of an elementwise affine layer.
@@ -51,14 +53,11 @@ class ScaleShift:
     groups = 1
 
     def __post_init__(self) -> None:
+        require_options(self)
         for name in ("scale_shape", "shift_shape"):
             shape = getattr(self, name)
             if shape is not None:
                 object.__setattr__(self, name, tuple(shape))
-                if any(length < 1 for length in shape):
-                    raise ShapeError(
-                        f"Expected positive lengths in `{name}`, got {shape}."
-                    )
         if not self.parameter_shapes:
             raise ShapeError("Expected `scale_shape` or `shift_shape`, got neither.")
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import moved_axis, namespace_of
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_one_of
 from kfac_core.errors import ShapeError
 from kfac_core.layers.rows import Batch
 

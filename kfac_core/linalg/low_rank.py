@@ -107,7 +107,9 @@ class LowRankSum:
         root = xp.matmul(C, largest) if tall else largest * roots
         root = xp.where(finite, root, xp.full_like(root, xp.nan))
         cut = xp.sum(w[..., : k - r], axis=-1)
-        return LowRankSum(xp.flip(root, axis=-1), self.truncated_trace + cut)
+        # A copy: a view with negative strides is another memory order than a loaded one's.
+        root = xp.asarray(xp.flip(root, axis=-1), copy=True)
+        return LowRankSum(root, self.truncated_trace + cut)
 
 
 def low_rank_zero(

@@ -35,7 +35,8 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 from kfac_core.array.backend import Array
-from kfac_core.conventions import SourceReduction, require_one_of
+from kfac_core.constraints import require_one_of
+from kfac_core.conventions import SourceReduction
 from kfac_core.errors import ShapeError
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseSpec

@@ -22,7 +22,8 @@ from kfac_core.array.namespaces import (
     require_matrix,
 )
 from kfac_core.array.structure import replaced, structure
-from kfac_core.conventions import SourceReduction, require_one_of
+from kfac_core.constraints import require_one_of
+from kfac_core.conventions import SourceReduction
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import (

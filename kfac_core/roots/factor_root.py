@@ -25,7 +25,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
-from kfac_core.conventions import require_one_of
+from kfac_core.constraints import require_one_of
 from kfac_core.errors import ShapeError
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.gram import updated_gram

@@ -98,7 +98,7 @@ class KFAC:
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         kl_clip: Schedule | None = 1e-3,
-        damping: Schedule = 1e-3,
+        damping: Schedule = 0.03,
         decay: Schedule = 0.95,
         update_every: Interval = 1,
         refresh_every: Interval = 10,
@@ -348,7 +348,13 @@ class KFAC:
         return dict(change)
 
     def adapt_damping(
-        self, loss_before: float, loss_after: float, /, *, factor: float = 0.95
+        self,
+        loss_before: float,
+        loss_after: float,
+        /,
+        *,
+        factor: float = 0.95,
+        minimum: float = 1e-8,
     ) -> float:
         """Adapt the damping to how well the last step's model foretold the loss.
 
@@ -362,6 +368,10 @@ class KFAC:
             The loss on the step's own batch, before and after it.
         factor : float
             In (0, 1].
+        minimum : float
+            Least damping.  Where a batch has fewer examples than the network has
+            parameters, its quadratic model says little of other batches, and a damping
+            that falls too far follows one batch after the other: 1e-3 is a good bound.
 
         Returns
         -------
@@ -382,7 +392,7 @@ class KFAC:
             loss_before, loss_after, predicted=self.predicted_change
         )
         damping = kc.levenberg_marquardt(
-            self.damping, ratio, decay=factor, minimum=1e-8, maximum=1e8
+            self.damping, ratio, decay=factor, minimum=minimum, maximum=1e8
         )
         self.damping = float(damping)
         return float(ratio)

@@ -9,7 +9,7 @@ writes one from a training step.  The packages that this needs are the extra ``r
 try:
     import msgspec as _msgspec  # noqa: F401
     import safetensors.numpy as _safetensors  # noqa: F401
-except ImportError as error:
+except (Exception, SystemExit) as error:
     raise ImportError(
         f"records need the packages msgspec and safetensors ({error}); install them with "
         "pip install 'kfac-core[records]'"

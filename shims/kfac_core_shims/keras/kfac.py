@@ -86,7 +86,7 @@ class KFAC(kc.integration.NaturalGradient):
         reduction: Literal["mean", "sum"] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
         kl_clip: Any = 1e-3,
-        damping: Any = 1e-3,
+        damping: Any = 0.03,
         decay: Any = 0.95,
         update_every: Any = 1,
         refresh_every: Any = 10,
@@ -482,7 +482,8 @@ class KFAC(kc.integration.NaturalGradient):
             variable = optimizer.add_variable(
                 leaf.shape, dtype=str(leaf.dtype), name=f"kfac_{len(self._variables)}"
             )
-            variable.assign(leaf)
+            # Not bound to a device, as Keras's own variables: else JAX compiles twice.
+            variable.assign(ops.convert_to_numpy(leaf))
             self._variables.append(variable)
         # A file of the model holds what it would without K-FAC; see `save`.
         for one in {id(o): o for o in (self.model.optimizer, optimizer)}.values():
@@ -563,7 +564,7 @@ class KFAC(kc.integration.NaturalGradient):
         for variable, leaf in zip(
             self._variables, (self.steps, *jax.tree.leaves(state)), strict=True
         ):
-            variable.assign(leaf)
+            variable.assign(ops.convert_to_numpy(leaf))
 
 
 def _together(vectors: list[Any], *, one_output: bool) -> list[list[Any]]:

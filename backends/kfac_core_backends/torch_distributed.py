@@ -1,0 +1,242 @@
+"""Exchanges by ``torch.distributed``: gloo between CPUs, NCCL between GPUs.
+
+Conventions.  PyTorch's tensors are exchanged where they are; arrays of other libraries go
+through the host's memory (and, with NCCL, to the current GPU).  gloo has no ragged
+collectives: parts of unequal lengths are exchanged by ``all_to_all_single``, and a
+reduce-scatter adds up what arrives in the order of the ranks.
+
+Where an exchange fails or takes too long, the ranks that notice it leave a mark in the
+process group's store.  Those without a mark are named in the error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kfac_core.array.backend import Array
+from kfac_core.distributed.communicator import (
+    Communicator,
+    Operation,
+    require_groups,
+)
+from kfac_core.errors import CommunicationError, CommunicationTimeoutError
+
+__all__ = ["TorchCommunicator", "connect", "problem", "running", "versions"]
+
+
+class TorchCommunicator(Communicator):
+    """The ranks of a process group of ``torch.distributed``.
+
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        Group of this process; by default all processes.
+    timeout : float
+        Seconds to wait for other ranks.
+    """
+
+    name = "torch"
+
+    def __init__(self, group: Any = None, *, timeout: float = 60.0) -> None:
+        import torch.distributed as dist
+
+        super().__init__(
+            dist.get_rank(group), dist.get_world_size(group), timeout=timeout
+        )
+        self._group = dist.group.WORLD if group is None else group
+        self._ranks = dist.get_process_group_ranks(self._group)
+        self._nccl = dist.get_backend(self._group) == "nccl"
+        self._calls = 0
+
+    def split(self, groups: Sequence[Sequence[int]], /) -> TorchCommunicator:
+        """Return the communicator of this rank's group; see `Communicator.split`."""
+        import torch.distributed as dist
+
+        require_groups(groups, self.size)
+        own: Any = None
+        # Every process takes part in making every group.
+        for group in groups:
+            ranks = [self._ranks[rank] for rank in group]
+            made = dist.new_group(ranks, timeout=_seconds(self.timeout))
+            if self.rank in group:
+                own = made
+        found = TorchCommunicator(own, timeout=self.timeout)
+        found.traffic = self.traffic
+        return found
+
+    def _entering(self, flat: Array) -> Any:
+        import torch
+
+        if isinstance(flat, torch.Tensor):
+            return flat.detach().contiguous()
+        values = torch.from_numpy(np.array(super()._entering(flat)))
+        return values.cuda() if self._nccl else values
+
+    def _leaving(self, values: Any, like: Array) -> Array:
+        import torch
+
+        if isinstance(like, torch.Tensor):
+            return values
+        return super()._leaving(values.cpu().numpy(), like)
+
+    def _start(
+        self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
+    ) -> Callable[[], Any]:
+        self._calls += 1
+        call = f"{operation} {self._calls}"
+        begin: Any = getattr(self, f"_{operation}")
+        with self._naming(call):
+            work, finish = begin(values, **arguments)
+
+        def wait() -> Any:
+            with self._naming(call):
+                work.wait(_seconds(self.timeout))
+            return finish()
+
+        return wait
+
+    def _all_reduce(self, values: Any) -> Any:
+        import torch.distributed as dist
+
+        total = values.clone()
+        work = dist.all_reduce(total, group=self._group, async_op=True)
+        return work, lambda: total
+
+    def _broadcast(self, values: Any, source: int) -> Any:
+        import torch.distributed as dist
+
+        sent = values.clone()
+        work = dist.broadcast(
+            sent, src=self._ranks[source], group=self._group, async_op=True
+        )
+        return work, lambda: sent
+
+    def _all_gather(self, values: Any, counts: Sequence[int]) -> Any:
+        send = [values.shape[0]] * self.size
+        return self._all_to_all(values.repeat(self.size), send, counts)
+
+    def _reduce_scatter(self, values: Any, counts: Sequence[int]) -> Any:
+        own = counts[self.rank]
+        work, finish = self._all_to_all(values, counts, [own] * self.size)
+
+        def added() -> Any:
+            parts = finish().reshape(self.size, own)
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            return total
+
+        return work, added
+
+    def _all_to_all(
+        self, values: Any, send: Sequence[int], receive: Sequence[int]
+    ) -> Any:
+        import torch.distributed as dist
+
+        arrived = values.new_empty(sum(receive))
+        work = dist.all_to_all_single(
+            arrived,
+            values,
+            list(receive),
+            list(send),
+            group=self._group,
+            async_op=True,
+        )
+        return work, lambda: arrived
+
+    @contextlib.contextmanager
+    def _naming(self, call: str) -> Any:
+        """Turn an error of the engine into one that names the ranks that are missing."""
+        try:
+            yield
+        except RuntimeError as error:
+            missing = self._missing(call)
+            named = ", ".join(map(str, missing)) or "unknown"
+            late = "imed out" in str(error)
+            text = (
+                f"Rank {self.rank} waited in {call} for rank {named}, which "
+                f"{'did not come' if late else 'ended or failed'} within {self.timeout} s. "
+                f"The process group cannot be used any more. ({_first_line(error)})"
+            )
+            kind = CommunicationTimeoutError if late else CommunicationError
+            raise kind(text) from error
+
+    def _missing(self, call: str) -> list[int]:
+        """Return the ranks that do not notice the same failure within two seconds."""
+        from torch.distributed import distributed_c10d
+
+        key = f"kfac_core/{self._ranks}/{call}"
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        try:
+            store = distributed_c10d._get_default_store()
+            store.set(f"{key}/{self.rank}", "here")
+            deadline = time.monotonic() + min(2.0, self.timeout)
+            while missing and time.monotonic() < deadline:
+                missing = [r for r in missing if not store.check([f"{key}/{r}"])]
+                time.sleep(0.01)
+        except RuntimeError:
+            # Rank 0 holds the store of a TCP rendezvous.
+            return [0]
+        return missing
+
+
+def problem() -> str | None:
+    """Return why the engine cannot be used here, or None."""
+    if importlib.util.find_spec("torch") is None:
+        return "PyTorch is not installed; pip install torch"
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return "this build of PyTorch has no torch.distributed"
+    if not dist.is_initialized():
+        return "call torch.distributed.init_process_group first"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries behind the engine."""
+    if importlib.util.find_spec("torch") is None:
+        return {}
+    import torch
+
+    return {"torch": str(torch.__version__)}
+
+
+def running() -> int:
+    """Return the number of processes, or 0 where PyTorch has no process group."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return 0
+    return int(dist.get_world_size())
+
+
+def connect(*, timeout: float) -> TorchCommunicator:
+    """Return the communicator of all processes.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds to wait for other ranks.
+
+    Returns
+    -------
+    TorchCommunicator
+        Over the default process group.
+    """
+    return TorchCommunicator(timeout=timeout)
+
+
+def _seconds(timeout: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=timeout)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]

@@ -1,0 +1,155 @@
+"""Bytes between processes: measured, predicted, and those of other schemes.
+
+Run ``python -m benchmarks.traffic``.  Virtual ranks train nothing: they update at every
+step and refresh every ten, as the schemes beside them do, and count what they send.  Bytes
+are of one rank on average, in float32, without the gradients' own all-reduce, which all
+schemes need.  Exits with 1 if the placement that is chosen sends more than a fifth of what
+kfac-pytorch does for the same layers and schedule.
+
+The other schemes are counted by their own description (``a`` and ``g`` are the rows of a
+layer's factors, p ranks, bandwidth-optimal algorithms):
+
+* kfac-pytorch (KAISA): all factors are averaged by all-reduce at each update; inverses are
+  broadcast to all ranks at a refresh (COMM_OPT), or directions at each step (MEM_OPT).
+  ``symmetry_aware`` sends triangles of the factors.
+* Osawa et al. (SP-NGD): packed triangles are reduce-scattered to owners at each update;
+  directions go out with the parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import numpy as np
+
+import kfac_core as kc
+from kfac_core.distributed import Communicator, Distributed, run_ranks
+
+STEPS, INTERVAL, ROWS, BYTES = 20, 10, 8, 4
+
+NETWORKS = {
+    "a transformer block of width 128": [
+        (128, 384),
+        (128, 128),
+        (128, 512),
+        (512, 128),
+    ],
+    "a perceptron": [(64, 256), (256, 256), (256, 256), (256, 10)],
+}
+
+
+def blocks_of(shapes: list[tuple[int, int]]) -> dict[str, kc.Block]:
+    """Return dense layers of these widths."""
+    return {
+        f"fc{i}": kc.Block(
+            kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io"),
+            kc.Kronecker(),
+        )
+        for i, (n, m) in enumerate(shapes)
+    }
+
+
+def measured(
+    shapes: list[tuple[int, int]], size: int, holders: Any
+) -> tuple[float, float, int]:
+    """Return the bytes that a rank sends, those predicted, and the number of holders."""
+    blocks = blocks_of(shapes)
+
+    def run(communicator: Communicator) -> tuple[float, float, int]:
+        rng = np.random.default_rng(communicator.rank)
+        execution = Distributed(
+            communicator=communicator, holders=holders, interval=INTERVAL
+        )
+        estimator = kc.Estimator(
+            blocks, reduction="sum", damping=1.0, execution=execution
+        )
+        communicator.traffic.reset()
+        for step in range(STEPS):
+            estimator.update(
+                {
+                    name: kc.Batch(
+                        rng.normal(size=(ROWS, n)).astype(np.float32),
+                        rng.normal(size=(ROWS, m)).astype(np.float32),
+                    )
+                    for (name, _), (n, m) in zip(blocks.items(), shapes, strict=True)
+                }
+            )
+            if step % INTERVAL == 0:
+                estimator.refresh()
+            estimator.precondition(
+                {
+                    name: {
+                        "weight": np.ones((n, m), np.float32),
+                        "bias": np.ones(m, np.float32),
+                    }
+                    for (name, _), (n, m) in zip(blocks.items(), shapes, strict=True)
+                }
+            )
+        placement = estimator.placement
+        sent = placement.numbers_sent()
+        refreshes = STEPS // INTERVAL
+        predicted = refreshes * (sent["statistics"] + sent["operators"])
+        predicted += STEPS * sent["directions"]
+        return communicator.traffic.total, BYTES * predicted, placement.holders
+
+    found = run_ranks(size, run)
+    total = sum(sent for sent, _, _ in found) / size
+    return total, found[0][1], found[0][2]
+
+
+def of_others(shapes: list[tuple[int, int]], size: int) -> dict[str, float]:
+    """Return the bytes that a rank sends on average in other schemes."""
+    sides = [(n + 1, m) for n, m in shapes]
+    squares = sum(a * a + g * g for a, g in sides)
+    triangles = sum(a * (a + 1) // 2 + g * (g + 1) // 2 for a, g in sides)
+    directions = sum(a * g for a, g in sides)
+    share, refreshes = (size - 1) / size, STEPS // INTERVAL
+    kaisa = STEPS * 2 * share * squares
+    return {
+        "kfac-pytorch, COMM_OPT": BYTES * (kaisa + refreshes * share * squares),
+        "kfac-pytorch, MEM_OPT": BYTES * (kaisa + STEPS * share * directions),
+        "kfac-pytorch, COMM_OPT, symmetry_aware": BYTES
+        * (STEPS * 2 * share * triangles + refreshes * share * squares),
+        "Osawa et al., without directions": BYTES * STEPS * share * triangles,
+    }
+
+
+def main() -> int:
+    """Print the tables; return 1 where the chosen placement sends too much."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    chosen = parser.parse_args()
+    worst = 0.0
+    for name, shapes in NETWORKS.items():
+        print(f"{name}: {shapes}, {STEPS} steps, a refresh every {INTERVAL}")
+        for size in chosen.ranks:
+            others = of_others(shapes, size)
+            base = others["kfac-pytorch, COMM_OPT"]
+            print(
+                f"  {size} ranks: MB that a rank sends, and beside kfac-pytorch, COMM_OPT"
+            )
+            for label, holders in (
+                ("owners send directions", 1),
+                ("everybody has operators", "all"),
+                ("chosen", "auto"),
+            ):
+                sent, predicted, g = measured(shapes, size, holders)
+                print(
+                    f"    kfac_core, {label} ({g} holders)".ljust(58)
+                    + f"{sent / 1e6:8.2f}  {sent / base:5.3f}"
+                    + f"  predicted {predicted / 1e6:.2f}"
+                )
+                if holders == "auto":
+                    worst = max(worst, sent / base)
+            for label, sent in others.items():
+                print(
+                    f"    {label}".ljust(58) + f"{sent / 1e6:8.2f}  {sent / base:5.3f}"
+                )
+    print(f"largest share of kfac-pytorch's bytes, as chosen: {worst:.3f} (limit 0.2)")
+    return 0 if worst <= 0.2 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

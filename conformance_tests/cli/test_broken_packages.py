@@ -1,0 +1,104 @@
+"""Optional packages that raise, and entry points that cannot be read: it works without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+BROKEN = {
+    "scipy": "raise OSError('libopenblas.so: cannot open shared object file')",
+    "threadpoolctl": "raise SystemExit('no threads here')",
+    "rich": "raise RuntimeError('a terminal of another age')",
+    "torch": "raise OSError('libtorch_cpu.so: undefined symbol')",
+    "jax": "raise RuntimeError('jaxlib is of another version')",
+    "cupy": "raise SystemExit(3)",
+}
+ENTRY_POINTS = {
+    "no value": "[kfac_core.backends]\nnonsense\n",
+    "an odd value": "[kfac_core.backends]\nodd = not a module:\n",
+    "no module": "[kfac_core.backends]\nodd = no_such_module_at_all\n",
+    "a command": "[kfac_core.commands]\nodd = no_such_module_at_all\n",
+    "no text": b"\xff\xfe\x00[",
+}
+TRAINING = """
+import numpy as np
+import kfac_core as kc
+layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+held = kc.Estimator({"a": kc.Block(layer, kc.Kronecker())}, reduction="sum",
+                    execution=kc.Execution(workers=2))
+rng = np.random.default_rng(3)
+held.update({"a": kc.Batch(rng.normal(size=(4, 3)), rng.normal(size=(4, 2)))})
+held.refresh()
+given = {"a": {"weight": np.ones((3, 2)), "bias": np.ones(2)}}
+print(held.precondition(given)["a"]["weight"].shape)
+"""
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A folder of packages that raise, before all others; a function that runs Python."""
+    for name, line in BROKEN.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(line + "\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "KFAC_CORE_BACKEND": "numpy"}
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=tmp_path,
+            check=False,
+        )
+
+    return run
+
+
+def test_the_library_works_without_what_is_broken(broken):
+    """NumPy alone is enough, whatever the others raise."""
+    found = broken("-c", TRAINING)
+
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "(3, 2)\n"
+
+
+def test_the_doctor_says_what_is_broken(broken):
+    """And goes on to the other backends."""
+    found = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--all", "--json")
+
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    assert "libopenblas" in told["broken"]["scipy.linalg"]
+    assert "no threads" in told["broken"]["threadpoolctl"]
+    assert told["backends"]["numpy"]["usable"]
+    for name in ("torch", "jax", "cupy"):
+        assert not told["backends"][name]["usable"]
+    assert "undefined symbol" in told["backends"]["torch"]["problem"]
+    assert "SystemExit" in told["backends"]["cupy"]["problem"]
+    text = broken("-W", "ignore", "-m", "kfac_core", "doctor", "--all").stdout
+    assert "broken: scipy.linalg (OSError: libopenblas" in text
+
+
+def test_entry_points_of_others_may_be_malformed(broken, tmp_path):
+    """The doctor prints them, and the library works."""
+    for number, text in enumerate(ENTRY_POINTS.values()):
+        folder = tmp_path / f"other{number}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: other{number}\nVersion: 1.0\n"
+        )
+        content = text if isinstance(text, bytes) else text.encode()
+        (folder / "entry_points.txt").write_bytes(content)
+    found = broken("-W", "ignore", "-m", "kfac_core", "doctor")
+
+    assert found.returncode == 0, found.stderr
+    assert "chosen: numpy" in found.stdout
+    assert "other0 (its entry points" in found.stdout
+    assert "odd" in found.stdout
+    assert broken("-c", TRAINING).stdout == "(3, 2)\n"

@@ -1,0 +1,409 @@
+"""Several processes give what one process gives with the rows of all of them."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from conformance_tests.builders.shards import (
+    batch_of,
+    dense,
+    every_block,
+    gradients_of,
+    largest_difference,
+    schedule_of,
+    shard,
+)
+from conformance_tests.builders.tolerances import tolerance
+from kfac_core.distributed import Distributed, DistributedExecutor, run_ranks
+from kfac_core.distributed.placement import divisors
+
+HOST = types.SimpleNamespace(asarray=np.asarray, to_numpy=np.asarray)
+LIMIT = tolerance("inverse", "float64")
+
+
+def estimator_of(blocks, communicator=None, /, *, like=None, options=None, **more):
+    """Return an estimator of one process, or of the processes of a communicator."""
+    execution = None
+    if communicator is not None:
+        execution = Distributed(communicator=communicator, like=like, **(options or {}))
+    settings = {"reduction": "sum", "damping": 0.3, "decay": 0.9} | more
+    return kc.Estimator(blocks, execution=execution, **settings)
+
+
+def both(backend, rng, blocks, size, /, *, options=None, schedule=None, **more):
+    """Return the directions of one process, and those of each rank."""
+    schedule = schedule or schedule_of(rng, blocks, size)
+    gradients = gradients_of(backend, rng, blocks)
+    like = backend.asarray(np.zeros(1))
+    alone = schedule.run(backend, estimator_of(blocks, **more), None, gradients)
+
+    def run(communicator):
+        made = estimator_of(blocks, communicator, like=like, options=options, **more)
+        return schedule.run(backend, made, communicator.rank, gradients)
+
+    return alone, run_ranks(size, run)
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_every_approximation_is_that_of_one_process(size):
+    """Unequal and empty shards, ragged masks, burn-in; any number of ranks and holders."""
+    _require_exact(HOST, size)
+
+
+def test_every_library_is_that_of_one_process(backend, compiles_long):
+    """The same on every backend."""
+    _require_exact(backend, 2, steps=3)
+
+
+def test_a_block_on_every_library(backend):
+    """One block on two ranks: what JAX compiles, too."""
+    rng = np.random.default_rng(0)
+    blocks = {"a": kc.Block(dense(3, 2), kc.Kronecker())}
+    schedule = schedule_of(rng, blocks, 2, steps=2)
+
+    alone, found = both(
+        *(backend, rng, blocks, 2), options={"holders": 1}, schedule=schedule
+    )
+
+    for directions in found:
+        assert largest_difference(directions, alone)[0] < LIMIT
+
+
+def _require_exact(backend, size, steps=4):
+    rng = np.random.default_rng(size)
+    # The other numbers of holders, and both ways of reducing, come with other sizes.
+    holders = divisors(size)[size % len(divisors(size))]
+    options = {"holders": holders, "reduce": "update" if size % 5 == 3 else "refresh"}
+    averaging = kc.Averaging(burn_in=2, debias=size % 2 == 0, weight=0.7)
+
+    blocks = every_block()
+    schedule = schedule_of(rng, blocks, size, steps=steps)
+
+    alone, found = both(
+        *(backend, rng, blocks, size),
+        options=options,
+        schedule=schedule,
+        averaging=averaging,
+    )
+
+    for rank, directions in enumerate(found):
+        error, where = largest_difference(directions, alone)
+        assert error < LIMIT, f"rank {rank}: {where}: {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("holders", "reduce"),
+    [(1, "refresh"), (2, "update"), (3, "refresh"), (6, "refresh")],
+)
+def test_every_strategy_gives_the_same(holders, reduce):
+    """Owners that send directions, groups, and everybody."""
+    backend = HOST
+    rng = np.random.default_rng(holders)
+    blocks = {"a": kc.Block(dense(4, 3), kc.Kronecker()), **_several()}
+    options = {"holders": holders, "reduce": reduce, "bucket_bytes": 100}
+
+    alone, found = both(backend, rng, blocks, 6, options=options)
+
+    for directions in found:
+        error, where = largest_difference(directions, alone)
+        assert error < LIMIT, where
+
+
+def test_the_placement_changes_no_bit():
+    """Sums are in the order of the ranks, whoever owns a block."""
+    backend = HOST
+    rng = np.random.default_rng(0)
+    blocks = _several()
+    schedule = schedule_of(rng, blocks, 4)
+    gradients = gradients_of(backend, rng, blocks)
+    like = backend.asarray(np.zeros(1))
+
+    def run(communicator, holders):
+        made = estimator_of(
+            blocks, communicator, like=like, options={"holders": holders}
+        )
+        return schedule.run(backend, made, communicator.rank, gradients)
+
+    found = [
+        directions
+        for holders in (1, 2, 4)
+        for directions in run_ranks(4, lambda c, g=holders: run(c, g))
+    ]
+
+    for directions in found:
+        assert largest_difference(directions, found[0])[0] == 0.0
+
+
+def test_shards_without_the_whole_count_are_wrong():
+    """The row that must differ: each rank's mean, as if all shards were equal."""
+    backend = HOST
+    rng = np.random.default_rng(1)
+    blocks = {"expand": every_block()["expand"]}
+    schedule = schedule_of(rng, blocks, 2)
+    gradients = gradients_of(backend, rng, blocks)
+    alone = schedule.run(backend, estimator_of(blocks), None, gradients)
+
+    own = [
+        schedule.run(backend, estimator_of(blocks), rank, gradients)
+        for rank in range(2)
+        if all(cut[rank] < cut[rank + 1] for cut in schedule.cuts)
+    ]
+
+    assert own
+    assert all(largest_difference(found, alone)[0] > 1e-2 for found in own)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "mean_rows"])
+@pytest.mark.parametrize("loss", ["shard", "batch", "ddp"])
+def test_gradients_of_a_mean_are_scaled(reduction, loss):
+    """Whatever each process divided its loss by, the curvature is that of the batch."""
+    backend = HOST
+    rng = np.random.default_rng(5)
+    blocks = {"expand": every_block()["expand"], "eva": every_block()["eva"]}
+    schedule = schedule_of(rng, blocks, 3)
+    gradients = gradients_of(backend, rng, blocks)
+    like = backend.asarray(np.zeros(1))
+
+    def divided(values, start, stop, rank):
+        """Return a shard whose gradients are those of the loss of this process."""
+        by_rows = reduction == "mean_rows"
+        sizes = values["mask"].sum(axis=1) if by_rows else np.ones(len(values["mask"]))
+        by = sizes[start:stop].sum() if rank is None or loss == "shard" else sizes.sum()
+        by = by / 3 if rank is not None and loss == "ddp" else by
+        grads = {**values, "output_grads": values["output_grads"] / by}
+        return shard(backend, grads, start, stop)
+
+    def run(estimator, rank):
+        for step, N in enumerate(schedule.sizes):
+            start, stop = (0, N) if rank is None else schedule.cuts[step][rank:][:2]
+            fed = {
+                name: divided(values, start, stop, rank)
+                for name, values in schedule.batches[step].items()
+                if stop > start
+            }
+            estimator.update(fed)
+        estimator.refresh()
+        return [
+            {
+                name: {key: backend.to_numpy(x) for key, x in own.items()}
+                for name, own in estimator.precondition(gradients).items()
+            }
+        ]
+
+    alone = run(estimator_of(blocks, reduction=reduction), None)
+    found = run_ranks(
+        3,
+        lambda c: run(
+            estimator_of(
+                blocks, c, like=like, options={"loss": loss}, reduction=reduction
+            ),
+            c.rank,
+        ),
+    )
+
+    for directions in found:
+        error, where = largest_difference(directions, alone)
+        assert error < LIMIT, where
+
+
+def test_sharing_and_chains():
+    """A shared factor is sent once; a chain is one block."""
+    backend = HOST
+    rng = np.random.default_rng(2)
+    blocks = {
+        name: kc.Block(dense(4, m), kc.Kronecker())
+        for name, m in {"q": 3, "k": 2, "v": 5}.items()
+    }
+    blocks |= {
+        name: kc.Block(dense(n, m), kc.Kronecker())
+        for name, n, m in (("fc1", 3, 4), ("fc2", 4, 2))
+    }
+    sharing = kc.Sharing(
+        factors={"k/input": "q/input", "v/input": "q/input"},
+        chains={"encoder": ("fc1", "fc2")},
+    )
+    schedule = schedule_of(rng, blocks, 4)
+    for batches in schedule.batches:
+        for name in ("k", "v"):
+            batches[name]["inputs"] = batches["q"]["inputs"]
+            batches[name]["mask"] = batches["q"]["mask"]
+        for name in ("fc1", "fc2"):
+            for key, x in batches[name].items():
+                batches[name][key] = x[:, 0]
+
+    alone, found = both(
+        backend,
+        rng,
+        blocks,
+        4,
+        schedule=schedule,
+        options={"holders": 2},
+        sharing=sharing,
+    )
+
+    for directions in found:
+        error, where = largest_difference(directions, alone)
+        assert error < LIMIT, where
+
+
+def test_other_products_and_background_refreshes():
+    """A product whose factorization was not prepared, and a refresh in a thread."""
+    backend = HOST
+    rng = np.random.default_rng(3)
+    blocks = _several()
+    values = {name: batch_of(rng, block, 9) for name, block in blocks.items()}
+    gradients = gradients_of(backend, rng, blocks)
+    cuts = [0, 2, 2, 9]
+
+    def run(estimator, start, stop):
+        fed = {n: shard(backend, v, start, stop) for n, v in values.items()}
+        estimator.update(fed if stop > start else {})
+        pending = estimator.start_refresh()
+        estimator.update(fed if stop > start else {})
+        pending.install()
+        made = estimator.apply("multiply_matpower", gradients, -0.5)
+        return [
+            {
+                name: {key: backend.to_numpy(x) for key, x in own.items()}
+                for name, own in made.items()
+            }
+        ]
+
+    alone = run(estimator_of(blocks), 0, 9)
+    like = backend.asarray(np.zeros(1))
+    found = run_ranks(
+        3,
+        lambda c: run(
+            estimator_of(blocks, c, like=like, options={"holders": 1}),
+            *cuts[c.rank :][:2],
+        ),
+    )
+
+    for directions in found:
+        error, where = largest_difference(directions, alone)
+        assert error < LIMIT, where
+
+
+@pytest.mark.parametrize("loaded_by", [1, 2, 3])
+def test_a_state_of_p_processes_loads_on_q(loaded_by):
+    """A state is that of one process, to roundoff, and goes on on any number."""
+    backend = HOST
+    rng = np.random.default_rng(4)
+    blocks = {name: every_block()[name] for name in ("expand", "eigen", "window")}
+    first, second = schedule_of(rng, blocks, 4), schedule_of(rng, blocks, loaded_by)
+    gradients = gradients_of(backend, rng, blocks)
+    like = backend.asarray(np.zeros(1))
+    alone = estimator_of(blocks)
+    first.run(backend, alone, None, gradients)
+    saved = alone.state_dict()
+    expected = second.run(backend, alone, None, gradients)
+
+    def saving(communicator):
+        made = estimator_of(blocks, communicator, like=like, options={"holders": 2})
+        first.run(backend, made, communicator.rank, gradients)
+        return made.state_dict()
+
+    states = run_ranks(4, saving)
+
+    def loading(communicator):
+        made = estimator_of(blocks, communicator, like=like, options={"holders": 1})
+        made.load_state_dict(states[0])
+        return second.run(backend, made, communicator.rank, gradients)
+
+    found = run_ranks(loaded_by, loading)
+
+    for state in states:
+        assert _described(state) == _described(saved)
+    for directions in found:
+        error, where = largest_difference(directions, expected)
+        assert error < LIMIT, where
+
+
+def test_messages_in_float32():
+    """Statistics may travel in another dtype, at its precision."""
+    backend = HOST
+    rng = np.random.default_rng(6)
+
+    alone, found = both(
+        backend, rng, _several(), 2, options={"dtype": "float32", "holders": 1}
+    )
+
+    error, _ = largest_difference(found[0], alone)
+    assert 1e-10 < error < 1e-5
+
+
+def test_what_cannot_be_reduced_is_refused_by_name():
+    """Low rank, KFOC, centered moments, and whatever does not say."""
+
+    class Undeclared(kc.Diagonal):
+        reduction = kc.Approximation.reduction
+
+    conv = kc.Conv(
+        in_channels=2,
+        out_channels=3,
+        kernel_size=(2,),
+        padding="valid",
+        bias=True,
+        weight_layout="spatial_io",
+        data_layout="channels_last",
+    )
+    pairs = {
+        "is lost": (dense(3, 2), kc.LowRankKronecker(input_rank=2, output_rank=1)),
+        "best product": (dense(3, 2), kc.KFOC(iterations=2)),
+        "centered": (conv, kc.Kronecker(input="uncorrelated")),
+        "does not say": (dense(3, 2), Undeclared()),
+    }
+    for reason, (layer, approximation) in pairs.items():
+        block = {"fc": kc.Block(layer, approximation)}
+        with pytest.raises(kc.errors.UnsupportedError, match=rf"'fc'.*{reason}"):
+            run_ranks(2, lambda c, b=block: estimator_of(b, c))
+    with pytest.raises(kc.errors.UnsupportedError, match="threshold"):
+        run_ranks(
+            2,
+            lambda c: estimator_of(
+                _several(), c, refreshing=kc.Refreshing(threshold=0.1)
+            ),
+        )
+
+
+def _several():
+    return {
+        name: kc.Block(dense(n, m), kc.Kronecker())
+        for name, n, m in (("one", 5, 4), ("two", 4, 4), ("three", 3, 6))
+    }
+
+
+def _described(state):
+    """Return what a state says besides numbers."""
+    parts = {name: part["layer"] for name, part in state["blocks"].items()}
+    paths = {name: sorted(part["values"]) for name, part in state["blocks"].items()}
+    return json.dumps([parts, paths, state["settings"], state["conventions"]])
+
+
+def test_a_network_takes_the_executor_itself():
+    """Without an estimator: the pure functions, with a state of one's own."""
+    rng = np.random.default_rng(7)
+    blocks = _several()
+    summed = kc.Conventions(reduction="sum", sources="sum")
+    network = kc.Network(blocks, conventions=summed)
+    values = {name: batch_of(rng, block, 6) for name, block in blocks.items()}
+    gradients = gradients_of(HOST, rng, blocks)
+
+    def run(start, stop, **options):
+        fed = {name: shard(HOST, v, start, stop) for name, v in values.items()}
+        state = network.update(network.empty(), fed, decay=0.9, **options)
+        state = network.refresh(state, damping=0.1, **options)
+        return [network.precondition(state, gradients, **options)]
+
+    def on_a_rank(communicator):
+        options = Distributed(communicator=communicator, holders=1)
+        executor = DistributedExecutor(network, options)
+        return run(*[0, 2, 6][communicator.rank :][:2], executor=executor)
+
+    for found in run_ranks(2, on_a_rank):
+        assert largest_difference(found, run(0, 6))[0] < LIMIT

@@ -1,0 +1,276 @@
+"""What fails on one rank is a named error on every rank, and changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+from conformance_tests.builders.shards import dense
+from kfac_core.distributed import Distributed, run_ranks
+from kfac_core.errors import (
+    CommunicationError,
+    CommunicationTimeoutError,
+    FactorizationError,
+    NotFiniteError,
+    ReplicaError,
+    ShapeError,
+    StateError,
+)
+
+BLOCKS = {
+    "one": kc.Block(dense(3, 2), kc.Kronecker()),
+    "two": kc.Block(dense(2, 3), kc.Kronecker()),
+}
+
+
+def estimator_of(communicator, /, *, blocks=None, holders=1, **options):
+    execution = Distributed(communicator=communicator, holders=holders)
+    settings = {"reduction": "sum", "damping": 0.1} | options
+    return kc.Estimator(blocks or BLOCKS, execution=execution, **settings)
+
+
+def fed(rng, N=4):
+    return {
+        name: kc.Batch(
+            rng.normal(size=(N, block.layer.in_features + 0)),
+            rng.normal(size=(N, block.layer.out_features)),
+        )
+        for name, block in BLOCKS.items()
+    }
+
+
+def ones():
+    return {
+        name: {k: np.ones(s) for k, s in block.layer.parameter_shapes.items()}
+        for name, block in BLOCKS.items()
+    }
+
+
+def caught(size, function, timeout=2.0):
+    """Return what each rank raised, or returned."""
+
+    def run(communicator):
+        try:
+            return function(communicator)
+        except Exception as error:
+            return error
+
+    return run_ranks(size, run, timeout=timeout)
+
+
+def test_rows_that_are_not_finite_on_one_rank():
+    """Every rank raises the error of the rank, and keeps its statistics."""
+    kept = []
+
+    def run(communicator):
+        rng = np.random.default_rng(communicator.rank)
+        estimator = estimator_of(communicator)
+        estimator.update(fed(rng))
+        estimator.refresh()
+        before = estimator.state
+        batches = fed(rng)
+        if communicator.rank == 2:
+            batches["two"].inputs[1, 0] = np.nan
+        try:
+            estimator.update(batches)
+        finally:
+            kept.append(estimator.state is before)
+
+    found = caught(3, run)
+
+    assert kept == [True] * 3
+    for error in found:
+        assert isinstance(error, NotFiniteError)
+        assert "Rank 2: Block 'two': `inputs`" in str(error)
+
+
+def test_flags_of_one_rank_are_those_of_all():
+    """Without raising, every rank keeps its statistics and has the flags."""
+
+    def run(communicator):
+        rng = np.random.default_rng(communicator.rank)
+        estimator = estimator_of(communicator)
+        estimator.update(fed(rng))
+        before = estimator.state["two"].statistics.averages["input"].sum.array
+        batches = fed(rng)
+        if communicator.rank == 1:
+            batches["two"].inputs[1, 0] = np.inf
+        estimator.update(batches, check="status")
+        after = estimator.state["two"]
+        same = np.array_equal(after.statistics.averages["input"].sum.array, before)
+        return int(after.status), same
+
+    assert run_ranks(2, run) == [(1, True)] * 2
+
+
+def test_rows_of_a_wrong_shape_on_one_rank():
+    """What is raised while one rank reads its rows, the others raise too."""
+
+    def run(communicator):
+        batches = fed(np.random.default_rng(0))
+        if communicator.rank == 1:
+            wrong = dataclasses.replace(batches["one"], inputs=np.ones((4, 7)))
+            batches["one"] = wrong
+        estimator = estimator_of(communicator)
+        estimator.update(fed(np.random.default_rng(1)))
+        estimator.update(batches)
+
+    found = caught(2, run)
+
+    assert [type(error) for error in found] == [ShapeError, ShapeError]
+    assert str(found[0]).startswith("Rank 1: Block 'one'")
+
+
+@pytest.mark.parametrize("holders", [1, 3])
+def test_a_factorization_that_fails_on_its_owner(holders):
+    """Every rank raises, or counts a failure and keeps its operators."""
+
+    def run(communicator):
+        rng = np.random.default_rng(0)
+        refreshing = kc.Refreshing(failure_budget=1)
+        estimator = estimator_of(communicator, holders=holders, refreshing=refreshing)
+        estimator.update(fed(rng))
+        estimator.refresh()
+        operators = [estimator.state[name].operator for name in BLOCKS]
+        # Of one example: no factor of more rows has an inverse without damping.
+        estimator.decay = 0.0
+        estimator.update(fed(rng, N=1) if communicator.rank == 0 else {})
+        estimator.damping = 0.0
+        estimator.refresh()
+        counted = [estimator.state[name].failures for name in BLOCKS]
+        kept = [estimator.state[name].operator for name in BLOCKS]
+        assert all(a is b for a, b in zip(kept, operators, strict=True))
+        assert counted == [1, 1]
+        estimator.refresh()
+
+    for error in caught(3, run):
+        assert isinstance(error, FactorizationError)
+        assert "one" in str(error)
+
+
+def test_a_rank_that_raises_in_its_own_code_is_named():
+    """The others do not wait for it."""
+
+    def run(communicator):
+        estimator = estimator_of(communicator)
+        if communicator.rank == 1:
+            raise KeyError("in the data")
+        estimator.update(fed(np.random.default_rng(0)))
+
+    start = time.monotonic()
+    found = caught(3, run, timeout=30.0)
+
+    assert time.monotonic() - start < 20
+    assert isinstance(found[1], KeyError)
+    for error in (found[0], found[2]):
+        assert isinstance(error, CommunicationError)
+        assert "Rank 1 ended" in str(error)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    """After the timeout, by the ranks that wait."""
+
+    def run(communicator):
+        estimator = estimator_of(communicator)
+        if communicator.rank == 1:
+            time.sleep(1.0)
+            return None
+        return estimator.update(fed(np.random.default_rng(0)))
+
+    found = caught(3, run, timeout=0.2)
+
+    for error in (found[0], found[2]):
+        assert isinstance(error, CommunicationTimeoutError)
+        assert "for rank 1" in str(error)
+
+
+def test_ranks_with_other_options_or_steps_are_found():
+    """Before anything is exchanged, and where their calls differ."""
+    other = {**BLOCKS, "two": kc.Block(dense(2, 3), kc.Eva())}
+
+    networks = caught(2, lambda c: estimator_of(c, blocks=other if c.rank else BLOCKS))
+    dampings = caught(2, lambda c: estimator_of(c, holders=1 + c.rank))
+    decays = caught(2, lambda c: _decayed(c))
+    orders = caught(2, lambda c: _out_of_order(c))
+
+    for errors, what in ((networks, "the network"), (dampings, "the options")):
+        for error in errors:
+            assert isinstance(error, ReplicaError)
+            assert f"Rank 1 differs from rank 0 in {what}" in str(error)
+    for error in decays:
+        assert isinstance(error, ReplicaError)
+        assert "rank 1 at 'update [0.75, 1.0" in str(error)
+    for error in orders:
+        assert isinstance(error, (ReplicaError, CommunicationError))
+
+
+def test_parameters_that_drifted_apart_are_found():
+    """By name and rank; what is equal passes."""
+
+    def run(communicator, by):
+        rng = np.random.default_rng(communicator.rank)
+        estimator = estimator_of(communicator, holders=2)
+        estimator.update(fed(rng))
+        estimator.refresh()
+        moved = np.ones(3) + (by if communicator.rank == 3 else 0.0)
+        estimator.check_replicas(weights={"fc": np.zeros(2)}, biases=moved)
+        return True
+
+    assert run_ranks(4, lambda c: run(c, 0.0)) == [True] * 4
+    for error in caught(4, lambda c: run(c, 1e-16 + 1e-15)):
+        assert isinstance(error, ReplicaError)
+        assert "Rank 3 differs from rank 0 in biases" in str(error)
+
+
+def test_a_saved_state_of_other_blocks_is_refused_on_every_rank():
+    """And the estimators are unchanged."""
+
+    def run(communicator):
+        estimator = estimator_of(communicator)
+        estimator.update(fed(np.random.default_rng(0)))
+        saved = estimator.state_dict()
+        del saved["blocks"]["two"]
+        estimator.load_state_dict(saved)
+
+    assert [type(e) for e in caught(2, run)] == [StateError, StateError]
+
+
+def test_a_failure_leaves_directions_as_they_were():
+    """After an error the ranks go on together."""
+
+    def run(communicator):
+        rng = np.random.default_rng(communicator.rank)
+        estimator = estimator_of(communicator)
+        estimator.update(fed(rng))
+        estimator.refresh()
+        before = estimator.precondition(ones())
+        batches = fed(rng)
+        batches["one"].inputs[0, 0] = np.nan if communicator.rank else 1.0
+        with pytest.raises(NotFiniteError):
+            estimator.update(batches)
+        after = estimator.precondition(ones())
+        return all(
+            np.array_equal(after[name][key], x)
+            for name, own in before.items()
+            for key, x in own.items()
+        )
+
+    assert run_ranks(2, run) == [True, True]
+
+
+def _decayed(communicator):
+    estimator = estimator_of(communicator, decay=0.5 + 0.25 * communicator.rank)
+    estimator.update(fed(np.random.default_rng(0)))
+
+
+def _out_of_order(communicator):
+    estimator = estimator_of(communicator)
+    estimator.update(fed(np.random.default_rng(0)))
+    if communicator.rank:
+        estimator.refresh()
+    else:
+        estimator.update(fed(np.random.default_rng(0)))

@@ -1,0 +1,132 @@
+"""Faults at the k-th call of a kind: linear algebra, memory, files, interrupts."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kfac_core.array import backend as backends
+
+KINDS = ("interrupt", "memory", "linear algebra", "files")
+
+_ERRORS: dict[str, Callable[[], BaseException]] = {
+    "interrupt": lambda: KeyboardInterrupt("injected"),
+    "memory": lambda: MemoryError("injected"),
+    "linear algebra": lambda: np.linalg.LinAlgError("injected"),
+    "files": lambda: OSError(28, "injected: no space left on device"),
+}
+_OURS = ("kfac_core/", "kfac_core_backends/")
+_ALGEBRA = (
+    *("gram_update", "damped_cholesky", "cholesky_inverse", "solve_triangular"),
+    *("multiply_triangular", "eigh", "multiply_symmetric", "scale_symmetric"),
+)
+_FILES = ("posix", "nt", "_io")
+# What cleans up after a failure must not fail for the same reason.
+_ALLOWED = ("close", "unlink", "remove", "stat", "fstat", "lstat", "fspath")
+
+
+class Fault:
+    """A count of calls, of which one raises.
+
+    Attributes
+    ----------
+    left : int
+        How many calls are left until the one that raises.
+    met : bool
+        Whether it was met.
+    """
+
+    def __init__(self, kind: str, k: int) -> None:
+        self.left, self.met, self._kind = k, False, kind
+
+    def count(self) -> None:
+        """Count a call, and raise if it is the k-th."""
+        self.left -= 1
+        if self.left == 0:
+            self.met = True
+            raise _ERRORS[self._kind]()
+
+
+@contextlib.contextmanager
+def injected(kind: str, k: int) -> Iterator[Fault]:
+    """Let the k-th call of a kind raise, of those that are made inside.
+
+    Parameters
+    ----------
+    kind : {"interrupt", "memory", "linear algebra", "files"}
+        The first two count every call of a function of the library and its backends.
+    k : int
+        At least 1.
+
+    Yields
+    ------
+    Fault
+        Which says afterwards whether there were so many calls.
+    """
+    fault = Fault(kind, k)
+    if kind == "linear algebra":
+        with _operations_that_count(fault):
+            yield fault
+        return
+    before, unraisable = sys.getprofile(), sys.unraisablehook
+    # A generator that is closed by the fault cannot raise it again, and prints it.
+    sys.unraisablehook = lambda _: None
+    sys.setprofile(_profiler(fault, files=kind == "files"))
+    try:
+        yield fault
+    finally:
+        sys.setprofile(before)
+        sys.unraisablehook = unraisable
+
+
+def _profiler(fault: Fault, *, files: bool) -> Callable[..., None]:
+    def of_files(frame: Any, event: str, argument: Any) -> None:
+        if event != "c_call" or fault.met:
+            return
+        name = getattr(argument, "__name__", "")
+        owner = type(getattr(argument, "__self__", None)).__module__
+        module = getattr(argument, "__module__", None) or owner
+        if module in _FILES and name not in _ALLOWED and not name.startswith("__"):
+            fault.count()
+
+    def of_ours(frame: Any, event: str, argument: Any) -> None:
+        if event != "call" or fault.met:
+            return
+        path = frame.f_code.co_filename.replace("\\", "/")
+        if any(part in path for part in _OURS):
+            fault.count()
+
+    return of_files if files else of_ours
+
+
+@contextlib.contextmanager
+def _operations_that_count(fault: Fault) -> Iterator[None]:
+    """Replace the native operations of all backends by ones that count their calls."""
+    found = backends.operations_by_namespace
+    before = {name: dict(operations) for name, operations in found.items()}
+
+    def counting(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            if not fault.met:
+                fault.count()
+            return operation(*arguments, **options)
+
+        return counted
+
+    changed: set[int] = set()
+    for operations in found.values():
+        if id(operations) in changed:
+            continue
+        changed.add(id(operations))
+        for name in _ALGEBRA:
+            if name in operations:
+                operations[name] = counting(operations[name])
+    try:
+        yield
+    finally:
+        for name, operations in before.items():
+            found[name].update(operations)

@@ -1,0 +1,173 @@
+"""What was pickled, copied or saved goes on as the original does, for every block."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+import kfac_core as kc
+
+from ..builders.estimators import make_estimator
+from ..builders.states import differences, frozen
+from .blocks import CASES, batch_of, gradient_of, made
+
+WAYS = {
+    "pickled": lambda e, folder: pickle.loads(pickle.dumps(e)),
+    "copied": lambda e, folder: copy.copy(e),
+    "copied deeply": lambda e, folder: copy.deepcopy(e),
+    "saved": None,
+}
+
+
+def saved(estimator, case, folder):
+    """Return another estimator with the same state, by way of a file."""
+    other = made(case)
+    kc.save_checkpoint(folder / "state", estimator)
+    kc.load_checkpoint(folder / "state", other, backend="numpy")
+    return other
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_copy_goes_on_as_the_original(tmp_path, case, way):
+    """After each stage, to the bit; and the two are apart."""
+    rng = np.random.default_rng(7)
+    estimator = made(case)
+    stages = [
+        lambda e: None,
+        lambda e: e.update(batch_of(case, first)),
+        lambda e: e.rebase(moments="kronecker"),
+        lambda e: e.refresh(),
+        lambda e: e.update(batch_of(case, second)),
+    ]
+    first, second, third = (rng.integers(2**31) for _ in range(3))
+    for stage in stages:
+        stage(estimator)
+        if way == "saved":
+            other = saved(estimator, case, tmp_path)
+        else:
+            other = WAYS[way](estimator, tmp_path)
+        before = frozen(estimator.state_dict())
+        assert differences(frozen(other.state_dict()), before) == []
+    alone = saved(estimator, case, tmp_path)
+    for one in (other, alone):
+        one.update(batch_of(case, third))
+        one.rebase(moments="kronecker")
+        one.refresh()
+    assert differences(frozen(other.state_dict()), frozen(alone.state_dict())) == []
+    products = [frozen(e.precondition(gradient_of(case))) for e in (other, alone)]
+    assert differences(*products) == []
+    assert differences(frozen(estimator.state_dict()), before) == []
+
+
+def test_two_threads_that_change_one_estimator_are_refused():
+    """The one that came second says so; no update is lost without an error."""
+    layer = kc.Dense(in_features=30, out_features=20, bias=True, weight_layout="io")
+    blocks = {name: kc.Block(layer, kc.Kronecker()) for name in "abcd"}
+    estimator = make_estimator(blocks, reduction="sum", decay=1.0)
+    rng = np.random.default_rng(3)
+    batch = kc.Batch(rng.normal(size=(40, 30)), rng.normal(size=(40, 20)))
+    refused, others = [], []
+
+    def update():
+        for _ in range(100):
+            try:
+                estimator.update(dict.fromkeys("abcd", batch))
+            except kc.ConcurrentChangeError as error:
+                refused.append(str(error))
+            except Exception as error:
+                others.append(error)
+
+    threads = [threading.Thread(target=update) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert others == []
+    assert estimator.state["a"].updates + len(refused) == 800
+    assert all("Another thread" in text for text in refused)
+    update()
+    assert estimator.state["a"].updates + len(refused) == 900
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda e: e.update({"a": batch_of("kronecker", 1)["a"]}),
+        lambda e: e.refresh(),
+        lambda e: e.load_state_dict(e.state_dict()),
+        lambda e: e.absorb({}),
+        lambda e: e.rebase([], moments="zero"),
+    ],
+    ids=["update", "refresh", "load", "absorb", "rebase"],
+)
+def test_a_change_within_a_change_is_refused(change):
+    """Whichever of the calls another thread makes while one updates."""
+    estimator = made("kronecker")
+    estimator.update(batch_of("kronecker", 0))
+    estimator.refresh()
+    network = estimator.network
+    found = []
+
+    def executor(function, tasks):
+        def second():
+            try:
+                change(estimator)
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        return {name: function(name, *task) for name, task in tasks.items()}
+
+    estimator._executor = executor
+    estimator.update(batch_of("kronecker", 2))
+
+    assert [type(error) for error in found] == [kc.ConcurrentChangeError]
+    assert estimator.state["a"].updates == 2
+    assert estimator.network is network
+
+
+def test_a_refresh_of_statistics_that_are_gone_is_refused():
+    """A state that was loaded meanwhile does not get the old one's operators."""
+    estimator = made("kronecker")
+    estimator.update(batch_of("kronecker", 0))
+    estimator.update(batch_of("kronecker", 1))
+    early = made("kronecker").state_dict()
+    running = estimator.start_refresh()
+    estimator.load_state_dict(early)
+    with pytest.raises(kc.NotReadyError, match="state was loaded"):
+        running.install()
+
+    estimator.load_state_dict(estimator.state_dict())
+
+
+def test_a_failed_refresh_counts_nothing():
+    """Not the failure, and not the statistics that it saw: the next one is a new one."""
+    block = kc.Block(
+        kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="io"),
+        kc.Kronecker(),
+    )
+    estimator = make_estimator({"a": block}, reduction="sum", threshold=10.0)
+    g = np.ones((1, 2))
+    estimator.update({"a": kc.Batch(np.ones((1, 3)), g)})
+    estimator.damping = np.asarray(np.nan)
+    with pytest.raises(kc.DampingError):
+        estimator.refresh()
+    assert (estimator.state["a"].failures, estimator.state["a"].refreshes) == (0, 0)
+    estimator.damping = 0.5
+    estimator.refresh()
+    estimator.update({"a": kc.Batch(np.full((1, 3), 2.0), g)})
+    before = frozen(estimator.state_dict())
+    estimator.damping = np.asarray(np.nan)
+    with pytest.raises(kc.DampingError):
+        estimator.refresh()
+    estimator.damping = 0.5
+
+    assert differences(before, frozen(estimator.state_dict())) == []

@@ -1,0 +1,177 @@
+"""``kfac-core plan``: what K-FAC costs on many processes, before anything is run."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kfac_core.cli.options import add_json, positive
+from kfac_core.cli.screen import complain, print_json, print_table, printable
+from kfac_core.distributed.model import (
+    MACHINES,
+    PredictedStep,
+    known_networks,
+    predicted_steps,
+    read_shapes,
+)
+from kfac_core.errors import KFACError
+
+__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
+
+SUMMARY = "predict the time of a step on many processes, for each strategy"
+EXAMPLES = (
+    "kfac-core plan resnet50",
+    "kfac-core plan llama8b --ranks 64 1024 --examples 1 --interval 50",
+    "kfac-core plan layers.json --machine mpi --ranks 2 4 --plot plan.png",
+)
+EXIT_CODES = {
+    0: "the prediction was printed",
+    2: "the file cannot be read, or an option is out of range",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, /) -> None:
+    """Declare the options of the subcommand."""
+    parser.add_argument(
+        "network",
+        help=f"a JSON file of layer shapes, or one of {', '.join(known_networks())}",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=positive,
+        nargs="+",
+        default=[4**k for k in range(6)],
+        help="numbers of processes (1 4 16 64 256 1024)",
+    )
+    parser.add_argument(
+        "--machine", choices=[*MACHINES], default="h100", help="constants (h100)"
+    )
+    parser.add_argument(
+        "--examples", type=positive, default=32, help="examples a rank and step (32)"
+    )
+    parser.add_argument(
+        "--update-every", type=positive, default=1, help="steps between updates (1)"
+    )
+    parser.add_argument(
+        "--interval", type=positive, default=10, help="steps between refreshes (10)"
+    )
+    parser.add_argument("--plot", help="a file to draw the prediction in")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace, /) -> int:
+    """Print the prediction.
+
+    Parameters
+    ----------
+    arguments : argparse.Namespace
+        Parsed arguments of `add_arguments`.
+
+    Returns
+    -------
+    int
+        0, or 2 where the file cannot be read.
+    """
+    try:
+        shapes = read_shapes(arguments.network)
+    except KFACError as error:
+        return complain("plan", str(error))
+    found = {
+        ranks: predicted_steps(
+            shapes,
+            ranks,
+            machine=MACHINES[arguments.machine],
+            examples=arguments.examples,
+            update_every=arguments.update_every,
+            interval=arguments.interval,
+        )
+        for ranks in sorted(set(arguments.ranks))
+    }
+    if arguments.json:
+        print_json(
+            {
+                "network": shapes.name,
+                "machine": arguments.machine,
+                "steps": [_as_data(step) for steps in found.values() for step in steps],
+            }
+        )
+    else:
+        _print(shapes.name, len(shapes.layers), found, arguments)
+    if arguments.plot:
+        return _plot(found, arguments)
+    return 0
+
+
+def _as_data(step: PredictedStep) -> dict[str, Any]:
+    return {
+        "ranks": step.ranks,
+        "holders": step.holders,
+        "seconds": dict(step.seconds),
+        "total": step.total,
+        "bytes_sent": step.sent,
+        "bytes_kept": step.memory,
+        "imbalance": step.placement.imbalance(),
+    }
+
+
+def _print(
+    name: str,
+    layers: int,
+    found: dict[int, list[PredictedStep]],
+    arguments: argparse.Namespace,
+) -> None:
+    print(
+        printable(
+            f"{name}: {layers} layers; {arguments.machine}, {arguments.examples} examples "
+            f"a rank; updates every {arguments.update_every}, refreshes every "
+            f"{arguments.interval} steps"
+        )
+    )
+    print("Predicted, not measured: milliseconds that K-FAC adds to a step.")
+    for ranks, steps in found.items():
+        best = min(steps, key=lambda step: step.total)
+        parts = list(best.seconds)
+        print()
+        print_table(
+            f"{ranks} ranks",
+            ("holders", *parts, "total", "MB sent", "GB kept", "imbalance", ""),
+            [
+                (
+                    str(step.holders),
+                    *(f"{1e3 * step.seconds[part]:.3g}" for part in parts),
+                    f"{1e3 * step.total:.3g}",
+                    f"{step.sent / 1e6:.1f}",
+                    f"{step.memory / 1e9:.2f}",
+                    f"{step.placement.imbalance():.2f}",
+                    "least time" if step is best else "",
+                )
+                for step in steps
+            ],
+        )
+
+
+def _plot(found: dict[int, list[PredictedStep]], arguments: argparse.Namespace) -> int:
+    try:
+        import matplotlib
+    except ImportError:
+        return complain("plan", "`--plot` needs matplotlib: pip install matplotlib.")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    ranks = list(found)
+    lines = {
+        "owners send directions": [steps[0].total for steps in found.values()],
+        "everybody has operators": [steps[-1].total for steps in found.values()],
+        "best number of holders": [
+            min(step.total for step in steps) for steps in found.values()
+        ],
+    }
+    for label, times in lines.items():
+        axes.plot(ranks, [1e3 * t for t in times], marker="o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="processes", ylabel="ms a step")
+    axes.set_title(f"{arguments.network}, {arguments.machine}: predicted")
+    axes.legend()
+    figure.savefig(arguments.plot, dpi=120)
+    pyplot.close(figure)
+    return 0

@@ -1,0 +1,42 @@
+"""More than one process: communicators, reduction of statistics, ownership of blocks."""
+
+from kfac_core.distributed.communicator import (
+    Communicator,
+    Handle,
+    Traffic,
+    communicator_names,
+    connect,
+)
+from kfac_core.distributed.executor import Distributed, DistributedExecutor
+from kfac_core.distributed.placement import BlockLoad, Placement, block_loads, place
+from kfac_core.distributed.remote import RemoteOperator
+from kfac_core.distributed.running import execution_for, running_processes
+from kfac_core.distributed.traced import SummedOver
+from kfac_core.distributed.virtual import run_ranks
+from kfac_core.errors import (
+    CommunicationError,
+    CommunicationTimeoutError,
+    ReplicaError,
+)
+
+__all__ = [
+    "BlockLoad",
+    "CommunicationError",
+    "CommunicationTimeoutError",
+    "Communicator",
+    "Distributed",
+    "DistributedExecutor",
+    "Handle",
+    "Placement",
+    "RemoteOperator",
+    "ReplicaError",
+    "SummedOver",
+    "Traffic",
+    "block_loads",
+    "communicator_names",
+    "connect",
+    "execution_for",
+    "place",
+    "run_ranks",
+    "running_processes",
+]

@@ -1,0 +1,469 @@
+"""Exchange of arrays between processes: the interface, and the registry of engines.
+
+Conventions.  A *rank* is one of p processes, numbered from 0.  Every function is
+collective: all ranks call the same functions in the same order, with arrays of the same
+length and dtype.  Arrays are one-dimensional, are not modified, and come back in the same
+library, dtype and device.  Each call returns a `Handle`, whose ``wait()`` returns the
+result, so that several exchanges run at a time.
+
+An *engine* is an adapter of a library that moves arrays between processes.  It is a module
+that the entry-point group ``kfac_core.communicators`` gives for a name.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core.errors import (
+    BackendUnavailableError,
+    CommunicationError,
+    ShapeError,
+    UnknownBackendError,
+)
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "ENVIRONMENT_VARIABLE",
+    "Communicator",
+    "Handle",
+    "Operation",
+    "Traffic",
+    "communicator_names",
+    "connect",
+    "engine",
+    "require_groups",
+]
+
+ENTRY_POINT_GROUP = "kfac_core.communicators"
+ENVIRONMENT_VARIABLE = "KFAC_CORE_COMMUNICATOR"
+
+Operation = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"
+]
+"""The exchanges of a `Communicator`."""
+
+
+class Handle:
+    """A running exchange.
+
+    Parameters
+    ----------
+    finish : callable
+        Blocks until the exchange is done and returns its result.
+    """
+
+    def __init__(self, finish: Callable[[], Array]) -> None:
+        self._finish: Callable[[], Array] | None = finish
+        self._result: Array = None
+
+    def wait(self) -> Array:
+        """Return the result, after the exchange is done.
+
+        Raises
+        ------
+        CommunicationTimeoutError
+            If a rank does not take part in time; the message names it.
+        CommunicationError
+            If a rank is gone, or calls another function.
+        """
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+
+@dataclass
+class Traffic:
+    """Calls and bytes of one process, by operation.
+
+    Attributes
+    ----------
+    calls : dict of str to int
+        Number of calls.
+    payload : dict of str to int
+        Bytes of the arrays that were reduced, gathered or sent, over all ranks' parts.
+    wire : dict of str to float
+        Bytes that a process sends on average, with algorithms that send the least: for S
+        bytes and p ranks ``2 (p - 1) / p S`` for all_reduce and ``(p - 1) / p S`` for the
+        others; for all_to_all those for other ranks.
+    """
+
+    calls: dict[str, int] = field(default_factory=lambda: _zeros(0))
+    payload: dict[str, int] = field(default_factory=lambda: _zeros(0))
+    wire: dict[str, float] = field(default_factory=lambda: _zeros(0.0))
+
+    def count(
+        self, operation: Operation, payload: int, size: int, sent: float | None = None
+    ) -> None:
+        """Record one call.
+
+        Parameters
+        ----------
+        operation : str
+            The exchange.
+        payload : int
+            Number of bytes S.
+        size : int
+            Number of ranks p.
+        sent : float, optional
+            Bytes that were sent, where the formula does not say.
+        """
+        if sent is None:
+            sent = payload * (size - 1) / size
+            if operation == "all_reduce":
+                sent = 2 * sent
+        self.calls[operation] += 1
+        self.payload[operation] += payload
+        self.wire[operation] += sent
+
+    @property
+    def total(self) -> float:
+        """Bytes that this process sent, over all operations."""
+        return sum(self.wire.values())
+
+    def reset(self) -> None:
+        """Set all counts to zero."""
+        for counts in (self.calls, self.payload, self.wire):
+            for operation in counts:
+                counts[operation] = 0
+
+
+def _zeros(zero: Any) -> dict[str, Any]:
+    return dict.fromkeys(get_args(Operation), zero)
+
+
+class Communicator(abc.ABC):
+    """Collective exchanges of one-dimensional arrays between ranks.
+
+    An engine defines ``_start``, and `split`.  The public functions check their
+    arguments, count the traffic, and move arrays to where the engine can read them.
+
+    Parameters
+    ----------
+    rank, size : int
+        Number of this process, and of all.
+    timeout : float
+        Seconds to wait for other ranks.
+
+    Attributes
+    ----------
+    traffic : Traffic
+        Calls and bytes of this process; communicators made by `split` count here too.
+    """
+
+    name = "communicator"
+
+    def __init__(self, rank: int, size: int, *, timeout: float) -> None:
+        if not timeout > 0:
+            raise CommunicationError(
+                f"Expected `timeout` to be a positive number of seconds, got {timeout}."
+            )
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.traffic = Traffic()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    @abc.abstractmethod
+    def split(self, groups: Sequence[Sequence[int]], /) -> Communicator:
+        """Return the communicator of this rank's group.
+
+        Parameters
+        ----------
+        groups : sequence of sequence of int
+            Ranks of each group, the same on all ranks.  Every rank is in one group.  Within
+            a group ranks are numbered in the given order.
+
+        Returns
+        -------
+        Communicator
+            Exchanges within the group.
+
+        Raises
+        ------
+        CommunicationError
+            If a rank is in no group, or in two.
+        """
+
+    def all_reduce(self, flat: Array, /) -> Handle:
+        """Return the sum of all ranks' arrays, on every rank.
+
+        Parameters
+        ----------
+        flat : array, shape (k,)
+            This rank's summand.
+
+        Returns
+        -------
+        Handle
+            Of an array of shape (k,), which is the same to the bit on all ranks.
+        """
+        self._require_flat(flat)
+        self.traffic.count("all_reduce", _bytes(flat), self.size)
+        return self._begin("all_reduce", flat, {})
+
+    def reduce_scatter(self, flat: Array, counts: Sequence[int], /) -> Handle:
+        """Return one part of the sum of all ranks' arrays on each rank.
+
+        Parameters
+        ----------
+        flat : array, shape (sum(counts),)
+            This rank's summand: the parts of all ranks, one after the other.
+        counts : sequence of int
+            Lengths of the parts, one a rank; zero is allowed.
+
+        Returns
+        -------
+        Handle
+            Of an array of shape ``(counts[rank],)``.
+        """
+        self._require_flat(flat, sum(counts), counts)
+        self.traffic.count("reduce_scatter", _bytes(flat), self.size)
+        return self._begin("reduce_scatter", flat, {"counts": tuple(counts)})
+
+    def all_gather(self, flat: Array, counts: Sequence[int], /) -> Handle:
+        """Return the arrays of all ranks, one after the other, on every rank.
+
+        Parameters
+        ----------
+        flat : array, shape (counts[rank],)
+            This rank's part.
+        counts : sequence of int
+            Lengths of the parts, one a rank; zero is allowed.
+
+        Returns
+        -------
+        Handle
+            Of an array of shape ``(sum(counts),)``.
+        """
+        if len(counts) != self.size:
+            raise self._wrong_counts(counts)
+        self._require_flat(flat, counts[self.rank])
+        payload = sum(counts) * _item_size(flat)
+        self.traffic.count("all_gather", payload, self.size)
+        return self._begin("all_gather", flat, {"counts": tuple(counts)})
+
+    def broadcast(self, flat: Array, /, *, source: int) -> Handle:
+        """Return the array of one rank on every rank.
+
+        Parameters
+        ----------
+        flat : array, shape (k,)
+            What is sent; on other ranks an array of the same length and dtype, whose
+            values are not read.
+        source : int
+            Rank that sends.
+
+        Returns
+        -------
+        Handle
+            Of an array of shape (k,).
+        """
+        self._require_flat(flat)
+        if not 0 <= source < self.size:
+            raise CommunicationError(
+                f"Expected `source` to be a rank below {self.size}, got {source}."
+            )
+        self.traffic.count("broadcast", _bytes(flat), self.size)
+        return self._begin("broadcast", flat, {"source": source})
+
+    def all_to_all(
+        self, flat: Array, send: Sequence[int], receive: Sequence[int], /
+    ) -> Handle:
+        """Return what all ranks have for this rank, one after the other.
+
+        Parameters
+        ----------
+        flat : array, shape (sum(send),)
+            What this rank has for rank 0, 1, ..., one after the other.
+        send, receive : sequence of int
+            Lengths of what goes to, and comes from, each rank; zero is allowed.
+
+        Returns
+        -------
+        Handle
+            Of an array of shape ``(sum(receive),)``.
+        """
+        self._require_flat(flat, sum(send), send)
+        if len(receive) != self.size:
+            raise self._wrong_counts(receive)
+        sent = (sum(send) - send[self.rank]) * _item_size(flat)
+        self.traffic.count("all_to_all", _bytes(flat), self.size, sent)
+        lengths = {"send": tuple(send), "receive": tuple(receive)}
+        return self._begin("all_to_all", flat, lengths)
+
+    @abc.abstractmethod
+    def _start(
+        self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
+    ) -> Callable[[], Any]:
+        """Start an exchange of `_entering` values; return what waits for the result."""
+
+    def _entering(self, flat: Array) -> Any:
+        """Return an array in the form that the engine exchanges: by default, NumPy's."""
+        return backend_of(own_namespace(flat)).to_numpy(flat)
+
+    def _leaving(self, values: Any, like: Array) -> Array:
+        """Return what the engine made, in the library and on the device of an array."""
+        backend = backend_of(own_namespace(like))
+        return backend.asarray(np.asarray(values), device=device_of(like))
+
+    def _begin(
+        self, operation: Operation, flat: Array, arguments: Mapping[str, Any]
+    ) -> Handle:
+        if self.size == 1:
+            xp = own_namespace(flat)
+            copy = xp.asarray(flat, copy=True)
+            return Handle(lambda: copy)
+        finish = self._start(operation, self._entering(flat), arguments)
+        return Handle(lambda: self._leaving(finish(), flat))
+
+    def _require_flat(
+        self,
+        flat: Array,
+        length: int | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> None:
+        if counts is not None and len(counts) != self.size:
+            raise self._wrong_counts(counts)
+        if flat.ndim != 1 or (length is not None and flat.shape[0] != length):
+            expected = "(k,)" if length is None else f"({length},)"
+            raise ShapeError(
+                f"Expected `flat` to have shape {expected}, got {tuple(flat.shape)}."
+            )
+
+    def _wrong_counts(self, counts: Sequence[int]) -> ShapeError:
+        return ShapeError(
+            f"Expected one count for each of {self.size} ranks, got {len(counts)}."
+        )
+
+
+def require_groups(groups: Sequence[Sequence[int]], size: int, /) -> None:
+    """Raise `CommunicationError` unless every rank is in exactly one group.
+
+    Parameters
+    ----------
+    groups : sequence of sequence of int
+        Ranks of each group.
+    size : int
+        Number of ranks.
+    """
+    found = sorted(rank for group in groups for rank in group)
+    if found != list(range(size)):
+        raise CommunicationError(
+            f"Expected every rank below {size} in exactly one group, got "
+            f"{[list(group) for group in groups]}."
+        )
+
+
+def connect(name: str | None = None, /, *, timeout: float = 60.0) -> Communicator:
+    """Return the communicator of all processes, by the name of its engine.
+
+    Parameters
+    ----------
+    name : str, optional
+        Name of an engine, such as ``"mpi"``; by default that of the environment variable
+        ``KFAC_CORE_COMMUNICATOR``.
+    timeout : float
+        Seconds to wait for other ranks.
+
+    Returns
+    -------
+    Communicator
+        Over all processes.  Collective: every process calls this.
+
+    Raises
+    ------
+    UnknownBackendError
+        For an unknown name, or none; lists the names that are registered.
+    BackendUnavailableError
+        If the engine's library is missing, or its processes were not initialized.
+    """
+    chosen = name or os.environ.get(ENVIRONMENT_VARIABLE)
+    if not chosen:
+        raise UnknownBackendError(
+            "No communicator was named. Pass a name, or set "
+            f"{ENVIRONMENT_VARIABLE}, to one of {', '.join(communicator_names())}."
+        )
+    adapter = engine(chosen)
+    problem = adapter.problem()
+    if problem is not None:
+        raise BackendUnavailableError(
+            f"Communicator {chosen!r} cannot be used here: {problem}."
+        )
+    made: Communicator = adapter.connect(timeout=timeout)
+    return made
+
+
+def engine(name: str, /) -> Any:
+    """Return the adapter of an engine.
+
+    Parameters
+    ----------
+    name : str
+        Name in the entry-point group ``kfac_core.communicators``.
+
+    Returns
+    -------
+    module
+        With ``problem()``, ``versions()`` and ``connect(timeout=...)``.
+
+    Raises
+    ------
+    UnknownBackendError
+        For an unknown name.
+    BackendUnavailableError
+        If the adapter cannot be imported.
+    """
+    entry = _entry_points().get(name)
+    if entry is None:
+        raise UnknownBackendError(
+            f"Unknown communicator {name!r}; registered are "
+            f"{', '.join(communicator_names())}."
+        )
+    try:
+        return entry.load()
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"The adapter {entry.value!r} of communicator {name!r} cannot be imported: "
+            f"{error}."
+        ) from error
+
+
+def communicator_names() -> tuple[str, ...]:
+    """Return the names of the registered engines, whether usable here or not."""
+    return tuple(sorted(_entry_points()))
+
+
+def _item_size(flat: Array) -> int:
+    """Return the bytes of one number of an array."""
+    size = getattr(flat, "itemsize", None)
+    if size is not None and not callable(size):
+        return int(size)
+    xp = own_namespace(flat)
+    if xp.isdtype(flat.dtype, "real floating"):
+        return int(xp.finfo(flat.dtype).bits) // 8
+    return int(xp.iinfo(flat.dtype).bits) // 8
+
+
+def _bytes(flat: Array) -> int:
+    return int(flat.shape[0]) * _item_size(flat)
+
+
+@functools.cache
+def _entry_points() -> dict[str, EntryPoint]:
+    # Slow to import, and needed only where an engine is chosen by name.
+    from importlib.metadata import entry_points
+
+    return {e.name: e for e in entry_points(group=ENTRY_POINT_GROUP)}

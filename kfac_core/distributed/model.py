@@ -1,0 +1,370 @@
+r"""Predicted times of a step on many processes.
+
+Conventions.  Times are of one step in seconds, on average over the steps between refreshes.
+A message of S bytes among p ranks takes, with the latency :math:`\alpha` of one hop and the
+bandwidth B of one rank (the smaller where nodes are crossed),
+
+=======================  ====================================================
+all-reduce               ``base + 2 (p - 1) alpha + 2 (p - 1) / p S / B``
+reduce-scatter, gather   ``base + (p - 1) alpha + (p - 1) / p S / B``
+=======================  ====================================================
+
+or the time of a tree, ``base + 2 log2(p) alpha + 2 S / B``, where an all-reduce is
+faster by one.  Computing takes the flops of `kfac_core.execution` over the rate of a rank.
+Nothing overlaps.  Beyond a few processes this is a prediction and no measurement.
+
+References
+----------
+Bandwidth terms: ``doc/PERFORMANCE.md`` of nccl-tests.  Latencies: ``src/graph/tuning.cc``
+of NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kfac_core.approximations.kronecker import Kronecker
+from kfac_core.block import Block
+from kfac_core.conventions import Conventions
+from kfac_core.distributed.placement import (
+    BlockLoad,
+    Placement,
+    block_loads,
+    divisors,
+    place,
+)
+from kfac_core.errors import RecordError
+from kfac_core.execution.costs import Rates, block_costs
+from kfac_core.layers.dense import Dense
+from kfac_core.network import Network
+
+__all__ = [
+    "MACHINES",
+    "Machine",
+    "PredictedStep",
+    "Shapes",
+    "known_networks",
+    "predicted_steps",
+    "read_shapes",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Constants of a machine.
+
+    Attributes
+    ----------
+    flops : float
+        Flops of a matrix product a second, of one rank.
+    node : int
+        Ranks of a node.
+    near, far : tuple of float
+        Latency of a hop in seconds, and bytes a second of a rank: within a node, and
+        between nodes.
+    base : float
+        Seconds of a message of no bytes.
+    bytes : int
+        Bytes of a number.
+    """
+
+    flops: float
+    node: int
+    near: tuple[float, float]
+    far: tuple[float, float]
+    base: float
+    bytes: int = 4
+
+    def all_reduce(self, numbers: float, p: int) -> float:
+        """Return the seconds of a sum of arrays over p ranks, on all of them."""
+        if p == 1:
+            return 0.0
+        size, (hop, rate) = numbers * self.bytes, self._link(p)
+        hops = self._hops(p)
+        ring = 2 * hops + 2 * (p - 1) / p * size / rate
+        tree = 2 * math.log2(p) * hop + 2 * size / rate
+        return self.base + min(ring, tree)
+
+    def gather(self, numbers: float, p: int, stride: int = 1) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter.
+
+        Parameters
+        ----------
+        numbers : float
+            Length of the whole array.
+        p : int
+            Number of ranks.
+        stride : int
+            Difference of the numbers of neighboring ranks.
+
+        Returns
+        -------
+        float
+            Seconds.
+        """
+        if p == 1:
+            return 0.0
+        _, rate = self._link(p * stride)
+        size = numbers * self.bytes
+        return self.base + self._hops(p, stride) + (p - 1) / p * size / rate
+
+    def _link(self, span: int) -> tuple[float, float]:
+        return self.near if span <= self.node else self.far
+
+    def _hops(self, p: int, stride: int = 1) -> float:
+        """Return the latency of the p - 1 hops along a ring."""
+        if p * stride <= self.node:
+            return (p - 1) * self.near[0]
+        # Hops from one node to the next: all of them where strides are as large.
+        far = min(p - 1, math.ceil(p * stride / self.node) - 1)
+        return (p - 1 - far) * self.near[0] + far * self.far[0]
+
+
+MACHINES: Mapping[str, Machine] = {
+    # 18 NVLinks of 20.6 GB/s, one 400 Gb/s network card a GPU; latencies of NCCL's protocol
+    # Simple.  Flops: half of the 67 TFLOP/s of float32 without TF32.
+    "h100": Machine(
+        flops=3.3e13,
+        node=8,
+        near=(3.4e-6, 3.7e11),
+        far=(1.4e-5, 4.8e10),
+        base=8.4e-6,
+    ),
+    # Two processes of gloo on one machine, as measured on two cores.
+    "gloo": Machine(
+        flops=5e10, node=1 << 30, near=(2e-4, 1.4e9), far=(2e-4, 1.4e9), base=2e-4
+    ),
+    # MPICH on one machine, likewise.
+    "mpi": Machine(
+        flops=5e10, node=1 << 30, near=(4e-6, 8e9), far=(4e-6, 8e9), base=4e-6
+    ),
+}
+"""Machines by name."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Layers of a network, by their sizes.
+
+    Attributes
+    ----------
+    name : str
+        Name of the network.
+    layers : tuple of (str, int, int, int)
+        Name, inputs (patches for a convolution, with a bias), outputs and rows an example.
+    """
+
+    name: str
+    layers: tuple[tuple[str, int, int, int], ...]
+
+    def network(self) -> Network:
+        """Return K-FAC blocks of these layers."""
+        blocks = {
+            name: Block(
+                Dense(in_features=n, out_features=m, bias=False, weight_layout="oi"),
+                Kronecker(),
+            )
+            for name, n, m, _ in self.layers
+        }
+        summed = Conventions(reduction="sum", sources="sum")
+        return Network(blocks, conventions=summed)
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """The predicted time of one step, by what it is spent on.
+
+    Attributes
+    ----------
+    ranks, holders : int
+        Number of ranks, and of those that hold each operator.
+    seconds : dict of str to float
+        ``statistics``, ``reduce``, ``refresh``, ``operators``, ``apply`` and
+        ``directions``, each averaged over the steps.
+    sent : float
+        Bytes that a rank sends a step.
+    memory : float
+        Bytes of statistics, and of the operators of the fullest rank.
+    placement : Placement
+        Owners and holders.
+    """
+
+    ranks: int
+    holders: int
+    seconds: Mapping[str, float]
+    sent: float
+    memory: float
+    placement: Placement
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step that K-FAC adds."""
+        return sum(self.seconds.values())
+
+
+def known_networks() -> tuple[str, ...]:
+    """Return the names of the networks that come with the library."""
+    folder = resources.files("kfac_core.distributed") / "networks"
+    names = (entry.name for entry in folder.iterdir())
+    return tuple(
+        sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
+    )
+
+
+def read_shapes(name: str, /) -> Shapes:
+    """Return the layers of a known network, or of a file.
+
+    Parameters
+    ----------
+    name : str
+        One of `known_networks`, or the path of a JSON file: ``{"name": ..., "layers":
+        [{"name": ..., "inputs": 64, "outputs": 128, "rows": 1, "repeat": 1}, ...]}`` with
+        the bias counted among the inputs, the rows of one example (tokens, pixels), and how
+        often such a layer stands there.
+
+    Returns
+    -------
+    Shapes
+        Layers; repeated ones are numbered.
+
+    Raises
+    ------
+    RecordError
+        For a file that is missing or of another form.
+    """
+    try:
+        if name in known_networks():
+            folder = resources.files("kfac_core.distributed") / "networks"
+            text = (folder / f"{name}.json").read_text(encoding="utf-8")
+        else:
+            text = Path(name).read_text(encoding="utf-8")
+        data: Any = json.loads(text)
+        layers: list[tuple[str, int, int, int]] = [
+            (
+                f"{layer['name']}.{k}" if repeat > 1 else str(layer["name"]),
+                int(layer["inputs"]),
+                int(layer["outputs"]),
+                int(layer.get("rows", 1)),
+            )
+            for layer in data["layers"]
+            for repeat in [int(layer.get("repeat", 1))]
+            for k in range(repeat)
+        ]
+        if not layers or any(min(layer[1:]) < 1 for layer in layers):
+            raise ValueError("expected at least one layer, and sizes of at least 1")
+        if len({layer[0] for layer in layers}) < len(layers):
+            raise ValueError("expected layers of different names")
+        return Shapes(str(data["name"]), tuple(layers))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(
+            f"{name!r} is no file of layer shapes ({type(error).__name__}: {error}). Give "
+            'a JSON file {"name": ..., "layers": [{"name": ..., "inputs": ..., "outputs": '
+            f"...}}]}}, or one of {', '.join(known_networks())}."
+        ) from error
+
+
+def predicted_steps(
+    shapes: Shapes,
+    ranks: int,
+    /,
+    *,
+    machine: Machine,
+    examples: int,
+    update_every: int = 1,
+    interval: int = 10,
+) -> list[PredictedStep]:
+    """Return the predicted step for each possible number of holders.
+
+    Parameters
+    ----------
+    shapes : Shapes
+        Layers.
+    ranks : int
+        Number of ranks p.
+    machine : Machine
+        Constants.
+    examples : int
+        Examples of a step on each rank.
+    update_every, interval : int
+        Steps between updates, and between refreshes.
+
+    Returns
+    -------
+    list of PredictedStep
+        In the order of the holders; the best has the least ``total``.
+    """
+    network = shapes.network()
+    loads = block_loads(network)
+    costs = {name: block_costs(b, Rates()) for name, b in network.blocks.items()}
+    rows = {name: count for name, _, _, count in shapes.layers}
+    gathered = sum(
+        examples * rows[name] * cost.statistics_per_row
+        for name, cost in costs.items()
+        if cost is not None
+    )
+    applied = {
+        name: cost.precondition["inverse"]
+        for name, cost in costs.items()
+        if cost is not None
+    }
+    found = []
+    for holders in divisors(ranks):
+        placement = place(loads, ranks, holders=holders)
+        found.append(
+            _predicted(
+                placement,
+                loads,
+                machine,
+                gathered=gathered / update_every,
+                applied=applied,
+                update_every=update_every,
+                interval=interval,
+            )
+        )
+    return found
+
+
+def _predicted(
+    placement: Placement,
+    loads: Mapping[str, BlockLoad],
+    machine: Machine,
+    *,
+    gathered: float,
+    applied: Mapping[str, float],
+    update_every: int,
+    interval: int,
+) -> PredictedStep:
+    p, g = placement.size, placement.holders
+    row = p // g
+    of_groups = [[n for n in loads if placement.group_of(n) == k] for k in range(row)]
+    operators = [sum(loads[n].operator for n in names) for names in of_groups]
+    products = [sum(applied[n] for n in names) for names in of_groups]
+    numbers = placement.numbers_sent()
+    statistics = sum(load.statistics for load in loads.values())
+    directions = sum(load.direction for load in loads.values())
+    # A vector of four numbers a block says what all ranks have.
+    vote = machine.all_reduce(4 * len(loads), p)
+    seconds = {
+        "statistics": gathered / machine.flops,
+        "reduce": vote / update_every + machine.gather(statistics, p) / interval,
+        "refresh": max(placement.flops()) / machine.flops / interval,
+        "operators": machine.gather(max(operators), g) / interval,
+        "apply": max(products) / machine.flops,
+        "directions": machine.gather(directions, row, stride=g),
+    }
+    sent = (numbers["statistics"] + numbers["operators"]) / interval
+    sent += numbers["directions"]
+    return PredictedStep(
+        p,
+        g,
+        seconds,
+        sent * machine.bytes,
+        (statistics + max(operators)) * machine.bytes,
+        placement,
+    )

@@ -1,0 +1,289 @@
+"""Which process factorizes which block, and which processes hold the result.
+
+Conventions.  p ranks; each block has one *owner*, which factorizes it, and g *holders*,
+which get its operator.  With g = 1 the owner sends directions at every step; with g = p
+every rank holds every operator and sends nothing between refreshes; other g are between.
+Ranks ``k g, ..., k g + g - 1`` are the k-th *group*: a block is held by all of its owner's
+group.  Ranks with equal places in their groups are a *row*, within which directions are
+exchanged: each row has one holder of every block.
+
+Owners are assigned by the longest processing time first: blocks in the order of falling
+costs, each to the rank with the least work so far.  Blocks that share a factor have one
+owner.
+
+References
+----------
+Pauloski et al. (2021), "KAISA: An Adaptive Second-Order Optimizer Framework for Deep
+Neural Networks", arXiv:2107.01739, for holders between one and all.  Graham (1969), "Bounds
+on Multiprocessing Timing Anomalies".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import array_api_compat
+import numpy as np
+
+from kfac_core.array.structure import leaves
+from kfac_core.block import Block
+from kfac_core.errors import ConventionError, UnsupportedError
+from kfac_core.execution.costs import Rates, block_costs
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.network import Network
+
+__all__ = ["BlockLoad", "Placement", "block_loads", "divisors", "place"]
+
+
+@dataclass(frozen=True)
+class BlockLoad:
+    """What a block costs wherever it is placed.
+
+    Attributes
+    ----------
+    flops : float
+        Flops of a refresh.
+    statistics, operator, direction : int
+        Numbers in the statistics that are reduced, in the operator, and in a direction.
+    """
+
+    flops: float
+    statistics: int
+    operator: int
+    direction: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Owners and holders of all blocks; ``print`` shows them.
+
+    Attributes
+    ----------
+    size : int
+        Number of ranks p.
+    holders : int
+        Number of ranks g that hold each operator.
+    owners : dict of str to int
+        Rank that factorizes each block.
+    loads : dict of str to BlockLoad
+        What each block costs.
+    """
+
+    size: int
+    holders: int
+    owners: Mapping[str, int]
+    loads: Mapping[str, BlockLoad]
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each group of holders."""
+        g = self.holders
+        return tuple(tuple(range(k, k + g)) for k in range(0, self.size, g))
+
+    @property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that exchange directions: one of each group."""
+        g = self.holders
+        return tuple(tuple(range(j, self.size, g)) for j in range(g))
+
+    def group_of(self, name: str, /) -> int:
+        """Return the number of the group that holds a block."""
+        return self.owners[name] // self.holders
+
+    def owned_by(self, rank: int, /) -> list[str]:
+        """Return the blocks that a rank factorizes."""
+        return [name for name, owner in self.owners.items() if owner == rank]
+
+    def flops(self) -> list[float]:
+        """Return the flops of a refresh on each rank."""
+        found = [0.0] * self.size
+        for name, owner in self.owners.items():
+            found[owner] += self.loads[name].flops
+        return found
+
+    def imbalance(self) -> float:
+        """Return the flops of the busiest rank over their mean; 1 is balanced."""
+        flops = self.flops()
+        mean = sum(flops) / self.size
+        return max(flops) / mean if mean > 0 else 1.0
+
+    def numbers_sent(self) -> dict[str, float]:
+        """Return how many numbers a rank sends on average, by exchange.
+
+        Returns
+        -------
+        dict of str to float
+            ``statistics`` and ``operators`` at a refresh, ``directions`` at a step.
+        """
+        p, g = self.size, self.holders
+        sums = {
+            field: sum(getattr(load, field) for load in self.loads.values())
+            for field in ("statistics", "operator", "direction")
+        }
+        rows = p // g
+        return {
+            "statistics": sums["statistics"] * (p - 1) / p,
+            # Each group gathers its own blocks, a (p / g)-th of all on average.
+            "operators": sums["operator"] * (g - 1) / g / rows,
+            "directions": sums["direction"] * (rows - 1) / rows,
+        }
+
+    def digest(self) -> str:
+        """Return a text that is equal for equal placements."""
+        told = json.dumps([self.size, self.holders, sorted(self.owners.items())])
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def __str__(self) -> str:
+        lines = [f"{self.size} ranks, {self.holders} hold each operator"]
+        for rank, flops in enumerate(self.flops()):
+            names = self.owned_by(rank)
+            lines.append(f"  rank {rank}: {flops:.1e} flops, {', '.join(names) or '-'}")
+        lines.append(f"  imbalance {self.imbalance():.2f}")
+        for exchange, numbers in self.numbers_sent().items():
+            each = "step" if exchange == "directions" else "refresh"
+            lines.append(f"  {exchange}: {numbers:,.0f} numbers a rank and {each}")
+        return "\n".join(lines)
+
+
+def divisors(size: int, /) -> list[int]:
+    """Return the divisors of a number of ranks: the possible numbers of holders."""
+    return [g for g in range(1, size + 1) if size % g == 0]
+
+
+def block_loads(
+    network: Network, /, *, rates: Rates | None = None
+) -> dict[str, BlockLoad]:
+    """Return what each block of a network costs.
+
+    Parameters
+    ----------
+    network : Network
+        Description of the blocks.
+    rates : Rates, optional
+        Rates of the operations.
+
+    Returns
+    -------
+    dict of str to BlockLoad
+        Costs by block.  Blocks without full factors count as ``n m`` flops and numbers.
+    """
+    loads: dict[str, BlockLoad] = {}
+    for name, block in network.blocks.items():
+        n, m = block.layer.matrix_shape
+        taken = network.shared_factors.taken_by(name)
+        statistics = _numbers(block, taken)
+        costs = block_costs(block, rates or Rates())
+        if costs is None:
+            loads[name] = BlockLoad(float(n * m), statistics, n * m, n * m)
+            continue
+        triangles = costs.groups * sum(k * (k + 1) // 2 for k in costs.sizes)
+        way = "eigenbasis" if network.damping_rule == "exact" else "inverse"
+        # A factor and its inverse, or its eigenvectors.
+        operator = 2 * triangles
+        if way == "eigenbasis":
+            operator = triangles + costs.groups * sum(k * k for k in costs.sizes)
+        loads[name] = BlockLoad(costs.refresh[way], statistics, operator, n * m)
+    return loads
+
+
+def _numbers(block: Block, taken: frozenset[str]) -> int:
+    """Return how many numbers a block's own averages have, packed."""
+    # NumPy's zeros take no memory until they are read.
+    xp = array_api_compat.array_namespace(np.zeros(1))
+    empty = block.approximation.initial(
+        block.layer, dtype=np.float32, device="cpu", xp=xp
+    )
+    total = 0
+    for side, average in empty.averages.items():
+        if side in taken:
+            continue
+        packed = isinstance(getattr(average, "sum", None), SymmetricMatrix)
+        for path, x in leaves(average):
+            shape = tuple(x.shape)
+            if packed and path == "sum.array":
+                shape = (*shape[:-2], shape[-1] * (shape[-1] + 1) // 2)
+            total += math.prod(shape)
+    return total
+
+
+def place(
+    loads: Mapping[str, BlockLoad],
+    size: int,
+    /,
+    *,
+    holders: int = 1,
+    together: Sequence[tuple[str, str]] = (),
+    memory: int | None = None,
+) -> Placement:
+    """Assign blocks to ranks.
+
+    Parameters
+    ----------
+    loads : mapping of str to BlockLoad
+        What each block costs.
+    size : int
+        Number of ranks p.
+    holders : int
+        Number of ranks g that hold each operator, a divisor of p.
+    together : sequence of tuple of str
+        Pairs of blocks that have one owner.
+    memory : int, optional
+        How many numbers of statistics and operators an owner has room for.
+
+    Returns
+    -------
+    Placement
+        The same for the same arguments, on every process.
+
+    Raises
+    ------
+    ConventionError
+        If `holders` does not divide `size`.
+    UnsupportedError
+        If a block, or what is left for a rank, has more numbers than `memory`.
+    """
+    if holders not in divisors(size):
+        raise ConventionError(
+            f"Expected the number of holders to be one of {divisors(size)}, the divisors "
+            f"of {size} ranks, got {holders}."
+        )
+    bundles = _bundles(loads, together)
+    order = sorted(
+        range(len(bundles)),
+        key=lambda i: (-sum(loads[name].flops for name in bundles[i]), i),
+    )
+    work, used = [0.0] * size, [0] * size
+    owners: dict[str, int] = {}
+    for i in order:
+        numbers = sum(loads[n].statistics + loads[n].operator for n in bundles[i])
+        free = [r for r in range(size) if memory is None or used[r] + numbers <= memory]
+        if not free:
+            raise UnsupportedError(
+                f"Block {bundles[i][0]!r} needs room for {numbers:,} numbers on its owner, "
+                f"and no rank has that left of {memory:,}. Use more ranks, or an "
+                "approximation with smaller factors."
+            )
+        rank = min(free, key=lambda r: (work[r], r))
+        work[rank] += sum(loads[name].flops for name in bundles[i])
+        used[rank] += numbers
+        owners |= dict.fromkeys(bundles[i], rank)
+    return Placement(size, holders, {name: owners[name] for name in loads}, dict(loads))
+
+
+def _bundles(
+    names: Mapping[str, BlockLoad], together: Sequence[tuple[str, str]]
+) -> list[list[str]]:
+    """Return the blocks in lists of those that have one owner."""
+    bundle_of = {name: [name] for name in names}
+    for one, other in together:
+        first, second = bundle_of[one], bundle_of[other]
+        if first is not second:
+            first.extend(second)
+            for name in second:
+                bundle_of[name] = first
+    unique = {id(bundle): bundle for bundle in bundle_of.values()}
+    return list(unique.values())

@@ -1,0 +1,248 @@
+r"""Statistics of several processes as those of all their rows.
+
+Conventions.  One update of rank r adds to each average, with R_r the weight of its rows
+and R that of all ranks' rows (an average over examples has examples for rows),
+
+.. math:: s_r \leftarrow d \, s_r + \frac{w}{R} \sum_{i \in r} c_i, \qquad
+    w_r \leftarrow d \, w_r + w \frac{R_r}{R},
+
+so that :math:`\sum_r s_r` and :math:`\sum_r w_r` are the sum and the weight of one process
+with all rows, whatever the shares were.  A rank without rows only decays.  The sums are
+added up at a refresh, and nothing else needs them.
+
+Averages are packed (of a symmetric matrix one triangle) and sent in buckets, so that many
+small ones are one message and large ones overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import Scalar, own_namespace
+from kfac_core.array.structure import leaves
+from kfac_core.distributed.communicator import Communicator, Handle
+from kfac_core.distributed.transport import Packed, in_dtype, lengths_of, pack, unpack
+from kfac_core.factors.average import Average
+from kfac_core.factors.statistics import Statistics
+
+__all__ = ["Item", "absorbed_share", "merged_at_owners", "summed", "summed_at_owners"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """An average of one block on this rank.
+
+    Attributes
+    ----------
+    key : str
+        ``"block/average"``.
+    owner : int
+        Rank that gets the sum.
+    average : Average
+        This rank's part.
+    """
+
+    key: str
+    owner: int
+    average: Average
+
+
+def absorbed_share(
+    statistics: Statistics,
+    moments: Statistics,
+    /,
+    *,
+    decay: Scalar,
+    weight: Scalar,
+    decays: Mapping[str, float],
+    totals: Mapping[str, float] | None,
+) -> Statistics:
+    """Return this rank's statistics after an update with its part of a batch.
+
+    Parameters
+    ----------
+    statistics : Statistics
+        Statistics of this rank; not modified.
+    moments : Statistics
+        Sums over this rank's rows, weighted by their number.
+    decay, weight : float or 0-d array
+        Coefficients of the update.
+    decays : mapping of str to float
+        Decays of averages that have their own.
+    totals : mapping of str to float, or None
+        Weight of all ranks' rows, by average; None where `moments` are those of all.
+
+    Returns
+    -------
+    Statistics
+        New statistics.
+    """
+    averages = {
+        name: average.absorbed(
+            moments.averages[name],
+            decay=decays.get(name, decay),
+            weight=weight,
+            total=None if totals is None else totals[name],
+        )
+        for name, average in statistics.averages.items()
+    }
+    return Statistics(averages, moments.status, statistics.bases)
+
+
+def summed_at_owners(
+    communicator: Communicator,
+    items: Iterable[Item],
+    /,
+    *,
+    dtype: str | None,
+    bucket_bytes: int,
+) -> dict[str, Average]:
+    """Return the sums over all ranks of the averages that this rank owns.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of all ranks.
+    items : iterable of Item
+        The same keys, owners and shapes on all ranks.
+    dtype : str or None
+        Dtype of floating messages; None is that of the averages.
+    bucket_bytes : int
+        Size from which a message is sent.
+
+    Returns
+    -------
+    dict of str to Average
+        By key, in the layout of this rank's averages.
+    """
+    started = []
+    for bucket in _buckets(items, bucket_bytes):
+        packed = [
+            pack({i.key: i.average for i in bucket if i.owner == rank}, shared=False)
+            for rank in range(communicator.size)
+        ]
+        like = bucket[0].average.weight
+        names = sorted({name for part in packed for name in part.arrays})
+        handles = {
+            name: _reduce_scatter(communicator, packed, name, like, dtype)
+            for name in names
+        }
+        started.append((packed[communicator.rank].form, handles))
+    found: dict[str, Average] = {}
+    for form, handles in started:
+        found |= unpack(form, {name: wait() for name, wait in handles.items()})
+    return found
+
+
+def summed(
+    communicator: Communicator,
+    items: Iterable[Item],
+    /,
+    *,
+    dtype: str | None,
+    bucket_bytes: int,
+) -> dict[str, Average]:
+    """Return the sums over all ranks on every rank; as `summed_at_owners`."""
+    started = []
+    for bucket in _buckets(items, bucket_bytes):
+        packed = pack({i.key: i.average for i in bucket}, shared=False)
+        handles = {}
+        for name in sorted(packed.arrays):
+            flat = packed.flat(name, bucket[0].average.weight)
+            handle = communicator.all_reduce(in_dtype(flat, _wire(name, dtype)))
+            handles[name] = _in_own_dtype(handle, name)
+        started.append((packed.form, handles))
+    found: dict[str, Average] = {}
+    for form, handles in started:
+        found |= unpack(form, {name: wait() for name, wait in handles.items()})
+    return found
+
+
+def merged_at_owners(
+    communicator: Communicator, items: Iterable[Item], /
+) -> dict[str, Average]:
+    """Return the averages of all ranks, joined in their order, for what this rank owns.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of all ranks.
+    items : iterable of Item
+        The same keys, owners and shapes on all ranks; each rank's part is sent to its
+        owner alone.
+
+    Returns
+    -------
+    dict of str to Average
+        By key.
+    """
+    items = list(items)
+    if not items:
+        return {}
+    ranks = range(communicator.size)
+    packed = [
+        pack({i.key: i.average for i in items if i.owner == rank}, shared=False)
+        for rank in ranks
+    ]
+    like, own = items[0].average.weight, packed[communicator.rank]
+    names = sorted({name for part in packed for name in part.arrays})
+    handles = {}
+    for name in names:
+        send = [lengths_of(part.form).get(name, 0) for part in packed]
+        receive = [send[communicator.rank]] * communicator.size
+        flat = _joined([part.flat(name, like) for part in packed])
+        handles[name] = communicator.all_to_all(flat, send, receive)
+    arrived = {name: handle.wait() for name, handle in handles.items()}
+    lengths = lengths_of(own.form)
+    found: dict[str, Average] = {}
+    for rank in ranks:
+        parts = {
+            name: flat[rank * lengths.get(name, 0) : (rank + 1) * lengths.get(name, 0)]
+            for name, flat in arrived.items()
+        }
+        for key, average in unpack(own.form, parts).items():
+            found[key] = found[key].merged(average) if key in found else average
+    return found
+
+
+def _buckets(items: Iterable[Item], limit: int) -> list[list[Item]]:
+    """Return items in lists of about so many bytes, in their order."""
+    buckets: list[list[Item]] = []
+    size = limit
+    for item in items:
+        if size >= limit:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(item)
+        size += sum(math.prod(x.shape) * 8 for _, x in leaves(item.average))
+    return buckets
+
+
+def _reduce_scatter(
+    communicator: Communicator,
+    packed: list[Packed],
+    name: str,
+    like: Array,
+    dtype: str | None,
+) -> Any:
+    parts = [part.flat(name, like) for part in packed]
+    flat = in_dtype(_joined(parts), _wire(name, dtype))
+    counts = [int(part.shape[0]) for part in parts]
+    return _in_own_dtype(communicator.reduce_scatter(flat, counts), name)
+
+
+def _in_own_dtype(handle: Handle, name: str) -> Any:
+    return lambda: in_dtype(handle.wait(), name)
+
+
+def _wire(name: str, dtype: str | None) -> str:
+    """Return the dtype of a message, for numbers of a dtype."""
+    return dtype if dtype is not None and name.startswith("float") else name
+
+
+def _joined(parts: list[Array]) -> Array:
+    return own_namespace(parts[0]).concat(parts)

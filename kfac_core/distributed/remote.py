@@ -1,0 +1,112 @@
+"""The operator of a block that other ranks hold."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, get_args
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.status import Check
+from kfac_core.array.structure import structure
+from kfac_core.errors import UnsupportedError
+from kfac_core.linalg.shifted import Factorization, Solving
+from kfac_core.operators.operator import CurvatureOperator
+
+__all__ = ["RemoteOperator"]
+
+
+@structure(static=("owner", "vector_shape"))
+class RemoteOperator(CurvatureOperator):
+    """Stands for an operator that this rank does not hold.
+
+    `kfac_core.Estimator.precondition` and `kfac_core.Estimator.apply`, called on all ranks,
+    return its products on every rank.  Its own products raise `UnsupportedError`.
+
+    Attributes
+    ----------
+    owner : int
+        Rank that factorized it.
+    vector_shape : tuple of int
+        Shape of its vectors.
+    zero : array, 0-d
+        Array of the operator's library, device and dtype.
+    flags : array of int32, 0-d
+        Status of the operator.
+    """
+
+    owner: int
+    vector_shape: tuple[int, int]
+    zero: Array
+    flags: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape ``(in(+1), out)`` of the vectors."""
+        return self.vector_shape
+
+    @property
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+        return self.zero
+
+    @property
+    def factorizations(self) -> frozenset[Factorization]:
+        """All: they are prepared where the operator is."""
+        return frozenset(get_args(Factorization))
+
+    def prepared(
+        self,
+        *factorizations: Factorization,
+        check: Check = "raise",
+        name: str = "block",
+    ) -> RemoteOperator:
+        """Return this operator: its holders prepare it."""
+        return self
+
+    def solved_by(self, solving: Solving, /) -> RemoteOperator:
+        """Return this operator: its holders solve with it."""
+        return self
+
+    def status(self) -> Array:
+        """Return the `Status` flags, 0-d int32; zero without failures."""
+        return self.flags
+
+    def trace(self, *, damped: bool = True) -> NoReturn:
+        """Raise `UnsupportedError`."""
+        self._refuse()
+
+    def logdet(self) -> NoReturn:
+        """Raise `UnsupportedError`."""
+        self._refuse()
+
+    def eigenvalues(self, *, damped: bool = True) -> NoReturn:
+        """Raise `UnsupportedError`."""
+        self._refuse()
+
+    def to_dense(self, *, damped: bool = True) -> NoReturn:
+        """Raise `UnsupportedError`."""
+        self._refuse()
+
+    def _multiply(self, V: Array, xp: Namespace, damped: bool) -> NoReturn:
+        self._refuse()
+
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> NoReturn:
+        self._refuse()
+
+    def _power(self, V: Array, xp: Namespace, exponent: float) -> NoReturn:
+        self._refuse()
+
+    def _sample(self, Z: Array, xp: Namespace) -> NoReturn:
+        self._refuse()
+
+    def _lower_multiply(self, V: Any, xp: Namespace, transpose: bool) -> NoReturn:
+        self._refuse()
+
+    def _lower_solve(self, V: Any, xp: Namespace, transpose: bool) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedError(
+            f"This operator is held by rank {self.owner} and not by this one. Call "
+            "`Estimator.precondition` or `Estimator.apply` on all ranks, or give "
+            "`holders='all'` to `Distributed`."
+        )

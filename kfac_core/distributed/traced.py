@@ -1,0 +1,94 @@
+"""Statistics of all devices inside one compiled program.
+
+Conventions.  A function compiler that maps a program over devices (JAX's ``shard_map`` or
+``pmap``) has a function that adds an array up over them.  With it each update adds up the
+sums of all devices' rows, so that every device has the statistics of all rows, and
+everything after the update is the same on all devices.  Shards of unequal sizes are padded
+and masked.  An example that is masked as a whole has no rows, but it is an example, as on
+one device: averages over examples (``sharing="reduce"``, `Full`) count it.  No value is
+read.
+
+Where a compiler divides arrays itself (``jit`` of arrays with shardings) nothing is needed:
+the program is that of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kfac_core.array.backend import Array
+from kfac_core.array.status import Status
+from kfac_core.array.structure import map_structure
+from kfac_core.block import emptied
+from kfac_core.errors import UnsupportedError
+from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.network import Executor, Tasks, plain
+
+__all__ = ["SummedOver"]
+
+
+class SummedOver:
+    """An executor for a program that runs on several devices, each with its own rows.
+
+    ``network.update(..., check="status", executor=SummedOver(psum))`` is then, on every
+    device, the update with the rows of all devices.
+
+    Parameters
+    ----------
+    psum : callable
+        Returns the sum of an array over all devices, such as
+        ``functools.partial(jax.lax.psum, axis_name="batch")``.
+    inner : Executor
+        Executor that runs the tasks.
+
+    Notes
+    -----
+    An update adds up the averages of all blocks, unpacked, and divides a mean loss by the
+    number of each device's own examples.
+    """
+
+    def __init__(self, psum: Callable[[Array], Array], inner: Executor = plain) -> None:
+        self._psum, self._inner = psum, inner
+
+    def __call__(self, function: Any, tasks: Tasks, /) -> dict[str, Any]:
+        """Return the function of each task, by name, for the rows of all devices."""
+        if function.stage != "update":
+            # Everything else is of what all devices have.
+            return self._inner(function, tasks)
+        for name, (block, _, batch, *_) in tasks.items():
+            reduction = block.approximation.reduction
+            if reduction != "sum" or isinstance(batch, GradientBatch):
+                reason = block.approximation.reduction_problem
+                if reduction == "merge" or reduction == "sum":
+                    reason = "only sums over rows are added up inside a program"
+                raise UnsupportedError(
+                    f"Block {name!r} ({block.approximation.name}) cannot be divided among "
+                    f"devices: {reason}."
+                )
+        parts = {
+            name: (block, emptied(statistics), batch, 0.0, None, skip)
+            for name, (block, statistics, batch, _, _, skip) in tasks.items()
+        }
+        found: dict[str, Any] = {}
+        for name, moments in self._inner(function, parts).items():
+            block, statistics, _, decay, weight, _ = tasks[name]
+            found[name] = statistics.absorbed(
+                self._summed(moments),
+                decay=decay,
+                weight=weight,
+                decays=block.approximation.decays,
+            )
+        return found
+
+    def _summed(self, moments: Statistics) -> Statistics:
+        averages = map_structure(self._psum, moments.averages)
+        xp = moments.namespace
+        status = xp.zeros_like(moments.status)
+        for flag in Status:
+            if flag:
+                own = xp.astype((moments.status & int(flag)) != 0, xp.int32)
+                anywhere = xp.astype(self._psum(own) > 0, xp.int32)
+                status = status | (anywhere * int(flag))
+        return Statistics(averages, status, moments.bases)

@@ -1,0 +1,276 @@
+"""Structures as flat arrays, and back.
+
+Conventions.  What a structure is made of (classes, static fields, shapes, dtypes) is its
+*form*, plain data that JSON can hold; its numbers are one array for each dtype.  Of a
+symmetric matrix one triangle is sent.  Booleans travel as int32.
+
+A form can be sent to another process, which then needs no template.  Arrays and structures
+that stand in several places of a structure are sent once, where the form goes with them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
+    cast,
+    device_of,
+    is_row_major,
+    own_namespace,
+)
+from kfac_core.array.structure import fields_of, is_plain, is_structure
+from kfac_core.errors import CommunicationError
+from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
+from kfac_core.linalg.symmetric import SymmetricMatrix
+
+__all__ = ["Packed", "in_dtype", "lengths_of", "pack", "unpack"]
+
+Form = Any
+"""Plain data: dicts, lists, numbers, strings and None."""
+
+
+class Packed:
+    """A value as its form and flat arrays.
+
+    Attributes
+    ----------
+    form : dict
+        Plain data.
+    arrays : dict of str to list of array
+        One-dimensional arrays in the order in which the form refers to them, by dtype.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        self.form: Form = None
+        self.arrays: dict[str, list[Array]] = {}
+        self._shared = shared
+        self._seen: dict[int, tuple[Any, int]] = {}
+
+    def flat(self, dtype: str, like: Array, /) -> Array:
+        """Return all numbers of one dtype, in the library of an array."""
+        xp = own_namespace(like)
+        parts = self.arrays.get(dtype, [])
+        if not parts:
+            return xp.zeros((0,), dtype=getattr(xp, dtype), device=device_of(like))
+        return parts[0] if len(parts) == 1 else xp.concat(parts)
+
+    def node(self, value: Any) -> Form:
+        """Return the form of a value, and keep its arrays."""
+        if value is None:
+            return None
+        if is_plain(value):
+            return {"value": value}
+        if isinstance(value, (tuple, list)):
+            return {"tuple": [self.node(part) for part in value]}
+        if isinstance(value, dict):
+            return {"dict": {name: self.node(part) for name, part in value.items()}}
+        if self._shared and id(value) in self._seen:
+            return {"same": self._seen[id(value)][1]}
+        made = self._structure(value) if is_structure(value) else self._array(value)
+        if self._shared:
+            made["number"] = len(self._seen)
+            self._seen[id(value)] = value, made["number"]
+        return made
+
+    def _structure(self, value: Any) -> dict[str, Any]:
+        cls = type(value)
+        if cls is SymmetricMatrix:
+            return self._symmetric(value)
+        fields = {
+            name: {"static": _listed(getattr(value, name))}
+            if static
+            else self.node(getattr(value, name))
+            for name, static in fields_of(cls)
+        }
+        return {"class": f"{cls.__module__}:{cls.__qualname__}", "fields": fields}
+
+    def _symmetric(self, value: SymmetricMatrix) -> dict[str, Any]:
+        x = value.array
+        packed = pack_triangle(x, xp=own_namespace(x))
+        made = self._array(packed)
+        made["shape"] = list(x.shape)
+        made["symmetric"] = [bool(value.full_storage), is_row_major(x)]
+        return made
+
+    def _array(self, value: Array) -> dict[str, Any]:
+        xp = own_namespace(value)
+        x = xp.asarray(value)
+        logical = xp.isdtype(x.dtype, "bool")
+        if logical:
+            x = xp.astype(x, xp.int32)
+        dtype = str(x.dtype).rpartition(".")[2]
+        self.arrays.setdefault(dtype, []).append(xp.reshape(x, (-1,)))
+        made: dict[str, Any] = {"array": dtype, "shape": list(x.shape)}
+        if logical:
+            made["bool"] = True
+        return made
+
+
+def pack(value: Any, /, *, shared: bool) -> Packed:
+    """Return a value as its form and flat arrays.
+
+    Parameters
+    ----------
+    value : structure, dict, tuple, array, number or None
+        Nested in any way; not modified.
+    shared : bool
+        Whether what stands in several places is kept once.  It must be False where the
+        form does not travel with the arrays: which places are shared may differ between
+        ranks.
+
+    Returns
+    -------
+    Packed
+        Form and arrays.
+    """
+    made = Packed(shared=shared)
+    made.form = made.node(value)
+    return made
+
+
+def unpack(form: Form, arrays: Mapping[str, Array], /) -> Any:
+    """Return the value of a form and flat arrays.
+
+    Parameters
+    ----------
+    form : plain data
+        Form from `pack`.
+    arrays : mapping of str to array, shape (k,)
+        All numbers of each dtype.
+
+    Returns
+    -------
+    structure, dict, tuple, array, number or None
+        Value with arrays in the library of the given ones.
+    """
+    return _Reader(arrays).value(form)
+
+
+def lengths_of(form: Form, /) -> dict[str, int]:
+    """Return how many numbers of each dtype a form refers to."""
+    found: dict[str, int] = {}
+    for node in _array_nodes(form):
+        length = math.prod(_packed_shape_of(node))
+        found[node["array"]] = found.get(node["array"], 0) + length
+    return found
+
+
+def _array_nodes(node: Form) -> Iterator[dict[str, Any]]:
+    """Yield the nodes of a form that stand for arrays, in their order."""
+    if node is None or "value" in node or "static" in node or "same" in node:
+        return
+    if "array" in node:
+        yield node
+        return
+    below: Any = node.get("tuple", ())
+    for kind in ("dict", "fields"):
+        if kind in node:
+            below = node[kind].values()
+    for part in below:
+        yield from _array_nodes(part)
+
+
+class _Reader:
+    """Takes flat arrays apart, in the order of a form."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self._arrays = arrays
+        self._at = dict.fromkeys(arrays, 0)
+        self._seen: dict[int, Any] = {}
+
+    def value(self, node: Form) -> Any:
+        if node is None:
+            return None
+        if "value" in node:
+            return node["value"]
+        if "tuple" in node:
+            return tuple([self.value(part) for part in node["tuple"]])
+        if "dict" in node:
+            return {name: self.value(part) for name, part in node["dict"].items()}
+        if "same" in node:
+            return self._seen[node["same"]]
+        made = self._array(node) if "array" in node else self._structure(node)
+        if "number" in node:
+            self._seen[node["number"]] = made
+        return made
+
+    def _structure(self, node: dict[str, Any]) -> Any:
+        cls = _class_of(node["class"])
+        fields = {
+            name: _tupled(part["static"])
+            if isinstance(part, dict) and "static" in part
+            else self.value(part)
+            for name, part in node["fields"].items()
+        }
+        return cls(**fields)
+
+    def _array(self, node: dict[str, Any]) -> Any:
+        dtype, shape = node["array"], _packed_shape_of(node)
+        start = self._at[dtype]
+        stop = start + math.prod(shape)
+        self._at[dtype] = stop
+        flat = self._arrays[dtype][start:stop]
+        xp = own_namespace(flat)
+        x = xp.reshape(flat, shape)
+        if node.get("bool"):
+            return xp.astype(x, xp.bool)
+        if "symmetric" not in node:
+            return x
+        return _symmetric(x, node, xp)
+
+
+def _symmetric(packed: Array, node: dict[str, Any], xp: Namespace) -> SymmetricMatrix:
+    """Return a matrix in the order and with the triangles that it was sent from."""
+    whole, row_major = node["symmetric"]
+    full = unpack_triangle(packed, node["shape"][-1], xp=xp)
+    if row_major:
+        return SymmetricMatrix(full if whole else xp.tril(full), whole)
+    return SymmetricMatrix(xp.matrix_transpose(full if whole else xp.triu(full)), whole)
+
+
+def _packed_shape_of(node: dict[str, Any]) -> tuple[int, ...]:
+    shape = tuple(node["shape"])
+    if "symmetric" not in node:
+        return shape
+    return (*shape[:-2], *packed_shape(shape[-1]))
+
+
+def _class_of(name: str) -> Any:
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    if not fields_of(found):
+        raise CommunicationError(
+            f"Another rank sent a {name}, which is no structure of arrays. All ranks must "
+            "run the same code."
+        )
+    return found
+
+
+def _listed(value: Any) -> Any:
+    """Return a static field as JSON keeps it: tuples are marked."""
+    if isinstance(value, tuple):
+        return {"tuple": [_listed(part) for part in value]}
+    if value is not None and type(value) not in (bool, int, float, str):
+        raise CommunicationError(
+            f"A static field of type {type(value).__name__} cannot be sent: expected "
+            "numbers, strings, None and tuples of these."
+        )
+    return value
+
+
+def _tupled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple([_tupled(part) for part in value["tuple"]])
+    return value
+
+
+def in_dtype(flat: Array, dtype: str, /) -> Array:
+    """Return an array in the dtype of a name; itself where it has that already."""
+    xp = own_namespace(flat)
+    return cast(xp, flat, getattr(xp, dtype))
