@@ -127,6 +127,7 @@ def tests_shims(session: nox.Session) -> None:
     """Run the tests of the shims, with every framework that they feed from."""
     session.install(
         *("-e", ".[scipy,torch,flax,keras,sklearn]", *group("test")),
+        *("equinox", "dm-haiku"),  # whose modules are found in JAX's traces
         *TORCH_CPU,
     )
     # The documentation's pages that need a framework are run here too.

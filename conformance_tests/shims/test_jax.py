@@ -40,6 +40,7 @@ def made(network, **options):
         "damping_rule": "exact",
         "reduction": "sum",
         "refresh_every": 1,
+        "kl_clip": None,
     }
     return shim.KFAC(network, **(chosen | options))
 

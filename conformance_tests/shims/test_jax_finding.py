@@ -448,7 +448,7 @@ def trained(shared):
         return jnp.tanh(x @ params["W"] + params["b"]) @ params["V"]
 
     network = shim.Network(function, params, x)
-    options = {"reduction": "sum", "damping": LAMBDA}
+    options = {"reduction": "sum", "damping": LAMBDA, "kl_clip": None}
     return network, params, x, options
 
 
@@ -538,13 +538,23 @@ def test_a_mesh_checks_what_varies(trained, stepped):
     kfac = shim.KFAC(network, refresh_every=1, axis_name="i", **options)
     P = jax.sharding.PartitionSpec
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
+    types = []
+
+    def local(*given):
+        found = step_of(network, kfac)(*given)
+        # Gradients that do not vary were summed over the devices.
+        types.extend(str(jax.typeof(leaf)) for leaf in jax.tree.leaves(found[2]))
+        return found
+
     step = jax.shard_map(
-        step_of(network, kfac),
+        local,
         mesh=mesh,
         in_specs=(P(), P(), P("i"), P("i")),
         out_specs=(P(), P(), P("i")),
     )
     direction, _, _ = jax.jit(step)(params, kfac.init(params), x, jnp.asarray(LABELS))
+    assert len(types) == 3
+    assert all("V:i" in kind for kind in types)
     expected = stepped[1][0]
     for name, one in expected.items():
         np.testing.assert_allclose(direction[name], one, rtol=1e-9)

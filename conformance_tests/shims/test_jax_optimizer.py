@@ -84,7 +84,7 @@ def test_steps_are_those_of_dense_matrices():
         fisher="exact",
         damping=0.3,
         damping_rule="exact",
-        damping_decay=DECAY,
+        adapt_factor=DECAY,
         adapt_every=2,
         refresh_every=1,
         decay=AVERAGING,

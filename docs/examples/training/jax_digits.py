@@ -59,6 +59,7 @@ def kfac_method(params, x):
         damping=DAMPING,
         decay=0.95,
         refresh_every=5,
+        kl_clip=None,  # it is taken below, with the rate of the run
     )
     method = kfac.optax()
 

@@ -74,8 +74,8 @@ class KFAC:
         bases_every: int = 100,
         moments: Literal["kronecker", "carried"] = "kronecker",
         axis_name: Any = None,
-        kl_clip: Any = None,
-        learning_rate: Any = 1.0,
+        kl_clip: Any = 1e-3,
+        learning_rate: Any = 0.1,
         **options: Any,
     ) -> None:
         kc.integration.interval_at("refresh_every", refresh_every, 0)

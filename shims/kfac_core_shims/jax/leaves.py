@@ -40,8 +40,8 @@ class Leaves:
 
     def __init__(self, params: Any, found: Found) -> None:
         paths = jax.tree_util.tree_leaves_with_path(params)
-        self.names = [jax.tree_util.keystr(path) for path, _ in paths]
-        self.paths = [_words(path) for path, _ in paths]
+        self.names = [_name(path) for path, _ in paths]
+        self.paths = [tuple(map(_word, _unboxed(path))) for path, _ in paths]
         self.leaf_shapes = [tuple(leaf.shape) for _, leaf in paths]
         self.trained = [
             i
@@ -284,7 +284,7 @@ class Leaves:
 
     def _by_name(self, gradients: Any) -> dict[str, Any]:
         paths = jax.tree_util.tree_leaves_with_path(gradients)
-        found = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+        found = {_name(path): leaf for path, leaf in paths}
         known = dict(zip(self.names, self.leaf_shapes, strict=True))
         for name, leaf in found.items():
             if name not in known:
@@ -326,12 +326,17 @@ def _put(leaf: Any, vector: Any, part: Part, turn: int | None) -> Any:
     return own if turn is None else leaf.at[turn].set(own)
 
 
-def _words(path: Any) -> tuple[str, ...]:
-    """Return a path as words; what boxes a leaf (partitioning, NNX) is no part of it."""
-    words = [_word(key) for key in path]
-    if len(words) > 1 and words[-1] in ("value", "raw_value"):
-        words.pop()
-    return tuple(words)
+def _name(path: Any) -> str:
+    """Return a leaf's path as JAX writes it."""
+    name: str = jax.tree_util.keystr(_unboxed(path))
+    return name
+
+
+def _unboxed(path: Any) -> Any:
+    """Return a path without what boxes a leaf (partitioning, NNX), which comes and goes."""
+    if len(path) > 1 and _word(path[-1]) in ("value", "raw_value"):
+        return path[:-1]
+    return path
 
 
 def _word(key: Any) -> str:

@@ -333,7 +333,11 @@ def _zeros(site: Site, trace: Trace) -> Any:
 
 
 def _varying(aval: Any) -> frozenset[Any]:
-    return frozenset(getattr(aval, "vma", None) or ())
+    """Return the mapped axes that a value varies over, where JAX checks that."""
+    kind = getattr(aval, "manual_axis_type", None)
+    # Before JAX 0.10 the axes were an attribute themselves.
+    axes = getattr(aval, "vma", ()) if kind is None else kind.varying
+    return frozenset(axes or ())
 
 
 def _as_varying(params: Any, inputs: Any) -> Any:

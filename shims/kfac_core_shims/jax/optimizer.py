@@ -139,11 +139,11 @@ class Optimizer:
         Whether the damping follows the reduction ratio.
     adapt_every : int
         Steps between adaptations, which cost a forward pass each.
-    damping_decay : float
+    adapt_factor : float
         Factor by which the damping falls or rises for one step, ``19/20``; an adaptation
         takes it to the power of `adapt_every`.
-    minimum_damping : float
-        Lower bound of the damping.
+    min_damping, max_damping : float
+        Bounds of the damping.
     l2 : float
         Coefficient of ``1/2 |theta|^2`` in the objective.
     update_every, refresh_every, bases_every : int
@@ -175,11 +175,12 @@ class Optimizer:
         fisher: Any = "gradients",
         learning_rate: Any = None,
         momentum: Any = None,
-        damping: float = 1e-3,
+        damping: float = 1e-2,
         adapt_damping: bool = True,
         adapt_every: int = 5,
-        damping_decay: float = 0.95,
-        minimum_damping: float = 1e-8,
+        adapt_factor: float = 0.95,
+        min_damping: float = 1e-6,
+        max_damping: float = 1e4,
         l2: float = 0.0,
         update_every: int = 1,
         refresh_every: int = 5,
@@ -203,7 +204,8 @@ class Optimizer:
         self.learning_rate, self.momentum = learning_rate, momentum
         self.kl_clip = kl_clip
         self.adapt_damping, self.adapt_every = adapt_damping, adapt_every
-        self.damping_decay, self.minimum_damping = damping_decay, minimum_damping
+        self.adapt_factor = adapt_factor
+        self.min_damping, self.max_damping = min_damping, max_damping
         self.l2, self.update_every = l2, update_every
         self.kfac = KFAC(
             network,
@@ -214,6 +216,7 @@ class Optimizer:
             refresh_every=refresh_every,
             bases_every=bases_every,
             axis_name=axis_name,
+            kl_clip=None,
             **options,
         )
         self.step = jax.jit(self.transition, donate_argnums=(0, 1))
@@ -284,8 +287,10 @@ class Optimizer:
             state, lambda: self._objective_at(moved, inputs, targets), before, predicted
         )
         progress = Progress(before, rate, momentum, state.damping, ratio, good, aux)
-        params, last, damping = kc.steps.select(
-            good, (moved, delta, damping), (params, state.last, state.damping)
+        params, last, damping = jax.tree.map(
+            lambda new, old: jnp.where(good, new, old),
+            (moved, delta, damping),
+            (params, state.last, state.damping),
         )
         return (
             params,
@@ -428,8 +433,9 @@ class Optimizer:
             damping = kc.levenberg_marquardt(
                 state.damping,
                 ratio.astype(state.damping.dtype),
-                decay=self.damping_decay**self.adapt_every,
-                minimum=self.minimum_damping,
+                decay=self.adapt_factor**self.adapt_every,
+                minimum=self.min_damping,
+                maximum=self.max_damping,
             )
             return damping, ratio.astype(state.damping.dtype)
 
