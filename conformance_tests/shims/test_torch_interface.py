@@ -655,3 +655,49 @@ def test_the_factor_of_a_large_side_is_diagonal():
         model, approximations={"1": kc.ScaledIdentity(scale=1.0)}
     ).estimator.blocks
     assert chosen["1"].approximation == kc.ScaledIdentity(scale=1.0)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.filterwarnings("ignore")
+def test_two_lines_with_a_compiled_or_checkpointed_model(fisher):
+    """The same directions; a model compiled and called before `KFAC` is named."""
+    torch._dynamo.reset()
+    model, x, y = Network().double(), doubles(9, 4), torch.randint(0, 3, (9,))
+    plain, again = copy.deepcopy(model), copy.deepcopy(model)
+    options = {"likelihood": "categorical", "fisher": fisher}
+    expected = two_lines(plain, attached(plain, **options), x, y, fn.cross_entropy)
+    compiled = torch.compile(model, backend="eager")
+    kfac = attached(compiled, **options)
+    fn.cross_entropy(compiled(x), y).backward()
+    kfac.step()
+    same({n: p.grad for n, p in model.named_parameters()}, expected)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = again
+
+        def forward(self, x):
+            run_again = torch.utils.checkpoint.checkpoint
+            return run_again(self.inner, x, use_reentrant=False)
+
+    outer = Checkpointed()
+    two_lines(outer, attached(outer, **options), x, y, fn.cross_entropy)
+    same({n: p.grad for n, p in again.named_parameters()}, expected)
+
+    # Compiled code that was made before the hooks does not run them; some is made anew.
+    late = copy.deepcopy(plain)
+    late.zero_grad()
+    called = torch.compile(late, backend="aot_eager")
+    called(x)
+    kfac = attached(called, **options)
+    fn.cross_entropy(called(x), y).backward()
+    message = ""
+    try:
+        kfac.step()
+    except kc.NotReadyError as error:
+        message = str(error)
+    if message:
+        assert "compiled and called before" in message
+    else:
+        same({n: p.grad for n, p in late.named_parameters()}, expected)

@@ -22,7 +22,7 @@ from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
-from kfac_core.array.structure import map_structure
+from kfac_core.array.structure import in_dtype
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.window import WindowAverage, window_average
@@ -169,7 +169,7 @@ class ExampleGram(Approximation):
         """
         xp, compute, apply = options.xp, options.compute, options.apply
         value = statistics.averages["block"].value(debias=options.debias)
-        window = map_structure(lambda x: cast(xp, x, compute), value)
+        window = in_dtype(value, compute, xp)
         return example_gram_operator(
             window.inputs,
             window.output_grads,

@@ -22,6 +22,7 @@ from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast, full_of
+from kfac_core.array.structure import in_dtype
 from kfac_core.conventions import require_one_of
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import ShapeError
@@ -159,7 +160,7 @@ class LowRankKronecker(Approximation):
         bases, means = [], []
         for side in ("input", "output"):
             total = _low_rank(statistics.averages[side]).value(debias=options.debias)
-            total = total.cast(compute)
+            total = in_dtype(total, compute, xp)
             means.append(total.trace() / total.size)
             bases.append(
                 low_rank_basis(

@@ -15,11 +15,12 @@ from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of, full_of
 from kfac_core.array.status import Status
+from kfac_core.array.structure import in_dtype
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
-from kfac_core.linalg.fallback import Fallback, in_dtype, in_wider_dtype
+from kfac_core.linalg.fallback import Fallback, in_wider_dtype
 from kfac_core.linalg.series_chain import (
     Root,
     WeightedRoots,

@@ -34,7 +34,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of
 from kfac_core.array.status import Status
-from kfac_core.array.structure import replaced
+from kfac_core.array.structure import in_dtype, replaced
 from kfac_core.errors import FactorizationError, NotFiniteError, UnsupportedError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
@@ -42,7 +42,7 @@ from kfac_core.layers.chain import Chain, ChainRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.conditional import conditional, marginal
-from kfac_core.linalg.fallback import Fallback, in_dtype, in_wider_dtype
+from kfac_core.linalg.fallback import Fallback, in_wider_dtype
 from kfac_core.linalg.series_chain import Root, triangular_root
 from kfac_core.operators.tridiagonal import TRIDIAGONAL_LACKS, TridiagonalOperator
 

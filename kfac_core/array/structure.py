@@ -23,6 +23,7 @@ __all__ = [
     "combinable",
     "fields_of",
     "form_of",
+    "in_dtype",
     "is_plain",
     "is_structure",
     "leaves",
@@ -213,6 +214,31 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
         else:
             values.append(value if met is None else met[name])
     return cls(*values)
+
+
+def in_dtype(value: T, dtype: Any, xp: Any, /) -> T:
+    """Return a structure with its floating-point arrays in a dtype.
+
+    Parameters
+    ----------
+    value : structure, dict, array or None
+        Value of any kind; not modified.
+    dtype : dtype
+        Real floating dtype.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    structure
+        Structure of the same class, with the same arrays where they have that dtype.
+    """
+
+    def cast(x: Any) -> Any:
+        floating = x.dtype != dtype and xp.isdtype(x.dtype, "real floating")
+        return xp.astype(x, dtype) if floating else x
+
+    return map_structure(cast, value)
 
 
 def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:

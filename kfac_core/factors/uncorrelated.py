@@ -24,7 +24,7 @@ import array_api_compat
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.array.status import Check
-from kfac_core.array.structure import map_structure, structure
+from kfac_core.array.structure import in_dtype, map_structure, structure
 from kfac_core.factors.average import Average, zero_weight
 from kfac_core.linalg.gram import gram
 from kfac_core.linalg.rank_one import ShiftedRankOne
@@ -125,8 +125,7 @@ class UncorrelatedFactor:
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
     ) -> Any:
         """Return the average in a dtype."""
-        found = average.value(debias=debias)
-        return map_structure(lambda x: cast(xp, x, dtype), found)
+        return in_dtype(average.value(debias=debias), dtype, xp)
 
     def dense(self, value: ChannelMoments, /) -> Array:
         """Return A, shape (n, n)."""

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import is_plain, known_true
-from kfac_core.array.namespaces import any_status, cast, device_of, own_namespace
+from kfac_core.array.namespaces import any_status, device_of, own_namespace
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import leaves, map_structure, replaced
+from kfac_core.array.structure import in_dtype, leaves, replaced
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "fallback_of",
     "first_flag",
     "guarded",
-    "in_dtype",
     "in_wider_dtype",
     "raise_invalid",
     "untouched",
@@ -309,14 +308,6 @@ def widened(problem: P, /, *, xp: Namespace) -> P | None:
 def _narrowed(made: M, problem: Any, xp: Namespace) -> M:
     """Return a factorization in the dtype of the problem."""
     return in_dtype(made, _like(problem).dtype, xp)
-
-
-def in_dtype(value: P, dtype: Any, xp: Namespace, /) -> P:
-    """Return a structure with its floating-point arrays in a dtype."""
-    return map_structure(
-        lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
-        value,
-    )
 
 
 def _like(problem: Any) -> Array:

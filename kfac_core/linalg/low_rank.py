@@ -22,7 +22,7 @@ from typing import Any
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast, device_of
+from kfac_core.array.namespaces import Scalar, device_of
 from kfac_core.array.structure import structure
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.gram import updated_gram
@@ -108,13 +108,6 @@ class LowRankSum:
         root = xp.where(finite, root, xp.full_like(root, xp.nan))
         cut = xp.sum(w[..., : k - r], axis=-1)
         return LowRankSum(xp.flip(root, axis=-1), self.truncated_trace + cut)
-
-    def cast(self, dtype: Any, /) -> LowRankSum:
-        """Return the same in another dtype."""
-        xp = array_api_compat.array_namespace(self.root)
-        return LowRankSum(
-            cast(xp, self.root, dtype), cast(xp, self.truncated_trace, dtype)
-        )
 
 
 def low_rank_zero(

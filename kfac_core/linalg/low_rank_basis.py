@@ -7,13 +7,11 @@ and what happens on the complement, never U.
 
 from __future__ import annotations
 
-from typing import Any
-
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import is_factorization_failure
-from kfac_core.array.namespaces import cast, device_of
+from kfac_core.array.namespaces import device_of
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
@@ -76,18 +74,6 @@ class LowRankBasis:
         """Return ``U v``, for v of shape (r, k)."""
         xp = array_api_compat.array_namespace(self.eigenvectors)
         return xp.matmul(self.eigenvectors, v)
-
-    def cast(self, dtype: Any, /) -> LowRankBasis:
-        """Return the same in another dtype."""
-        xp = array_api_compat.array_namespace(self.eigenvectors)
-        return LowRankBasis(
-            cast(xp, self.eigenvalues, dtype),
-            cast(xp, self.eigenvectors, dtype),
-            cast(xp, self.truncated_trace, dtype),
-            cast(xp, self.residual, dtype),
-            self.status,
-            self.fallback,
-        )
 
     def dense(self) -> Array:
         """Return A, shape (d, d)."""

@@ -24,7 +24,7 @@ from kfac_core.array.namespaces import (
     own_namespace,
 )
 from kfac_core.array.status import Check
-from kfac_core.array.structure import map_structure, replaced, structure
+from kfac_core.array.structure import in_dtype, replaced, structure
 from kfac_core.errors import FactorizationError, NotReadyError
 from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.damped import (
@@ -177,7 +177,7 @@ class ShiftedMatrix:
         if not made:
             return self
         if self.applied.array.dtype != self.damped.shift.dtype:
-            made = map_structure(self._in_applied_dtype, made)
+            made = in_dtype(made, self.dtype, self._xp())
         return replaced(self, **made)
 
     def wide(self) -> ShiftedMatrix:
@@ -318,11 +318,6 @@ class ShiftedMatrix:
         return DampedMatrix(
             self.applied, cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
         )
-
-    def _in_applied_dtype(self, x: Array) -> Array:
-        """Return an array of a factorization in the dtype of applying."""
-        xp = self._xp()
-        return cast(xp, x, self.dtype) if xp.isdtype(x.dtype, "real floating") else x
 
     def _xp(self) -> Namespace:
         return own_namespace(self.damped.shift)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of, own_namespace, status_unless
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array.structure import in_dtype, replaced, structure
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.low_rank_basis import LowRankBasis
 from kfac_core.linalg.shifted import Factorization
@@ -300,8 +300,8 @@ def low_rank_operator(
     stacked = xp.stack([lam, s, t])
     good = xp.all(xp.isfinite(stacked) & (stacked >= 0))
     made = LowRankOperator(
-        input_basis.cast(dtype),
-        output_basis.cast(dtype),
+        in_dtype(input_basis, dtype, xp),
+        in_dtype(output_basis, dtype, xp),
         cast(xp, scale, dtype),
         cast(xp, lam, dtype),
         cast(xp, s, dtype),

@@ -32,7 +32,7 @@ from kfac_core.array.namespaces import (
     status_unless,
 )
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import map_structure, replaced, structure
+from kfac_core.array.structure import in_dtype, replaced, structure
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import dense_of_blocks
@@ -504,7 +504,7 @@ def spectral_operator(
     # Looked at in the dtype in which it is used.
     spectrum, damping = cast(xp, spectrum, dtype), cast(xp, damping, dtype)
     spectrum = xp.where(spectrum < 0, xp.zeros_like(spectrum), spectrum)
-    input, output = _cast_basis(input, dtype), _cast_basis(output, dtype)
+    input, output = in_dtype(input, dtype, xp), in_dtype(output, dtype, xp)
     finite = xp.all(xp.isfinite(spectrum))
     for basis in (input, output):
         if basis is not None:
@@ -524,16 +524,3 @@ def spectral_operator(
         input, output, spectrum, damping, flags, vector_shape, definite=definite
     )
     return made.prepared(*factorizations, check=check, name=name)
-
-
-def _cast_basis(
-    basis: Eigendecomposition | None, dtype: Any
-) -> Eigendecomposition | None:
-    """Return a basis in a dtype; its flags stay what they are."""
-    if basis is None or basis.eigenvectors.dtype == dtype:
-        return basis
-    xp = own_namespace(basis.eigenvectors)
-    return map_structure(
-        lambda x: cast(xp, x, dtype) if xp.isdtype(x.dtype, "real floating") else x,
-        basis,
-    )

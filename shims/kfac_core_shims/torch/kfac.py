@@ -452,6 +452,7 @@ class KFAC(kc.integration.NaturalGradient):
         """Return the calls of a pass with their gradients, if these are not the data's."""
         self._require_examples_first(z, reached)
         rows = z[..., 0].numel() if weight is None else float(weight.sum())
+        self._drawn += z[..., 0].numel()
         calls = [r.call for r in reached]
         observation = Observation(calls, float(rows), weight=weight)
         self._observations.append(observation)
@@ -482,7 +483,6 @@ class KFAC(kc.integration.NaturalGradient):
                     root = weight.clamp(min=0).sqrt()[..., None].to(vectors.dtype)
                     vectors = torch.where(on, vectors, 0.0) * root
                 capturing.pull_back(edge, reached, vectors, like=z)
-        self._drawn += z[..., 0].numel()
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
@@ -499,8 +499,8 @@ class KFAC(kc.integration.NaturalGradient):
                 found = self.directions(given, calls, rows=sum(o.rows for o in seen))
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
-                    "no pass of the model was differentiated, or its outputs were modified "
-                    "in place"
+                    "no pass of the model was differentiated, its outputs were modified "
+                    "in place, or it was compiled and called before KFAC was made"
                 )
                 error.args = (f"{error.args[0]} What was seen: {why}.",)
                 raise

@@ -1,0 +1,35 @@
+"""Calls and frames between an estimator and BLAS, of which there are to be few.
+
+Neither depends on the clock.  Frames are this package's own; calls include those that
+NumPy makes in Python, so that their bounds leave room for other versions of it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kfac_core.array.backend import native_operations
+
+from ..builders.benchmark_folder import import_benchmarks
+
+import_benchmarks()
+
+from benchmarks.calls import stages  # noqa: E402
+
+MOST = {"update": (128, 9), "refresh": (200, 12), "precondition": (65, 9)}
+"""Python calls, and own frames below the call, of one dense block."""
+
+
+@pytest.mark.skipif(
+    "gram_update" not in native_operations("numpy"),
+    reason="counts the way to BLAS, which needs NumPy's native operations",
+)
+def test_few_calls_lie_between_an_estimator_and_blas():
+    """Each stage of a dense block stays below its number of calls and of frames."""
+    found = stages()
+
+    for stage, (calls, frames) in MOST.items():
+        path = "\n".join(found[stage].path)
+        assert found[stage].own <= frames, f"{stage}:\n{path}"
+        assert found[stage].calls <= calls, f"{stage}: {found[stage].calls} calls"
+    assert found.keys() == MOST.keys()
