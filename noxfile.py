@@ -135,7 +135,8 @@ def tests_shims(session: nox.Session) -> None:
         "conformance_tests/shims",
         "conformance_tests/documentation/test_documentation.py",
     )
-    session.run("pytest", *tests, *PARALLEL, *session.posargs)
+    pages = {"KFAC_CORE_TEST_PAGES": "frameworks"}
+    session.run("pytest", *tests, *PARALLEL, *session.posargs, env=pages)
     if "--thorough" in session.posargs:
         keras = "conformance_tests/shims/test_keras.py"
         environment = {
