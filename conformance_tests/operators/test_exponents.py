@@ -86,6 +86,8 @@ def test_numpy_scalars_are_numbers_in_a_reduction_ratio(number):
 
 def test_half_precision_rows_of_a_scale_are_widened_first(backend):
     """Products of 300 by 300 overflow float16, and those of others lose digits."""
+    if not hasattr(backend.xp, "float16"):
+        pytest.skip("no dtype of 16 bits")
     rng = np.random.default_rng(6)
     half = backend.xp.float16
     x, g = (

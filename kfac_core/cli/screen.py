@@ -227,7 +227,8 @@ def _print_pretty(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> bool:
     """Print a table for people; return False where rich is not there to do it."""
-    if optional_module("rich.table") is None:
+    needed = ("rich.console", "rich.table", "rich.text")
+    if any(optional_module(name) is None for name in needed):
         return False
     from rich.console import Console
     from rich.table import Table

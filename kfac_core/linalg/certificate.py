@@ -260,6 +260,8 @@ class Spectrum:
         units = SPECTRAL_GAP * roundoff_units(w.shape[-1])
         limit = units * self.roundoff * xp.max(w, axis=-1)
         positive = _smallest(w, w <= 0, xp)
+        # A factor of zeros has none.
+        positive = xp.where(xp.isfinite(positive), positive, xp.zeros_like(positive))
         certain = positive >= limit
         if self.diagonal is not None:
             least = _smallest(self.diagonal, self.diagonal <= 0, xp)
