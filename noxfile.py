@@ -109,6 +109,12 @@ def tests_torch(session: nox.Session) -> None:
 def tests_jax(session: nox.Session) -> None:
     """Run the conformance tests on JAX, on the CPU."""
     session.install("-e", ".[scipy,jax]", *group("test"))
+    command = "pytest", "--backend=jax", *PARALLEL, *session.posargs
+    session.run(*command, env=quick_to_compile(session))
+
+
+def quick_to_compile(session: nox.Session) -> dict[str, str]:
+    """Return the environment in which JAX compiles least."""
     # What one process has compiled the others need not compile again.
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(Path(session.create_tmp()).resolve() / "jax"),
@@ -118,8 +124,7 @@ def tests_jax(session: nox.Session) -> None:
     if "--thorough" not in session.posargs:
         # Most of what is compiled runs once, on arrays of a few numbers.
         environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    command = "pytest", "--backend=jax", *PARALLEL, *session.posargs
-    session.run(*command, env=environment)
+    return environment
 
 
 @nox.session(name="tests-shims", venv_backend="virtualenv")
@@ -135,8 +140,9 @@ def tests_shims(session: nox.Session) -> None:
         "conformance_tests/shims",
         "conformance_tests/documentation/test_documentation.py",
     )
-    pages = {"KFAC_CORE_TEST_PAGES": "frameworks"}
-    session.run("pytest", *tests, *PARALLEL, *session.posargs, env=pages)
+    environment = quick_to_compile(session)
+    environment["KFAC_CORE_TEST_PAGES"] = "frameworks"
+    session.run("pytest", *tests, *PARALLEL, *session.posargs, env=environment)
     if "--thorough" in session.posargs:
         keras = "conformance_tests/shims/test_keras.py"
         environment = {

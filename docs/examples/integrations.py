@@ -30,6 +30,14 @@ MEANING = {
     "update_every": "steps between statistics",
     "refresh_every": "steps between factorizations",
 }
+# What an integration is told in another place than its `KFAC`.
+ELSEWHERE = {
+    "jax": {
+        "likelihood": "in `losses.vectors(loss, ...)`",
+        "fisher": "in `losses.vectors(..., mode=)`",
+        "update_every": "in `update(captured=None)`",
+    }
+}
 
 
 def defaults(name):
@@ -58,7 +66,7 @@ def table():
         cells = [f"`{option}=`", meaning]
         for name in INTEGRATIONS:
             if option not in found[name]:
-                cells.append("")
+                cells.append(ELSEWHERE[name][option])
             else:
                 default = found[name][option]
                 cells.append("required" if default is None else f"`{default}`")

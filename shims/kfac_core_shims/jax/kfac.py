@@ -32,6 +32,8 @@ class KFAC:
         `kfac_core.losses.vectors`, else as given to `Network.vjp`.
     damping : float or mapping of str to float
         Damping of the operators, unless a step gives another.
+    decay : float
+        Factor on the old statistics at each update, from 0 to 1.
     refresh_every : int
         Number of updates between refreshes, at least 1; the first update refreshes.
     bases_every : int
@@ -50,7 +52,7 @@ class KFAC:
         What the direction will be multiplied by, eta; read by the KL clip alone.  A
         callable takes the number of updates so far.
     **options : object
-        Options of `kfac_core.Estimator`, such as `decay`, `damping_rule` or `sources`.
+        Options of `kfac_core.Estimator`, such as `damping_rule` or `sources`.
 
     Attributes
     ----------
@@ -69,7 +71,8 @@ class KFAC:
         network: Network,
         *,
         reduction: Literal["sum", "mean", "mean_rows"],
-        damping: Any = 1e-3,
+        damping: Any = 0.03,
+        decay: float = 0.95,
         refresh_every: int = 10,
         bases_every: int = 100,
         moments: Literal["kronecker", "carried"] = "kronecker",
@@ -82,7 +85,8 @@ class KFAC:
         kc.integration.interval_at("bases_every", bases_every, 0)
         kc.integration.require_positive("kl_clip", kl_clip, optional=True)
         kc.integration.require_positive("learning_rate", learning_rate)
-        made = {"reduction": reduction, "damping": damping, **options}
+        made = {"reduction": reduction, "damping": damping, "decay": decay}
+        made |= options
         self._made = functools.partial(kc.Estimator, network.blocks, **made)
         estimator = self._made()
         self.network, self.curvature = network, estimator.network
