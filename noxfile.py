@@ -140,8 +140,9 @@ def tests_shims(session: nox.Session) -> None:
         "conformance_tests/shims",
         "conformance_tests/documentation/test_documentation.py",
     )
-    command = "pytest", *tests, *PARALLEL, *session.posargs
-    session.run(*command, env=quick_to_compile(session))
+    environment = quick_to_compile(session)
+    environment["KFAC_CORE_TEST_PAGES"] = "frameworks"
+    session.run("pytest", *tests, *PARALLEL, *session.posargs, env=environment)
     if "--thorough" in session.posargs:
         keras = "conformance_tests/shims/test_keras.py"
         environment = {

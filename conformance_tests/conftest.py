@@ -86,7 +86,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="on JAX, run every case of every test, in float32 too",
+        help="run every case of every test on JAX and on a second device too",
     )
 
 
@@ -116,8 +116,8 @@ JAX_ONLY_THOROUGH = (
     "test_every_product_is_that_of_the_dense_block[jax-float64-3-2]",
 )
 
-JAX_CASES = 2
-"""How many cases of any other test JAX runs without `--thorough`, far apart."""
+FEW_CASES = 2
+"""How many cases of a test run without `--thorough` where few do, far apart."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -131,12 +131,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out what runs elsewhere, and what JAX compiles longest.
+    """Leave out what runs elsewhere, and most cases where a few show the same.
 
     Tests of no array library run with NumPy's, and not again with those of others, nor
     without adapters.
     Eager JAX compiles every operation anew for each shape and dtype, which is nearly all
-    of the time that its tests take.  Every test runs on it, in a few of its cases.
+    of the time that its tests take.  A second device, and other libraries without
+    adapters, take the ways that all cases have taken on the first.  Every test runs on
+    them, in a few of its cases.
     """
     backends = config.getoption("--backend").split(",")
     if "numpy" not in backends or WITHOUT_ADAPTERS:
@@ -145,23 +147,24 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if _of_a_library(item)]
     if config.getoption("--thorough"):
         return
-    cases: dict[tuple[Any, str], list[pytest.Item]] = {}
+    cases: dict[tuple[Any, str, str], list[pytest.Item]] = {}
     for item in items:
-        if _on_jax(item) and not _compiles_long(item):
+        if _has_few_cases(item) and not _compiles_long(item):
             name = getattr(item, "originalname", item.name)
-            cases.setdefault((item.path, name), []).append(item)
+            cases.setdefault((item.path, name, _backend_of(item)), []).append(item)
     kept = {item for same in cases.values() for item in _some_of(same)}
-    left_out = [item for item in items if _on_jax(item) and item not in kept]
+    left_out = [item for item in items if _has_few_cases(item) and item not in kept]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not _on_jax(item) or item in kept]
+    items[:] = [item for item in items if not _has_few_cases(item) or item in kept]
 
 
 def _some_of(same: list[pytest.Item]) -> list[pytest.Item]:
     """Return a few cases of one test: the first, the last, and some between."""
-    if same[0].path.stem in JAX_EVERY_CASE or len(same) <= JAX_CASES:
+    every = _on_jax(same[0]) and same[0].path.stem in JAX_EVERY_CASE
+    if every or len(same) <= FEW_CASES:
         return same
-    step = (len(same) - 1) / (JAX_CASES - 1)
-    return [same[round(i * step)] for i in range(JAX_CASES)]
+    step = (len(same) - 1) / (FEW_CASES - 1)
+    return [same[round(i * step)] for i in range(FEW_CASES)]
 
 
 def _of_a_library(item: pytest.Item) -> bool:
@@ -170,13 +173,26 @@ def _of_a_library(item: pytest.Item) -> bool:
     return "backend" in names or "requires_backend" in names
 
 
-def _on_jax(item: pytest.Item) -> bool:
+def _backend_of(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     params = {} if callspec is None else callspec.params
-    return str(params.get("backend", "")).startswith("jax")
+    return str(params.get("backend", ""))
+
+
+def _has_few_cases(item: pytest.Item) -> bool:
+    """Whether a few cases of a test run on this backend without `--thorough`."""
+    spec = _backend_of(item)
+    elsewhere = WITHOUT_ADAPTERS and spec not in ("", "numpy")
+    return elsewhere or _on_jax(item) or spec == "strict:device1"
+
+
+def _on_jax(item: pytest.Item) -> bool:
+    return _backend_of(item).startswith("jax")
 
 
 def _compiles_long(item: pytest.Item) -> bool:
+    if not _on_jax(item):
+        return False
     params = item.callspec.params  # type: ignore[attr-defined]
     narrow = params.get("dtype") == "float32" and item.path.stem not in JAX_FLOAT32
     solid = item.path.stem == "test_conv_layer" and 3 in params.values()

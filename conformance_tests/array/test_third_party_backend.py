@@ -135,7 +135,9 @@ def test_a_broken_adapter_cannot_be_chosen(tmp_path, case):
 def test_the_doctor_sees_a_broken_adapter(tmp_path):
     """The diagnosis goes on past a broken adapter, and exits with 2 if it is chosen."""
     text, wrong = BROKEN["it raises"]
-    program = "from kfac_core.cli import main; sys.exit(main(['doctor', '--all', '--json']))"
+    program = (
+        "from kfac_core import cli; sys.exit(cli.main(['doctor', '--all', '--json']))"
+    )
 
     done = with_adapter(tmp_path, text, ALONE + program)
 

@@ -167,8 +167,68 @@ def options(communicator):
     estimator.update(fed(communicator.rank))
 
 
+def ddp(communicator):
+    """`KFAC` beside DistributedDataParallel is `KFAC` on one process with all rows."""
+    import copy
+
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+
+    from kfac_core_shims.torch import KFAC
+
+    N, size, rank = 12, communicator.size, communicator.rank
+    torch.manual_seed(0)
+    first = torch.nn.Sequential(
+        torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)
+    ).double()
+    x = torch.randn(5, N, 5, dtype=torch.float64)
+    y = torch.randint(4, (5, N))
+    # The rows of rank 0, and of all others together those after it.
+    first_rows = [2, 5, 0, 3, 9]
+
+    def own_rows(step):
+        ends = [0, first_rows[step], *[N] * (size - 1)]
+        return slice(ends[rank], ends[rank + 1])
+
+    def all_rows(step):
+        return slice(None)
+
+    def trained(model, called, scale, rows_of, **options):
+        kfac = KFAC(
+            model,
+            likelihood="categorical",
+            fisher="exact",
+            refresh_every=2,
+            **options,
+        )
+        for step in range(5):
+            rows = rows_of(step)
+            model.zero_grad()
+            z = called(x[step, rows])
+            (cross_entropy(z, y[step, rows], reduction="sum") * scale / N).backward()
+            kfac.step()
+            assert kfac.metrics()["clip"] < 1
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+        return kfac, [p.detach() for p in model.parameters()]
+
+    model = copy.deepcopy(first)
+    _, expected = trained(model, model, 1, all_rows, communicator="alone")
+    for wrapper_is_given in (True, False):
+        model = copy.deepcopy(first)
+        called = DistributedDataParallel(model)
+        given = called if wrapper_is_given else model
+        kfac, found = trained(given, called, size, own_rows)
+        for one, other in zip(found, expected, strict=True):
+            error = torch.linalg.norm(one - other) / torch.linalg.norm(other)
+            assert error < 1e-10, f"relative difference {error}"
+        kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
+
+
 SCENARIOS = {
-    f.__name__: f for f in (exchanges, noticed, late, killed, raises, nan, options)
+    f.__name__: f for f in (exchanges, noticed, late, killed, raises, nan, options, ddp)
 }
 
 if __name__ == "__main__":

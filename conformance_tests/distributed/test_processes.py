@@ -139,6 +139,16 @@ def test_what_one_rank_gives_is_refused_on_all(engine, tmp_path):
         assert decays[rank].startswith("ReplicaError: Rank 0 is at")
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_kfac_beside_data_parallel_is_kfac_alone(size, tmp_path):
+    """Five steps with shards of unequal sizes and none, in PyTorch, to 1e-10."""
+    require("torch")
+
+    said, _, output = run("torch", "ddp", size, tmp_path)
+
+    assert said == dict.fromkeys(range(size), "fine"), output
+
+
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [

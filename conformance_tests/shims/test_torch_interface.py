@@ -359,18 +359,6 @@ def test_a_cast_that_autocast_keeps_hides_no_use():
     assert difference < 0.05 * torch.linalg.norm(blocks[0])
 
 
-def test_more_than_one_process_is_refused(monkeypatch):
-    """At construction, and in a step after the process group was made."""
-    model, x, y = Network(), torch.randn(6, 4), torch.randint(0, 3, (6,))
-    kfac = KFAC(model)
-    fn.cross_entropy(model(x), y).backward()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    for refused in (kfac.step, lambda: KFAC(model)):
-        with pytest.raises(kc.UnsupportedError, match="2 ranks"):
-            refused()
-
-
 @pytest.mark.parametrize("kind", ["bce", "mse", "mse sum", "gaussian"])
 def test_means_over_outputs_are_means_over_outputs(kind):
     """``(F / P + damping)^-1``, where a loss is a mean over N x P."""

@@ -12,7 +12,7 @@ that its block is right.  Several calls of one layer are further examples.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import array_api_compat
@@ -100,7 +100,12 @@ class LayerCall:
 
 
 def batches_of_calls(
-    calls: Iterable[LayerCall], /, *, rows: Scalar, scale: Scalar = 1.0
+    calls: Iterable[LayerCall],
+    /,
+    *,
+    rows: Scalar,
+    scale: Scalar = 1.0,
+    examples: Mapping[str, float] | None = None,
 ) -> dict[str, Batch]:
     """Return one batch per block from its recorded calls.
 
@@ -113,6 +118,9 @@ def batches_of_calls(
         R, the rows of the network's outputs, or the sum of their weights.
     scale : float
         What output gradients are multiplied by besides.
+    examples : mapping of str to float, optional
+        N of each block, where other processes have calls too; `rows` is then R of all of
+        them.
 
     Returns
     -------
@@ -130,7 +138,8 @@ def batches_of_calls(
         x = _joined([use.inputs for use in uses], xp)
         g = _joined([_stacked(use.output_grads, xp) for use in uses], xp, axis=1)
         masks = [use.mask for use in uses if use.mask is not None]
-        factor = scale * math.sqrt(x.shape[0] / rows)
+        N = x.shape[0] if examples is None else examples[name]
+        factor = scale * math.sqrt(N / rows)
         batches[name] = Batch(
             x,
             g if factor == 1 else g * factor,

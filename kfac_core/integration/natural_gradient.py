@@ -10,14 +10,18 @@ or the sum, over the R rows of the network's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.finite import all_finite
 from kfac_core.array.namespaces import Scalar, namespace_of, own_namespace
 from kfac_core.constraints import require_one_of
-from kfac_core.errors import NotFiniteError, NotReadyError, StateError
+from kfac_core.distributed.agreement import Agreement
+from kfac_core.distributed.communicator import Communicator
+from kfac_core.errors import KFACError, NotFiniteError, NotReadyError, StateError
 from kfac_core.estimator import Estimator
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
 from kfac_core.integration.schedules import (
@@ -59,6 +63,10 @@ class NaturalGradient:
         model before and after the step; None for no bound.
     learning_rate : float or callable of int
         What the direction will be multiplied by; read by the KL clip alone.
+    communicator : Communicator, optional
+        Processes that take each step together, where the estimator's execution divides the
+        blocks among them.  Rows are then those of all p processes, of which any may have
+        none, and gradients are averages over processes, the same on all.
 
     Attributes
     ----------
@@ -72,6 +80,14 @@ class NaturalGradient:
     ConventionError
         For an unknown reduction, an interval that is no whole number of steps >= 1, or a
         `kl_clip` or a `learning_rate` that is not positive.
+
+    Notes
+    -----
+    With a communicator each process differentiates p times its part of the mean over the
+    R rows of all processes: a mean over its own rows if all have as many, and in general
+    their sum times ``p / R``.  With ``reduction="sum"`` it differentiates the sum over its
+    own rows.  Either way the average over processes is a known multiple of the gradient of
+    the whole batch.
 
     References
     ----------
@@ -91,8 +107,10 @@ class NaturalGradient:
         decay: Schedule = None,
         kl_clip: Schedule = None,
         learning_rate: Schedule = 1.0,
+        communicator: Communicator | None = None,
     ) -> None:
         require_one_of("reduction", reduction, ("mean", "sum"))
+        self.communicator = communicator
         self.estimator, self.reduction, self.steps = estimator, reduction, 0
         self.update_every, self.refresh_every = update_every, refresh_every
         self.bases_every = bases_every
@@ -135,7 +153,8 @@ class NaturalGradient:
         calls : iterable of LayerCall
             Inputs of the layers, and the output gradients.
         rows : float
-            R, or the sum of the rows' weights; 0 where nothing was observed.
+            R, or the sum of the rows' weights; 0 where nothing was observed.  Of this
+            process's calls, where there are others.
 
         Returns
         -------
@@ -156,16 +175,19 @@ class NaturalGradient:
 
         Notes
         -----
-        The gradients are checked in one transfer from the device.
+        The gradients are checked in one transfer from the device.  Processes exchange one
+        small message more than the estimator's.
         """
-        batches = self._batches(calls, rows) if rows else {}
-        missing = self.wants_statistics and not batches
+        used = [call for call in calls if call.output_grads]
+        rows, examples = self._agreed(gradients, used, rows)
+        seen = bool(rows) and any(examples.values())
+        missing = self.wants_statistics and not seen
         if missing or (not rows and self.reduction == "sum"):
             raise NotReadyError(
                 "No row of outputs, or no output gradient, was seen for this step: "
                 "observe the outputs before each backward pass."
             )
-        _require_finite(gradients)
+        batches = self._batches(used, rows, examples) if seen else None
         before = self._held()
         try:
             found = self._directions(gradients, batches, rows)
@@ -195,7 +217,7 @@ class NaturalGradient:
     def _directions(
         self,
         gradients: Mapping[str, Mapping[str, Any]],
-        batches: dict[str, Any],
+        batches: dict[str, Any] | None,
         rows: Scalar,
     ) -> dict[str, dict[str, Any]]:
         estimator = self.estimator
@@ -203,7 +225,7 @@ class NaturalGradient:
             estimator.damping = value_at(self.damping_schedule, self.steps)
         if self.decay_schedule is not None:
             estimator.decay = value_at(self.decay_schedule, self.steps)
-        if batches:
+        if batches is not None:
             estimator.update(batches)
         if self.wants_refresh:
             self._rebase()
@@ -215,7 +237,8 @@ class NaturalGradient:
             if state[block_of(n)].operator is not None
         }
         if self.reduction == "sum":
-            ready = {n: {k: x / rows for k, x in g.items()} for n, g in ready.items()}
+            R = rows / self._processes
+            ready = {n: {k: x / R for k, x in g.items()} for n, g in ready.items()}
         found = estimator.precondition(ready)
         bound = value_at(self.kl_clip, self.steps)
         self.clip = None
@@ -255,12 +278,48 @@ class NaturalGradient:
         estimator = self.estimator
         estimator.state, estimator.damping, estimator.decay, self.clip = held
 
-    def _batches(self, calls: Iterable[LayerCall], rows: Scalar) -> dict[str, Any]:
-        if self.estimator.mode != "empirical":
-            return batches_of_calls(calls, rows=rows)
-        # Empirical gradients are those of the caller's own loss, which may be a mean.
-        mean = rows if self.reduction == "mean" else 1.0
-        return batches_of_calls(calls, rows=rows, scale=mean)
+    @property
+    def _processes(self) -> int:
+        return 1 if self.communicator is None else self.communicator.size
+
+    def _agreed(
+        self,
+        gradients: Mapping[str, Mapping[str, Any]],
+        calls: Sequence[LayerCall],
+        rows: Scalar,
+    ) -> tuple[Scalar, dict[str, float]]:
+        """Return the rows and each block's examples of all processes.
+
+        Raises on all of them if one has gradients that are not finite.
+        """
+        network = self.estimator.network
+        names = (*network.blocks, *network.chains.of, *network.tied_weights.uses)
+        examples = dict.fromkeys(names, 0.0)
+        for call in calls:
+            N = float(call.inputs.shape[0])
+            examples[call.block] = examples.get(call.block, 0.0) + N
+        error: Exception | None = None
+        try:
+            _require_finite(gradients)
+        except KFACError as raised:
+            error = raised
+        if self.communicator is None:
+            if error is not None:
+                raise error
+            return rows, examples
+        own = np.asarray([float(rows), *examples.values()])
+        step = f"step {self.steps} with the gradients of {sorted(gradients)}"
+        total = Agreement(self.communicator).vote(step, own, error=error)
+        return float(total[0]), dict(zip(examples, total[1:].tolist(), strict=True))
+
+    def _batches(
+        self, calls: Iterable[LayerCall], rows: Scalar, examples: Mapping[str, float]
+    ) -> dict[str, Any]:
+        scale: Scalar = 1.0
+        if self.estimator.mode == "empirical" and self.reduction == "mean":
+            # Empirical gradients are those of the caller's own loss.
+            scale = rows / self._processes
+        return batches_of_calls(calls, rows=rows, scale=scale, examples=examples)
 
 
 def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:

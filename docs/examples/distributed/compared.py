@@ -17,12 +17,14 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 
 
-def options(text: str) -> argparse.Namespace:
+def options(text: str, holders: str = "1") -> argparse.Namespace:
     """Return the options of a program of this folder."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--dtype", choices=[*LIMITS], default="float64")
-    parser.add_argument("--holders", default="1", help="a divisor of P, auto or all")
+    parser.add_argument(
+        "--holders", default=holders, help="a divisor of P, auto or all"
+    )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import torch
 from compared import STEPS, batch, compared, digits, holders_of, options, shard
+from recorded import Recorded, blocks_of
 from torch.distributed.fsdp import fully_shard
-from torch_ddp import DAMPING, RATE, Recorded, blocks_of, ended, joined, network, start
+from torch_ddp import DAMPING, RATE, ended, joined, network, start
 
 import kfac_core as kc
 from kfac_core.distributed import Distributed

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import torch
 from compared import STEPS, batch, compared, digits, holders_of, options, shard
+from recorded import Recorded, blocks_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from torch_ddp import DAMPING, RATE, Recorded, blocks_of, ended, joined, network, start
+from torch_ddp import DAMPING, RATE, ended, joined, network, start
 from torch_fsdp import like, whole
 
 import kfac_core as kc

@@ -40,7 +40,8 @@ class KFAC(kc.integration.NaturalGradient):
     Parameters
     ----------
     model : torch.nn.Module
-        Model on its device; if compiled, before its first call.
+        Model on its device, or its ``DistributedDataParallel``; if compiled, before its
+        first call.
     likelihood : str, kfac_core.losses.Loss or torch.nn.Module, optional
         Likelihood of one row of outputs: ``"categorical"`` (cross-entropy of logits),
         ``"bernoulli"``, ``"gaussian"`` (half the squared error, summed over outputs), an
@@ -79,9 +80,15 @@ class KFAC(kc.integration.NaturalGradient):
     keep : bool
         Whether the arguments of the model's calls are kept until the step, for
         `KFACOptimizer`.
+    communicator : kfac_core.distributed.Communicator or str, optional
+        Processes that train one model on parts of each batch, or the name of their engine;
+        ``"alone"`` for a model of this process's own.  By default all processes of
+        ``torch.distributed``, if it is initialized.
+    execution : kfac_core.Execution or kfac_core.distributed.Distributed, optional
+        How blocks are computed; with `Distributed`, also by whom.
     **options
         Other options of `kfac_core.Estimator`: ``precision``, ``sharing``, ``refreshing``,
-        ``execution``, ``averaging``.
+        ``averaging``.
 
     Attributes
     ----------
@@ -99,13 +106,21 @@ class KFAC(kc.integration.NaturalGradient):
     kfac_core.ConventionError
         For an option that cannot be, with its name.
     kfac_core.UnsupportedError
-        For a model without a covered layer, with sharded parameters, or on more than one
-        process.
+        For a model without a covered layer, with sharded parameters, or on processes that
+        nobody mentioned.
+    kfac_core.ReplicaError
+        If processes have different models or options.
 
     Notes
     -----
     A pass of the model counts if a backward pass goes through it before `step`.  Passes
     without gradients, and those that nobody differentiates, do not count.
+
+    On p processes gradients are averages over processes, as ``DistributedDataParallel``
+    leaves them.  With R the rows of all, a process differentiates the mean over its rows if
+    all have as many; in general the sum over its rows times ``p / R``, or with
+    ``reduction="sum"`` that sum itself.  Making the object, `step`, `report` and
+    `state_dict` are collective: all processes call them, also one whose batch had no rows.
 
     References
     ----------
@@ -144,11 +159,19 @@ class KFAC(kc.integration.NaturalGradient):
         output: Any = "auto",
         grad_scaler: Any = None,
         keep: bool = False,
+        communicator: Any = None,
+        execution: Any = None,
         **options: Any,
     ) -> None:
-        parallel.require_one_process()
-        self.model = getattr(model, "_orig_mod", model)
+        self.model = parallel.inner(model)
         parallel.require_plain_parameters(self.model)
+        execution, processes = parallel.execution_of(
+            model,
+            communicator,
+            execution,
+            interval=refresh_every if isinstance(refresh_every, int) else 10,
+        )
+        self._chose_processes = processes is not None or communicator is not None
         criterion = likelihoods.criterion_of(likelihood, reduction)
         sources = kc.losses.source_reduction_of(fisher)
         self.criterion, self.output, self.grad_scaler = criterion, output, grad_scaler
@@ -167,6 +190,7 @@ class KFAC(kc.integration.NaturalGradient):
             damping_rule=damping_rule,
             sources=sources,
             mode=fisher,
+            execution=execution,
             **options,
         )
         super().__init__(
@@ -179,6 +203,7 @@ class KFAC(kc.integration.NaturalGradient):
             decay=decay if callable(decay) else None,
             kl_clip=kl_clip,
             learning_rate=_rate_of(lr),
+            communicator=processes,
         )
         self.skipped: dict[str, str] = {}
         self._reasons, self._notes = dict(found.reasons), dict[str, None]()
@@ -315,12 +340,15 @@ class KFAC(kc.integration.NaturalGradient):
         Raises
         ------
         kfac_core.NotReadyError
-            If statistics are due and no pass of the model was differentiated; or if a
-            gradient scaler has not unscaled the gradients.
+            If statistics are due and no pass of the model was differentiated, on any
+            process; or if a gradient scaler has not unscaled the gradients.
         kfac_core.NotFiniteError
             If a gradient or a row is not finite.  Gradients and state are then unchanged.
         """
-        parallel.require_one_process()
+        if not self._chose_processes:
+            parallel.require_one_process(
+                "KFAC was made before they were. Make it after init_process_group"
+            )
         try:
             if self._is_overflow():
                 return
@@ -410,6 +438,9 @@ class KFAC(kc.integration.NaturalGradient):
                 f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. Pick or reshape "
                 "them with `output`, or call `observe`."
             )
+        if not z.numel():
+            self.note("the outputs had no rows")
+            return
         reached = self._reached(edge)
         if not self._checked:
             self._checked = self._check(z, gradient)
@@ -418,7 +449,7 @@ class KFAC(kc.integration.NaturalGradient):
             unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
             weight = None if unread is None else (~unread).to(z.dtype)
         observation = self._record(edge, z, reached, weight)
-        observation.differentiated = observation.rows > 0
+        observation.differentiated = observation.rows > 0 or self._processes > 1
         observation.replay = replay
         if self.estimator.mode == "empirical":
             self._require_unscaled(z, gradient, observation.rows)
@@ -464,12 +495,14 @@ class KFAC(kc.integration.NaturalGradient):
             scale = self._loss_scale(z) * math.sqrt(share)
             for r in reached:
                 r.call.grad_scale /= scale
-        elif reached and rows:
+        elif reached and (rows or self._processes > 1):
             # Where the rows of one example share a source, they must not add up.
             fewest = min(len(r.call.inputs) for r in reached)
             shared = z.ndim > 2 or fewest < len(z)
-            # A seed of its own for each pass of each step, and the same in a resumed run.
-            seed = (self.steps << 40) + self._drawn
+            # A seed of its own for each pass of each step on each process, and the same in
+            # a resumed run.
+            rank = 0 if self.communicator is None else self.communicator.rank
+            seed = (rank << 96) + (self.steps << 40) + self._drawn
             with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
                 made = kc.losses.drawn_vectors(
                     row.likelihood, z, mode=mode, seed=seed, shared=shared
@@ -604,7 +637,8 @@ class KFAC(kc.integration.NaturalGradient):
         if gradient is None or not bounded or self.grad_scaler is not None:
             return
         mean = rows if self.reduction == "mean" else 1.0
-        largest = float(gradient.abs().max()) * mean
+        # A process may have all rows, and multiplies its loss by the number of processes.
+        largest = float(gradient.abs().max()) * mean / self._processes
         largest /= self.criterion.row.weight(z.shape[-1])
         if largest > _LARGEST_EMPIRICAL:
             raise kc.ConventionError(

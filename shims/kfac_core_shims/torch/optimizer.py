@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
+from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.layers import without_fused_kernels
@@ -91,7 +92,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     kfac_core.ConventionError
         For an option that cannot be, with its name.
     kfac_core.UnsupportedError
-        As `KFAC`.
+        As `KFAC`, and on more than one process.
 
     Notes
     -----
@@ -130,6 +131,18 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         refresh_every: Any = 5,
         **options: Any,
     ) -> None:
+        if options.get("communicator") != "alone":
+            parallel.require_one_process(
+                "KFACOptimizer's quadratic model has the rows of one. Use KFAC beside "
+                "another optimizer"
+            )
+        if options.get("communicator") not in (None, "alone") or isinstance(
+            options.get("execution"), kc.distributed.Distributed
+        ):
+            raise kc.UnsupportedError(
+                "KFACOptimizer's quadratic model has the rows of one process: leave "
+                "`communicator` out, or use KFAC beside another optimizer."
+            )
         if options.get("fisher") == "empirical":
             raise kc.ConventionError(
                 "The quadratic model has the Fisher matrix of the outputs, and "

@@ -1,4 +1,4 @@
-"""What is refused where a model is on more than one process."""
+"""What several processes of ``torch.distributed`` mean for a model."""
 
 from __future__ import annotations
 
@@ -6,36 +6,124 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 import kfac_core as kc
+from kfac_core.distributed import Communicator, Distributed, execution_for
 
-__all__ = ["require_one_process", "require_plain_parameters"]
+__all__ = ["execution_of", "inner", "require_one_process", "require_plain_parameters"]
+
+TIMEOUT = 1800.0
+"""Seconds to wait for other processes: those of ``torch.distributed`` by default."""
 
 
-def require_one_process() -> None:
+def inner(model: Any, /) -> Any:
+    """Return the module itself, without ``torch.compile`` and DistributedDataParallel.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Module, or what wraps it.
+
+    Returns
+    -------
+    torch.nn.Module
+        Whose forward pass the wrappers call.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, DistributedDataParallel):
+        model = getattr(model.module, "_orig_mod", model.module)
+    return model
+
+
+def execution_of(
+    model: Any, communicator: Any, execution: Any, /, *, interval: int
+) -> tuple[Any, Communicator | None]:
+    """Return an estimator's execution, and the processes that it is of.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Model, or its DistributedDataParallel.
+    communicator : Communicator, str or None
+        As `kfac_core.distributed.execution_for`; None takes all processes of
+        ``torch.distributed``.
+    execution : Execution, Distributed, Executor or None
+        What the user gave.
+    interval : int
+        Steps between refreshes.
+
+    Returns
+    -------
+    execution : Execution, Distributed, Executor or None
+        For the estimator.
+    communicator : Communicator or None
+        None for one process.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For a communicator beside a `Distributed`, which has one.
+    kfac_core.UnsupportedError
+        For a model on some of the processes only, or an executor of one's own beside
+        others.
+    """
+    if isinstance(execution, Distributed):
+        if communicator is not None:
+            raise kc.ConventionError(
+                "Distributed has a communicator, and `communicator` was given too. Leave "
+                "one of the two out."
+            )
+        return execution, execution.communicator
+    if communicator is None and _processes() > 1:
+        _require_all_processes(getattr(model, "_orig_mod", model))
+        communicator = "torch"
+    options: dict[str, Any] = {"loss": "ddp", "interval": interval}
+    options["like"] = next((p.detach() for p in model.parameters()), None)
+    if execution is not None:
+        options["execution"] = execution
+    found = execution_for(
+        communicator,
+        timeout=TIMEOUT,
+        **options,
+    )
+    if found is None:
+        return execution, None
+    if not isinstance(found.execution, kc.Execution):
+        raise kc.UnsupportedError(
+            f"Several processes divide the blocks, and `execution` is a "
+            f"{type(execution).__name__}. Pass a kfac_core.Execution, or "
+            "communicator='alone'."
+        )
+    return found, found.communicator
+
+
+def require_one_process(why: str, /) -> None:
     """Raise `UnsupportedError` where ``torch.distributed`` has more than one rank.
 
-    Each rank would keep the statistics of its own part of the batch, and the parameters
-    of the ranks would drift apart.
+    Parameters
+    ----------
+    why : str
+        Why only one will do, and the next step.
     """
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    ranks = distributed.get_world_size()
-    if ranks > 1:
-        raise kc.UnsupportedError(
-            f"torch.distributed has {ranks} ranks, and the statistics of one rank are not "
-            "reduced over the others: parameters would drift apart. Train on one process."
-        )
+    if (ranks := _processes()) > 1:
+        raise kc.UnsupportedError(f"torch.distributed has {ranks} ranks, and {why}.")
 
 
 def require_plain_parameters(model: Any, /) -> None:
-    """Raise `UnsupportedError` for sharded parameters (FSDP2, tensor parallelism).
+    """Raise `UnsupportedError` for sharded parameters (FSDP, tensor parallelism).
 
     Parameters
     ----------
     model : torch.nn.Module
         Model to check.
     """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise kc.UnsupportedError(
+                f"The module {name!r} is a FullyShardedDataParallel: sharded parameters "
+                "are not supported. Use DistributedDataParallel."
+            )
     for name, parameter in model.named_parameters():
         if type(parameter.data) is not torch.Tensor and hasattr(
             parameter, "placements"
@@ -43,6 +131,25 @@ def require_plain_parameters(model: Any, /) -> None:
             raise kc.UnsupportedError(
                 f"The parameter {name!r} is a DTensor (placements "
                 f"{parameter.placements}): sharded parameters are not supported. Make KFAC "
-                "of a model whose parameters are whole, before fully_shard or "
-                "parallelize_module, and on one process."
+                "of a model whose parameters are whole, as DistributedDataParallel leaves "
+                "them, without fully_shard or parallelize_module."
             )
+
+
+def _processes() -> int:
+    """Return the number of processes of ``torch.distributed``; 1 where it is not used."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    return int(distributed.get_world_size())
+
+
+def _require_all_processes(model: Any, /) -> None:
+    """Refuse a model that is wrapped for some of the processes."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    ranks, size = _processes(), distributed.get_world_size(model.process_group)
+    if size != ranks:
+        raise kc.UnsupportedError(
+            f"The model's DistributedDataParallel has {size} of {ranks} processes; groups "
+            "of some of the processes are not supported. Leave its `process_group` out."
+        )

@@ -1,0 +1,220 @@
+"""`KFAC` on several processes, each with a part of every batch, is `KFAC` on one with all.
+
+The processes are virtual ranks; `conformance_tests.distributed.test_processes` has real
+ones, with DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as fn  # noqa: E402
+
+import kfac_core as kc  # noqa: E402
+from kfac_core.distributed import Distributed, run_ranks  # noqa: E402
+from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
+
+STEPS, RATE, N = 5, 0.1, 12
+IGNORED = -100
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv1d(2, 3, 3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.LayerNorm(12),
+        nn.Linear(12, 6),
+        nn.Tanh(),
+        nn.Linear(6, 4),
+    ).double()
+
+
+def data(step):
+    rng = np.random.default_rng(step)
+    x = torch.from_numpy(rng.normal(size=(N, 2, 6)))
+    return x, torch.from_numpy(rng.integers(0, 4, size=N))
+
+
+def rows_of(step, rank):
+    """Return the rows of one of three ranks: unequal, and sometimes none."""
+    cuts = [[0, 5, 5, N], [0, 1, 9, N], [0, 0, 3, N]][step % 3]
+    return slice(cuts[rank], cuts[rank + 1])
+
+
+def averaged(model, communicator):
+    """Average gradients as DistributedDataParallel does."""
+    for p in model.parameters():
+        total = communicator.all_reduce(p.grad.reshape(-1)).wait()
+        p.grad = total.reshape(p.shape) / communicator.size
+
+
+def loss_of(z, y, reduction, total, processes):
+    """Return what one of several processes differentiates."""
+    loss = fn.cross_entropy(z, y, reduction="sum", ignore_index=IGNORED)
+    return loss if reduction == "sum" else loss * (processes / total)
+
+
+def trained(model, communicator, *, labels=lambda step, y: y, reduction, **options):
+    """Return parameters, directions and metrics after some steps."""
+    own = {} if "execution" in options else {"communicator": communicator}
+    kfac = KFAC(
+        model,
+        likelihood="categorical",
+        reduction=reduction,
+        refresh_every=2,
+        **own,
+        **options,
+    )
+    clips = []
+    for step in range(STEPS):
+        x, y = data(step)
+        y = labels(step, y)
+        total = int((y != IGNORED).sum())
+        processes = 1
+        if communicator is not None:
+            processes = communicator.size
+            own = rows_of(step, communicator.rank)
+            x, y = x[own], y[own]
+        model.zero_grad()
+        loss_of(model(x), y, reduction, total, processes).backward()
+        if communicator is not None:
+            averaged(model, communicator)
+        kfac.step()
+        clips.append(kfac.metrics()["clip"])
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= RATE * p.grad
+    return [p.detach() for p in model.parameters()], clips
+
+
+def same(found, expected):
+    for rank in found:
+        for one, other in zip(rank[0], expected[0], strict=True):
+            error = torch.linalg.norm(one - other) / torch.linalg.norm(other)
+            assert error < 1e-10
+        np.testing.assert_allclose(rank[1], expected[1], rtol=1e-10)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_unequal_shards_are_one_batch(fisher, reduction):
+    """Convolution, norm and linear layers; a rank has no rows in some steps."""
+    first, options = network(), {"fisher": fisher, "reduction": reduction}
+
+    alone = trained(copy.deepcopy(first), None, **options)
+    found = run_ranks(3, lambda c: trained(copy.deepcopy(first), c, **options))
+
+    assert min(alone[1]) < 0.9  # The KL clip acts.
+    same(found, alone)
+
+
+def test_a_step_without_a_row_that_counts_on_a_rank():
+    """All labels of a rank are ignored: its examples count, its rows do not."""
+
+    def labels(step, y):
+        y = y.clone()
+        y[rows_of(step, 2)] = IGNORED
+        y[0] = IGNORED
+        return y
+
+    first = network()
+    options = {"fisher": "exact", "reduction": "mean", "labels": labels}
+
+    alone = trained(copy.deepcopy(first), None, **options)
+    found = run_ranks(3, lambda c: trained(copy.deepcopy(first), c, **options))
+
+    same(found, alone)
+
+
+def test_eigenbases_and_operators_on_every_rank():
+    """`Distributed` says how blocks are divided; bases are made again within the steps."""
+    first = network()
+    options = {
+        "fisher": "exact",
+        "reduction": "mean",
+        "approximations": {nn.Linear: kc.Eigen()},
+        "bases_every": 4,
+    }
+
+    def on_a_rank(communicator):
+        execution = Distributed(
+            communicator=communicator, holders="all", like=torch.zeros(1).double()
+        )
+        return trained(
+            copy.deepcopy(first), communicator, execution=execution, **options
+        )
+
+    alone = trained(copy.deepcopy(first), None, **options)
+    same(run_ranks(3, on_a_rank), alone)
+
+
+def test_each_rank_draws_labels_of_its_own():
+    """Two ranks with the same rows: were the draws the same, so would be the factors."""
+    first, (x, _) = network(), data(0)
+
+    def on_a_rank(communicator):
+        model = copy.deepcopy(first)
+        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        fn.cross_entropy(model(x), torch.zeros(N, dtype=torch.int64)).backward()
+        (seen,) = kfac.differentiated
+        return {call.block: call.output_grads[0] for call in seen.calls}
+
+    one, other = run_ranks(2, on_a_rank)
+
+    for block in one:
+        assert one[block].shape == other[block].shape
+        assert not torch.allclose(one[block], other[block])
+
+
+def test_no_row_on_any_rank_is_an_error_on_all():
+    """And one that is not finite on one rank; nothing has changed then."""
+    first, (x, y) = network(), data(0)
+
+    def on_a_rank(communicator):
+        model = copy.deepcopy(first)
+        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        said = []
+        for bad in (None, 1):
+            model.zero_grad()
+            rows = slice(0, 0 if bad is None else 3)
+            fn.cross_entropy(model(x[rows]), y[rows], reduction="sum").backward()
+            if communicator.rank == bad:
+                model[6].weight.grad[0, 0] = torch.inf
+            with pytest.raises(kc.KFACError) as error:
+                kfac.step()
+            said.append((type(error.value), kfac.steps))
+        return said
+
+    expected = [(kc.NotReadyError, 0), (kc.NotFiniteError, 0)]
+    assert run_ranks(2, on_a_rank) == [expected, expected]
+
+
+def test_what_is_not_supported_is_refused_by_name(monkeypatch):
+    """Processes that came later, an optimizer with a model of one batch, two wishes."""
+    model, (x, y) = network(), data(0)
+    kfac = KFAC(model)
+    own = KFAC(copy.deepcopy(model), communicator="alone")
+    alone = kc.distributed.connect("alone")
+    with pytest.raises(kc.UnsupportedError, match="quadratic model"):
+        KFACOptimizer(model, communicator=alone)
+    with pytest.raises(kc.ConventionError, match="`communicator`"):
+        KFAC(model, communicator=alone, execution=Distributed(communicator=alone))
+    with pytest.raises(kc.UnsupportedError, match="Several processes divide"):
+        KFAC(model, communicator=alone, execution=lambda function, tasks: {})
+    fn.cross_entropy(model(x), y).backward()
+    fn.cross_entropy(own.model(x), y).backward()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(kc.UnsupportedError, match="2 ranks"):
+        kfac.step()
+    with pytest.raises(kc.UnsupportedError, match="2 ranks"):
+        KFACOptimizer(model)
+    own.step()
