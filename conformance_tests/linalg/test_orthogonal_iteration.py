@@ -111,9 +111,14 @@ def programs(backend):
     return tuple(map(jax.jit, (first, refresh, inverse)))
 
 
-def test_a_refresh_never_raises_the_ratio(backend):
-    """The one-step row: 200 steps, four streams, float32, no refusal, 5% in the inverse."""
+def test_a_refresh_never_raises_the_ratio(backend, request):
+    """The one-step row: 200 steps, four streams, float32, no refusal, 5% in the inverse.
+
+    JAX, whose programs the session compiles with no regard to their speed, makes 40.
+    """
     factors = drift()
+    if backend.name == "jax" and not request.config.getoption("--thorough"):
+        factors = factors[:41]
     first, refresh, inverse = programs(backend)
     basis = first(backend.asarray(factors[0]))
     Q = backend.to_numpy(basis[1])
