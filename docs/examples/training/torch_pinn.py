@@ -223,7 +223,9 @@ def run(name, *, widths, points, seconds, steps=None):
             curve = train(equation, method, rate, seconds=seconds, **options)
             step, spent, error = curve[-1]
             shown = "" if rate is None else f"{rate:g}"
-            print(f"{method:8}{shown:>8}{step:>8}{spent:>9.1f}{error:>10.1e}", flush=True)
+            print(
+                f"{method:8}{shown:>8}{step:>8}{spent:>9.1f}{error:>10.1e}", flush=True
+            )
             best = curves.get(method)
             if best is None or error < best[-1][2]:
                 curves[method] = curve
@@ -254,7 +256,9 @@ def plot(curves, path):
 def main():
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("equations", nargs="*", help="poisson, burgers; both by default")
+    parser.add_argument(
+        "equations", nargs="*", help="poisson, burgers; both by default"
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
     parser.add_argument("--quick", action="store_true", help="small, a few seconds")
     parser.add_argument("--output", help="write a picture here")
