@@ -18,6 +18,7 @@ import time
 
 import numpy as np
 import torch
+from curves import COLORS, OTHER_COLORS
 from torch import nn
 
 from kfac_core_shims.torch import KFACOptimizer
@@ -239,7 +240,7 @@ def plot(curves, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    colors = {"K-FAC": "C0", "L-BFGS": "C2", "Adam": "C1"}
+    colors = {**COLORS, "L-BFGS": OTHER_COLORS[0]}
     figure, axes = plt.subplots(
         1, len(curves), figsize=(4.5 * len(curves), 3.4), layout="constrained"
     )
