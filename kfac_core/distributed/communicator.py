@@ -13,7 +13,6 @@ that the entry-point group ``kfac_core.communicators`` gives for a name.
 from __future__ import annotations
 
 import abc
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ import numpy as np
 
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core.array.optional import entry_points_of
 from kfac_core.errors import (
     BackendUnavailableError,
     CommunicationError,
@@ -31,7 +31,7 @@ from kfac_core.errors import (
 )
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    pass
 
 __all__ = [
     "ENTRY_POINT_GROUP",
@@ -426,7 +426,7 @@ def engine(name: str, /) -> Any:
     BackendUnavailableError
         If the adapter cannot be imported.
     """
-    entry = _entry_points().get(name)
+    entry = entry_points_of(ENTRY_POINT_GROUP).get(name)
     if entry is None:
         raise UnknownBackendError(
             f"Unknown communicator {name!r}; registered are "
@@ -443,7 +443,7 @@ def engine(name: str, /) -> Any:
 
 def communicator_names() -> tuple[str, ...]:
     """Return the names of the registered engines, whether usable here or not."""
-    return tuple(sorted(_entry_points()))
+    return tuple(sorted(entry_points_of(ENTRY_POINT_GROUP)))
 
 
 def _item_size(flat: Array) -> int:
@@ -459,11 +459,3 @@ def _item_size(flat: Array) -> int:
 
 def _bytes(flat: Array) -> int:
     return int(flat.shape[0]) * _item_size(flat)
-
-
-@functools.cache
-def _entry_points() -> dict[str, EntryPoint]:
-    # Slow to import, and needed only where an engine is chosen by name.
-    from importlib.metadata import entry_points
-
-    return {e.name: e for e in entry_points(group=ENTRY_POINT_GROUP)}

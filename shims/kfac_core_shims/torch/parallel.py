@@ -9,7 +9,6 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import kfac_core as kc
-from kfac_core.distributed import Communicator, Distributed, execution_for
 
 __all__ = ["execution_of", "inner", "require_one_process", "require_plain_parameters"]
 
@@ -38,7 +37,7 @@ def inner(model: Any, /) -> Any:
 
 def execution_of(
     model: Any, communicator: Any, execution: Any, /, *, interval: int
-) -> tuple[Any, Communicator | None]:
+) -> tuple[Any, kc.distributed.Communicator | None]:
     """Return an estimator's execution, and the processes that it is of.
 
     Parameters
@@ -68,7 +67,7 @@ def execution_of(
         For a model on some of the processes only, or an executor of one's own beside
         others.
     """
-    if isinstance(execution, Distributed):
+    if isinstance(execution, kc.distributed.Distributed):
         if communicator is not None:
             raise kc.ConventionError(
                 "Distributed has a communicator, and `communicator` was given too. Leave "
@@ -82,7 +81,7 @@ def execution_of(
     options["like"] = next((p.detach() for p in model.parameters()), None)
     if execution is not None:
         options["execution"] = execution
-    found = execution_for(
+    found = kc.distributed.execution_for(
         communicator,
         timeout=TIMEOUT,
         **options,
