@@ -16,7 +16,7 @@ import abc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -29,9 +29,6 @@ from kfac_core.errors import (
     ShapeError,
     UnknownBackendError,
 )
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "ENTRY_POINT_GROUP",

@@ -108,7 +108,7 @@ class KFAC(kc.integration.NaturalGradient):
     kfac_core.UnsupportedError
         For a model without a covered layer, with sharded parameters, or on processes that
         nobody mentioned.
-    kfac_core.ReplicaError
+    kfac_core.distributed.ReplicaError
         If processes have different models or options.
 
     Notes
