@@ -32,9 +32,10 @@ for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
+from .builders.adapters import WITHOUT_ADAPTERS  # noqa: E402
+
 DEFAULT_BACKENDS = "numpy,strict,strict:device1"
 ALIASES = {"strict": "array_api_strict"}
-WITHOUT_ADAPTERS = os.environ.get("KFAC_CORE_TEST_NO_BACKENDS") == "1"
 
 
 class _HiddenAdapters(importlib.abc.MetaPathFinder):

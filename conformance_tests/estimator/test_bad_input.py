@@ -313,7 +313,7 @@ def test_devices_are_not_mixed():
 
 def test_the_meta_device_is_refused(requires_backend):
     """PyTorch multiplies a meta tensor and a real one in silence."""
-    requires_backend("torch")
+    requires_backend("torch", adapter=True)
     import torch
 
     kept = estimator()

@@ -10,6 +10,7 @@ import pytest
 import kfac_core as kc
 from kfac_core.steps import reduction_ratio
 
+from ..builders.adapters import looks_at_values
 from ..builders.estimators import make_estimator
 
 n, m = 4, 3
@@ -66,7 +67,7 @@ def test_a_power_that_overflows_is_refused_where_products_are_looked_at(backend,
     made, v = operator(backend, kind)
 
     with np.errstate(all="ignore"):
-        if backend.name in ("numpy", "torch"):
+        if looks_at_values(backend):
             with pytest.raises(kc.NotFiniteError):
                 made.multiply_matpower(v, 1e3)
             return

@@ -7,13 +7,11 @@ import pytest
 
 import kfac_core as kc
 
+from ..builders.adapters import looks_at_values
 from ..builders.estimators import make_estimator
 
 N, n, m = 12, 4, 3
 LAYER = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
-LOOKED_AT = ("numpy", "torch")
-"""Where looking at a product costs no synchronization."""
-
 BLOCKS = {
     "kronecker": (kc.Kronecker(), "factored"),
     "exact": (kc.Kronecker(), "exact"),
@@ -66,7 +64,7 @@ def test_a_vector_that_is_not_finite_is_refused(backend, block, product, value):
     options = [*PRODUCTS[product].values()]
 
     with np.errstate(all="ignore"):
-        if backend.name in LOOKED_AT:
+        if looks_at_values(backend):
             with pytest.raises(kc.NotFiniteError, match="the vector"):
                 estimator.apply(product, vectors, *options)
             return
@@ -84,7 +82,7 @@ def test_a_product_beyond_the_range_is_refused(backend, block, product, scale):
     vectors = {"fc": {"weight": backend.asarray(np.full((n, m), 1e308), "float64")}}
 
     with np.errstate(all="ignore"):
-        if backend.name in LOOKED_AT:
+        if looks_at_values(backend):
             with pytest.raises(kc.NotFiniteError, match="beyond the range"):
                 estimator.apply(product, vectors)
             return
@@ -101,7 +99,7 @@ def test_a_damping_that_float32_cannot_hold_is_refused(backend, block):
 
 def test_a_result_in_the_dtype_of_a_narrow_vector_is_looked_at(backend):
     """A float16 vector is multiplied in float32, and its result may overflow."""
-    if backend.name not in LOOKED_AT:
+    if not looks_at_values(backend):
         pytest.skip("products are not looked at")
     estimator = refreshed(backend, "exact", dtype="float32", scale=1e3)
     v = backend.xp.astype(
