@@ -405,7 +405,8 @@ def _constraint(hint: Any, allowed: Constraint | None) -> Constraint | None:
     if origin is Iterable:
         return NAMES
     if origin is not None and issubclass(origin, Mapping):
-        return _mapping_of(*(_constraint(part, allowed) for part in inner))
+        keys, values = (_constraint(part, allowed) for part in inner)
+        return _mapping_of(keys, values)
     return _instance_of(hint) if isinstance(hint, type) else None
 
 

@@ -1,4 +1,4 @@
-"""Arrays that cannot be computed with are refused at the door, whatever they come as."""
+"""Arrays that cannot be computed with are refused wherever arrays are passed in."""
 
 from __future__ import annotations
 

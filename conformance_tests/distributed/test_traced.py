@@ -133,7 +133,8 @@ def test_under_a_mapped_axis_of_jax(backend, requires_backend):
             executor=SummedOver(psum),
         )
 
-    batch = kc.Batch(*(backend.asarray(v) for v in (x, g)), mask=backend.asarray(mask))
+    put = backend.asarray
+    batch = kc.Batch(put(x), put(g), mask=put(mask))
     found = step(state, batch)["fc"].statistics.averages["input"].sum.array
 
     kept = x[mask]

@@ -673,7 +673,7 @@ def test_two_lines_with_a_compiled_or_checkpointed_model(fisher):
     two_lines(outer, attached(outer, **options), x, y, fn.cross_entropy)
     same({n: p.grad for n, p in again.named_parameters()}, expected)
 
-    # Compiled code that was made before the hooks does not run them; some is made anew.
+    # Code compiled before the hooks does not run them; some of it is recompiled.
     late = copy.deepcopy(plain)
     late.zero_grad()
     called = torch.compile(late, backend="aot_eager")

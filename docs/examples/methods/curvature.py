@@ -12,7 +12,7 @@ WARM_UP = 5
 
 
 def is_due(step):
-    """Say whether factorizations are made anew in a step; steps count from 0."""
+    """Say whether factorizations are recomputed in a step; steps count from 0."""
     return step < WARM_UP or step % REFRESH_EVERY == 0
 
 

@@ -327,7 +327,8 @@ class _Capture:
 
 def _zeros(site: Site, trace: Trace) -> Any:
     aval = trace.avals[site.operation.outputs[0]]
-    shape = (*(loop.length for loop in site.loops), *aval.shape)
+    lengths = tuple(loop.length for loop in site.loops)
+    shape = lengths + tuple(aval.shape)
     zeros = jnp.zeros(shape, aval.dtype)
     return _cast_varying(zeros, _varying(aval))
 
