@@ -27,7 +27,7 @@ from kfac_core.array.structure import in_dtype
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.factors.window import WindowAverage, window_average
+from kfac_core.factors.window import GradientWindow
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.operators.example_gram import (
@@ -113,8 +113,8 @@ class ExampleGram(Approximation):
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
-        shape = (self.gradients, self.positions, *layer.matrix_shape)
-        return Statistics({"block": window_average(*shape, place)}, place.flags())
+        average = self._window.initial(layer.matrix_shape, place)
+        return Statistics({"block": average}, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
@@ -139,9 +139,8 @@ class ExampleGram(Approximation):
         shares = options.shares(statistics, rows)
         xp = options.xp
         x, g = _gradient_rows(rows, statistics.dtype, xp)
-        window = statistics.averages["block"]
-        assert isinstance(window, WindowAverage)
-        new = window.updated(
+        new = self._window.updated(
+            statistics.averages["block"],
             x,
             g,
             decay=options.decay,
@@ -175,6 +174,10 @@ class ExampleGram(Approximation):
             name=options.name,
             apply_dtype=apply,
         )
+
+    @property
+    def _window(self) -> GradientWindow:
+        return GradientWindow(self.gradients, self.positions)
 
 
 def _gradient_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:
