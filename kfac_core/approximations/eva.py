@@ -141,7 +141,7 @@ class Eva(Approximation):
         return Statistics(averages, statistics.status)
 
     def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
-        """Return ``|a|^2``, ``|b|^2`` and ``S |a|^2 |b|^2``, the eigenvalue of the block."""
+        """Return ``|a|^2``, ``|b|^2`` and their product, the eigenvalue of the block."""
         a, b = (
             statistics.averages[side].value(debias=True) for side in ("input", "output")
         )
