@@ -36,6 +36,7 @@ from kfac_core.array.namespaces import (
     status_unless,
     wide_dtype,
 )
+from kfac_core.array.place import Place
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import is_structure, leaves, map_structure, replaced
@@ -150,9 +151,8 @@ class Block:
         """
         xp = namespace_of(like=like)
         dtype = precision.dtype(precision.storage, wide_dtype(xp, like.dtype), xp=xp)
-        return self.approximation.initial(
-            self.layer, dtype=dtype, device=device_of(like), xp=xp
-        )
+        place = Place(xp, dtype, device_of(like))
+        return self.approximation.initial(self.layer, place)
 
     def update(
         self,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.place import Place
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
@@ -114,10 +115,21 @@ class Approximation(Protocol):
         return None
 
     @abstractmethod
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
-        """Return zero statistics, of a dtype and on a device."""
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
+        """Return zero statistics.
+
+        Parameters
+        ----------
+        layer : Layer
+            Layer whose sizes fix those of the statistics.
+        place : Place
+            Library, device and dtype of the statistics.
+
+        Returns
+        -------
+        Statistics
+            Statistics that are zero throughout.
+        """
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
         """Return the rows of a batch, from which statistics are computed."""

@@ -25,12 +25,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation, Reduction
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, full_of
+from kfac_core.array.place import Place
 from kfac_core.errors import UnsupportedError
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.homogeneous import append_coordinate
 from kfac_core.layers.layer import Layer
@@ -71,12 +72,8 @@ class Eva(Approximation):
     """
 
     name = "eva"
+    reduction = "sum"
     unsupported_products = NO_CHOLESKY
-
-    @property
-    def reduction(self) -> Reduction:
-        """Sums of rows are added up over processes."""
-        return "sum"
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""
@@ -86,18 +83,16 @@ class Eva(Approximation):
             return "a layer of groups is no single product; take Kronecker"
         return None
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
         n, m = layer.matrix_shape
-        zero = zero_weight(xp, dtype=dtype, device=device)
+        zero = place.zeros()
         averages = {
-            "input": Average(xp.zeros((n,), dtype=dtype, device=device), zero),
-            "output": Average(xp.zeros((m,), dtype=dtype, device=device), zero),
+            "input": Average(place.zeros(n), zero),
+            "output": Average(place.zeros(m), zero),
             "repeats": Average(zero, zero),
         }
-        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+        return Statistics(averages, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /

@@ -23,6 +23,7 @@ from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
+from kfac_core.array.place import Place
 from kfac_core.array.structure import in_dtype
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
@@ -112,20 +113,10 @@ class ExampleGram(Approximation):
             )
         return None
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
-        window = window_average(
-            self.gradients,
-            self.positions,
-            layer.matrix_shape,
-            dtype=dtype,
-            device=device,
-            xp=xp,
-        )
-        status = xp.zeros((), dtype=xp.int32, device=device)
-        return Statistics({"block": window}, status)
+        shape = (self.gradients, self.positions, *layer.matrix_shape)
+        return Statistics({"block": window_average(*shape, place)}, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /

@@ -20,12 +20,12 @@ from typing import Any
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast, full_of
+from kfac_core.array.place import Place
 from kfac_core.array.structure import in_dtype
 from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.low_rank import LowRankAverage, low_rank_average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -96,19 +96,16 @@ class LowRankKronecker(Approximation):
             return "the factors of a layer's groups are small; take Kronecker"
         return None
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
-        place: dict[str, Any] = {"dtype": dtype, "device": device, "xp": xp}
         n, m = layer.matrix_shape
-        zero = zero_weight(xp, dtype=dtype, device=device)
+        zero = place.zeros()
         averages = {
-            "input": low_rank_average(n, rank=self.input_rank, **place),
-            "output": low_rank_average(m, rank=self.output_rank, **place),
+            "input": low_rank_average(n, place, rank=self.input_rank),
+            "output": low_rank_average(m, place, rank=self.output_rank),
             "repeats": Average(zero, zero),
         }
-        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+        return Statistics(averages, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, as_array, own_namespace
 from kfac_core.array.structure import is_structure, map_structure, structure
 from kfac_core.constraints import RANGES, require_range
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["Average", "require_decay", "require_weight", "share_of", "zero_weight"]
+__all__ = ["Average", "require_decay", "require_weight", "share_of"]
 
 
 @structure()
@@ -149,8 +149,3 @@ def share_of(
         return share / xp.where(part > 0, part, xp.ones_like(part)), share
     scale = weight / total if total > 0 else 0.0
     return scale, part * scale
-
-
-def zero_weight(xp: Namespace, *, dtype: Any, device: Any) -> Array:
-    """Return the weight of a zero average."""
-    return xp.zeros((), dtype=dtype, device=device)

@@ -7,14 +7,13 @@ with what was cut off, so that the pi of factored damping is that of K-FAC.
 
 from __future__ import annotations
 
-from typing import Any
-
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar
+from kfac_core.array.place import Place
 from kfac_core.array.structure import structure
-from kfac_core.factors.average import Average, share_of, zero_weight
+from kfac_core.factors.average import Average, share_of
 from kfac_core.linalg.low_rank import LowRankSum, low_rank_zero
 
 __all__ = ["LowRankAverage", "low_rank_average"]
@@ -113,9 +112,6 @@ class LowRankAverage(Average):
         return LowRankAverage(total, self.decayed(decay, weight))
 
 
-def low_rank_average(
-    size: int, /, *, rank: int, dtype: Any, device: Any, xp: Namespace
-) -> LowRankAverage:
+def low_rank_average(size: int, place: Place, /, *, rank: int) -> LowRankAverage:
     """Return a zero average, for rows of d numbers and at most r columns."""
-    zero = low_rank_zero((size,), rank=rank, dtype=dtype, device=device, xp=xp)
-    return LowRankAverage(zero, zero_weight(xp, dtype=dtype, device=device))
+    return LowRankAverage(low_rank_zero(size, place, rank=rank), place.zeros())

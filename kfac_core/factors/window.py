@@ -9,14 +9,13 @@ the error in the trace norm.  Empty places hold zeros.
 
 from __future__ import annotations
 
-from typing import Any
-
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar
+from kfac_core.array.place import Place
 from kfac_core.array.structure import replaced, structure
-from kfac_core.factors.average import Average, share_of, zero_weight
+from kfac_core.factors.average import Average, share_of
 from kfac_core.linalg.example_gram import squared_norms
 
 __all__ = ["WindowAverage", "WindowSum", "window_average"]
@@ -148,20 +147,16 @@ class WindowAverage(Average):
 def window_average(
     places: int,
     positions: int,
-    shape: tuple[int, int],
+    n: int,
+    m: int,
+    place: Place,
     /,
-    *,
-    dtype: Any,
-    device: Any,
-    xp: Namespace,
 ) -> WindowAverage:
     """Return a zero average, for K gradients of S rows and shape (n, m)."""
-    place: dict[str, Any] = {"dtype": dtype, "device": device}
-    n, m = shape
     empty = WindowSum(
-        xp.zeros((places, positions, n), **place),
-        xp.zeros((places, positions, m), **place),
-        xp.zeros((places,), **place),
-        xp.zeros((), **place),
+        place.zeros(places, positions, n),
+        place.zeros(places, positions, m),
+        place.zeros(places),
+        place.zeros(),
     )
-    return WindowAverage(empty, zero_weight(xp, **place))
+    return WindowAverage(empty, place.zeros())

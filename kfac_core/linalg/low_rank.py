@@ -17,12 +17,11 @@ compression is one step of an incremental singular value decomposition (Brand 20
 
 from __future__ import annotations
 
-from typing import Any
-
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, device_of
+from kfac_core.array.place import Place
 from kfac_core.array.structure import structure
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.gram import updated_gram
@@ -112,12 +111,6 @@ class LowRankSum:
         return LowRankSum(root, self.truncated_trace + cut)
 
 
-def low_rank_zero(
-    shape: tuple[int, ...], /, *, rank: int, dtype: Any, device: Any, xp: Namespace
-) -> LowRankSum:
-    """Return the zero matrix of d rows and at most `rank` columns; shape is (..., d)."""
-    columns = min(rank, shape[-1])
-    return LowRankSum(
-        xp.zeros((*shape, columns), dtype=dtype, device=device),
-        xp.zeros(shape[:-1], dtype=dtype, device=device),
-    )
+def low_rank_zero(size: int, place: Place, /, *, rank: int) -> LowRankSum:
+    """Return the zero matrix of d rows and at most `rank` columns."""
+    return LowRankSum(place.zeros(size, min(rank, size)), place.zeros())
