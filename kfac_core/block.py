@@ -36,6 +36,7 @@ from kfac_core.array.namespaces import (
     status_unless,
     wide_dtype,
 )
+from kfac_core.array.place import Place
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import is_structure, leaves, map_structure, replaced
@@ -150,9 +151,8 @@ class Block:
         """
         xp = namespace_of(like=like)
         dtype = precision.dtype(precision.storage, wide_dtype(xp, like.dtype), xp=xp)
-        return self.approximation.initial(
-            self.layer, dtype=dtype, device=device_of(like), xp=xp
-        )
+        place = Place(xp, dtype, device_of(like))
+        return self.approximation.initial(self.layer, place)
 
     def update(
         self,
@@ -271,7 +271,7 @@ class Block:
         options = UpdateOptions(conventions=conventions, decay=0.0, weight=None, xp=xp)
         with _quiet(check, rows.like, over="ignore", invalid="ignore"):
             new = self.approximation.updated(empty, rows, self.layer, options)
-            status = _with_overflow(status, new, options, ())
+            status = _with_overflow(status, self, new, options, ())
         if check == "raise":
             raise_for_flags(int(status), name=name)
         new = replaced(new, status=status)
@@ -607,7 +607,7 @@ class UpdateBlock:
             if not isinstance(rows, IdRows):
                 flags = _finite_status(flags, block, rows, new, options, stack)
             else:
-                flags = _with_overflow(flags, new, options, stack)
+                flags = _with_overflow(flags, block, new, options, stack)
         return _with_status(new, flags)
 
     def _by_parts(
@@ -640,7 +640,7 @@ class UpdateBlock:
             weight=options.weight,
             decays=block.approximation.decays,
         )
-        return new, _with_overflow(status, new, options, ())
+        return new, _with_overflow(status, block, new, options, ())
 
     def stacks(
         self,
@@ -1030,11 +1030,12 @@ def _finite_status(
         flags = rows.status(xp=xp, known=frozenset(summed))
     else:
         flags = rows.status(xp=xp)
-    return _with_overflow(earlier | flags, new, options, stack, known=names)
+    return _with_overflow(earlier | flags, block, new, options, stack, known=names)
 
 
 def _with_overflow(
     flags: Any,
+    block: Block,
     new: Statistics,
     options: UpdateOptions,
     stack: tuple[int, ...],
@@ -1047,6 +1048,7 @@ def _with_overflow(
     averages in `known` are finite.
     """
     xp, good = options.xp, None
+    squares = [*block.approximation.squares(new, xp=xp)]
     for name, average in new.averages.items():
         if name in options.skip or name in known:
             continue
@@ -1054,15 +1056,16 @@ def _with_overflow(
         if isinstance(total, SymmetricMatrix):
             total = xp.linalg.diagonal(total.array)
         for _, leaf in leaves(total):
-            if leaf.ndim == len(stack) or not xp.isdtype(leaf.dtype, "real floating"):
-                continue
-            if stack:
-                flat = xp.reshape(leaf, (*stack, -1))
-                finite = xp.all(xp.isfinite(flat), axis=-1)
-            else:
-                finite = all_finite(leaf, xp=xp)
-            if not known_true(finite, xp=xp):
-                good = finite if good is None else good & finite
+            if leaf.ndim > len(stack) and xp.isdtype(leaf.dtype, "real floating"):
+                squares.append(leaf)
+    for square in squares:
+        if stack:
+            flat = xp.reshape(square, (*stack, -1))
+            finite = xp.all(xp.isfinite(flat), axis=-1)
+        else:
+            finite = all_finite(square, xp=xp)
+        if not known_true(finite, xp=xp):
+            good = finite if good is None else good & finite
     if good is None:
         return flags
     overflow = status_unless(xp, good, Status.OVERFLOWED)

@@ -29,6 +29,7 @@ from kfac_core.array import (
     Array,
     Check,
     Namespace,
+    Place,
     device_of,
     full_of,
     own_namespace,
@@ -69,15 +70,12 @@ class IdentityGradients(kc.Approximation):
             return None
         return "needs inputs with a second moment, so a dense or conv layer"
 
-    def initial(
-        self, layer: kc.Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> kc.Statistics:
+    def initial(self, layer: kc.Layer, place: Place, /) -> kc.Statistics:
         """Return the statistics of nothing: A is zero, and so is its weight."""
         n, _ = layer.matrix_shape
         groups = (layer.groups,) if layer.groups > 1 else ()
-        A = FullFactor().initial((*groups, n), dtype=dtype, device=device, xp=xp)
-        status = xp.zeros((), dtype=xp.int32, device=device)
-        return kc.Statistics({"input": A}, status)
+        A = FullFactor().initial((*groups, n), place)
+        return kc.Statistics({"input": A}, place.flags())
 
     def updated(
         self,

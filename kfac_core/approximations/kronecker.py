@@ -31,13 +31,14 @@ from typing import Any
 
 from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import cast, full_of, status_unless
+from kfac_core.array.place import Place
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced
 from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -196,36 +197,30 @@ class Kronecker(Approximation):
             return geometry.pixel_rows(batch)
         return layer.rows(batch)
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics.
 
         Parameters
         ----------
         layer : Layer
             Layer whose sizes fix the factors.
-        dtype, device : dtype, device
-            Dtype and device of the statistics.
-        xp : namespace
-            Namespace to create arrays in.
+        place : Place
+            Library, device and dtype of the statistics.
 
         Returns
         -------
         Statistics
             Statistics that are zero throughout.
         """
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        repeats = Average(zero_weight(xp, **place), zero_weight(xp, **place))
         n, m = layer.matrix_shape
         groups = (layer.groups,) if layer.groups > 1 else ()
         n_shape, m_shape = (*groups, n), (*groups, m // layer.groups)
         averages = {
-            "input": factor_of(self.input, layer).initial(n_shape, **place, xp=xp),
-            "output": factor_of(self.output, layer).initial(m_shape, **place, xp=xp),
-            "repeats": repeats,
+            "input": factor_of(self.input, layer).initial(n_shape, place),
+            "output": factor_of(self.output, layer).initial(m_shape, place),
+            "repeats": Average(place.zeros(), place.zeros()),
         }
-        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+        return Statistics(averages, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
