@@ -39,6 +39,8 @@ class LayerCall:
         The shape that output gradients are brought into; empty where they have theirs.
     grad_scale : float
         What output gradients are multiplied by.
+    examples : int, optional
+        N of the whole call, where other processes have the rest of it.
 
     Attributes
     ----------
@@ -55,8 +57,10 @@ class LayerCall:
         mask: Array | None = None,
         grad_shape: tuple[int, ...] = (),
         grad_scale: float = 1.0,
+        examples: int | None = None,
     ) -> None:
         self.block, self.inputs, self.mask = block, inputs, mask
+        self.examples = int(inputs.shape[0]) if examples is None else examples
         self.grad_shape, self.grad_scale = grad_shape, grad_scale
         self.output_grads: list[Array] = []
 
