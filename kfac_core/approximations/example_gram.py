@@ -15,6 +15,7 @@ sketches are not here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.window import GradientWindow
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
+from kfac_core.linalg.example_gram import squared_norms
 from kfac_core.operators.example_gram import (
     NO_TRIANGLE,
     ExampleGramOperator,
@@ -128,7 +130,7 @@ class ExampleGram(Approximation):
 
         Notes
         -----
-        ``(K + M N) S^2 (n + m)`` flops, and a sort of ``K + M N`` numbers.
+        ``(2 K + M N) S^2 (n + m)`` flops, and a sort of ``K + M N`` numbers.
         """
         rows.require_all_positions()
         if rows.positions != self.positions:
@@ -149,6 +151,12 @@ class ExampleGram(Approximation):
             xp=xp,
         )
         return Statistics({"block": new}, statistics.status)
+
+    def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
+        """Return the traces ``w_k |D_k|^2``, the diagonal of the Gram matrix."""
+        window = statistics.averages["block"].value(debias=True)
+        norms = squared_norms(window.inputs, window.output_grads, xp=xp)
+        return (norms * window.weights,)
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /

@@ -164,6 +164,7 @@ class _CallHook(_Inert):
                 mask=reading.mask,
                 grad_shape=reading.grad_shape,
                 grad_scale=reading.grad_scale,
+                transposed=reading.transposed,
                 examples=examples,
             )
             edge = edge or get_gradient_edge(y)
@@ -370,6 +371,11 @@ class _Walk:
     def products_of(self, site: Site) -> list[Reached] | str:
         """Return the matrix products that read a weight, or what else reads it."""
         layer = site.layer
+        if site.kind == "embedding":
+            return (
+                "it is an embedding whose weight something else reads; to make logits, "
+                "give nn.Linear this weight before KFAC is made"
+            )
         if layer.kind != "dense" or "weight" not in site.parameters:
             return "its weight is used outside of its module's forward"
         found: list[Reached] = []

@@ -83,7 +83,8 @@ class Division:
             if not whole or hasattr(site, "originals"):
                 return "fully_shard divides it, and it is read outside its module"
             return ""
-        if isinstance(module, _DIVISIBLE) and type(site) is Site:
+        alone = not site.part.tied and [*site.part.parameters] != ["shift"]
+        if isinstance(module, _DIVISIBLE) and type(site) is Site and alone:
             return ""
         return f"{type(module).__name__} is not covered beside tensor-parallel layers"
 

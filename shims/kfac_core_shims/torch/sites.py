@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 import kfac_core as kc
-from kfac_core_shims.torch.layers import Part, Parts, describe
+from kfac_core_shims.torch.layers import Part, Parts, describe, describe_tied
 
 __all__ = ["Found", "Site", "find_sites"]
 
@@ -44,6 +44,11 @@ class Site:
     def layer(self) -> Any:
         """Geometry of the block."""
         return self.part.layer
+
+    @property
+    def kind(self) -> str:
+        """Kind of layer, by which approximations are chosen."""
+        return "embedding" if self.part.tied else str(self.layer.kind)
 
     @property
     def trained(self) -> list[Any]:
@@ -200,6 +205,9 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
     weight = next(module.parameters(recurse=False))
     alike = users[id(weight)]
     if len({_kind(user) for user in alike}) > 1:
+        tied = describe_tied(module, alike)
+        if tied is not None:
+            return tied
         names = sorted({type(user).__name__ for user in alike})
         return (
             f"its weight is shared by modules of different kinds ({', '.join(names)})"
