@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
+from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.place import Place
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -157,6 +158,27 @@ class Approximation(Protocol):
         Statistics
             New statistics with the same structure.
         """
+
+    def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
+        """Return what the operator squares: finite, or an update is refused.
+
+        Averages that hold sums of squares need nothing here: they are looked at
+        themselves.  An approximation that keeps rows, whose squares are taken at a refresh,
+        returns these squares.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            Statistics after an update.
+        xp : namespace
+            Array API namespace of the arrays.
+
+        Returns
+        -------
+        sequence of array
+            Arrays of any shape; none by default.
+        """
+        return ()
 
     @abstractmethod
     def operator(

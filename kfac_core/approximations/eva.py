@@ -21,6 +21,7 @@ Second-order Optimization", arXiv:2308.02123.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +134,15 @@ class Eva(Approximation):
             for name, new in sums.items()
         }
         return Statistics(averages, statistics.status)
+
+    def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
+        """Return ``|a|^2``, ``|b|^2`` and their product, the eigenvalue of the block."""
+        a, b = (
+            statistics.averages[side].value(debias=True) for side in ("input", "output")
+        )
+        S = statistics.averages["repeats"].value(debias=True)
+        of_input, of_output = xp.sum(a * a), xp.sum(b * b)
+        return of_input, of_output, S * of_input * of_output
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /

@@ -107,7 +107,7 @@ def squared_norms(x: Array, g: Array, /, *, xp: Namespace) -> Array:
         return xp.sum(x * x, axis=(1, 2)) * xp.sum(g * g, axis=(1, 2))
     products = xp.matmul(x, xp.matrix_transpose(x))
     norms = xp.sum(products * xp.matmul(g, xp.matrix_transpose(g)), axis=(1, 2))
-    return xp.where(norms > 0, norms, xp.zeros_like(norms))
+    return xp.where(norms < 0, xp.zeros_like(norms), norms)
 
 
 def divided_difference(
