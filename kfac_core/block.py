@@ -700,6 +700,7 @@ class UpdateBlock(Stage):
             and isinstance(batch, Batch)
             and batch.mask is None
             and batch.row_indices is None
+            and batch.bias is None
         )
 
     def work(self, block: Block, /, *_: Any) -> int:

@@ -19,7 +19,7 @@ from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
-from kfac_core.layers.rows import Batch, Rows, require_no_choice
+from kfac_core.layers.rows import Batch, Rows, require_no_choice, with_some_biases
 
 __all__ = ["Dense", "WeightLayout"]
 
@@ -129,7 +129,8 @@ class Dense:
             # multiplied by zero.
             x = xp.where(mask[:, :, None], x, xp.zeros_like(x))
             g = xp.where(mask[None, :, :, None], g, xp.zeros_like(g))
-        return Rows(x, g, mask, self.bias)
+        found = Rows(x, g, mask, self.bias)
+        return found if batch.bias is None else with_some_biases(found, batch.bias)
 
     def parameters_to_matrix(
         self, parameters: Mapping[str, Array], /, *, stack: tuple[int, ...] = ()

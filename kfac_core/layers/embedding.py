@@ -20,7 +20,7 @@ from kfac_core.errors import DtypeError, ShapeError
 from kfac_core.layers.checks import require_mask
 from kfac_core.layers.dense import Dense, WeightLayout
 from kfac_core.layers.id_rows import IdRows
-from kfac_core.layers.rows import Batch, require_no_choice
+from kfac_core.layers.rows import Batch, require_every_bias, require_no_choice
 
 __all__ = ["Duplicates", "Embedding"]
 
@@ -105,6 +105,7 @@ class Embedding:
             For arrays that do not fit together.
         """
         require_no_choice(batch)
+        require_every_bias(batch)
         ids, g, mask = batch.inputs, batch.output_grads, batch.mask
         xp = namespace_of(inputs=ids, output_grads=g, optional={"mask": mask})
         if not xp.isdtype(ids.dtype, "integral"):

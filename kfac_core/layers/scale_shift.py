@@ -23,7 +23,7 @@ from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
-from kfac_core.layers.rows import Batch, require_no_choice
+from kfac_core.layers.rows import Batch, require_every_bias, require_no_choice
 
 __all__ = ["ScaleShift"]
 
@@ -97,6 +97,7 @@ class ScaleShift:
             For arrays of incompatible shape, dtype, library or device.
         """
         require_no_choice(batch)
+        require_every_bias(batch)
         x, g = batch.inputs, batch.output_grads
         xp = namespace_of(inputs=x, output_grads=g)
         require_floating(xp, x, "inputs")
