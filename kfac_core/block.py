@@ -412,7 +412,7 @@ class Block:
         require_check(check)
         approximation: Any = self.approximation
         made: Statistics = approximation.rebased(
-            statistics, moments=moments, check=check
+            statistics, moments=moments, check=check, layer=self.layer
         )
         return made
 
