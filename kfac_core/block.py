@@ -324,6 +324,7 @@ class Block:
         *,
         damping: Scalar,
         rule: DampingRule,
+        least_shift: float = 0.0,
         debias: bool = True,
         factorizations: tuple[Factorization, ...] = ("inverse",),
         check: Check = "raise",
@@ -343,6 +344,8 @@ class Block:
         rule : {"factored", "factored_unit_pi", "exact"}
             How the damping is applied: split between the factors, split evenly, or added to
             the block; see `kfac_core.damping`.
+        least_shift : float
+            The least number that a factored rule adds to a factor.
         debias : bool
             Whether sums are divided by their weights.
         factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
@@ -376,6 +379,7 @@ class Block:
             If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
+        require_range("least_shift", least_shift, RANGES["least_shift"])
         require_kind("factorizations", factorizations, tuple, "a tuple of names")
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
@@ -390,6 +394,7 @@ class Block:
             precision=precision,
             check=check,
             memo={} if memo is None else memo,
+            least_shift=least_shift,
         )
         made = refresh(name, self, statistics, damping, solving)
         if isinstance(made, KFACError):
@@ -790,6 +795,8 @@ class RefreshBlock(Stage):
         See `kfac_core.Refreshing`.
     memo : dict
         Cache for blocks that share a factor.
+    least_shift : float
+        See `kfac_core.Refreshing`.
     """
 
     rule: DampingRule
@@ -799,6 +806,7 @@ class RefreshBlock(Stage):
     precision: Precision
     check: Check
     memo: dict[Any, Any] = field(compare=False)
+    least_shift: float = 0.0
 
     stage = "refresh"
     on_host = True
@@ -839,6 +847,7 @@ class RefreshBlock(Stage):
             name=name,
             memo={} if stack else self.memo,
             xp=xp,
+            least_shift=self.least_shift,
         )
         make = block.approximation.operator
         try:
@@ -847,8 +856,8 @@ class RefreshBlock(Stage):
                 if self.damping_scaling == "mean_eigenvalue":
                     bare = dataclasses.replace(options, damping=0.0, factorizations=())
                     undamped = make(statistics, layer, bare)
-                    n, m = undamped.shape
-                    damping = damping * undamped.trace(damped=False) / (n * m)
+                    mean = undamped.trace(damped=False) / undamped.shape[0]
+                    damping = damping * mean
                     own = _checked_damping(damping, like, (compute, apply), check, name)
                     options = dataclasses.replace(options, damping=own)
                 operator = make(statistics, layer, options)

@@ -31,10 +31,8 @@ from typing import Any
 
 from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import cast, full_of, status_unless
+from kfac_core.array.namespaces import cast, full_of
 from kfac_core.array.place import Place
-from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced
 from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
@@ -44,7 +42,7 @@ from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.shifted import ShiftedMatrix
-from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.kronecker import FactoredKronecker, exactly_damped
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = [
@@ -318,7 +316,12 @@ class Kronecker(Approximation):
         else:
             unit_pi = options.rule == "factored_unit_pi"
             shifts = factored_shifts(
-                means, options.damping, scale=S, unit_pi=unit_pi, xp=xp
+                means,
+                options.damping,
+                scale=S,
+                unit_pi=unit_pi,
+                least=options.least_shift,
+                xp=xp,
             )
         damped, made = [], []
         for side, kind, value, shift in zip(sides, kinds, values, shifts, strict=True):
@@ -343,7 +346,14 @@ class Kronecker(Approximation):
             return operator
         undamped = FactoredKronecker(damped[0], damped[1], scale)
         lam = cast(xp, full_of(xp, options.damping, S), apply)
-        return _exactly_damped(operator, undamped, lam, options)
+        return exactly_damped(
+            operator,
+            undamped,
+            lam,
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+        )
 
 
 def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
@@ -362,22 +372,3 @@ def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
     n, columns = layer.matrix_shape
     m = columns // layer.groups
     return {"input": (n, m), "output": (m, n)}
-
-
-def _exactly_damped(
-    made: FactoredKronecker,
-    undamped: FactoredKronecker,
-    lam: Array,
-    options: OperatorOptions,
-) -> SpectralOperator:
-    """Return ``S A (x) G + lam I``, in the bases of the factors where these are made."""
-    xp = options.xp
-    good = xp.isfinite(lam) & (lam >= 0)
-    flags = status_unless(xp, good, Status.BAD_DAMPING)
-    lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
-    if not options.factorizations:
-        return SpectralOperator(None, None, None, lam, flags, undamped.shape, undamped)
-    reporting: Any = {"check": options.check, "name": options.name}
-    found = made.spectral(**reporting)
-    spectral = replaced(found, damping=lam, flags=found.flags | flags, factors=undamped)
-    return spectral.prepared(*options.factorizations, **reporting)
