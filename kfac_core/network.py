@@ -1223,7 +1223,13 @@ def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockSta
     xp = own_namespace(status)
     good = status == 0
     previous = held.operator
-    if previous is not None and combinable(operator, previous):
+    if previous is None or not combinable(operator, previous):
+        # No choice between arrays is possible, so that the flag is read where that costs
+        # nothing.
+        if is_plain(status, xp=xp) and not bool(good):
+            failures = held.failures + 1
+            return replaced(held, failures=failures, status=held.status | status)
+    else:
         operator = map_structure(lambda a, b: xp.where(good, a, b), operator, previous)
         if held.damping is not None and type(held.damping) not in (int, float):
             damping = xp.where(good, damping, held.damping)
