@@ -17,6 +17,8 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any
 
+import numpy as np
+
 from kfac_core.array.namespaces import device_of, is_usable, own_namespace
 from kfac_core.array.structure import (
     form_of,
@@ -276,4 +278,6 @@ def _array_form(x: Any) -> Any:
     if not is_usable(x):
         # Not an array, or a sparse one: validated later, where the block's name is known.
         return object()
-    return type(x), x.shape, x.dtype, device_of(x)
+    # NumPy makes scalars of 0-d results, where a loaded state has arrays.
+    kind = np.ndarray if isinstance(x, np.generic) else type(x)
+    return kind, x.shape, x.dtype, device_of(x)

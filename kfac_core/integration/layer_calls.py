@@ -50,6 +50,8 @@ class LayerCall:
     transposed : bool
         Whether the layer multiplies by the transpose of the block's weight, whose input
         factor is diagonal.
+    examples : int, optional
+        N of the whole call, where other processes have the rest of it.
 
     Attributes
     ----------
@@ -67,9 +69,11 @@ class LayerCall:
         grad_shape: tuple[int, ...] = (),
         grad_scale: float = 1.0,
         transposed: bool = False,
+        examples: int | None = None,
     ) -> None:
         self.block, self.inputs, self.mask = block, inputs, mask
         self.transposed = transposed
+        self.examples = int(inputs.shape[0]) if examples is None else examples
         self.grad_shape, self.grad_scale = grad_shape, grad_scale
         self.output_grads: list[Array] = []
 

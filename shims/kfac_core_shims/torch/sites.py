@@ -30,12 +30,15 @@ class Site:
         Parameters by the layer's names for them.
     module : torch.nn.Module
         The first module that uses it.
+    gathered : dict of str to torch.Tensor
+        What its module reads in the place of parameters that are divided among processes.
     """
 
     name: str
     part: Part
     parameters: dict[str, Any]
     module: Any
+    gathered: dict[str, Any] = field(default_factory=dict)
 
     @property
     def layer(self) -> Any:
@@ -76,10 +79,19 @@ class Site:
     def is_in(self, module: Any) -> bool:
         """Return whether a module still holds these very parameters."""
         names = self.part.parameters
-        return all(
-            getattr(module, names[role], None) is parameter
-            for role, parameter in self.parameters.items()
-        )
+        for role, parameter in self.parameters.items():
+            held = getattr(module, names[role], None)
+            if held is parameter:
+                continue
+            if not hasattr(parameter, "placements") or held is None:
+                return False
+            # During its forward pass a module has its parameters whole.
+            self.gathered[role] = held
+        return True
+
+    def read_as(self, role: str) -> Any:
+        """Return a parameter as it is in the graph."""
+        return self.gathered.get(role, self.parameters[role])
 
     def forget(self) -> None:
         """Forget what belongs to the last step; here nothing."""
