@@ -117,6 +117,26 @@ def test_outputs_are_picked_out_of_what_a_model_returns(how, output, loss_of, fi
     same({n: p.grad for n, p in model.named_parameters()}, expected)
 
 
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_loss_within_the_outputs_may_be_scaled_in_place(fisher):
+    """As Hugging Face's Trainer does, over the processes."""
+    options = {"likelihood": "categorical", "fisher": fisher}
+    model, x, y = Returning("answer").double(), doubles(14, 4), torch.randint(3, (14,))
+    twin = copy.deepcopy(model)
+    steps = []
+    for one, scaled in (model, False), (twin, True):
+        kfac = attached(one, **options)
+        loss = one(x, y).loss
+        if scaled:
+            loss *= 2
+            loss /= 2
+        loss.backward()
+        kfac.step()
+        steps.append({n: p.grad for n, p in one.named_parameters()})
+
+    same(*steps)
+
+
 def test_ignored_labels_are_no_rows():
     """Rows that the loss does not read count neither as rows nor with vectors."""
     model, x = Network().double(), doubles(14, 4)
