@@ -62,13 +62,17 @@ METHODS: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Measure, and print tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kfac-pytorch", type=Path, help="folder of the package `kfac`")
+    parser.add_argument(
+        "--kfac-pytorch", type=Path, help="folder of the package `kfac`"
+    )
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[*METHODS])
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--worker", choices=("time", "memory"))
-    parser.add_argument("--output", type=Path, help="where to write the results as JSON")
+    parser.add_argument(
+        "--output", type=Path, help="where to write the results as JSON"
+    )
     options = parser.parse_args()
     if options.kfac_pytorch is not None:
         sys.path.insert(0, str(options.kfac_pytorch))
@@ -378,7 +382,14 @@ def _of_a_process(
     if worker == "memory":
         variables |= MEMORY_ENVIRONMENT
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.torch_training"]
-    command += ["--worker", worker, "--networks", network, "--turns", str(options.turns)]
+    command += [
+        "--worker",
+        worker,
+        "--networks",
+        network,
+        "--turns",
+        str(options.turns),
+    ]
     if options.kfac_pytorch is not None:
         command += ["--kfac-pytorch", str(options.kfac_pytorch.resolve())]
     done = subprocess.run(

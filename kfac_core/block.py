@@ -540,7 +540,8 @@ class UpdateBlock:
     check: Check
 
     stage = "update"
-    on_host = False
+    on_host = True
+    shares = False
     worth_threads = 0
     kept = (1,)
 
@@ -580,7 +581,7 @@ class UpdateBlock:
         ShapeError, DtypeError, MixedArraysError, DecayError
             For incompatible arguments.
         """
-        like = statistics.any_weight
+        like = statistics.like
         xp = own_namespace(like)
         decay = as_scalar(xp, decay, like.dtype, "decay")
         if weight is not None:
@@ -624,7 +625,7 @@ class UpdateBlock:
         total: Statistics | None = None
         status: Any = 0
         for rows in parts:
-            _require_place(statistics.any_weight, rows.like)
+            _require_place(statistics.like, rows.like)
             status = status | rows.status(xp=options.xp)
             with _quiet(self.check, rows.like, over="ignore", invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
@@ -680,6 +681,7 @@ class AbsorbBlock:
 
     stage = "absorb"
     on_host = False
+    shares = False
     worth_threads = 0
     kept = (1,)
 
@@ -724,6 +726,7 @@ class Prepare:
 
     stage = "prepare"
     on_host = False
+    shares = False
     worth_threads = 0
     kept = ()
 
@@ -764,6 +767,7 @@ class Rebase:
 
     stage = "rebase"
     on_host = False
+    shares = False
     worth_threads = 0
     kept = ()
 
@@ -811,6 +815,7 @@ class RefreshBlock:
 
     stage = "refresh"
     on_host = True
+    shares = True
     worth_threads = 0
     kept = (1,)
 
@@ -829,7 +834,7 @@ class RefreshBlock:
 
         The error is returned and not raised, so that the other blocks are refreshed.
         """
-        like, layer = statistics.any_weight, block.layer
+        like, layer = statistics.like, block.layer
         xp = own_namespace(like)
         compute, apply = self.precision.dtypes(like.dtype, xp=xp)
         # The flags of a stack are read once, by `accepts`.
@@ -908,7 +913,8 @@ class Product:
     options: Mapping[str, Any] = field(hash=False)
 
     stage = "product"
-    on_host = False
+    on_host = True
+    shares = False
     worth_threads = 10**9
     kept = (1,)
 

@@ -259,7 +259,7 @@ class DistributedExecutor:
             for name, held in state.blocks.items()
             if self.placement.owners[name] == self._communicator.rank
         }
-        like = next((s.any_weight for s in statistics.values()), None)
+        like = next((s.like for s in statistics.values()), None)
         found = own if like is None else self._exchanged(self._communicator, own, like)
         blocks = {
             name: replaced(held, statistics=found[name][0], operator=found[name][1])
@@ -337,7 +337,7 @@ class DistributedExecutor:
         tasks = self._with_statistics(tasks)
         batches = {n: task[2] for n, task in tasks.items() if not is_empty(task[2])}
         if self._counts_first():
-            like = next(task[1].any_weight for task in tasks.values())
+            like = next(task[1].like for task in tasks.values())
             batches = self._in_whole_batch(function, batches, like)
         try:
             own = {
@@ -431,7 +431,7 @@ class DistributedExecutor:
         made: dict[str, Statistics] = {}
         for name, flag in zip(fed, every.tolist(), strict=True):
             old = tasks[name][1]
-            made[name] = replaced(old, status=_int32(flag, old.any_weight))
+            made[name] = replaced(old, status=_int32(flag, old.like))
         return made
 
     def _rebase(self, function: Any, tasks: Tasks) -> dict[str, Any]:
@@ -458,7 +458,7 @@ class DistributedExecutor:
             )
             for name, new in made.items()
         }
-        like = next((s.any_weight for s in given.values()), None)
+        like = next((s.like for s in given.values()), None)
         if like is None:
             return {}
         sums_here = self._communicator.rank == 0 or self.options.reduce == "update"
@@ -502,7 +502,7 @@ class DistributedExecutor:
         errors = self._errors(failed) if total[::3].any() else {}
         held = {n: found[0] for n, found in made.items() if n not in failed}
         if self.placement.holders > 1:
-            like = next(iter(given.values())).any_weight
+            like = next(iter(given.values())).like
             held = self._exchanged(self._group, held, like)
         results: dict[str, Any] = {}
         for name in names:
@@ -515,7 +515,7 @@ class DistributedExecutor:
             elif name in held:
                 results[name] = held[name], float(damping)
             else:
-                like = given[name].any_weight
+                like = given[name].like
                 results[name] = self._remote(name, like, int(status)), float(damping)
         return results
 
@@ -726,7 +726,7 @@ class DistributedExecutor:
         """Return tasks with zero statistics where there are none yet."""
         if all(task[1] is not None for task in tasks.values()):
             return dict(tasks)
-        likes = [task[1].any_weight for task in tasks.values() if task[1] is not None]
+        likes = [task[1].like for task in tasks.values() if task[1] is not None]
         likes += [like for task in tasks.values() for like in _arrays_of(task[2])]
         like = likes[0] if likes else self.options.like
         if like is None:
