@@ -85,7 +85,7 @@ def damped(A, columns=m, damping=DAMPING):
 
 def assert_operator_is(operator, F, backend, dtype, rng):
     """Compare every product and every number of an operator with a dense matrix."""
-    rows, columns = operator.shape
+    rows, columns = operator.vector_shape
     V = rng.normal(size=(rows, columns))
     v, size = backend.asarray(V, dtype), rows * columns
     undamped = F - DAMPING * np.eye(size)
@@ -298,7 +298,10 @@ def test_equal_blocks_are_one_stack_with_the_same_results(backend, dtype, rng):
     x, batches, V, gradients = fed(backend, dtype, rng)
     network, counting = network_of(), Counting()
     results = {}
-    for way, options in (("plain", {}), ("stacked", {"executor": Stacked(counting, fewest=2)})):
+    for way, options in (
+        ("plain", {}),
+        ("stacked", {"executor": Stacked(counting, fewest=2)}),
+    ):
         state = network.empty()
         for _ in range(2):
             state = network.update(state, batches, decay=0.5, **options)

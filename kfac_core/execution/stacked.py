@@ -18,6 +18,8 @@ from functools import partial
 from operator import is_
 from typing import Any
 
+import numpy as np
+
 from kfac_core.array.namespaces import device_of, is_usable, own_namespace
 from kfac_core.array.structure import (
     form_of,
@@ -97,19 +99,19 @@ class Stacked:
             if len(names) >= self._fewest
         }
         stacks = {
-            label: self._stacked_task(function, tasks, names)
-            for label, names in members.items()
+            label: self._stacked_task(function, tasks, own)
+            for label, own in members.items()
         }
         if not stacks:
             return {}
         found: dict[str, Any] = {}
         for label, result in self._inner(_OfStack(function), stacks).items():
-            names = members[label]
+            own = members[label]
             if isinstance(result, KFACError) or not function.accepts(result):
                 continue
-            pieces = unstacked(result, len(names))
-            self._remember(names, result, pieces)
-            found.update(zip(names, pieces, strict=True))
+            pieces = unstacked(result, len(own))
+            self._remember(own, result, pieces)
+            found.update(zip(own, pieces, strict=True))
         return found
 
     def _kind(self, block: Any) -> int | None:
@@ -284,4 +286,6 @@ def _array_form(x: Any) -> Any:
     if not is_usable(x):
         # Not an array, or a sparse one: validated later, where the block's name is known.
         return object()
-    return type(x), x.shape, x.dtype, device_of(x)
+    # NumPy makes scalars of 0-d results, where a loaded state has arrays.
+    kind = np.ndarray if isinstance(x, np.generic) else type(x)
+    return kind, x.shape, x.dtype, device_of(x)
