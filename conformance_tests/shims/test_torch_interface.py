@@ -117,6 +117,26 @@ def test_outputs_are_picked_out_of_what_a_model_returns(how, output, loss_of, fi
     same({n: p.grad for n, p in model.named_parameters()}, expected)
 
 
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_loss_within_the_outputs_may_be_scaled_in_place(fisher):
+    """As Hugging Face's Trainer does, over the processes."""
+    options = {"likelihood": "categorical", "fisher": fisher}
+    model, x, y = Returning("answer").double(), doubles(14, 4), torch.randint(3, (14,))
+    twin = copy.deepcopy(model)
+    steps = []
+    for one, scaled in (model, False), (twin, True):
+        kfac = attached(one, **options)
+        loss = one(x, y).loss
+        if scaled:
+            loss *= 2
+            loss /= 2
+        loss.backward()
+        kfac.step()
+        steps.append({n: p.grad for n, p in one.named_parameters()})
+
+    same(*steps)
+
+
 def test_ignored_labels_are_no_rows():
     """Rows that the loss does not read count neither as rows nor with vectors."""
     model, x = Network().double(), doubles(14, 4)
@@ -711,3 +731,38 @@ def test_two_lines_with_a_compiled_or_checkpointed_model(fisher):
         assert "compiled and called before" in message
     else:
         same({n: p.grad for n, p in late.named_parameters()}, expected)
+
+
+def test_overlap_changes_no_bit():
+    """Statistics are taken while the backward pass runs; a batch may be left out."""
+    first = Network().double()
+    batches = [(doubles(14, 4), torch.randint(0, 3, (14,))) for _ in range(5)]
+
+    def run(overlap):
+        model = copy.deepcopy(first)
+        options = {"refresh_every": 2, "approximations": {"one": kc.Eigen()}}
+        kfac = KFAC(model, likelihood="categorical", overlap=overlap, **options)
+        found = []
+        for i, (x, y) in enumerate(batches):
+            if i == 2:
+                before = kfac.estimator.state
+                fn.cross_entropy(model(x), y).backward()
+                taken = kfac.estimator.state is not before
+                kfac.discard()
+                assert taken == overlap
+                assert kfac.estimator.state is before
+            found.append(two_lines(model, kfac, x, y, fn.cross_entropy))
+        return found, kfac
+
+    plain, _ = run(False)
+    found, kfac = run(True)
+
+    for one, other in zip(found, plain, strict=True):
+        for name, x in one.items():
+            assert torch.equal(x, other[name])
+    x, y = batches[0]
+    fn.cross_entropy(kfac.model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="begun already"):
+        fn.cross_entropy(kfac.model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="overlap"):
+        KFAC(Network(), fisher="empirical", overlap=True)

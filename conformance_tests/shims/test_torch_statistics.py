@@ -108,7 +108,9 @@ def test_a_data_set_in_parts_has_the_statistics_of_all_its_rows():
     kfac.update(model(part) for part in x.split(4))
     assert kfac.steps == 0
     assert all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+    )
 
     z, [(h, y)] = seen_outputs(model[2], lambda: model(x))
     g = output_gradients(y, z)
@@ -236,4 +238,6 @@ def test_tied_layers_of_which_some_have_a_bias_are_one_block(kind):
     torch.nn.functional.cross_entropy(model(x), torch.zeros(7, dtype=int)).backward()
     plain = [W.grad.clone(), b.grad.clone()]
     kfac.step()
-    assert not any(torch.allclose(p, q.grad) for p, q in zip(plain, (W, b), strict=True))
+    assert not any(
+        torch.allclose(p, q.grad) for p, q in zip(plain, (W, b), strict=True)
+    )

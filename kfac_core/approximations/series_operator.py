@@ -62,7 +62,7 @@ def series_operator(
     made, flags = in_wider_dtype(
         lambda dtype: _made(statistics, options, dtype=dtype, xp=xp),
         options.compute,
-        like=statistics.any_weight,
+        like=statistics.like,
         check=check,
         xp=xp,
     )

@@ -159,7 +159,7 @@ class BlockTridiagonal(Approximation):
         made, flags = in_wider_dtype(
             lambda dtype: _made(statistics, layer, options, dtype, xp),
             options.compute,
-            like=statistics.any_weight,
+            like=statistics.like,
             check=options.check,
             xp=xp,
         )

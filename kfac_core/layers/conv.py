@@ -43,7 +43,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.structure import replaced
 from kfac_core.constraints import checked, require_one_of, require_options, shown
 from kfac_core.errors import ShapeError, UnsupportedError
-from kfac_core.layers.checks import require_mask, require_parameters
+from kfac_core.layers.checks import misfit, require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
 from kfac_core.layers.rows import (
     Batch,
@@ -374,21 +374,10 @@ class Conv:
         one = (*out, self.out_channels) if last else (self.out_channels, *out)
         sources = () if batch.sources is None else (batch.sources,)
         expected = (*sources, N, *one)
-        if tuple(g.shape) != expected:
-            hint = (
-                " If its first axis holds several sources, say so with `sources`."
-                if not sources and tuple(g.shape[1:]) == expected
-                else " It must fit the layer's strides, padding and dilation."
-            )
-            raise ShapeError(
-                f"Expected `output_grads` to have shape {expected} for `inputs` of shape "
-                f"{tuple(x.shape)}, got {tuple(g.shape)}.{hint}"
-            )
-        if 0 in expected:
-            raise ShapeError(
-                f"Expected `inputs` and `output_grads` to hold at least one row, got "
-                f"shapes {tuple(x.shape)} and {tuple(g.shape)}. Leave an empty batch out."
-            )
+        grads = tuple(g.shape)
+        if grads != expected or 0 in expected:
+            hint = "It must fit the layer's strides, padding and dilation."
+            raise misfit(grads, expected, tuple(x.shape), otherwise=hint)
         return (N, *out)
 
     def _all_rows(self, seen: _Seen, part: slice) -> Rows:

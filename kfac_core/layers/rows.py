@@ -40,6 +40,7 @@ from kfac_core.linalg.groups import join_groups
 
 __all__ = [
     "Batch",
+    "OfOutputs",
     "PixelRows",
     "Rows",
     "WeightSharing",
@@ -108,8 +109,37 @@ class Batch:
         return self.output_grads
 
 
+class OfOutputs:
+    """What rows of every kind know by their output gradients, shape (..., M, N, S, m)."""
+
+    output_grads: Array
+    mask: Array | None
+
+    @property
+    def examples(self) -> int:
+        """Number of examples N."""
+        return int(self.output_grads.shape[-3])
+
+    @property
+    def positions(self) -> int:
+        """Number of shared positions S."""
+        return int(self.output_grads.shape[-2])
+
+    @property
+    def sources(self) -> int:
+        """Number of backpropagated vectors M."""
+        return int(self.output_grads.shape[-4])
+
+    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
+        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
+        if self.mask is None:
+            _, N, S, _ = self.output_grads.shape[-4:]
+            return int(N * S)
+        return xp.sum(xp.astype(self.mask, dtype))
+
+
 @structure(static=("homogeneous", "partial", "batch_examples"))
-class Rows:
+class Rows(OfOutputs):
     """The rows ``(x, g)`` of one batch, grouped by example.
 
     Attributes
@@ -139,31 +169,9 @@ class Rows:
     batch_rows: Scalar | None = None
 
     @property
-    def examples(self) -> int:
-        """Number of examples N."""
-        return int(self.inputs.shape[-3])
-
-    @property
-    def positions(self) -> int:
-        """Number of shared positions S."""
-        return int(self.inputs.shape[-2])
-
-    @property
-    def sources(self) -> int:
-        """Number of backpropagated vectors M."""
-        return int(self.output_grads.shape[-4])
-
-    @property
     def like(self) -> Array:
         """An array of the rows' library and device."""
         return self.inputs
-
-    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
-        if self.mask is None:
-            N, S, _ = self.inputs.shape[-3:]
-            return int(N * S)
-        return xp.sum(xp.astype(self.mask, dtype))
 
     def factor_rows(
         self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
@@ -487,7 +495,7 @@ def output_rows(
 
 
 @structure()
-class PixelRows:
+class PixelRows(OfOutputs):
     """The rows of a convolution with its pixels in place of its patches.
 
     Attributes
@@ -505,30 +513,9 @@ class PixelRows:
     mask: Array | None
 
     @property
-    def examples(self) -> int:
-        """Number of examples N."""
-        return int(self.pixels.shape[0])
-
-    @property
-    def positions(self) -> int:
-        """Number of shared positions S."""
-        return int(self.output_grads.shape[-2])
-
-    @property
-    def sources(self) -> int:
-        """Number of backpropagated vectors M."""
-        return int(self.output_grads.shape[0])
-
-    @property
     def like(self) -> Array:
         """An array of the rows' library and device."""
         return self.pixels
-
-    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
-        if self.mask is None:
-            return self.examples * self.positions
-        return xp.sum(xp.astype(self.mask, dtype))
 
     def factor_rows(
         self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace

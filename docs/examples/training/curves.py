@@ -109,7 +109,9 @@ def colors_of(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def plot(curves: list[Curve], path: str | Path, *, title: str = "") -> None:
+def plot(
+    curves: list[Curve], path: str | Path, *, title: str = "", steps: str = "steps"
+) -> None:
     """Draw the training loss against steps and against seconds, a line a run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -129,7 +131,7 @@ def plot(curves: list[Curve], path: str | Path, *, title: str = "") -> None:
                     alpha=1.0 if number_of_run == 0 else 0.4,
                     label=name if number_of_run == 0 else None,
                 )
-        axes.set_xlabel(against)
+        axes.set_xlabel(steps if against == "steps" else "seconds")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     by_steps.set_ylabel("training loss")

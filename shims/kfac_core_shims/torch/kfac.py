@@ -89,6 +89,9 @@ class KFAC(kc.integration.NaturalGradient):
         Processes that train one model on parts of each batch, or the name of their engine;
         ``"alone"`` for a model of this process's own.  By default all processes of
         ``torch.distributed``, if it is initialized.
+    overlap : bool
+        Whether statistics are taken, exchanged and factorized while the backward pass of
+        the loss runs, in a thread.  For steps of one pass each; the result is the same.
     execution : kfac_core.Execution or kfac_core.distributed.Distributed, optional
         How blocks are computed; with `Distributed`, also by whom.
     **options
@@ -167,9 +170,16 @@ class KFAC(kc.integration.NaturalGradient):
         grad_scaler: Any = None,
         keep: bool = False,
         communicator: Any = None,
+        overlap: bool = False,
         execution: Any = None,
         **options: Any,
     ) -> None:
+        if overlap and (keep or fisher == "empirical" or output is None):
+            raise kc.ConventionError(
+                "`overlap` takes statistics when the outputs' gradients come, which is too "
+                "early for fisher='empirical', `observe` and KFACOptimizer. Leave it out."
+            )
+        self.overlap = overlap
         self.model = parallel.inner(model)
         execution, processes, self._division = parallel.execution_of(
             model,
@@ -322,6 +332,11 @@ class KFAC(kc.integration.NaturalGradient):
                 "The loss has class weights: pass those of the rows, "
                 "observe(outputs, weight=loss.weight[labels])."
             )
+        if self.overlap:
+            raise kc.ConventionError(
+                "Whether outputs that are observed by hand are differentiated is not known "
+                "in time. Make KFAC without `overlap`."
+            )
         if self.criterion.assumed:
             raise kc.ConventionError(
                 "Say which `likelihood` the outputs have, KFAC(model, "
@@ -401,6 +416,8 @@ class KFAC(kc.integration.NaturalGradient):
             If no pass was observed.
         kfac_core.ConventionError
             For outputs with ``fisher="empirical"``.
+        kfac_core.UnsupportedError
+            With ``overlap``.
         kfac_core.NotFiniteError
             For a row that is not finite.  Nothing was changed then.
 
@@ -418,6 +435,11 @@ class KFAC(kc.integration.NaturalGradient):
         >>> kfac.steps, kfac.estimator.operator("").vector_shape
         (0, (5, 3))
         """
+        if self.overlap:
+            raise kc.UnsupportedError(
+                "With `overlap` a pass belongs to a step from the moment that it is "
+                "differentiated. Make KFAC without `overlap`."
+            )
         found: dict[str, kc.Statistics] | None = None
         if isinstance(passes, torch.Tensor):
             passes = [passes]
@@ -464,6 +486,7 @@ class KFAC(kc.integration.NaturalGradient):
         self._forget()
         self._drawn = 0
         self._notes.clear()
+        self.give_up()
 
     def _forget(self) -> None:
         """Let go of the passes, and not of the count of random numbers."""
@@ -550,6 +573,8 @@ class KFAC(kc.integration.NaturalGradient):
         if not z.numel():
             self.note("the outputs had no rows")
             if self._division is None:
+                if self.overlap:
+                    self._begin([], 0.0)
                 return
         reached = self._reached(edge)
         if not self._checked and z.numel():
@@ -568,6 +593,14 @@ class KFAC(kc.integration.NaturalGradient):
                     observation.take(r, passing)
                 else:
                     observation.watch(r, empirical=True)
+        elif self.overlap:
+            self._begin(observation.calls, observation.rows)
+
+    def _begin(self, calls: Any, rows: float) -> None:
+        """Take the statistics of the step, whose only pass is being differentiated."""
+        device = next(self.model.parameters()).device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            self.begin(calls, rows=rows)
 
     def _reached(self, edge: Any) -> list[capturing.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
