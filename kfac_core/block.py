@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, get_args
+from typing import Any, ClassVar, TypeAlias, get_args
 
 import array_api_compat
 import numpy as np
@@ -36,6 +36,7 @@ from kfac_core.array.namespaces import (
     status_unless,
     wide_dtype,
 )
+from kfac_core.array.place import Place
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import (
@@ -86,6 +87,7 @@ __all__ = [
     "Product",
     "Rebase",
     "RefreshBlock",
+    "Stage",
     "UpdateBlock",
     "emptied",
 ]
@@ -156,9 +158,8 @@ class Block:
         """
         xp = namespace_of(like=like)
         dtype = precision.dtype(precision.storage, wide_dtype(xp, like.dtype), xp=xp)
-        return self.approximation.initial(
-            self.layer, dtype=dtype, device=device_of(like), xp=xp
-        )
+        place = Place(xp, dtype, device_of(like))
+        return self.approximation.initial(self.layer, place)
 
     def update(
         self,
@@ -277,7 +278,7 @@ class Block:
         options = UpdateOptions(conventions=conventions, decay=0.0, weight=None, xp=xp)
         with _quiet(check, rows.like, over="ignore", invalid="ignore"):
             new = self.approximation.updated(empty, rows, self.layer, options)
-            status = _with_overflow(status, new, options, ())
+            status = _with_overflow(status, self, new, options, ())
         if check == "raise":
             raise_for_flags(int(status), name=name)
         new = without_scalars(replaced(new, status=status))
@@ -330,6 +331,7 @@ class Block:
         *,
         damping: Scalar,
         rule: DampingRule,
+        least_shift: float = 0.0,
         debias: bool = True,
         factorizations: tuple[Factorization, ...] = ("inverse",),
         check: Check = "raise",
@@ -349,6 +351,8 @@ class Block:
         rule : {"factored", "factored_unit_pi", "exact"}
             How the damping is applied: split between the factors, split evenly, or added to
             the block; see `kfac_core.damping`.
+        least_shift : float
+            The least number that a factored rule adds to a factor.
         debias : bool
             Whether sums are divided by their weights.
         factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
@@ -382,6 +386,7 @@ class Block:
             If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
+        require_range("least_shift", least_shift, RANGES["least_shift"])
         require_kind("factorizations", factorizations, tuple, "a tuple of names")
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
@@ -396,6 +401,7 @@ class Block:
             precision=precision,
             check=check,
             memo={} if memo is None else memo,
+            least_shift=least_shift,
         )
         made = refresh(name, self, statistics, damping, solving)
         if isinstance(made, KFACError):
@@ -528,8 +534,42 @@ class Block:
         yield from layer.row_chunks(batch, max_patch_elements=max_patch_elements)
 
 
+class Stage:
+    """What executors ask of a function of one block; by default it runs in a loop.
+
+    Attributes
+    ----------
+    stage : str
+        Name of the stage of a network.
+    on_host : bool
+        Whether NumPy may compute for a library that shares its memory.
+    worth_threads : int
+        How much work is worth handing out to threads.
+    kept : tuple of int
+        The arguments whose stacks are kept for the next call.
+    """
+
+    stage: ClassVar[str]
+    on_host: ClassVar[bool] = False
+    worth_threads: ClassVar[int] = 0
+    kept: ClassVar[tuple[int, ...]] = ()
+
+    def stacks(self, *_: Any) -> bool:
+        """Whether equal tasks can be run as one."""
+        return False
+
+    def accepts(self, result: Any, /) -> bool:
+        """Whether the result of a stack is good; if not, its tasks run one by one."""
+        return True
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return about how many flops a block takes, in any unit: a factorization's."""
+        n, m = block.layer.matrix_shape
+        return n**3 + m**3
+
+
 @dataclass(frozen=True)
-class UpdateBlock:
+class UpdateBlock(Stage):
     """The function of one block that `Network.update` runs for each.
 
     Parameters
@@ -547,8 +587,6 @@ class UpdateBlock:
     check: Check
 
     stage = "update"
-    on_host = False
-    worth_threads = 0
     kept = (1,)
 
     def __call__(
@@ -614,7 +652,7 @@ class UpdateBlock:
             if not isinstance(rows, IdRows):
                 flags = _finite_status(flags, block, rows, new, options, stack)
             else:
-                flags = _with_overflow(flags, new, options, stack)
+                flags = _with_overflow(flags, block, new, options, stack)
         return _with_status(new, flags)
 
     def _by_parts(
@@ -647,7 +685,7 @@ class UpdateBlock:
             weight=options.weight,
             decays=block.approximation.decays,
         )
-        return new, _with_overflow(status, new, options, ())
+        return new, _with_overflow(status, block, new, options, ())
 
     def stacks(
         self,
@@ -671,10 +709,6 @@ class UpdateBlock:
             and batch.row_indices is None
         )
 
-    def accepts(self, result: Statistics, /) -> bool:
-        """Return True: the caller reads the flags of an update."""
-        return True
-
     def work(self, block: Block, /, *_: Any) -> int:
         """Return how many numbers the block's factors hold."""
         n, m = block.layer.matrix_shape
@@ -682,12 +716,10 @@ class UpdateBlock:
 
 
 @dataclass(frozen=True)
-class AbsorbBlock:
+class AbsorbBlock(Stage):
     """The function of one block that `Network.absorb` runs for each."""
 
     stage = "absorb"
-    on_host = False
-    worth_threads = 0
     kept = (1,)
 
     def __call__(
@@ -703,14 +735,6 @@ class AbsorbBlock:
         """Return the statistics after an update with merged moments."""
         return block.absorb(statistics, moments, decay=decay, weight=weight)
 
-    def stacks(self, *_: Any) -> bool:
-        """Whether equal tasks can be run as one."""
-        return False
-
-    def accepts(self, result: Statistics, /) -> bool:
-        """Return True: the caller reads the flags."""
-        return True
-
     def work(self, block: Block, /, *_: Any) -> int:
         """Return how many numbers the block's factors hold."""
         n, m = block.layer.matrix_shape
@@ -718,7 +742,7 @@ class AbsorbBlock:
 
 
 @dataclass(frozen=True)
-class Prepare:
+class Prepare(Stage):
     """The function of one block that prepares a factorization of its operator.
 
     Parameters
@@ -730,9 +754,6 @@ class Prepare:
     factorization: Factorization
 
     stage = "prepare"
-    on_host = False
-    worth_threads = 0
-    kept = ()
 
     def __call__(
         self, name: str, block: Block, operator: CurvatureOperator, /
@@ -740,22 +761,9 @@ class Prepare:
         """Return the operator with the factorization."""
         return without_scalars(operator.prepared(self.factorization, name=name))
 
-    def stacks(self, *_: Any) -> bool:
-        """Whether equal tasks can be run as one."""
-        return False
-
-    def accepts(self, result: CurvatureOperator, /) -> bool:
-        """Return True: failures raise."""
-        return True
-
-    def work(self, block: Block, /, *_: Any) -> int:
-        """Return about how many flops a block takes, in any unit."""
-        n, m = block.layer.matrix_shape
-        return n**3 + m**3
-
 
 @dataclass(frozen=True)
-class Rebase:
+class Rebase(Stage):
     """The function of one block that `Network.rebase` runs for each.
 
     Parameters
@@ -770,9 +778,6 @@ class Rebase:
     check: Check
 
     stage = "rebase"
-    on_host = False
-    worth_threads = 0
-    kept = ()
 
     def __call__(
         self, name: str, block: Block, statistics: Statistics, /
@@ -780,22 +785,13 @@ class Rebase:
         """Return the statistics in new bases."""
         return block.rebased(statistics, moments=self.moments, check=self.check)
 
-    def stacks(self, block: Block, statistics: Statistics, /) -> bool:
-        """Whether equal tasks can be run as one."""
-        return False
-
     def accepts(self, result: Statistics, /) -> bool:
         """Whether no basis is flagged; synchronizes with the device."""
         return not bool(result.status)
 
-    def work(self, block: Block, /, *_: Any) -> int:
-        """Return about how many flops a block takes, in any unit."""
-        n, m = block.layer.matrix_shape
-        return n**3 + m**3
-
 
 @dataclass(frozen=True)
-class RefreshBlock:
+class RefreshBlock(Stage):
     """The function of one block that `Network.refresh` runs for each.
 
     Parameters
@@ -806,6 +802,8 @@ class RefreshBlock:
         See `kfac_core.Refreshing`.
     memo : dict
         Cache for blocks that share a factor.
+    least_shift : float
+        See `kfac_core.Refreshing`.
     """
 
     rule: DampingRule
@@ -815,10 +813,10 @@ class RefreshBlock:
     precision: Precision
     check: Check
     memo: dict[Any, Any] = field(compare=False)
+    least_shift: float = 0.0
 
     stage = "refresh"
     on_host = True
-    worth_threads = 0
     kept = (1,)
 
     def __call__(
@@ -856,6 +854,7 @@ class RefreshBlock:
             name=name,
             memo={} if stack else self.memo,
             xp=xp,
+            least_shift=self.least_shift,
         )
         make = block.approximation.operator
         try:
@@ -864,8 +863,8 @@ class RefreshBlock:
                 if self.damping_scaling == "mean_eigenvalue":
                     bare = dataclasses.replace(options, damping=0.0, factorizations=())
                     undamped = make(statistics, layer, bare)
-                    n, m = undamped.shape
-                    damping = damping * undamped.trace(damped=False) / (n * m)
+                    mean = undamped.trace(damped=False) / undamped.shape[0]
+                    damping = damping * mean
                     own = _checked_damping(damping, like, (compute, apply), check, name)
                     options = dataclasses.replace(options, damping=own)
                 operator = make(statistics, layer, options)
@@ -890,14 +889,9 @@ class RefreshBlock:
         """Whether no operator of a stack is flagged; synchronizes with its device."""
         return not bool(result[0].status())
 
-    def work(self, block: Block, /, *_: Any) -> int:
-        """Return about how many flops a block takes, in any unit."""
-        n, m = block.layer.matrix_shape
-        return n**3 + m**3
-
 
 @dataclass(frozen=True)
-class Product:
+class Product(Stage):
     """The function of one block that `Network.apply` runs for each.
 
     Parameters
@@ -915,7 +909,6 @@ class Product:
     options: Mapping[str, Any] = field(hash=False)
 
     stage = "product"
-    on_host = False
     worth_threads = 10**9
     kept = (1,)
 
@@ -959,10 +952,6 @@ class Product:
         """Whether equal tasks can be run as one."""
         layer: Any = block.layer
         return self.product == "multiply_inverse" and block.stacks and layer.stacks
-
-    def accepts(self, result: Any, /) -> bool:
-        """Return True: a product has no flags."""
-        return True
 
     def work(self, block: Block, /, *_: Any) -> int:
         """Return how many flops a product with two full factors takes."""
@@ -1037,11 +1026,12 @@ def _finite_status(
         flags = rows.status(xp=xp, known=frozenset(summed))
     else:
         flags = rows.status(xp=xp)
-    return _with_overflow(earlier | flags, new, options, stack, known=names)
+    return _with_overflow(earlier | flags, block, new, options, stack, known=names)
 
 
 def _with_overflow(
     flags: Any,
+    block: Block,
     new: Statistics,
     options: UpdateOptions,
     stack: tuple[int, ...],
@@ -1054,6 +1044,7 @@ def _with_overflow(
     averages in `known` are finite.
     """
     xp, good = options.xp, None
+    squares = [*block.approximation.squares(new, xp=xp)]
     for name, average in new.averages.items():
         if name in options.skip or name in known:
             continue
@@ -1061,15 +1052,16 @@ def _with_overflow(
         if isinstance(total, SymmetricMatrix):
             total = xp.linalg.diagonal(total.array)
         for _, leaf in leaves(total):
-            if leaf.ndim == len(stack) or not xp.isdtype(leaf.dtype, "real floating"):
-                continue
-            if stack:
-                flat = xp.reshape(leaf, (*stack, -1))
-                finite = xp.all(xp.isfinite(flat), axis=-1)
-            else:
-                finite = all_finite(leaf, xp=xp)
-            if not known_true(finite, xp=xp):
-                good = finite if good is None else good & finite
+            if leaf.ndim > len(stack) and xp.isdtype(leaf.dtype, "real floating"):
+                squares.append(leaf)
+    for square in squares:
+        if stack:
+            flat = xp.reshape(square, (*stack, -1))
+            finite = xp.all(xp.isfinite(flat), axis=-1)
+        else:
+            finite = all_finite(square, xp=xp)
+        if not known_true(finite, xp=xp):
+            good = finite if good is None else good & finite
     if good is None:
         return flags
     overflow = status_unless(xp, good, Status.OVERFLOWED)

@@ -1129,6 +1129,7 @@ class Network:
             precision=self.precision,
             check=check,
             memo={},
+            least_shift=self.refreshing.least_shift,
         )
         everything: dict[str, Statistics | None] = {}
         if self.shared_factors.pairs:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kfac_core as kc
+
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 NAMES = (
     *("KFAC", "EKFAC", "KFOC", "TNT", "block-tridiagonal", "IKFAC", "Eva"),
@@ -231,30 +233,101 @@ def test_ikfac_comes_to_the_damped_factors_of_a_convolution(part, problems):
     assert np.linalg.norm(got - expected) < 1e-3 * np.linalg.norm(expected)
 
 
-def test_carried_squares_are_the_diagonal_in_the_new_bases(part, problems):
-    """``diag(Q^T (Q_old diag(v) Q_old^T) Q)`` with Q of both sides, and the rest."""
-    problem, soap = problems["autoencoder"], part("soap")
+def published_soap(gradients, *, epsilon, due):
+    """Return the directions of SOAP's published code, for the gradients of one matrix.
+
+    https://github.com/nikhilvyas/SOAP, `soap.py`: before each QR step columns and squares
+    are sorted by the old basis's Rayleigh quotients.
+    """
+    L, R = (np.zeros((n, n)) for n in gradients[0].shape)
+    mean = square = np.zeros_like(gradients[0])
+    Q_L, Q_R, directions = None, None, []
+    for step, V in enumerate(gradients):
+        if Q_L is None:
+            direction = np.zeros_like(V)
+        else:
+            mean = 0.9 * mean + 0.1 * V
+            square = 0.95 * square + 0.05 * (Q_L.T @ V @ Q_R) ** 2
+            m = Q_L.T @ mean @ Q_R / (1.0 - 0.9**step)
+            v = square / (1.0 - 0.95**step)
+            direction = Q_L @ (m / (np.sqrt(v) + epsilon)) @ Q_R.T
+        directions.append(direction)
+        L, R = 0.95 * L + 0.05 * V @ V.T, 0.95 * R + 0.05 * V.T @ V
+        if Q_L is None:
+            Q_L, Q_R = (np.linalg.eigh(F)[1][:, ::-1] for F in (L, R))
+        elif due(step):
+            by_row, by_column = (
+                np.argsort(-np.diag(Q.T @ F @ Q)) for Q, F in ((Q_L, L), (Q_R, R))
+            )
+            square = square[by_row][:, by_column]
+            Q_L = np.linalg.qr(L @ Q_L[:, by_row])[0]
+            Q_R = np.linalg.qr(R @ Q_R[:, by_column])[0]
+    return directions
+
+
+class OneLayer:
+    """A problem of one matrix."""
+
+    def __init__(self, shape):
+        n, m = shape
+        layer = kc.Dense(in_features=n, out_features=m, bias=False, weight_layout="io")
+        self.layers = {"fc": layer}
+
+
+def directions_of(method, gradients):
+    """Return the directions of a method of one matrix."""
+    found = []
+    for V in gradients:
+        found.append(method.preconditioned("fc", V))
+        method.steps += 1
+    return np.stack(found)
+
+
+def test_soap_is_that_of_the_published_code_for_20_steps(part):
+    """Squares permuted with the columns; left behind, they are those of others."""
+    rng = np.random.default_rng(8)
+    gradients = [
+        rng.normal(size=(6, 1)) * rng.normal(size=(6, 6)) for _ in range(20)
+    ]  # rows of changing size, so that eigenvalues cross
+    soap, is_due = part("soap"), part("curvature").is_due
+
+    class LeftBehind(soap.SOAP):
+        def followed(self, name, new):
+            return self.squares[name]
+
+    expected = np.stack(published_soap(gradients, epsilon=1e-8, due=is_due))
+    got, behind = (
+        directions_of(kind(OneLayer((6, 6)), epsilon=1e-8), gradients)
+        for kind in (soap.SOAP, LeftBehind)
+    )
+
+    assert np.linalg.norm(got - expected) <= 1e-9 * np.linalg.norm(expected)
+    assert np.linalg.norm(behind - expected) >= 1e-2 * np.linalg.norm(expected)
+
+
+def test_carried_squares_are_the_diagonal_in_the_new_bases(part):
+    """``diag(Q^T (Q_old diag(v) Q_old^T) Q)`` with Q of both sides."""
+    soap = part("soap")
     rng = np.random.default_rng(6)
-    vectors = [rng.normal(size=(7, 64)) for _ in range(2)]
+    vectors = [rng.normal(size=(7, 9)) for _ in range(3)]
     method, plain = (
-        kind(problem, epsilon=1e-3) for kind in (soap.CarriedSOAP, soap.SOAP)
+        kind(OneLayer((7, 9)), epsilon=1e-3) for kind in (soap.CarriedSOAP, soap.SOAP)
     )
     for each in (method, plain):
-        each.preconditioned("fc2", vectors[0])
-        each.steps += 1
-    before, old = method.squares["fc2"], method.bases["fc2"]
+        directions_of(each, vectors[:1])
+    old = method.bases["fc"]
 
     for each in (method, plain):
-        each.preconditioned("fc2", vectors[1])
+        directions_of(each, vectors[1:2])
 
-    L, R = (basis.eigenvectors for basis in method.bases["fc2"])
+    before = 0.05 * (old[0].eigenvectors.T @ vectors[1] @ old[1].eigenvectors) ** 2
+    L, R = (basis.eigenvectors for basis in method.bases["fc"])
     turn = np.kron(
         old[0].eigenvectors.T @ L, old[1].eigenvectors.T @ R
     )  # the change of coordinates of a matrix's entries
-    carried = np.einsum("ij,i,ij->j", turn, before.ravel(), turn).reshape(7, 64)
-    expected = 0.95 * carried + 0.05 * (L.T @ vectors[1] @ R) ** 2
-    assert np.allclose(method.squares["fc2"], expected, rtol=1e-9)
-    assert not np.allclose(plain.squares["fc2"], expected, rtol=1e-2)
+    carried = np.einsum("ij,i,ij->j", turn, before.ravel(), turn).reshape(7, 9)
+    assert np.allclose(method.squares["fc"], carried, rtol=1e-9)
+    assert not np.allclose(plain.squares["fc"], carried, rtol=1e-2)
 
 
 def looped_logits(parameters, image):

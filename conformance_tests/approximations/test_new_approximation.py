@@ -85,7 +85,7 @@ def damped(A, columns=m, damping=DAMPING):
 
 def assert_operator_is(operator, F, backend, dtype, rng):
     """Compare every product and every number of an operator with a dense matrix."""
-    rows, columns = operator.shape
+    rows, columns = operator.vector_shape
     V = rng.normal(size=(rows, columns))
     v, size = backend.asarray(V, dtype), rows * columns
     undamped = F - DAMPING * np.eye(size)

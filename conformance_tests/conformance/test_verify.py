@@ -21,6 +21,7 @@ __all__ = ["elsewhere"]
 
 AGREEING = "numpy_dense_kron_mask"
 UNREADABLE = "kfac-core verify: "
+ANSWER = ("expected.r0.weight", "expected.r0.bias")
 
 
 @pytest.fixture(autouse=True)
@@ -231,16 +232,48 @@ def test_a_record_without_checks_is_refused(run, tmp_path):
     assert "checks: expected at least one, got none" in errors[0]
 
 
-def test_a_record_that_tolerates_everything_is_refused(run, tmp_path):
-    """With a relative tolerance of 1e308 an answer of zeros would agree."""
+@pytest.mark.parametrize(
+    ("tolerance", "message"),
+    [
+        ({"rtol": 1e308}, "rtol: expected at most 0.1"),
+        ({"rtol": 0.11}, "rtol: expected at most 0.1"),
+        ({"atol": 1e308}, "atol: expected at most"),
+        ({"atol": 1e3}, "atol: expected at most"),
+        ({"rtol": 0.09, "atol": 0.02}, "atol: expected at most"),
+    ],
+)
+def test_a_record_that_tolerates_everything_is_refused(
+    run, tmp_path, tolerance, message
+):
+    """An answer without one correct digit would agree, such as one of zeros."""
     good = Good()
-    good.document["checks"][0]["rtol"] = 1e308
+    expected = np.sqrt(sum(np.sum(good.tensors[name] ** 2) for name in ANSWER))
+    if "atol" in tolerance and tolerance["atol"] < 1:
+        tolerance = {**tolerance, "atol": tolerance["atol"] * expected}
+    good.document["checks"][0].update(tolerance)
     path = write(tmp_path, "tolerant", good.bytes())
 
     code, lines, errors = run(path)
 
     assert (code, lines) == (2, [])
-    assert "rtol: expected less than 1" in errors[0]
+    assert message in errors[0]
+
+
+def test_a_tolerance_of_a_tenth_is_the_largest(run, tmp_path):
+    """Relative to the answer that is expected, however small or large that is."""
+    for scale in (1e-30, 1e30):
+        good = Good()
+        for name in ANSWER:
+            good.tensors[name] = scale * good.tensors[name]
+        expected = np.sqrt(sum(np.sum(good.tensors[name] ** 2) for name in ANSWER))
+        good.document["checks"] = good.document["checks"][:1]
+        good.document["checks"][0]["atol"] = 0.099 * expected
+        path = write(tmp_path, "small", good.bytes())
+
+        code, _, errors = run(path)
+
+        # Read and compared: the answers of the record are wrong by that scale.
+        assert (code, errors) == (1, [])
 
 
 @pytest.mark.parametrize(

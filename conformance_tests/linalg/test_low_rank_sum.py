@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from kfac_core.linalg.low_rank import low_rank_zero
+from kfac_core.array.place import Place
+from kfac_core.linalg.low_rank import LowRankSum
 
 from ..builders.tolerances import assert_close
 
@@ -10,11 +11,10 @@ from ..builders.tolerances import assert_close
 def test_stacks_are_compressed_each_for_itself(backend, rng):
     """Leading axes are independent problems."""
     X = rng.normal(size=(2, 4, 3))
-    zero = low_rank_zero(
-        (2, 4), rank=2, dtype=backend.xp.float64, device=backend.device, xp=backend.xp
-    )
+    place = Place(backend.xp, backend.xp.float64, backend.device)
+    zero = LowRankSum(place.zeros(2, 4, 2), place.zeros(2))
 
-    made = zero.joined(backend.asarray(X))
+    made = zero.plus(backend.asarray(X))
 
     B = backend.to_numpy(made.root)
     for i in range(2):

@@ -575,21 +575,43 @@ def test_an_error_says_why_nothing_was_seen():
         other.step()
 
 
-def test_sharded_parameters_are_refused(tmp_path):
+def test_divided_parameters_are_those_of_one_process(tmp_path):
     """DTensor, as FSDP2 and tensor parallelism make them; here of one rank."""
     distributed = torch.distributed
     if not distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
+    from torch.distributed import tensor
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_module, init_device_mesh
 
     distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
     try:
-        model = distribute_module(nn.Linear(4, 3), init_device_mesh("cpu", (1,)))
-        with pytest.raises(kc.UnsupportedError, match="DTensor"):
-            KFAC(model)
-        KFAC(nn.Linear(4, 3))
+        line, square = (init_device_mesh("cpu", shape) for shape in ((1,), (1, 1)))
+        first, x = nn.Linear(4, 3), torch.randn(6, 4)
+        found = []
+        for divided in (lambda m: m, fully_shard, lambda m: distribute_module(m, line)):
+            model = divided(copy.deepcopy(first))
+            kfac = KFAC(
+                model,
+                likelihood="categorical",
+                fisher="exact",
+                output=lambda z: z.full_tensor() if hasattr(z, "full_tensor") else z,
+            )
+            inputs = x
+            if isinstance(model.weight, tensor.DTensor) and divided is not fully_shard:
+                inputs = tensor.DTensor.from_local(x, line)
+            z = model(inputs)
+            z = z.full_tensor() if hasattr(z, "full_tensor") else z
+            fn.cross_entropy(z, torch.arange(6) % 3).backward()
+            kfac.step()
+            g = model.weight.grad
+            found.append(g.full_tensor() if hasattr(g, "full_tensor") else g)
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0])
+        with pytest.raises(kc.UnsupportedError, match="one dimension"):
+            KFAC(distribute_module(nn.Linear(4, 3), square))
     finally:
         distributed.destroy_process_group()
 

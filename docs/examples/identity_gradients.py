@@ -29,6 +29,7 @@ from kfac_core.array import (
     Array,
     Check,
     Namespace,
+    Place,
     device_of,
     full_of,
     own_namespace,
@@ -69,15 +70,12 @@ class IdentityGradients(kc.Approximation):
             return None
         return "needs inputs with a second moment, so a dense or conv layer"
 
-    def initial(
-        self, layer: kc.Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> kc.Statistics:
+    def initial(self, layer: kc.Layer, place: Place, /) -> kc.Statistics:
         """Return the statistics of nothing: A is zero, and so is its weight."""
         n, _ = layer.matrix_shape
         groups = (layer.groups,) if layer.groups > 1 else ()
-        A = FullFactor().initial((*groups, n), dtype=dtype, device=device, xp=xp)
-        status = xp.zeros((), dtype=xp.int32, device=device)
-        return kc.Statistics({"input": A}, status)
+        A = FullFactor().initial((*groups, n), place)
+        return kc.Statistics({"input": A}, place.flags())
 
     def updated(
         self,
@@ -134,7 +132,7 @@ class InputOperator(kc.CurvatureOperator):
     columns: int
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
         return self.input.size, math.prod(self.input.lead) * self.columns
 
@@ -172,7 +170,7 @@ class InputOperator(kc.CurvatureOperator):
         trace = self.input.trace(shifted=damped)
         return self.columns * own_namespace(trace).sum(trace)
 
-    def logdet(self) -> Array:
+    def _logdet(self) -> Array:
         """Return ``m log det(A + lam I)``, summed over groups."""
         logdet = self.input.logdet()
         return self.columns * own_namespace(logdet).sum(logdet)
@@ -212,7 +210,7 @@ class InputOperator(kc.CurvatureOperator):
             xp.broadcast_to(spectrum, self.stack_shape),
             full_of(xp, 0.0, self.like),
             made.status(),
-            self.shape,
+            self.vector_shape,
         )
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:

@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors, which follows them by QR steps.
 
-Vyas et al. (2024), arXiv:2409.11321, algorithm 3.  The momentum is kept in the
-weight's own coordinates and the squares in the basis, as there.  Run it by
+Vyas et al. (2024), arXiv:2409.11321, algorithm 3.  The momentum is kept in the weight's
+own coordinates, the squares in the basis, whose columns they are permuted with.  Run it by
 
     python docs/examples/soap.py
     KFAC_CORE_BACKEND=jax python docs/examples/soap.py
@@ -35,6 +35,8 @@ def train(steps):
             elif step % REFRESH == 0:
                 pairs = zip(bases[i], values, strict=True)
                 bases[i] = [refreshed_basis(basis, F) for basis, F in pairs]
+                rows, columns = (basis.order for basis in bases[i])
+                squares[i] = squares[i][rows, :][:, columns]
             left, right = (basis.eigenvectors for basis in bases[i])
             momentum[i] = BETA * momentum[i] + (1 - BETA) * V
             squares[i] = BETA2 * squares[i] + (1 - BETA2) * (left.T @ V @ right) ** 2

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Namespace
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.place import Place
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
@@ -114,10 +115,21 @@ class Approximation(Protocol):
         return None
 
     @abstractmethod
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
-        """Return zero statistics, of a dtype and on a device."""
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
+        """Return zero statistics.
+
+        Parameters
+        ----------
+        layer : Layer
+            Layer whose sizes fix those of the statistics.
+        place : Place
+            Library, device and dtype of the statistics.
+
+        Returns
+        -------
+        Statistics
+            Statistics that are zero throughout.
+        """
 
     def rows(self, layer: Layer, batch: Any, /) -> Any:
         """Return the rows of a batch, from which statistics are computed."""
@@ -146,6 +158,27 @@ class Approximation(Protocol):
         Statistics
             New statistics with the same structure.
         """
+
+    def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
+        """Return what the operator squares: finite, or an update is refused.
+
+        Averages that hold sums of squares need nothing here: they are looked at
+        themselves.  An approximation that keeps rows, whose squares are taken at a refresh,
+        returns these squares.
+
+        Parameters
+        ----------
+        statistics : Statistics
+            Statistics after an update.
+        xp : namespace
+            Array API namespace of the arrays.
+
+        Returns
+        -------
+        sequence of array
+            Arrays of any shape; none by default.
+        """
+        return ()
 
     @abstractmethod
     def operator(

@@ -14,6 +14,7 @@ from kfac_core.array.namespaces import (
     moved_axis,
     status_unless,
 )
+from kfac_core.array.place import Place
 from kfac_core.array.status import Status
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.full import FullFactor
@@ -26,17 +27,15 @@ from kfac_core.operators.many_kronecker import ManyKronecker
 __all__ = ["axes_operator", "initial_axes", "updated_axes"]
 
 
-def initial_axes(
-    layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-) -> Statistics:
+def initial_axes(layer: Layer, place: Place, /) -> Statistics:
     """Return zero statistics: one factor an axis.
 
     Parameters
     ----------
     layer : Layer
         Layer of one parameter.
-    dtype, device, xp : dtype, device, namespace
-        Dtype and device of the statistics.
+    place : Place
+        Library, device and dtype of the statistics.
 
     Returns
     -------
@@ -44,10 +43,10 @@ def initial_axes(
         With the averages ``"axis0"``, ``"axis1"``, ...
     """
     averages = {
-        f"axis{i}": FullFactor().initial((n,), dtype=dtype, device=device, xp=xp)
+        f"axis{i}": FullFactor().initial((n,), place)
         for i, n in enumerate(_shape(layer))
     }
-    return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+    return Statistics(averages, place.flags())
 
 
 def updated_axes(
@@ -127,7 +126,14 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     shifts = [xp.zeros_like(mean) for mean in means]
     if not exact:
         unit_pi = options.rule == "factored_unit_pi"
-        shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
+        shifts = factored_shifts(
+            means,
+            lam,
+            scale=S,
+            unit_pi=unit_pi,
+            least=options.least_shift,
+            xp=xp,
+        )
     factors = {
         name: shifted_matrix(value, shift, apply_dtype=apply)
         for (name, value), shift in zip(values.items(), shifts, strict=True)

@@ -30,16 +30,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from kfac_core.approximations.approximation import Approximation, Reduction
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, any_status, cast, full_of
+from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.array.structure import map_structure, replaced
 from kfac_core.constraints import checked, require_one_of, require_options
 from kfac_core.conventions import Conventions
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -141,15 +142,11 @@ class Eigen(Approximation):
     moment_decay: float | None = None
 
     name = "eigen"
+    reduction = "sum"
     has_bases = True
 
     def __post_init__(self) -> None:
         require_options(self)
-
-    @property
-    def reduction(self) -> Reduction:
-        """Moments in common bases are sums, as the factors are."""
-        return "sum"
 
     @property
     def decays(self) -> Mapping[str, float]:
@@ -163,20 +160,15 @@ class Eigen(Approximation):
             return problem.replace("Kronecker", "Eigen")
         return problem
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics, in the coordinate basis."""
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        factors = self._factors.initial(layer, **place, xp=xp)
+        factors = self._factors.initial(layer, place)
         n, m = layer.matrix_shape
         lead = (layer.groups,) if layer.groups > 1 else ()
         sizes = {"input": n, "output": m // layer.groups}
-        moments = Average(
-            xp.zeros((*lead, *sizes.values()), **place), zero_weight(xp, **place)
-        )
+        moments = Average(place.zeros(*lead, *sizes.values()), place.zeros())
         bases = {
-            side: _coordinates(lead, size, **place, xp=xp)
+            side: _coordinates(lead, size, place)
             for side, size in sizes.items()
             if getattr(self, side) == "full"
         }
@@ -370,19 +362,17 @@ def _no_moments(
     return Average(xp.zeros_like(old.sum), xp.zeros_like(old.weight))
 
 
-def _coordinates(
-    lead: tuple[int, ...], size: int, *, dtype: Any, device: Any, xp: Namespace
-) -> Eigendecomposition:
+def _coordinates(lead: tuple[int, ...], size: int, place: Place) -> Eigendecomposition:
     """Return the basis of the coordinates, of no matrix yet."""
-    eye = xp.eye(size, dtype=dtype, device=device)
-    nothing = xp.zeros(lead, dtype=dtype, device=device)
+    xp, nothing = place.xp, place.zeros(*lead)
+    eye = xp.broadcast_to(place.eye(size), (*lead, size, size))
     return Eigendecomposition(
-        xp.zeros((*lead, size), dtype=dtype, device=device),
-        xp.asarray(xp.broadcast_to(eye, (*lead, size, size)), copy=True),
-        xp.zeros(lead, dtype=xp.int32, device=device),
+        place.zeros(*lead, size),
+        xp.asarray(eye, copy=True),
+        place.flags(*lead),
         nothing,
         nothing,
-        xp.zeros(lead, dtype=xp.int32, device=device),
+        place.flags(*lead),
     )
 
 

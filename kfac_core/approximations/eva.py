@@ -21,15 +21,17 @@ Second-order Optimization", arXiv:2308.02123.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation, Reduction
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, full_of
+from kfac_core.array.place import Place
 from kfac_core.errors import UnsupportedError
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.homogeneous import append_coordinate
 from kfac_core.layers.layer import Layer
@@ -70,12 +72,8 @@ class Eva(Approximation):
     """
 
     name = "eva"
+    reduction = "sum"
     unsupported_products = NO_CHOLESKY
-
-    @property
-    def reduction(self) -> Reduction:
-        """Sums of rows are added up over processes."""
-        return "sum"
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""
@@ -85,18 +83,16 @@ class Eva(Approximation):
             return "a layer of groups is no single product; take Kronecker"
         return None
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
         n, m = layer.matrix_shape
-        zero = zero_weight(xp, dtype=dtype, device=device)
+        zero = place.zeros()
         averages = {
-            "input": Average(xp.zeros((n,), dtype=dtype, device=device), zero),
-            "output": Average(xp.zeros((m,), dtype=dtype, device=device), zero),
+            "input": Average(place.zeros(n), zero),
+            "output": Average(place.zeros(m), zero),
             "repeats": Average(zero, zero),
         }
-        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+        return Statistics(averages, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
@@ -138,6 +134,15 @@ class Eva(Approximation):
             for name, new in sums.items()
         }
         return Statistics(averages, statistics.status)
+
+    def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
+        """Return ``|a|^2``, ``|b|^2`` and their product, the eigenvalue of the block."""
+        a, b = (
+            statistics.averages[side].value(debias=True) for side in ("input", "output")
+        )
+        S = statistics.averages["repeats"].value(debias=True)
+        of_input, of_output = xp.sum(a * a), xp.sum(b * b)
+        return of_input, of_output, S * of_input * of_output
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /

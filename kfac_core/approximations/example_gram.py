@@ -15,6 +15,7 @@ sketches are not here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,15 @@ from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
+from kfac_core.array.place import Place
 from kfac_core.array.structure import in_dtype
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.factors.window import WindowAverage, window_average
+from kfac_core.factors.window import GradientWindow
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
+from kfac_core.linalg.example_gram import squared_norms
 from kfac_core.operators.example_gram import (
     NO_TRIANGLE,
     ExampleGramOperator,
@@ -110,20 +113,10 @@ class ExampleGram(Approximation):
             )
         return None
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
-        window = window_average(
-            self.gradients,
-            self.positions,
-            layer.matrix_shape,
-            dtype=dtype,
-            device=device,
-            xp=xp,
-        )
-        status = xp.zeros((), dtype=xp.int32, device=device)
-        return Statistics({"block": window}, status)
+        average = self._window.initial(layer.matrix_shape, place)
+        return Statistics({"block": average}, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
@@ -137,7 +130,7 @@ class ExampleGram(Approximation):
 
         Notes
         -----
-        ``(K + M N) S^2 (n + m)`` flops, and a sort of ``K + M N`` numbers.
+        ``(2 K + M N) S^2 (n + m)`` flops, and a sort of ``K + M N`` numbers.
         """
         rows.require_all_positions()
         if rows.positions != self.positions:
@@ -148,9 +141,8 @@ class ExampleGram(Approximation):
         shares = options.shares(statistics, rows)
         xp = options.xp
         x, g = _gradient_rows(rows, statistics.dtype, xp)
-        window = statistics.averages["block"]
-        assert isinstance(window, WindowAverage)
-        new = window.updated(
+        new = self._window.updated(
+            statistics.averages["block"],
             x,
             g,
             decay=options.decay,
@@ -159,6 +151,12 @@ class ExampleGram(Approximation):
             xp=xp,
         )
         return Statistics({"block": new}, statistics.status)
+
+    def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
+        """Return the traces ``w_k |D_k|^2``, the diagonal of the Gram matrix."""
+        window = statistics.averages["block"].value(debias=True)
+        norms = squared_norms(window.inputs, window.output_grads, xp=xp)
+        return (norms * window.weights,)
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
@@ -184,6 +182,10 @@ class ExampleGram(Approximation):
             name=options.name,
             apply_dtype=apply,
         )
+
+    @property
+    def _window(self) -> GradientWindow:
+        return GradientWindow(self.gradients, self.positions)
 
 
 def _gradient_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:

@@ -41,8 +41,9 @@ from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array.place import Place
 from kfac_core.constraints import checked, require_options
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -112,22 +113,19 @@ class KFOC(Approximation):
             return None
         return "needs pairs of inputs and output gradients, so a dense or conv layer"
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics: a `RunningProduct` named ``"block"``."""
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
         n, m = layer.matrix_shape
         m, lead = m // layer.groups, (layer.groups,) if layer.groups > 1 else ()
         averages: dict[str, Any] = {
             "block": RunningProduct(
-                xp.zeros((*lead, n, n), **place),
-                xp.zeros((*lead, m, m), **place),
-                xp.zeros(lead, **place),
-                zero_weight(xp, **place),
+                place.zeros(*lead, n, n),
+                place.zeros(*lead, m, m),
+                place.zeros(*lead),
+                place.zeros(),
             )
         }
-        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+        return Statistics(averages, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /

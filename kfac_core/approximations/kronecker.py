@@ -31,19 +31,18 @@ from typing import Any
 
 from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, full_of, status_unless
-from kfac_core.array.status import Status
+from kfac_core.array.namespaces import cast, full_of
+from kfac_core.array.place import Place
 from kfac_core.array.structure import replaced
 from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.shifted import ShiftedMatrix
-from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.kronecker import FactoredKronecker, exactly_damped
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = [
@@ -196,36 +195,30 @@ class Kronecker(Approximation):
             return geometry.pixel_rows(batch)
         return layer.rows(batch)
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics.
 
         Parameters
         ----------
         layer : Layer
             Layer whose sizes fix the factors.
-        dtype, device : dtype, device
-            Dtype and device of the statistics.
-        xp : namespace
-            Namespace to create arrays in.
+        place : Place
+            Library, device and dtype of the statistics.
 
         Returns
         -------
         Statistics
             Statistics that are zero throughout.
         """
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        repeats = Average(zero_weight(xp, **place), zero_weight(xp, **place))
         n, m = layer.matrix_shape
         groups = (layer.groups,) if layer.groups > 1 else ()
         n_shape, m_shape = (*groups, n), (*groups, m // layer.groups)
         averages = {
-            "input": factor_of(self.input, layer).initial(n_shape, **place, xp=xp),
-            "output": factor_of(self.output, layer).initial(m_shape, **place, xp=xp),
-            "repeats": repeats,
+            "input": factor_of(self.input, layer).initial(n_shape, place),
+            "output": factor_of(self.output, layer).initial(m_shape, place),
+            "repeats": Average(place.zeros(), place.zeros()),
         }
-        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+        return Statistics(averages, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
@@ -323,7 +316,12 @@ class Kronecker(Approximation):
         else:
             unit_pi = options.rule == "factored_unit_pi"
             shifts = factored_shifts(
-                means, options.damping, scale=S, unit_pi=unit_pi, xp=xp
+                means,
+                options.damping,
+                scale=S,
+                unit_pi=unit_pi,
+                least=options.least_shift,
+                xp=xp,
             )
         damped, made = [], []
         for side, kind, value, shift in zip(sides, kinds, values, shifts, strict=True):
@@ -348,7 +346,14 @@ class Kronecker(Approximation):
             return operator
         undamped = FactoredKronecker(damped[0], damped[1], scale)
         lam = cast(xp, full_of(xp, options.damping, S), apply)
-        return _exactly_damped(operator, undamped, lam, options)
+        return exactly_damped(
+            operator,
+            undamped,
+            lam,
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+        )
 
 
 def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
@@ -367,22 +372,3 @@ def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
     n, columns = layer.matrix_shape
     m = columns // layer.groups
     return {"input": (n, m), "output": (m, n)}
-
-
-def _exactly_damped(
-    made: FactoredKronecker,
-    undamped: FactoredKronecker,
-    lam: Array,
-    options: OperatorOptions,
-) -> SpectralOperator:
-    """Return ``S A (x) G + lam I``, in the bases of the factors where these are made."""
-    xp = options.xp
-    good = xp.isfinite(lam) & (lam >= 0)
-    flags = status_unless(xp, good, Status.BAD_DAMPING)
-    lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
-    if not options.factorizations:
-        return SpectralOperator(None, None, None, lam, flags, undamped.shape, undamped)
-    reporting: Any = {"check": options.check, "name": options.name}
-    found = made.spectral(**reporting)
-    spectral = replaced(found, damping=lam, flags=found.flags | flags, factors=undamped)
-    return spectral.prepared(*options.factorizations, **reporting)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation, Reduction
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import full_of
+from kfac_core.array.place import Place
 from kfac_core.constraints import checked, require_options
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
@@ -39,22 +39,15 @@ class ScaledIdentity(Approximation):
     scale: float
 
     name = "scaled_identity"
+    reduction = "sum"
 
     def __post_init__(self) -> None:
         require_options(self)
 
-    @property
-    def reduction(self) -> Reduction:
-        """Sums of rows are added up over processes."""
-        return "sum"
-
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics: a count of examples."""
-        zero = xp.zeros((), dtype=dtype, device=device)
-        status = xp.zeros((), dtype=xp.int32, device=device)
-        return Statistics({"count": Average(zero, zero)}, status)
+        zero = place.zeros()
+        return Statistics({"count": Average(zero, zero)}, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /

@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kfac_core.approximations.approximation import Approximation, Reduction
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast, full_of
+from kfac_core.array.place import Place
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -44,20 +44,13 @@ class Diagonal(Approximation):
     """
 
     name = "diagonal"
+    reduction = "sum"
 
-    @property
-    def reduction(self) -> Reduction:
-        """Sums of rows are added up over processes."""
-        return "sum"
-
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics."""
         n, m = layer.matrix_shape
-        average = DiagonalFactor().initial((n * m,), dtype=dtype, device=device, xp=xp)
-        status = xp.zeros((), dtype=xp.int32, device=device)
-        return Statistics({"block": average}, status)
+        average = DiagonalFactor().initial((n * m,), place)
+        return Statistics({"block": average}, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
@@ -111,20 +104,13 @@ class Full(Approximation):
     """
 
     name = "full"
+    reduction = "sum"
 
-    @property
-    def reduction(self) -> Reduction:
-        """Sums of rows are added up over processes."""
-        return "sum"
-
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics."""
         n, m = layer.matrix_shape
-        average = FullFactor().initial((n * m,), dtype=dtype, device=device, xp=xp)
-        status = xp.zeros((), dtype=xp.int32, device=device)
-        return Statistics({"block": average}, status)
+        average = FullFactor().initial((n * m,), place)
+        return Statistics({"block": average}, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /

@@ -32,15 +32,15 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kfac_core.approximations.approximation import Approximation, Reduction
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
-from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import cast
+from kfac_core.array.place import Place
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.lagged import LaggedFactor, length_shares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -92,6 +92,7 @@ class Series(Approximation):
     steps: int | None = None
 
     name = "series"
+    reduction = "sum"
 
     def __post_init__(self) -> None:
         require_options(self)
@@ -105,20 +106,13 @@ class Series(Approximation):
                 f"The variant {self.variant!r} knows no `steps`; leave it out."
             )
 
-    @property
-    def reduction(self) -> Reduction:
-        """Sums of rows are added up over processes."""
-        return "sum"
-
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""
         if layer.kind == "dense":
             return None
         return "needs time steps in order, so a dense layer with one shared axis"
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`.
 
         Returns
@@ -127,16 +121,14 @@ class Series(Approximation):
             ``input``, ``output`` and ``repeats`` as there; ``lagged_input`` and
             ``lagged_output`` (symmetric and infinite); ``lengths`` (symmetric).
         """
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
-        base = _LAG_0.initial(layer, **place, xp=xp)
+        base = _LAG_0.initial(layer, place)
         averages = dict(base.averages)
         if self.variant != "independent":
             n, m = layer.matrix_shape
-            averages["lagged_input"] = _LAG_1.initial((n,), **place, xp=xp)
-            averages["lagged_output"] = _LAG_1.initial((m,), **place, xp=xp)
+            averages["lagged_input"] = _LAG_1.initial((n,), place)
+            averages["lagged_output"] = _LAG_1.initial((m,), place)
         if self.steps is not None:
-            lengths = xp.zeros((self.steps,), **place)
-            averages["lengths"] = Average(lengths, zero_weight(xp, **place))
+            averages["lengths"] = Average(place.zeros(self.steps), place.zeros())
         return Statistics(averages, base.status)
 
     def rows(self, layer: Layer, batch: Any, /) -> Rows:

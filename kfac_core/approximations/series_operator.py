@@ -94,6 +94,7 @@ def _made(
         full_of(xp, options.damping, S),
         scale=S,
         unit_pi=options.rule == "factored_unit_pi",
+        least=options.least_shift,
         xp=xp,
     )
     parts = [

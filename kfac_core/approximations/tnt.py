@@ -26,14 +26,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kfac_core.approximations.approximation import Approximation, Reduction
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
 from kfac_core.approximations.kronecker import Kronecker, kronecker_shapes
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
+from kfac_core.array.place import Place
 from kfac_core.constraints import checked, require_options
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -76,14 +77,10 @@ class TNT(Approximation):
     positions: Positions = "summed"
 
     name = "tnt"
+    reduction = "sum"
 
     def __post_init__(self) -> None:
         require_options(self)
-
-    @property
-    def reduction(self) -> Reduction:
-        """Sums of rows are added up over processes."""
-        return "sum"
 
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
         """Return the sizes of both factors; of a block of one array, none."""
@@ -100,24 +97,18 @@ class TNT(Approximation):
             "array"
         )
 
-    def initial(
-        self, layer: Layer, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics."""
         if layer.kind == "parameters":
-            return initial_axes(layer, dtype=dtype, device=device, xp=xp)
+            return initial_axes(layer, place)
         n, m = layer.matrix_shape
         lead = (layer.groups,) if layer.groups > 1 else ()
-        place: dict[str, Any] = {"dtype": dtype, "device": device, "xp": xp}
         averages = {
-            "input": FullFactor().initial((*lead, n), **place),
-            "output": FullFactor().initial((*lead, m // layer.groups), **place),
-            "repeats": Average(
-                zero_weight(xp, dtype=dtype, device=device),
-                zero_weight(xp, dtype=dtype, device=device),
-            ),
+            "input": FullFactor().initial((*lead, n), place),
+            "output": FullFactor().initial((*lead, m // layer.groups), place),
+            "repeats": Average(place.zeros(), place.zeros()),
         }
-        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+        return Statistics(averages, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /

@@ -28,11 +28,12 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from kfac_core.approximations.approximation import Approximation, Reduction
+from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of
+from kfac_core.array.place import Place
 from kfac_core.array.status import Status
 from kfac_core.array.structure import in_dtype, replaced
 from kfac_core.errors import FactorizationError, NotFiniteError, UnsupportedError
@@ -71,12 +72,8 @@ class BlockTridiagonal(Approximation):
     """
 
     name = "block_tridiagonal"
+    reduction = "sum"
     unsupported_products = TRIDIAGONAL_LACKS
-
-    @property
-    def reduction(self) -> Reduction:
-        """Sums of rows are added up over processes."""
-        return "sum"
 
     def problem_with(self, layer: Layer, /) -> str | None:
         """Return why a layer is not supported, or None if it is."""
@@ -89,22 +86,18 @@ class BlockTridiagonal(Approximation):
         made: ChainRows = layer.rows(batch)
         return made
 
-    def initial(
-        self, layer: Any, /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Statistics:
+    def initial(self, layer: Any, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
-        place: dict[str, Any] = {"dtype": dtype, "device": device}
         averages: dict[str, Average] = {}
         for i, own in enumerate(layer.layers):
-            found = _OF_A_LAYER.initial(own, **place, xp=xp).averages
+            found = _OF_A_LAYER.initial(own, place).averages
             averages |= {f"{i}-{key}": average for key, average in found.items()}
-        zero = xp.zeros((), **place)
+        zero = place.zeros()
         for i, (own, following) in enumerate(itertools.pairwise(layer.layers)):
             shapes = zip(own.matrix_shape, following.matrix_shape, strict=True)
             for key, shape in zip(("input", "output"), shapes, strict=True):
-                nothing = Average(xp.zeros(shape, **place), zero)
-                averages[f"{i}-{i + 1}-{key}"] = nothing
-        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+                averages[f"{i}-{i + 1}-{key}"] = Average(place.zeros(*shape), zero)
+        return Statistics(averages, place.flags())
 
     def updated(
         self,

@@ -15,6 +15,7 @@ from kfac_core.array.namespaces import (
     own_namespace,
     status_unless,
 )
+from kfac_core.array.place import Place
 from kfac_core.array.selection import Selection, selected_backend
 from kfac_core.array.status import Check
 from kfac_core.array.structure import map_structure, replaced
@@ -24,6 +25,7 @@ __all__ = [
     "Backend",
     "Check",
     "Namespace",
+    "Place",
     "Scalar",
     "Selection",
     "as_scalar",

@@ -1,5 +1,6 @@
 """More than one process: communicators, reduction of statistics, ownership of blocks."""
 
+from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import (
     Communicator,
     Handle,
@@ -20,6 +21,7 @@ from kfac_core.errors import (
 )
 
 __all__ = [
+    "Agreement",
     "BlockLoad",
     "CommunicationError",
     "CommunicationTimeoutError",

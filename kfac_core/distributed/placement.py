@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import array_api_compat
 import numpy as np
 
+from kfac_core.array.place import Place
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
 from kfac_core.errors import ConventionError, UnsupportedError
@@ -194,9 +195,7 @@ def _numbers(block: Block, taken: frozenset[str]) -> int:
     """Return how many numbers a block's own averages have, packed."""
     # NumPy's zeros take no memory until they are read.
     xp = array_api_compat.array_namespace(np.zeros(1))
-    empty = block.approximation.initial(
-        block.layer, dtype=np.float32, device="cpu", xp=xp
-    )
+    empty = block.approximation.initial(block.layer, Place(xp, np.float32, "cpu"))
     total = 0
     for side, average in empty.averages.items():
         if side in taken:

@@ -5,7 +5,7 @@ and `kfac_core.factors.Average`: the kinds of factors, whose functions start, up
 damp an average, and the shares of one update.
 """
 
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.factors.damped import DampedFactor
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.factor import Factor, FactorKind, factor_of
@@ -21,5 +21,4 @@ __all__ = [
     "FullFactor",
     "UpdateShares",
     "factor_of",
-    "zero_weight",
 ]

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, as_array, own_namespace
 from kfac_core.array.structure import is_structure, map_structure, structure
 from kfac_core.constraints import RANGES, require_range
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["Average", "require_decay", "require_weight", "share_of", "zero_weight"]
+__all__ = ["Average", "require_decay", "require_weight", "share_of"]
 
 
 @structure()
@@ -29,8 +29,9 @@ class Average:
 
     Attributes
     ----------
-    sum : array or SymmetricMatrix
-        The weighted sum.
+    sum : array, SymmetricMatrix, or another structure of arrays
+        The weighted sum.  One of bounded size, such as `LowRankSum`, has ``scaled(c)``, and
+        ``joined(other)`` by which it is added to and cut down.
     weight : 0-d array
         The sum of weights, of the same dtype.
     """
@@ -48,6 +49,8 @@ class Average:
         total, factor = self.sum, self.factor(debias=True)
         if isinstance(total, SymmetricMatrix):
             return total.scaled(_beside(factor, total.array))
+        if _is_compressed(total):
+            return total.scaled(factor)
         if is_structure(total):
             return map_structure(lambda x: x * _beside(factor, x), total)
         return total * _beside(factor, total)
@@ -61,6 +64,8 @@ class Average:
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""
+        if _is_compressed(self.sum):
+            return Average(self.sum.joined(other.sum), self.weight + other.weight)
         return map_structure(lambda a, b: a + b, self, other)
 
     def decayed(self, decay: Scalar, weight: Scalar, /) -> Array:
@@ -98,8 +103,16 @@ class Average:
             Added up over the parts of a batch, the average after one update with all of it.
         """
         scale, share = share_of(other.weight, weight, total)
-        new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
+        if _is_compressed(self.sum):
+            new = self.sum.scaled(decay).joined(other.sum.scaled(scale))
+        else:
+            new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
         return Average(new, self.decayed(decay, share))
+
+
+def _is_compressed(total: Any, /) -> bool:
+    """Whether a sum is cut down where it is added to, by `joined`, and has `scaled`."""
+    return is_structure(total) and hasattr(total, "joined")
 
 
 def _beside(weight: Array, x: Array, /) -> Array:
@@ -149,8 +162,3 @@ def share_of(
         return share / xp.where(part > 0, part, xp.ones_like(part)), share
     scale = weight / total if total > 0 else 0.0
     return scale, part * scale
-
-
-def zero_weight(xp: Namespace, *, dtype: Any, device: Any) -> Array:
-    """Return the weight of a zero average."""
-    return xp.zeros((), dtype=dtype, device=device)

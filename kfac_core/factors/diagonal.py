@@ -9,8 +9,9 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array.place import Place
 from kfac_core.array.status import Check
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal, shifted_diagonal
 
 __all__ = ["DiagonalFactor"]
@@ -22,12 +23,9 @@ class DiagonalFactor:
 
     kind = "diagonal"
 
-    def initial(
-        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Average:
+    def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average."""
-        zeros = xp.zeros(shape, dtype=dtype, device=device)
-        return Average(zeros, zero_weight(xp, dtype=dtype, device=device))
+        return Average(place.zeros(*shape), place.zeros())
 
     def updated(
         self,

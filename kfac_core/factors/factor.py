@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar
+from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.factors.average import Average
 from kfac_core.factors.diagonal import DiagonalFactor
@@ -46,9 +47,7 @@ class Factor(Protocol):
     def kind(self) -> str:
         """The name of the kind."""
 
-    def initial(
-        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Average:
+    def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average, for rows of n numbers; shape is (..., n)."""
 
     def updated(

@@ -7,9 +7,10 @@ from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.linalg.gram import gram_update
 from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
@@ -23,16 +24,13 @@ class FullFactor:
 
     kind = "full"
 
-    def initial(
-        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Average:
+    def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average."""
-        zeros = xp.zeros((*shape, shape[-1]), dtype=dtype, device=device)
-        weight = zero_weight(xp, dtype=dtype, device=device)
+        zeros = place.zeros(*shape, shape[-1])
         # Sums that start so stay in the order in which LAPACK reads a lower triangle, and
         # in one form: what is added to them may be a lower triangle alone.
-        columns = xp.matrix_transpose(zeros)
-        return Average(SymmetricMatrix(columns, full_storage=False), weight)
+        columns = place.xp.matrix_transpose(zeros)
+        return Average(SymmetricMatrix(columns, full_storage=False), place.zeros())
 
     def updated(
         self,

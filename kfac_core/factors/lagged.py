@@ -19,8 +19,9 @@ from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast, device_of
+from kfac_core.array.place import Place
 from kfac_core.errors import ShapeError
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.layers.rows import Rows
 
 __all__ = ["LaggedFactor", "length_shares"]
@@ -36,12 +37,9 @@ class LaggedFactor:
 
     kind = "lagged"
 
-    def initial(
-        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Average:
+    def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average, for rows of n numbers: ``shape=(n,)``."""
-        zeros = xp.zeros((*shape, shape[-1]), dtype=dtype, device=device)
-        return Average(zeros, zero_weight(xp, dtype=dtype, device=device))
+        return Average(place.zeros(*shape, shape[-1]), place.zeros())
 
     def updated(
         self,

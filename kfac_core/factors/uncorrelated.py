@@ -23,9 +23,10 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.array.structure import in_dtype, map_structure, structure
-from kfac_core.factors.average import Average, zero_weight
+from kfac_core.factors.average import Average
 from kfac_core.linalg.gram import gram
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import shifted_matrix
@@ -67,14 +68,12 @@ class UncorrelatedFactor:
 
     kind = "uncorrelated"
 
-    def initial(
-        self, shape: tuple[int, ...], /, *, dtype: Any, device: Any, xp: Namespace
-    ) -> Average:
+    def initial(self, shape: tuple[int, ...], place: Place, /) -> Average:
         """Return a zero average, for a factor of n rows; shape is (n,)."""
         c = (shape[-1] - self.tail) // self.repeats
-        zeros = xp.zeros((c, c), dtype=dtype, device=device)
+        zeros = place.zeros(c, c)
         moments = ChannelMoments(zeros[0, :], SymmetricMatrix(zeros, full_storage=True))
-        return Average(moments, zero_weight(xp, dtype=dtype, device=device))
+        return Average(moments, place.zeros())
 
     def updated(
         self,

@@ -239,17 +239,24 @@ class NaturalGradient:
         if self.reduction == "sum":
             R = rows / self._processes
             ready = {n: {k: x / R for k, x in g.items()} for n, g in ready.items()}
-        found = estimator.precondition(ready)
         bound = value_at(self.kl_clip, self.steps)
-        self.clip = None
-        if bound is not None and found:
-            rate = value_at(self.learning_rate, self.steps)
-            self.clip = kl_clip(ready, found, learning_rate=rate, bound=bound)
-            nu = self.clip.scale
-            found = {
-                n: {k: x * nu for k, x in parts.items()} for n, parts in found.items()
-            }
+        rate = 1.0 if bound is None else value_at(self.learning_rate, self.steps)
+        found, self.clip = self._clipped(ready, rate, bound)
         return found
+
+    def _clipped(
+        self, gradients: Mapping[str, Mapping[str, Any]], rate: Scalar, bound: Any
+    ) -> tuple[dict[str, dict[str, Any]], TrustRegion | None]:
+        """Return directions, and the clip that they are multiplied by."""
+        found = self.estimator.precondition(gradients)
+        if bound is None or not found:
+            return found, None
+        clip = kl_clip(gradients, found, learning_rate=rate, bound=bound)
+        scaled = {
+            n: {k: x * clip.scale for k, x in parts.items()}
+            for n, parts in found.items()
+        }
+        return scaled, clip
 
     def _rebase(self) -> None:
         """Recompute the bases of EKFAC blocks where they are due or missing."""

@@ -223,10 +223,10 @@ def _gram(rows: Array, scale: Scalar, xp: Namespace) -> Array:
 def _quadratic_forms(rows: Array, A: Array, xp: Namespace) -> Array:
     """Return ``x^T A x`` of each row, clipped at zero against rounding."""
     forms = xp.sum(xp.matmul(rows, A) * rows, axis=-1)
-    return xp.where(forms > 0, forms, xp.zeros_like(forms))
+    return xp.where(forms < 0, xp.zeros_like(forms), forms)
 
 
 def _overlap(first: Array, second: Array, xp: Namespace) -> Array:
     """Return ``<A, B>``, shape (..., 1, 1), clipped at zero against rounding."""
     overlap = xp.sum(first * second, axis=(-2, -1), keepdims=True)
-    return xp.where(overlap > 0, overlap, xp.zeros_like(overlap))
+    return xp.where(overlap < 0, xp.zeros_like(overlap), overlap)

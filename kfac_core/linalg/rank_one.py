@@ -19,6 +19,7 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.linalg.certificate import Spectrum
 from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.shifted import (
     Factorization,
     Reporting,
@@ -114,6 +115,10 @@ class ShiftedRankOne:
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or the same without the shift; ``2 K c^2 k`` flops."""
         xp = self._xp()
+        if v.ndim > 2:
+            return side_by_side(
+                lambda x: self.multiply(x, shifted=shifted), v, 2, xp=xp
+            )
         product = self._by_block(v, lambda x: self.block.multiply(x, shifted=shifted))
         if self.tail:
             last = v[-1:, :]
@@ -125,6 +130,8 @@ class ShiftedRankOne:
     def solve(self, v: Array, /) -> Array:
         """Return ``M^-1 v`` by Sherman-Morrison; ``2 K c^2 k`` flops."""
         xp = self._xp()
+        if v.ndim > 2:
+            return side_by_side(self.solve, v, 2, xp=xp)
         u = self._vector()
         base, w = self._solve_base(v), self._solve_base(u)
         gain = 1.0 / (1.0 + xp.matmul(xp.matrix_transpose(u), w))

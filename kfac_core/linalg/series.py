@@ -146,7 +146,7 @@ def series_sum(correlation: Array, shares: Array, /, *, xp: Namespace) -> Array:
     pairs = xp.matmul(above, shares)
     longer = xp.matmul(xp.astype(above > 0, shares.dtype), even)
     zero = xp.zeros_like(correlation)
-    x = xp.where(correlation > 0, correlation, zero)
+    x = xp.where(correlation <= 0, zero, correlation)
     y = xp.where(correlation < 0, -correlation, zero)
     lags = evens = odds = zero
     for i in range(T - 1, -1, -1):

@@ -42,6 +42,7 @@ from kfac_core.array.namespaces import (
     status_unless,
     wide_dtype,
 )
+from kfac_core.array.place import Place
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced
 from kfac_core.errors import DecayError, NotFiniteError, ShapeError
@@ -109,12 +110,12 @@ class GradientFactors:
         """
         xp = namespace_of(like=like)
         require_floating(xp, like, "like")
-        dtype, device = wide_dtype(xp, like.dtype), device_of(like)
+        place = Place(xp, wide_dtype(xp, like.dtype), device_of(like))
         averages = {
-            f"axis{i}": FullFactor().initial((n,), dtype=dtype, device=device, xp=xp)
+            f"axis{i}": FullFactor().initial((n,), place)
             for i, n in enumerate(self.shape)
         }
-        return Statistics(averages, xp.zeros((), dtype=xp.int32, device=device))
+        return Statistics(averages, place.flags())
 
     def updated(
         self,

@@ -29,7 +29,7 @@ from kfac_core_conformance.records.checks import Check, Factor, ToDense
 from kfac_core_conformance.records.container import HostArray
 from kfac_core_conformance.records.record import Record, RecordedBlock, Seen
 
-__all__ = ["Answer", "DampingKey", "Place", "Recomputation", "damping_key", "norm_of"]
+__all__ = ["Answer", "DampingKey", "Place", "Recomputation", "damping_key"]
 
 Answer: TypeAlias = Mapping[str, HostArray]
 """Arrays by parameter, or one under ``""`` if the answer is no vector."""
@@ -177,15 +177,6 @@ class Recomputation:
         result = _VECTORS[check.tag()](self.operator(check), V, check)
         found = block.matrix_to_parameters(result)
         return {name: place.host(found[name]) for name in vector}
-
-
-def norm_of(answer: Answer, /) -> float:
-    """Return the Frobenius norm of all parts together, without over- or underflow."""
-    largest = max(float(np.max(np.abs(part))) for part in answer.values())
-    if largest == 0.0 or not np.isfinite(largest):
-        return largest
-    parts = (part.astype(np.float64) / largest for part in answer.values())
-    return largest * float(np.sqrt(sum(np.sum(part * part) for part in parts)))
 
 
 def damping_key(check: Check, /) -> DampingKey:

@@ -23,12 +23,11 @@ from kfac_core_conformance.records.answers import (
     Place,
     Recomputation,
     damping_key,
-    norm_of,
 )
 from kfac_core_conformance.records.checks import Check
 from kfac_core_conformance.records.condition import condition_bound
 from kfac_core_conformance.records.diagnosis import diagnosis
-from kfac_core_conformance.records.record import Record
+from kfac_core_conformance.records.record import Record, norm_of
 from kfac_core_conformance.records.text import one_line
 
 __all__ = ["CheckDtype", "Verdict", "check_record"]

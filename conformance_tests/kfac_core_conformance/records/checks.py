@@ -27,8 +27,17 @@ __all__ = [
     "ToDense",
     "Trace",
     "VectorCheck",
+    "LARGEST_TOLERANCE",
     "answer_shape",
 ]
+
+
+LARGEST_TOLERANCE = 0.1
+"""The largest relative tolerance: an answer without one correct digit does not agree.
+
+``rtol |expected| + atol`` may be this part of ``|expected|`` in the Frobenius norm, or,
+where zero is expected, of the norm of the check's vector; of 1 without a vector.
+"""
 
 
 class Check(Part, tag_field="op", kw_only=True, frozen=True):
@@ -41,7 +50,7 @@ class Check(Part, tag_field="op", kw_only=True, frozen=True):
     rtol : float or None
         The relative tolerance; None for the default of the expected dtype.
     atol : float
-        The absolute tolerance.
+        The absolute tolerance; see `LARGEST_TOLERANCE` for the largest of both.
     damping, damping_rule : float or None, str or None
         Those of the check; after `parse_document`, else those of the document.
     """

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kfac_core_conformance.records.answers import Answer, norm_of
+from kfac_core_conformance.records.answers import Answer
+from kfac_core_conformance.records.record import norm_of
 
 __all__ = ["diagnosis"]
 

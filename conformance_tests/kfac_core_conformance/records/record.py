@@ -18,7 +18,12 @@ from kfac_core.block import Block
 from kfac_core.errors import RecordError
 from kfac_core_conformance.records.approximations import Series
 from kfac_core_conformance.records.block import BlockDescription
-from kfac_core_conformance.records.checks import Check, VectorCheck, answer_shape
+from kfac_core_conformance.records.checks import (
+    LARGEST_TOLERANCE,
+    Check,
+    VectorCheck,
+    answer_shape,
+)
 from kfac_core_conformance.records.container import Container, HostArray, open_container
 from kfac_core_conformance.records.document import Document, parse_document
 from kfac_core_conformance.records.layers import Embedding, Parameters, ScaleShift
@@ -29,7 +34,7 @@ from kfac_core_conformance.records.memory import (
 )
 from kfac_core_conformance.records.text import one_line
 
-__all__ = ["Record", "RecordedBlock", "Seen", "assemble", "read_record"]
+__all__ = ["Record", "RecordedBlock", "Seen", "assemble", "norm_of", "read_record"]
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,10 @@ def assemble(
     for index, check in enumerate(document.checks):
         block = blocks[check.block]
         vectors.append(_vector(check, block, container))
-        answers.append({} if index in unanswered else _answer(check, block, container))
+        found = {} if index in unanswered else _answer(check, block, container)
+        if found:
+            _require_tolerance(f"checks[{index}]", check, found, vectors[-1])
+        answers.append(found)
     return Record(path, document, blocks, tuple(vectors), tuple(answers))
 
 
@@ -264,6 +272,15 @@ class _BlockReader:
         return Seen(size, gradients=gradients)
 
 
+def norm_of(answer: Mapping[str, HostArray], /) -> float:
+    """Return the Frobenius norm of all parts together, without over- or underflow."""
+    largest = max(float(np.max(np.abs(part))) for part in answer.values())
+    if largest == 0.0 or not np.isfinite(largest):
+        return largest
+    parts = (part.astype(np.float64) / largest for part in answer.values())
+    return largest * float(np.sqrt(sum(np.sum(part * part) for part in parts)))
+
+
 def _vector(
     check: Check, recorded: RecordedBlock, container: Container
 ) -> dict[str, HostArray]:
@@ -281,6 +298,29 @@ def _answer(
     layer = recorded.block.layer
     shape = answer_shape(check, recorded.description, layer.matrix_shape, layer.groups)
     return {"": container.load(name, "answer", shape)}
+
+
+def _require_tolerance(
+    place: str,
+    check: Check,
+    expected: dict[str, HostArray],
+    vector: dict[str, HostArray],
+) -> None:
+    """Refuse a tolerance with which an answer without a correct digit would agree."""
+    scale = norm_of(expected)
+    if not scale > 0:
+        scale = norm_of(vector) if vector else 1.0
+    rtol = 0.0 if check.rtol is None else check.rtol
+    if not rtol <= LARGEST_TOLERANCE:
+        raise RecordError(
+            f"{place}.rtol: expected at most {LARGEST_TOLERANCE}, got {rtol}"
+        )
+    if not check.atol <= (LARGEST_TOLERANCE - rtol) * scale:
+        raise RecordError(
+            f"{place}.atol: expected at most {(LARGEST_TOLERANCE - rtol) * scale:.1e}, so "
+            f"that with `rtol` it is {LARGEST_TOLERANCE} of the expected answer, got "
+            f"{check.atol}"
+        )
 
 
 def _parameters(

@@ -172,7 +172,7 @@ class RecordWriter:
             The damping of this check, if it differs from the record's.
         rtol, atol : float, optional
             The tolerances.  By default `rtol` is 1e-10 for an answer in float64 and 1e-4
-            in float32, and `atol` is 0.
+            in float32, and `atol` is 0.  Together at most a tenth of the answer.
 
         Raises
         ------

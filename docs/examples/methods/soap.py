@@ -10,53 +10,60 @@ BETA1, BETA2 = 0.9, 0.95
 
 
 class SOAP(Shampoo):
-    """Adam in the eigenbases of Shampoo's factors, which follow them by QR steps."""
+    """Adam in the eigenbases of Shampoo's factors, which follow them by QR steps.
+
+    In the order of the published code: the first gradient makes the bases and no step,
+    and each later one is used in the bases of those before it.
+    """
 
     def __init__(self, problem, *, epsilon):
         super().__init__(problem, damping=epsilon)
         self.bases, self.momentum, self.squares = {}, {}, {}
 
     def preconditioned(self, name, V):
+        started = name in self.bases
+        direction = self.adam(name, V) if started else np.zeros_like(V)
         factors = self.factors[name]
         old = self.statistics.get(name) or factors.initial(V)
         self.statistics[name] = factors.updated(old, V, decay=BETA2)
-        if is_due(self.steps):
-            values = factors.values(self.statistics[name], debias=True)
-            self.bases[name] = self.followed(name, values)
-        left, right = (basis.eigenvectors for basis in self.bases[name])
-        zero = np.zeros_like(V)
-        mean = BETA1 * self.momentum.get(name, zero) + (1.0 - BETA1) * V
-        square = (left.T @ V @ right) ** 2
-        square = BETA2 * self.squares.get(name, zero) + (1.0 - BETA2) * square
-        self.momentum[name], self.squares[name] = mean, square
-        m = left.T @ mean @ right / (1.0 - BETA1 ** (self.steps + 1))
-        v = square / (1.0 - BETA2 ** (self.steps + 1))
-        return left @ (m / (np.sqrt(v) + self.damping)) @ right.T
+        values = factors.values(self.statistics[name], debias=True)
+        if not started:
+            self.bases[name] = [kc.roots.ordered_basis(F) for F in values]
+            self.momentum[name], self.squares[name] = np.zeros_like(V), np.zeros_like(V)
+        elif is_due(self.steps):
+            pairs = zip(self.bases[name], values, strict=True)
+            new = [kc.roots.refreshed_basis(basis, F) for basis, F in pairs]
+            self.squares[name] = self.followed(name, new)
+            self.bases[name] = new
+        return direction
 
-    def followed(self, name, values):
-        """Return the bases of the factors as they are now."""
-        if name not in self.bases:
-            return [kc.roots.ordered_basis(F) for F in values]
-        pairs = zip(self.bases[name], values, strict=True)
-        return [kc.roots.refreshed_basis(basis, F) for basis, F in pairs]
+    def adam(self, name, V):
+        """Return Adam's direction in the bases."""
+        left, right = (basis.eigenvectors for basis in self.bases[name])
+        rotated = left.T @ V @ right
+        self.momentum[name] = BETA1 * self.momentum[name] + (1.0 - BETA1) * V
+        self.squares[name] = BETA2 * self.squares[name] + (1.0 - BETA2) * rotated**2
+        mean = left.T @ self.momentum[name] @ right / (1.0 - BETA1**self.steps)
+        spread = np.sqrt(self.squares[name] / (1.0 - BETA2**self.steps))
+        return left @ (mean / (spread + self.damping)) @ right.T
+
+    def followed(self, name, new):
+        """Return the squares in the order of the new bases' columns."""
+        left, right = (basis.order for basis in new)
+        return self.squares[name][left, :][:, right]
 
 
 class CarriedSOAP(SOAP):
     """SOAP whose squares follow the bases, as those of EKFAC do when they are rebased.
 
     With ``R = Q_old^T Q_new`` on each side the squares become ``(R_L^2)^T v R_R^2``, each
-    entry squared: the diagonal that the old one has in the new bases.  The published code
-    only permutes them with the columns (`OrderedBasis.order`); `SOAP` above leaves them,
-    and a direction that had no gradient yet may get a momentum.
+    entry squared: the diagonal that the old one has in the new bases.  `SOAP` above only
+    permutes them, so that a direction that had no gradient yet may get a momentum.
     """
 
-    def followed(self, name, values):
-        old = self.bases.get(name)
-        new = super().followed(name, values)
-        if old is not None:
-            left, right = (
-                (before.eigenvectors.T @ after.eigenvectors) ** 2
-                for before, after in zip(old, new, strict=True)
-            )
-            self.squares[name] = left.T @ self.squares[name] @ right
-        return new
+    def followed(self, name, new):
+        left, right = (
+            (before.eigenvectors.T @ after.eigenvectors) ** 2
+            for before, after in zip(self.bases[name], new, strict=True)
+        )
+        return left.T @ self.squares[name] @ right

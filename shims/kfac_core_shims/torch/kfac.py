@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from warnings import warn
 
@@ -40,8 +40,8 @@ class KFAC(kc.integration.NaturalGradient):
     Parameters
     ----------
     model : torch.nn.Module
-        Model on its device, or its ``DistributedDataParallel``; if compiled, before its
-        first call.
+        Model on its device, or its ``DistributedDataParallel``, also after `fully_shard`
+        or `parallelize_module` over all processes; if compiled, before its first call.
     likelihood : str, kfac_core.losses.Loss or torch.nn.Module, optional
         Likelihood of one row of outputs: ``"categorical"`` (cross-entropy of logits),
         ``"bernoulli"``, ``"gaussian"`` (half the squared error, summed over outputs), an
@@ -106,8 +106,8 @@ class KFAC(kc.integration.NaturalGradient):
     kfac_core.ConventionError
         For an option that cannot be, with its name.
     kfac_core.UnsupportedError
-        For a model without a covered layer, with sharded parameters, or on processes that
-        nobody mentioned.
+        For a model without a covered layer, with parameters that are divided over a mesh of
+        several dimensions, or on processes that nobody mentioned.
     kfac_core.distributed.ReplicaError
         If processes have different models or options.
 
@@ -164,8 +164,7 @@ class KFAC(kc.integration.NaturalGradient):
         **options: Any,
     ) -> None:
         self.model = parallel.inner(model)
-        parallel.require_plain_parameters(self.model)
-        execution, processes = parallel.execution_of(
+        execution, processes, self._division = parallel.execution_of(
             model,
             communicator,
             execution,
@@ -176,6 +175,8 @@ class KFAC(kc.integration.NaturalGradient):
         sources = kc.losses.source_reduction_of(fisher)
         self.criterion, self.output, self.grad_scaler = criterion, output, grad_scaler
         found = find_sites(self.model, skip_layers=skip_layers)
+        if self._division is not None:
+            self._division.install(found)
         chosen = dict(approximations or {})
         coverage.require_known(chosen, found.sites)
         kept = {n: coverage.approximation_of(s, chosen) for n, s in found.sites.items()}
@@ -261,6 +262,18 @@ class KFAC(kc.integration.NaturalGradient):
     def wants_outputs(self) -> bool:
         """Whether a forward pass now is to be observed."""
         return self.wants_statistics or self.reduction == "sum" or self._keep
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether parameters are divided among processes."""
+        return self._division is not None
+
+    @property
+    def share(self) -> Callable[[Any], Any] | None:
+        """What returns this process's examples, where all have the same rows."""
+        if self._division is None or not self._division.tensor_parallel:
+            return None
+        return self._division.share
 
     @property
     def differentiated(self) -> list[Observation]:
@@ -438,14 +451,20 @@ class KFAC(kc.integration.NaturalGradient):
                 f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. Pick or reshape "
                 "them with `output`, or call `observe`."
             )
+        if hasattr(z, "placements"):
+            raise kc.UnsupportedError(
+                "The model's outputs are a DTensor. Say output=lambda y: y.full_tensor(), "
+                "or make the last layer return a plain tensor."
+            )
         if not z.numel():
             self.note("the outputs had no rows")
-            return
+            if self._division is None:
+                return
         reached = self._reached(edge)
-        if not self._checked:
+        if not self._checked and z.numel():
             self._checked = self._check(z, gradient)
         weight = None
-        if gradient is not None:
+        if gradient is not None and z.numel():
             unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
             weight = None if unread is None else (~unread).to(z.dtype)
         observation = self._record(edge, z, reached, weight)
@@ -464,7 +483,12 @@ class KFAC(kc.integration.NaturalGradient):
         if not self.wants_statistics:
             return []
         reached, reasons = capturing.calls_below(
-            edge.node, token=id(self), sites=self._sites
+            edge.node,
+            token=id(self),
+            sites=self._sites,
+            share=self.share,
+            # With fully_shard all processes go back through all layers.
+            keep_empty=self._division is not None,
         )
         for name, reason in reasons.items():
             for parameter in self._names(self._sites[name]):
@@ -485,6 +509,9 @@ class KFAC(kc.integration.NaturalGradient):
         rows = z[..., 0].numel() if weight is None else float(weight.sum())
         self._drawn += z[..., 0].numel()
         calls = [r.call for r in reached]
+        if self.share is not None and self.communicator is not None:
+            # All processes have the same rows.
+            rows = float(rows) / self.communicator.size
         observation = Observation(calls, float(rows), weight=weight)
         self._observations.append(observation)
         row = self.criterion.row
@@ -497,11 +524,13 @@ class KFAC(kc.integration.NaturalGradient):
                 r.call.grad_scale /= scale
         elif reached and (rows or self._processes > 1):
             # Where the rows of one example share a source, they must not add up.
-            fewest = min(len(r.call.inputs) for r in reached)
+            fewest = min(r.call.examples for r in reached)
             shared = z.ndim > 2 or fewest < len(z)
             # A seed of its own for each pass of each step on each process, and the same in
             # a resumed run.
-            rank = 0 if self.communicator is None else self.communicator.rank
+            rank = 0
+            if self.communicator is not None and self.share is None:
+                rank = self.communicator.rank
             seed = (rank << 96) + (self.steps << 40) + self._drawn
             with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
                 made = kc.losses.drawn_vectors(
@@ -519,11 +548,11 @@ class KFAC(kc.integration.NaturalGradient):
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
-        given = {}
-        for name, site in self._sites.items():
-            gradients = site.gradients()
-            if gradients is not None:
-                given[name] = gradients
+        if self._division is not None:
+            given = self._division.gradients()
+        else:
+            of_sites = {name: s.gradients() for name, s in self._sites.items()}
+            given = {name: g for name, g in of_sites.items() if g is not None}
         calls = itertools.chain.from_iterable(o.calls for o in seen)
         refreshes = self.wants_refresh
         device = next(self.model.parameters()).device.type
@@ -537,12 +566,29 @@ class KFAC(kc.integration.NaturalGradient):
                 )
                 error.args = (f"{error.args[0]} What was seen: {why}.",)
                 raise
-            for name, direction in found.items():
-                self._sites[name].write(direction)
+            if self._division is not None:
+                self._division.write(found)
+            else:
+                for name, direction in found.items():
+                    self._sites[name].write(direction)
         own = [p for name in found for p in self._sites[name].trained]
         self.preconditioned = frozenset(map(id, own))
         if refreshes:
             self._name_others(found)
+
+    def _clipped(self, gradients: Any, rate: Any, bound: Any) -> Any:
+        if self._division is None:
+            return super()._clipped(gradients, rate, bound)
+        return self._division.directions(
+            self.estimator, gradients, learning_rate=rate, bound=bound
+        )
+
+    @property
+    def _processes(self) -> int:
+        """Number of processes that gradients are averages over."""
+        if self._division is None:
+            return super()._processes
+        return self._division.data_parts
 
     # Names of what is left alone.
 
@@ -614,7 +660,7 @@ class KFAC(kc.integration.NaturalGradient):
     def _require_examples_first(self, z: Any, reached: list[capturing.Reached]) -> None:
         """Refuse time-first inputs of approximations that sum over each example."""
         for r in reached:
-            shape = tuple(r.call.inputs.shape)
+            shape = r.call.examples, *r.call.inputs.shape[1:]
             block = self.estimator.network.blocks.get(r.call.block)
             if block is None or block.layer.kind not in ("dense", "embedding"):
                 continue

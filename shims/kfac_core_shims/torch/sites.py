@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 import kfac_core as kc
-from kfac_core_shims.torch.layers import Part, Parts, describe
+from kfac_core_shims.torch.layers import Part, Parts, describe, describe_tied
 
 __all__ = ["Found", "Site", "find_sites"]
 
@@ -30,17 +30,25 @@ class Site:
         Parameters by the layer's names for them.
     module : torch.nn.Module
         The first module that uses it.
+    gathered : dict of str to torch.Tensor
+        What its module reads in the place of parameters that are divided among processes.
     """
 
     name: str
     part: Part
     parameters: dict[str, Any]
     module: Any
+    gathered: dict[str, Any] = field(default_factory=dict)
 
     @property
     def layer(self) -> Any:
         """Geometry of the block."""
         return self.part.layer
+
+    @property
+    def kind(self) -> str:
+        """Kind of layer, by which approximations are chosen."""
+        return "embedding" if self.part.tied else str(self.layer.kind)
 
     @property
     def trained(self) -> list[Any]:
@@ -71,10 +79,19 @@ class Site:
     def is_in(self, module: Any) -> bool:
         """Return whether a module still holds these very parameters."""
         names = self.part.parameters
-        return all(
-            getattr(module, names[role], None) is parameter
-            for role, parameter in self.parameters.items()
-        )
+        for role, parameter in self.parameters.items():
+            held = getattr(module, names[role], None)
+            if held is parameter:
+                continue
+            if not hasattr(parameter, "placements") or held is None:
+                return False
+            # During its forward pass a module has its parameters whole.
+            self.gathered[role] = held
+        return True
+
+    def read_as(self, role: str) -> Any:
+        """Return a parameter as it is in the graph."""
+        return self.gathered.get(role, self.parameters[role])
 
     def forget(self) -> None:
         """Forget what belongs to the last step; here nothing."""
@@ -188,6 +205,9 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
     weight = next(module.parameters(recurse=False))
     alike = users[id(weight)]
     if len({_kind(user) for user in alike}) > 1:
+        tied = describe_tied(module, alike)
+        if tied is not None:
+            return tied
         names = sorted({type(user).__name__ for user in alike})
         return (
             f"its weight is shared by modules of different kinds ({', '.join(names)})"

@@ -1,0 +1,41 @@
+"""Where new arrays are made: a library, a device, and a dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kfac_core.array.backend import Array, Namespace
+
+__all__ = ["Place"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A library, a device and a dtype, for arrays that are made of nothing.
+
+    Attributes
+    ----------
+    xp : namespace
+        Array API namespace of the library.
+    dtype : dtype
+        Dtype of that library.
+    device : device
+        Device of that library.
+    """
+
+    xp: Namespace
+    dtype: Any
+    device: Any
+
+    def zeros(self, *shape: int) -> Array:
+        """Return zeros; without a shape a 0-d array."""
+        return self.xp.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def eye(self, n: int, /) -> Array:
+        """Return the n x n identity."""
+        return self.xp.eye(n, dtype=self.dtype, device=self.device)
+
+    def flags(self, *shape: int) -> Array:
+        """Return int32 zeros: the `Status` of what has not failed."""
+        return self.xp.zeros(shape, dtype=self.xp.int32, device=self.device)
