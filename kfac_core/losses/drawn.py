@@ -50,6 +50,17 @@ def drawn_vectors(
     Notes
     -----
     Draws on the host; see `draw_noise`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> loss, outputs = kc.losses.Categorical(), np.zeros((8, 3))
+    >>> drawn = kc.losses.drawn_vectors(
+    ...     loss, outputs, mode="gradients", seed=0, shared=False
+    ... )
+    >>> [v.shape for v in drawn.vectors]
+    [(8, 3)]
     """
     spec = noise_spec(loss, natural, mode=mode)
     if spec is not None:

@@ -2,10 +2,10 @@
 
 Needs `pip install -e '.[sklearn,demo]'`.  Digits, with `MLPClassifier` and
 `KFACClassifier`, and Friedman's first regression problem, with `MLPRegressor` and
-`KFACRegressor`.  All have one hidden layer of 100 units and the same penalty.  Their `EPOCHS` took
-about the same CPU time on one core; they are fixed, so that losses depend on no clock.
-Adam has the best of five learning rates, by the least training loss (`curves.best`),
-measured with a seed of its own; K-FAC has its defaults.
+`KFACRegressor`.  All have one hidden layer of 100 units and the same penalty.  Their
+`EPOCHS` took about the same CPU time on one core; they are fixed, so that losses depend
+on no clock.  Adam has the best of five learning rates, by the least training loss
+(`curves.best`), measured with a seed of its own; K-FAC has its defaults.
 """
 
 import argparse
@@ -95,10 +95,9 @@ def runs(name, *, part=1.0, seeds=3):
 
 def markdown(name, curves):
     """Return the table of a problem; its steps are epochs."""
-    found = table(curves).replace("steps", "epochs").replace("method", name, 1)
-    return (
-        found if name == "digits" else found.replace("test error", "1 − R² of the test")
-    )
+    test = "test error" if name == "digits" else "1 − R² of the test"
+    found = table(curves, test=test, loss=".1e")
+    return found.replace("steps", "epochs").replace("method", name, 1)
 
 
 def main():
