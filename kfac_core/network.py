@@ -174,6 +174,21 @@ class NetworkState:
     ----------
     blocks : dict of str to BlockState
         States by name of the block.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> blocks = {"fc": kc.Block(layer, kc.Kronecker())}
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> network = kc.Network(blocks, conventions=conventions)
+    >>> state = network.update(network.empty(), {"fc": batch}, decay=0.95)
+    >>> state = network.refresh(state, damping=0.1)
+    >>> state["fc"].age, bool(state.is_good())
+    (0, True)
     """
 
     blocks: dict[str, BlockState]

@@ -66,6 +66,17 @@ def drawn_vectors(
     Notes
     -----
     Draws on the host; see `draw_noise`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> loss, outputs = kc.losses.Categorical(), np.zeros((8, 3))
+    >>> drawn = kc.losses.drawn_vectors(
+    ...     loss, outputs, mode="gradients", seed=0, shared=False
+    ... )
+    >>> [v.shape for v in drawn.vectors]
+    [(8, 3)]
     """
     require_one_of("positions", positions, get_args(Positions))
     spec = noise_spec(loss, natural, mode=mode, samples=samples)

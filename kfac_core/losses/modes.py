@@ -95,6 +95,12 @@ def source_reduction_of(mode: EstimationMode, /) -> SourceReduction:
     ------
     ConventionError
         For an unknown mode.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> [kc.losses.source_reduction_of(mode) for mode in ("gradients", "exact")]
+    ['mean', 'sum']
     """
     require_one_of("mode", mode, get_args(EstimationMode))
     return _PROPERTIES[mode].reduction
@@ -129,6 +135,17 @@ def noise_spec(
         For an unknown mode.
     ShapeError
         For fewer than one sample.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> loss, outputs = kc.losses.Categorical(), np.zeros((8, 3))
+    >>> spec = kc.losses.noise_spec(loss, outputs, mode="gradients")
+    >>> noise = np.random.default_rng(0).uniform(size=spec.shape)
+    >>> v = kc.losses.vectors(loss, outputs, mode="gradients", noise=noise)
+    >>> v.vectors.shape
+    (1, 8, 3)
     """
     require_one_of("mode", mode, get_args(EstimationMode))
     if samples < 1:

@@ -90,6 +90,23 @@ class KFAC:
     ------
     KFACError
         For layers that do not match their parameters, and invalid options.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> from kfac_core_shims.numpy import KFAC
+    >>> rng = np.random.default_rng(0)
+    >>> x, y = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
+    >>> parameters = {"fc": {"weight": np.zeros((3, 2)), "bias": np.zeros(2)}}
+    >>> optimizer = KFAC(parameters, likelihood="gaussian")
+    >>> z = x @ parameters["fc"]["weight"] + parameters["fc"]["bias"]
+    >>> drawn = optimizer.vectors(z)
+    >>> optimizer.observe("fc", kc.Batch(x, drawn, sources=len(drawn)))
+    >>> g = (z - y) / len(x)
+    >>> change = optimizer.step({"fc": {"weight": x.T @ g, "bias": g.sum(axis=0)}})
+    >>> bool(np.any(parameters["fc"]["weight"]))
+    True
     """
 
     def __init__(

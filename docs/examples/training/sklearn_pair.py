@@ -96,10 +96,9 @@ def runs(name, *, part=1.0, seeds=3):
 
 def markdown(name, curves):
     """Return the table of a problem; its steps are epochs."""
-    found = table(curves).replace("steps", "epochs").replace("method", name, 1)
-    return (
-        found if name == "digits" else found.replace("test error", "1 − R² of the test")
-    )
+    test = "test error" if name == "digits" else "1 − R² of the test"
+    found = table(curves, test=test, loss=".1e")
+    return found.replace("steps", "epochs").replace("method", name, 1)
 
 
 def main():
