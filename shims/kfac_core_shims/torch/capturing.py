@@ -72,6 +72,8 @@ class Observation:
         Whether a backward pass went through any of the calls.
     weight : torch.Tensor or None
         Weights of the rows.
+    scale : float or None
+        What the loss multiplied each row's cross-entropy by; None where it was not told.
     replay : tuple or None
         Arguments of the model's call, positional and by name, and the state of the random
         numbers before it; where these are kept.
@@ -81,6 +83,7 @@ class Observation:
     rows: float = 0.0
     differentiated: bool = False
     weight: Any = None
+    scale: float | None = None
     replay: Any = None
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:

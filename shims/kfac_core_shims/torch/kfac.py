@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from warnings import warn
 
+import numpy as np
 import torch
 from torch.autograd.graph import get_gradient_edge
 
@@ -230,6 +231,7 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations: list[Observation] = []
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
+        self._equal_rows = False
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
@@ -579,11 +581,14 @@ class KFAC(kc.integration.NaturalGradient):
         reached = self._reached(edge)
         if not self._checked and z.numel():
             self._checked = self._check(z, gradient)
-        weight = None
+        weight = scale = None
         if gradient is not None and z.numel():
             unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
             weight = None if unread is None else (~unread).to(z.dtype)
+            if not self._equal_rows or self._processes > 1:
+                weight, scale = self._weighted(z, gradient, weight)
         observation = self._record(edge, z, reached, weight)
+        observation.scale = scale
         observation.differentiated = observation.rows > 0 or self._processes > 1
         observation.replay = replay
         if self.estimator.mode == "empirical":
@@ -601,6 +606,50 @@ class KFAC(kc.integration.NaturalGradient):
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             self.begin(calls, rows=rows)
+
+    def _weighted(self, z: Any, gradient: Any, weight: Any) -> tuple[Any, float | None]:
+        """Return the weights of rows that the loss has, and its scale where there are none.
+
+        Once a pass with hard labels has had none, further passes are not looked at.
+        """
+        scales = likelihoods.row_scales(self.criterion.row, z, gradient)
+        if scales is None:
+            return weight, None
+        read = scales[scales > 0] if weight is None else scales[weight > 0]
+        if len(read) < 2:
+            return weight, None
+        mean = read.mean()
+        coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
+        if bool(((read - mean).abs() <= coarse * mean).all()):
+            self._equal_rows = True
+            return weight, float(mean)
+        if self.estimator.mode == "empirical":
+            raise kc.UnsupportedError(
+                "The loss has weights of classes or rows, and fisher='empirical' would "
+                "square them. Take fisher='gradients' or 'exact'."
+            )
+        found = scales if self.reduction == "sum" else scales / mean
+        return (found if weight is None else found * weight), None
+
+    def _require_equal_scales(self, seen: list[Observation]) -> None:
+        """Raise on all processes if each averages over rows of its own, of unequal number.
+
+        Collective.  Gradients are averages over processes, and so would be of another loss
+        than the mean over all rows.
+        """
+        own = [o.scale for o in seen if o.scale is not None]
+        values = np.asarray([len(own), sum(own), sum(c * c for c in own)])
+        assert self.communicator is not None
+        count, total, squares = kc.distributed.Agreement(self.communicator).vote(
+            f"scales of the loss at step {self.steps}", values
+        )
+        if count * squares > (1 + 1e-4) * total * total:
+            raise kc.ConventionError(
+                "The loss gives rows of one process another weight than those of another: "
+                "each averages over rows of its own, which are not equally many. Of a "
+                "process's mean take n p / R times, n of its rows, p processes and R rows "
+                "of all; or see that all processes have equally many rows."
+            )
 
     def _reached(self, edge: Any) -> list[capturing.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
@@ -683,6 +732,8 @@ class KFAC(kc.integration.NaturalGradient):
         else:
             of_sites = {name: s.gradients() for name, s in self._sites.items()}
             given = {name: g for name, g in of_sites.items() if g is not None}
+        if self.communicator is not None and self.reduction == "mean":
+            self._require_equal_scales(seen)
         calls = itertools.chain.from_iterable(o.calls for o in seen)
         refreshes = self.wants_refresh
         device = next(self.model.parameters()).device.type
@@ -755,6 +806,14 @@ class KFAC(kc.integration.NaturalGradient):
         told = True
         if self.criterion.assumed:
             told = self._check_assumed(z, gradient)
+        if gradient is not None and likelihoods.has_weighted_outputs(
+            self.criterion.row, z, gradient
+        ):
+            raise kc.ConventionError(
+                "The sigmoid cross-entropy has weights (`weight`, `pos_weight` or rows "
+                "that count more), with which it is no likelihood of the outputs. Leave "
+                "them out; weights of rows may be passed to observe(outputs, weight)."
+            )
         if likelihoods.looks_like_probabilities(self.criterion.row, z):
             warn(
                 "The observed outputs look like probabilities, but the likelihood reads "
