@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from warnings import warn
 
-import numpy as np
 import torch
 from torch.autograd.graph import get_gradient_edge
 
@@ -638,7 +637,7 @@ class KFAC(kc.integration.NaturalGradient):
         than the mean over all rows.
         """
         own = [o.scale for o in seen if o.scale is not None]
-        values = np.asarray([len(own), sum(own), sum(c * c for c in own)])
+        values = [len(own), sum(own), sum(c * c for c in own)]
         assert self.communicator is not None
         count, total, squares = kc.distributed.Agreement(self.communicator).vote(
             f"scales of the loss at step {self.steps}", values
