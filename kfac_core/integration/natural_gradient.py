@@ -308,7 +308,16 @@ class NaturalGradient:
         """
         if type(state.get("steps")) is not int:
             raise StateError(f"Expected a number of `steps` in {[*state]}.")
-        self.estimator.load_state_dict(state.get("estimator", {}))
+        estimator = state.get("estimator", {})
+        blocks = estimator.get("blocks", {})
+        paths = {path for own in blocks.values() for path in own.get("values", ())}
+        if state["steps"] and not any(path.startswith("statistics") for path in paths):
+            raise StateError(
+                f"The state is of {state['steps']} steps and has no statistics: its reader "
+                "read only what a new object has. With torch.distributed.checkpoint, save "
+                "and load DistributedState(kfac)."
+            )
+        self.estimator.load_state_dict(estimator)
         self.steps = state["steps"]
 
     def _take(
