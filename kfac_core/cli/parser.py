@@ -38,7 +38,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with 2."""
-        if "invalid choice:" in message:
+        message = message.replace("argument COMMAND: invalid choice:", "no command")
+        if "invalid choice:" in message or message.startswith("no command"):
             wrong, *choices = re.findall(r"'([^']*)'", message)
             if meant := suggestion(wrong, choices):
                 # The choices would fill a line, and one of them is enough.
