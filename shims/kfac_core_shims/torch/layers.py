@@ -479,15 +479,19 @@ class _Unit:
     def __init__(self, module: Any, weight: str, *, plain: bool) -> None:
         values = (1.0,) if plain else (1.0, 0.0)
         self.copies = [_filled(module, weight, value) for value in values]
+        self.weight, self.buffers = weight, any(True for _ in module.buffers())
 
     def __call__(self, module: Any, x: Any) -> Any:
         found = []
         for copied in self.copies:
-            copied.training = module.training
-            if next(copied.parameters()).device != x.device:
+            if copied.training != module.training:
+                copied.training = module.training
+            if getattr(copied, self.weight).device != x.device:
                 copied.to(x.device)
-            for mine, buffer in zip(copied.buffers(), module.buffers(), strict=True):
-                mine.copy_(buffer)
+            if self.buffers:
+                pairs = zip(copied.buffers(), module.buffers(), strict=True)
+                for mine, buffer in pairs:
+                    mine.copy_(buffer)
             found.append(copied.forward(x))
         return found[0] if len(found) == 1 else found[0] - found[1]
 

@@ -68,7 +68,7 @@ class Site:
             g = self._own(role, parameter.grad)
             if role == "weight":
                 g = self.part.to_layer(g)
-            found[role] = g.reshape(shape)
+            found[role] = g if g.shape == shape else g.reshape(shape)
         return found
 
     def write(self, direction: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Site:
             target = self._own(role, self.parameters[role].grad)
             if role == "weight":
                 x = self.part.to_module(x)
-            target.copy_(x.reshape(target.shape))
+            target.copy_(x if x.shape == target.shape else x.reshape(target.shape))
 
     def is_in(self, module: Any) -> bool:
         """Return whether a module still holds these very parameters."""
