@@ -497,8 +497,12 @@ class _Unit:
 
 
 def _filled(module: Any, weight: str, value: float) -> Any:
-    # Not a deep copy: fully_shard forbids it, and divides the parameters.
-    kind = next(t for t in type(module).__mro__ if "forward" in vars(t))
+    # Not a deep copy: fully_shard forbids it, and divides the parameters.  It puts
+    # classes of its own before the module's.
+    made_by = "torch.distributed."
+    kind: Any = next(
+        t for t in type(module).__mro__ if not t.__module__.startswith(made_by)
+    )
     copied = kind.__new__(kind)
     vars(copied).update(vars(module))
     copied._buffers = {name: deepcopy(x) for name, x in module._buffers.items()}

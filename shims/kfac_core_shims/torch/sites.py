@@ -204,9 +204,9 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
             reason = "its weight is frozen, or computed from other parameters"
         _explain(found, prefix, others, reason)
     for site in found.sites.values():
-        bias = site.parameters.get("bias")
-        if bias is not None and not site.part.rows:
-            modules = users[id(site.parameters["weight"])]
+        weight, bias = (site.parameters.get(role) for role in ("weight", "bias"))
+        if weight is not None and bias is not None and not site.part.rows:
+            modules = users[id(weight)]
             site.some_biases = any(getattr(m, "bias", bias) is None for m in modules)
     if not found.sites:
         reasons = sorted(set(found.reasons.values()))
