@@ -9,6 +9,7 @@ from kfac_core.distributed.communicator import (
     connect,
 )
 from kfac_core.distributed.executor import DistributedExecutor
+from kfac_core.distributed.model import Machine, measured_machine
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import BlockLoad, Placement, block_loads, place
 from kfac_core.distributed.remote import RemoteOperator
@@ -30,6 +31,7 @@ __all__ = [
     "Distributed",
     "DistributedExecutor",
     "Handle",
+    "Machine",
     "Placement",
     "RemoteOperator",
     "ReplicaError",
@@ -39,6 +41,7 @@ __all__ = [
     "communicator_names",
     "connect",
     "execution_for",
+    "measured_machine",
     "place",
     "run_ranks",
     "running_processes",

@@ -494,7 +494,7 @@ class _Unit:
 
 def _filled(module: Any, weight: str, value: float) -> Any:
     # Not a deep copy: fully_shard forbids it, and divides the parameters.
-    kind = next(t for t in type(module).__mro__ if "forward" in vars(t))
+    kind: Any = next(t for t in type(module).__mro__ if "forward" in vars(t))
     copied = kind.__new__(kind)
     vars(copied).update(vars(module))
     copied._buffers = {name: deepcopy(x) for name, x in module._buffers.items()}
