@@ -13,6 +13,7 @@ import zlib
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kfac_core import errors
 from kfac_core.distributed.communicator import Communicator
@@ -41,7 +42,7 @@ class Agreement:
     def vote(
         self,
         step: str,
-        values: np.ndarray[Any, Any],
+        values: ArrayLike,
         /,
         *,
         error: Exception | None = None,
@@ -52,7 +53,7 @@ class Agreement:
         ----------
         step : str
             What every rank must be doing.
-        values : numpy.ndarray, shape (k,)
+        values : numbers, shape (k,)
             This rank's summands; of one length on all ranks.
         error : Exception, optional
             What failed on this rank.

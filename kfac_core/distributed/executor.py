@@ -153,7 +153,7 @@ class DistributedExecutor:
             for name, held in state.blocks.items()
             if self.placement.owners[name] == self._communicator.rank
         }
-        like = next((s.any_weight for s in statistics.values()), None)
+        like = next((s.like for s in statistics.values()), None)
         found = own if like is None else self._to_all(own, like)
         blocks = {
             name: replaced(held, statistics=found[name][0], operator=found[name][1])
@@ -234,7 +234,7 @@ class DistributedExecutor:
                 self.network,
                 batches,
                 loss=self.options.loss,
-                like=next(task[1].any_weight for task in tasks.values()),
+                like=next(task[1].like for task in tasks.values()),
             )
         own = {}
         for name, batch in batches.items():
@@ -322,7 +322,7 @@ class DistributedExecutor:
         made: dict[str, Statistics] = {}
         for name, flag in zip(fed, every.tolist(), strict=True):
             old = tasks[name][1]
-            made[name] = replaced(old, status=_int32(flag, old.any_weight))
+            made[name] = replaced(old, status=_int32(flag, old.like))
         return made
 
     def _rebase(self, function: Any, tasks: Tasks) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class DistributedExecutor:
             )
             for name, new in made.items()
         }
-        like = next((s.any_weight for s in given.values()), None)
+        like = next((s.like for s in given.values()), None)
         if like is None:
             return {}
         sums_here = self._communicator.rank == 0 or self.options.reduce == "update"
@@ -379,7 +379,7 @@ class DistributedExecutor:
         errors = self._errors(failed) if total[::3].any() else {}
         held = {n: found[0] for n, found in made.items() if n not in failed}
         if self.placement.holders > 1:
-            like = next(iter(given.values())).any_weight
+            like = next(iter(given.values())).like
             held = self._to_group(held, like)
         results: dict[str, Any] = {}
         for name in names:
@@ -392,7 +392,7 @@ class DistributedExecutor:
             elif name in held:
                 results[name] = held[name], float(damping)
             else:
-                like = given[name].any_weight
+                like = given[name].like
                 results[name] = self._remote(name, like, int(status)), float(damping)
         return results
 
@@ -507,7 +507,7 @@ class DistributedExecutor:
         """Return tasks with zero statistics where there are none yet."""
         if all(task[1] is not None for task in tasks.values()):
             return dict(tasks)
-        likes = [task[1].any_weight for task in tasks.values() if task[1] is not None]
+        likes = [task[1].like for task in tasks.values() if task[1] is not None]
         likes += [like for task in tasks.values() for like in _arrays_of(task[2])]
         like = likes[0] if likes else self.options.like
         if like is None:

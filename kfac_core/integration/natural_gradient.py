@@ -31,6 +31,7 @@ from kfac_core.errors import (
 )
 from kfac_core.estimator import Estimator
 from kfac_core.execution.background import BackgroundRefresh
+from kfac_core.factors.statistics import Statistics
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
 from kfac_core.integration.schedules import (
     Interval,
@@ -42,6 +43,11 @@ from kfac_core.integration.schedules import (
 from kfac_core.steps.trust_region import TrustRegion, kl_clip
 
 __all__ = ["NaturalGradient"]
+
+_NOTHING_SEEN = (
+    "No row of outputs, or no output gradient, was seen for this step: observe the "
+    "outputs before each backward pass."
+)
 
 
 class NaturalGradient:
@@ -203,6 +209,57 @@ class NaturalGradient:
         self.steps += 1
         return found
 
+    def moments(
+        self,
+        calls: Iterable[LayerCall],
+        /,
+        *,
+        rows: Scalar,
+        before: Mapping[str, Statistics] | None = None,
+    ) -> dict[str, Statistics]:
+        """Return the statistics of one part of a batch, for `kfac_core.Estimator.absorb`.
+
+        So statistics come without a step, of as many parts as a data set has: nothing of
+        this object changes.
+
+        Parameters
+        ----------
+        calls : iterable of LayerCall
+            Inputs of the layers, and the output gradients.
+        rows : float
+            R of this part, or the sum of the rows' weights.
+        before : mapping of str to Statistics, optional
+            What the parts before this one gave.
+
+        Returns
+        -------
+        dict of str to Statistics
+            Of all parts together, each with the weight of its rows.
+
+        Raises
+        ------
+        NotReadyError
+            If no output gradient came back.
+        KFACError
+            As `kfac_core.Block.moments`.
+        """
+        used = [call for call in calls if call.output_grads]
+        if not rows or not used:
+            raise NotReadyError(_NOTHING_SEEN)
+        scale: Scalar = 1.0
+        if self.estimator.mode == "empirical" and self.reduction == "mean":
+            scale = rows / self._processes
+        known = self.estimator.network
+        batches: dict[str, Any] = dict(batches_of_calls(used, rows=rows, scale=scale))
+        batches = known.chains.batches(known.tied_weights.grouped(batches))
+        found = dict(before or {})
+        options: Any = {"conventions": known.conventions, "precision": known.precision}
+        for name, batch in batches.items():
+            block = known.blocks[name]
+            own = block.moments(batch, **options, name=name)
+            found[name] = block.merge(found[name], own) if name in found else own
+        return found
+
     def begin(self, calls: Iterable[LayerCall], /, *, rows: Scalar) -> None:
         """Update, and refresh in a thread, before the gradients of the step are known.
 
@@ -277,10 +334,7 @@ class NaturalGradient:
         seen = bool(rows) and any(examples.values())
         missing = self.wants_statistics and not seen
         if missing or (not rows and self.reduction == "sum"):
-            raise NotReadyError(
-                "No row of outputs, or no output gradient, was seen for this step: "
-                "observe the outputs before each backward pass."
-            )
+            raise NotReadyError(_NOTHING_SEEN)
         batches = self._batches(used, rows, examples) if seen else None
         before, refresh = self._held(), None
         estimator = self.estimator
