@@ -18,8 +18,7 @@ from conformance_tests.builders.shards import (
     shard,
 )
 from kfac_core.cli import main
-from kfac_core.distributed import Distributed, run_ranks
-from kfac_core.distributed.exchanges import predicted_traffic
+from kfac_core.distributed import Distributed, predicted_traffic, run_ranks
 from kfac_core.distributed.model import (
     MACHINES,
     Machine,

@@ -8,6 +8,7 @@ from kfac_core.distributed.communicator import (
     communicator_names,
     connect,
 )
+from kfac_core.distributed.exchanges import predicted_traffic
 from kfac_core.distributed.executor import DistributedExecutor
 from kfac_core.distributed.model import Machine, measured_machine
 from kfac_core.distributed.options import Distributed
@@ -43,6 +44,7 @@ __all__ = [
     "execution_for",
     "measured_machine",
     "place",
+    "predicted_traffic",
     "run_ranks",
     "running_processes",
 ]
