@@ -18,7 +18,11 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.finite import is_plain
 from kfac_core.array.namespaces import device_of
-from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.symmetric import (
+    SymmetricMatrix,
+    matrix_diagonal,
+    multiply_symmetric,
+)
 from kfac_core.linalg.triangular import multiply_triangular
 
 __all__ = [
@@ -141,7 +145,7 @@ def pivot_error(lower: Array, /, *, xp: Namespace) -> Array:
     Roundoff times the square of the largest over the smallest diagonal entry of L, which
     is at most the condition number of ``L L^T``.
     """
-    pivots = xp.linalg.diagonal(lower)
+    pivots = matrix_diagonal(lower, xp=xp)
     smallest = xp.min(pivots, axis=-1)
     unit = xp.where(smallest > 0, smallest, xp.ones_like(smallest))
     # Roundoff first: the squares of huge ratios overflow.
