@@ -616,26 +616,26 @@ _LAYER_NORM = _norm_of("weight", "bias", plain=True)
 
 _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
     ((nn.Linear,), _linear_of("weight", "bias", "oi"), "dense", ""),
-    ((nn.Bilinear,), _bilinear, "dense", "of all products of the two inputs"),
+    ((nn.Bilinear,), _bilinear, "dense", "its input is all products of the two inputs"),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
     (
         (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
         _transposed_conv,
         "conv",
-        "as the convolution of inputs with zeros between them",
+        "as a convolution of the input with zeros inserted",
     ),
     (
         (nn.Embedding,),
         _embedding,
         "embedding",
-        "`padding_idx` is no row; not sparse; `nn.Linear` may make logits by its weight",
+        "`padding_idx` does not count; not sparse; an `nn.Linear` may share its weight",
     ),
     ((nn.EmbeddingBag,), _embedding_bag, "embedding", "2-D ids; sum and mean"),
     (
         (nn.LayerNorm, nn.RMSNorm),
         _LAYER_NORM,
         "scale_shift",
-        "every position is an example, so that no axis is trusted",
+        "every position counts as an example",
     ),
     (
         (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
@@ -650,7 +650,7 @@ _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
         "scale_shift",
         "",
     ),
-    ((nn.PReLU,), _prelu, "scale_shift", "a scale of the negative part"),
+    ((nn.PReLU,), _prelu, "scale_shift", "the slope scales the negative part"),
     (
         (nn.MultiheadAttention,),
         _attention,
