@@ -39,7 +39,13 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.place import Place
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import is_structure, leaves, map_structure, replaced
+from kfac_core.array.structure import (
+    is_structure,
+    leaves,
+    map_structure,
+    replaced,
+    without_scalars,
+)
 from kfac_core.constraints import (
     RANGES,
     checked,
@@ -275,12 +281,12 @@ class Block:
             status = _with_overflow(status, self, new, options, ())
         if check == "raise":
             raise_for_flags(int(status), name=name)
-        new = replaced(new, status=status)
+        new = without_scalars(replaced(new, status=status))
         return new if check == "raise" else _accepted(new, empty)
 
     def merge(self, first: Statistics, second: Statistics, /) -> Statistics:
         """Return the statistics of both data sets together."""
-        return first.merged(second)
+        return without_scalars(first.merged(second))
 
     def absorb(
         self,
@@ -313,9 +319,10 @@ class Block:
         xp, dtype = statistics.namespace, statistics.dtype
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
-        return statistics.absorbed(
+        absorbed = statistics.absorbed(
             moments, decay=decay, weight=weight, decays=self.approximation.decays
         )
+        return without_scalars(absorbed)
 
     def operator(
         self,
@@ -412,9 +419,9 @@ class Block:
         require_check(check)
         approximation: Any = self.approximation
         made: Statistics = approximation.rebased(
-            statistics, moments=moments, check=check
+            statistics, moments=moments, check=check, layer=self.layer
         )
-        return made
+        return without_scalars(made)
 
     def rows(self, batch: BatchLike, /, *, stack: tuple[int, ...] = ()) -> Any:
         """Return the rows of a batch, from which statistics are computed.
@@ -536,6 +543,8 @@ class Stage:
         Name of the stage of a network.
     on_host : bool
         Whether NumPy may compute for a library that shares its memory.
+    shares : bool
+        Whether parts that several tasks have in common are told by their identity.
     worth_threads : int
         How much work is worth handing out to threads.
     kept : tuple of int
@@ -544,6 +553,7 @@ class Stage:
 
     stage: ClassVar[str]
     on_host: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
     worth_threads: ClassVar[int] = 0
     kept: ClassVar[tuple[int, ...]] = ()
 
@@ -580,6 +590,7 @@ class UpdateBlock(Stage):
     check: Check
 
     stage = "update"
+    on_host = True
     kept = (1,)
 
     def __call__(
@@ -618,7 +629,7 @@ class UpdateBlock(Stage):
         ShapeError, DtypeError, MixedArraysError, DecayError
             For incompatible arguments.
         """
-        like = statistics.any_weight
+        like = statistics.like
         xp = own_namespace(like)
         decay = as_scalar(xp, decay, like.dtype, "decay")
         if weight is not None:
@@ -662,7 +673,7 @@ class UpdateBlock(Stage):
         total: Statistics | None = None
         status: Any = 0
         for rows in parts:
-            _require_place(statistics.any_weight, rows.like)
+            _require_place(statistics.like, rows.like)
             status = status | rows.status(xp=options.xp)
             with _quiet(self.check, rows.like, over="ignore", invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
@@ -700,6 +711,7 @@ class UpdateBlock(Stage):
             and isinstance(batch, Batch)
             and batch.mask is None
             and batch.row_indices is None
+            and batch.bias is None
         )
 
     def work(self, block: Block, /, *_: Any) -> int:
@@ -752,7 +764,7 @@ class Prepare(Stage):
         self, name: str, block: Block, operator: CurvatureOperator, /
     ) -> CurvatureOperator:
         """Return the operator with the factorization."""
-        return operator.prepared(self.factorization, name=name)
+        return without_scalars(operator.prepared(self.factorization, name=name))
 
 
 @dataclass(frozen=True)
@@ -810,6 +822,7 @@ class RefreshBlock(Stage):
 
     stage = "refresh"
     on_host = True
+    shares = True
     kept = (1,)
 
     def __call__(
@@ -827,7 +840,7 @@ class RefreshBlock(Stage):
 
         The error is returned and not raised, so that the other blocks are refreshed.
         """
-        like, layer = statistics.any_weight, block.layer
+        like, layer = statistics.like, block.layer
         xp = own_namespace(like)
         compute, apply = self.precision.dtypes(like.dtype, xp=xp)
         # The flags of a stack are read once, by `accepts`.
@@ -863,9 +876,9 @@ class RefreshBlock(Stage):
                 operator = make(statistics, layer, options)
         except (FactorizationError, NotFiniteError) as error:
             return error
-        return operator if solving == "inverse" else operator.solved_by(
-            solving
-        ), damping
+        if solving != "inverse":
+            operator = operator.solved_by(solving)
+        return without_scalars(operator), damping
 
     def stacks(
         self, block: Block, statistics: Statistics, damping: Scalar, solving: Solving, /
@@ -902,6 +915,7 @@ class Product(Stage):
     options: Mapping[str, Any] = field(hash=False)
 
     stage = "product"
+    on_host = True
     worth_threads = 10**9
     kept = (1,)
 

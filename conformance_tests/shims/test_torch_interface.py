@@ -794,3 +794,38 @@ def test_two_lines_with_a_compiled_or_checkpointed_model(fisher):
         assert "compiled and called before" in message
     else:
         same({n: p.grad for n, p in late.named_parameters()}, expected)
+
+
+def test_overlap_changes_no_bit():
+    """Statistics are taken while the backward pass runs; a batch may be left out."""
+    first = Network().double()
+    batches = [(doubles(14, 4), torch.randint(0, 3, (14,))) for _ in range(5)]
+
+    def run(overlap):
+        model = copy.deepcopy(first)
+        options = {"refresh_every": 2, "approximations": {"one": kc.Eigen()}}
+        kfac = KFAC(model, likelihood="categorical", overlap=overlap, **options)
+        found = []
+        for i, (x, y) in enumerate(batches):
+            if i == 2:
+                before = kfac.estimator.state
+                fn.cross_entropy(model(x), y).backward()
+                taken = kfac.estimator.state is not before
+                kfac.discard()
+                assert taken == overlap
+                assert kfac.estimator.state is before
+            found.append(two_lines(model, kfac, x, y, fn.cross_entropy))
+        return found, kfac
+
+    plain, _ = run(False)
+    found, kfac = run(True)
+
+    for one, other in zip(found, plain, strict=True):
+        for name, x in one.items():
+            assert torch.equal(x, other[name])
+    x, y = batches[0]
+    fn.cross_entropy(kfac.model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="begun already"):
+        fn.cross_entropy(kfac.model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="overlap"):
+        KFAC(Network(), fisher="empirical", overlap=True)

@@ -169,6 +169,7 @@ class _CallHook(_Inert):
                 grad_scale=reading.grad_scale,
                 transposed=reading.transposed,
                 examples=examples,
+                bias=not site.some_biases or module.bias is not None,
             )
             edge = edge or get_gradient_edge(y)
             held = edge.node.metadata.setdefault(id(kfac), [])
@@ -390,11 +391,14 @@ class _Walk:
             x = getattr(node, saved).detach()
             call = kc.integration.LayerCall(site.name, x)
             found.append(Reached(GradientEdge(node, 0), call, rows))
-        biases = 0
         if "bias" in site.parameters:
-            biases = len(list(self._consumers(site, "bias")))
-            if biases != len(found):
-                return f"its weight has {len(found)} uses, and its bias {biases}"
+            adding = [node for node, *_ in self._consumers(site, "bias")]
+            nodes = [reached.edge.node for reached in found]
+            if len(adding) != len(found):
+                if any(node not in nodes for node in adding):
+                    return f"its weight has {len(found)} uses, its bias {len(adding)}"
+                for reached in found:
+                    reached.call.bias = reached.edge.node in adding
         return found
 
     def _consumers(
