@@ -309,7 +309,7 @@ def host_computes(*, xp: Any) -> bool:
 
 def host_view(x: Any, /, *, xp: Any) -> Any:
     """Return a NumPy array on the memory of a plain tensor on the CPU."""
-    return x.numpy() if x.dtype in _SEEN and _plain(x) else None
+    return x.numpy() if _plain(x) and x.dtype in _SEEN else None
 
 
 def from_host(x: Any, /, *, xp: Any) -> Any:

@@ -116,6 +116,28 @@ def test_unequal_shards_are_one_batch(fisher, reduction):
     same(found, alone)
 
 
+def test_means_over_unequal_shards_are_refused_on_all_ranks():
+    """Their average is not the mean over all rows; over equal shards it is."""
+    first = network()
+
+    def refused(communicator, sizes):
+        model = copy.deepcopy(first)
+        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        x, y = data(0)
+        size = sizes[communicator.rank]
+        fn.cross_entropy(model(x[:size]), y[:size].clamp(min=0)).backward()
+        averaged(model, communicator)
+        try:
+            kfac.step()
+        except kc.ConventionError as error:
+            return str(error)
+        return "taken"
+
+    unequal = run_ranks(3, lambda c: refused(c, (3, 2, 2)))
+    assert all("averages over rows of its own" in found for found in unequal)
+    assert run_ranks(3, lambda c: refused(c, (2, 2, 2))) == ["taken"] * 3
+
+
 def test_a_step_without_a_row_that_counts_on_a_rank():
     """All labels of a rank are ignored: its examples count, its rows do not."""
 

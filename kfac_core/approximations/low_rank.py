@@ -189,7 +189,14 @@ class LowRankKronecker(Approximation):
         shifts = None
         if options.rule != "exact":
             unit_pi = options.rule == "factored_unit_pi"
-            shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
+            shifts = factored_shifts(
+                means,
+                lam,
+                scale=S,
+                unit_pi=unit_pi,
+                least=options.least_shift,
+                xp=xp,
+            )
         return low_rank_operator(
             bases[0],
             bases[1],

@@ -77,7 +77,7 @@ class ScaledIdentity(Approximation):
     ) -> SpectralOperator:
         """Return ``(c + lam) I``."""
         xp, compute, apply = options.xp, options.compute, options.apply
-        one = full_of(xp, self.scale, statistics.any_weight)
+        one = full_of(xp, self.scale, statistics.like)
         spectrum = xp.astype(xp.broadcast_to(one, layer.matrix_shape), compute)
         return spectral_operator(
             spectrum,

@@ -56,14 +56,14 @@ class Statistics:
         return next(iter(self.averages.values())).weight.dtype
 
     @property
-    def any_weight(self) -> Array:
+    def like(self) -> Array:
         """One of the weights: a 0-d array of the statistics' library and device."""
         return next(iter(self.averages.values())).weight
 
     @property
     def namespace(self) -> Namespace:
         """The namespace of the arrays."""
-        return own_namespace(self.any_weight)
+        return own_namespace(self.like)
 
     def merged(self, other: Statistics, /) -> Statistics:
         """Return the statistics of both data sets together, in the first's bases."""

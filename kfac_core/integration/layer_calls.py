@@ -50,6 +50,10 @@ class LayerCall:
     transposed : bool
         Whether the layer multiplies by the transpose of the block's weight, whose input
         factor is diagonal.
+    examples : int, optional
+        N of the whole call, where other processes have the rest of it.
+    bias : bool
+        Whether this call adds the layer's bias, if the layer has one.
 
     Attributes
     ----------
@@ -67,9 +71,13 @@ class LayerCall:
         grad_shape: tuple[int, ...] = (),
         grad_scale: float = 1.0,
         transposed: bool = False,
+        examples: int | None = None,
+        bias: bool = True,
     ) -> None:
+        self.bias = bias
         self.block, self.inputs, self.mask = block, inputs, mask
         self.transposed = transposed
+        self.examples = int(inputs.shape[0]) if examples is None else examples
         self.grad_shape, self.grad_scale = grad_shape, grad_scale
         self.output_grads: list[Array] = []
 
@@ -158,6 +166,7 @@ def batches_of_calls(
             g if factor == 1 else g * factor,
             mask=_joined_masks(uses, xp),
             sources=int(g.shape[0]),
+            bias=_joined_biases(uses, xp),
         )
     return batches
 
@@ -187,6 +196,18 @@ def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
             mask = xp.ones((len(use.inputs), *shape), dtype=xp.bool, device=device)
         masks.append(mask)
     return _joined(masks, xp)
+
+
+def _joined_biases(uses: list[LayerCall], xp: Any) -> Array | None:
+    if all(use.bias for use in uses):
+        return None
+    parts = [
+        xp.full(
+            (len(use.inputs),), use.bias, dtype=xp.bool, device=device_of(use.inputs)
+        )
+        for use in uses
+    ]
+    return _joined(parts, xp)
 
 
 def _joined(arrays: list[Array], xp: Any, axis: int = 0) -> Array:

@@ -15,7 +15,7 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import moved_axis, namespace_of
 from kfac_core.constraints import require_one_of
 from kfac_core.errors import ShapeError
-from kfac_core.layers.rows import Batch
+from kfac_core.layers.rows import Batch, require_every_bias
 
 __all__ = ["Folding", "steps_of", "unfold_time"]
 
@@ -102,6 +102,7 @@ def steps_of(batch: Batch, /, *, mask_axes: int) -> tuple[Batch, ...]:
     >>> len(steps), steps[0].inputs.shape
     (5, (8, 3))
     """
+    require_every_bias(batch)
     x, g, mask = batch.inputs, batch.output_grads, batch.mask
     xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
     lead = 0 if batch.sources is None else 1

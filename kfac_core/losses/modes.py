@@ -25,9 +25,10 @@ example, ``natural`` of shape (N, P), that is exact for every statistic made of 
 products of single examples: any layer's, with Kronecker factors, diagonal or full.  It is
 **biased** for an estimator that squares gradients which were summed over several rows of
 a loss: over the batch (the square of a batch's parameter gradient), or over the time
-steps of a sequence whose steps all have a loss and influence each other.  For those use
-`kfac_core.losses.sources.with_random_signs`, which takes the bias away in expectation, or
-a sampled mode.
+steps of a sequence whose steps all have a loss and influence each other.  For the steps
+``positions="separate"`` of `kfac_core.losses.vectors` is exact, at T times the sources;
+`kfac_core.losses.sources.with_random_signs` takes either bias away in expectation, and so
+does a sampled mode.
 """
 
 from __future__ import annotations

@@ -39,8 +39,11 @@ def network(dtype):
     ).to(dtype)
 
 
-def train(communicator, holders, dtype):
-    """Return the parameters after 20 steps, and the last directions."""
+def train(communicator, holders, dtype, wrap=DistributedDataParallel, divided=True):
+    """Return the parameters after 20 steps, and the last directions.
+
+    ``wrap`` divides a model among processes; with ``divided`` also the rows are.
+    """
     images, labels = (torch.as_tensor(x) for x in digits(dtype))
     model = network(images.dtype)
     options = {"likelihood": "categorical", "fisher": "exact", "lr": RATE}
@@ -50,7 +53,7 @@ def train(communicator, holders, dtype):
         # Other processes run, which this one does without.
         kfac = KFAC(model, communicator="alone", **options)
     else:
-        parallel = DistributedDataParallel(model)
+        parallel = wrap(model)
         if holders != "auto":
             options["execution"] = Distributed(
                 communicator=communicator, holders=holders, like=images
@@ -59,7 +62,7 @@ def train(communicator, holders, dtype):
         kfac = KFAC(parallel, **options)
     for step in range(STEPS):
         rows, N, scale = batch(step), len(labels[batch(step)]), 1.0
-        if communicator is not None:
+        if communicator is not None and divided:
             rows = shard(step, communicator.rank, communicator.size)
             scale = communicator.size
         model.zero_grad()
@@ -67,26 +70,33 @@ def train(communicator, holders, dtype):
         logits = parallel(images[rows])
         loss = torch.nn.functional.cross_entropy(logits, labels[rows], reduction="sum")
         (loss * (scale / N)).backward()
-        # 2. The gradients, which DistributedDataParallel has averaged, become directions.
+        # 2. The gradients, averaged over the parts of the data, become directions.
         kfac.step()
         with torch.no_grad():
             for p in model.parameters():
                 p.sub_(RATE * p.grad)
-    directions = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    named = dict(model.named_parameters())
+    directions = {name: whole(p.grad).numpy() for name, p in named.items()}
+    parameters = {name: whole(p.detach()) for name, p in named.items()}
     if communicator is not None:
-        kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
-    parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    return parameters, directions
+        kfac.estimator.check_replicas(parameters=parameters)
+    return {name: p.numpy() for name, p in parameters.items()}, directions
 
 
-def main():
+def whole(x):
+    """Return a tensor with the parts of all processes."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def main(**how):
     chosen = options(__doc__, holders="auto")
     if chosen.rank is None:
         start(chosen.processes)
     communicator = joined(chosen)
     with ended():
+        holders = holders_of(chosen.holders)
         compared(
-            lambda: train(communicator, holders_of(chosen.holders), chosen.dtype),
+            lambda: train(communicator, holders, chosen.dtype, **how),
             lambda: train(None, None, chosen.dtype),
             rank=chosen.rank,
             size=chosen.processes,

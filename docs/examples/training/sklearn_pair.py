@@ -3,9 +3,10 @@
 Needs `pip install -e '.[sklearn,demo]'`.  Digits, with `MLPClassifier` and
 `KFACClassifier`, and Friedman's first regression problem, with `MLPRegressor` and
 `KFACRegressor`.  All have one hidden layer of 100 units and the same penalty.  Their
-`EPOCHS` took about the same CPU time on one core; they are fixed, so that losses depend
-on no clock.  Adam has the best of five learning rates, by the least training loss
-(`curves.best`), measured with a seed of its own; K-FAC has its defaults.
+`EPOCHS` took about the same CPU time on one core; they are fixed, so that losses depend on
+no clock.
+Adam has the best of five learning rates, by the least training loss (`curves.best`),
+measured with a seed of its own; K-FAC has its defaults.
 """
 
 import argparse

@@ -66,7 +66,8 @@ def loss_and_error(model, inputs, targets):
     outputs = model(torch.from_numpy(inputs)).flatten(0, -2)
     targets = torch.from_numpy(targets).flatten()
     model.train()
-    error = (outputs.argmax(-1) != targets).float().mean()
+    read = targets >= 0  # The loss ignores labels of -100.
+    error = (outputs.argmax(-1) != targets)[read].float().mean()
     return float(cross_entropy(outputs, targets)), float(error)
 
 
