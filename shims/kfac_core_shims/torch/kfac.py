@@ -503,10 +503,14 @@ class KFAC(kc.integration.NaturalGradient):
         weight, layer = site.parameters.get("weight"), site.layer
         averages = held.averages
         whole = {"input", "output", "repeats"} <= {*averages} and layer.groups == 1
-        rows = 0 if weight is None else weight.shape[0]
+        shape = () if weight is None else tuple(weight.shape)
         kinds = getattr(self.estimator.blocks[name].approximation, "factor_kinds", {})
         full = all(kind.startswith("full") for kind in kinds.values())
-        if not (whole and full) or rows != layer.matrix_shape[1] or site.part.rows:
+        if (
+            not (whole and full)
+            or shape[:1] != layer.matrix_shape[1:]
+            or site.part.rows
+        ):
             raise kc.UnsupportedError(
                 f"Layer {name!r} is no product of two whole factors of one weight. Ask "
                 "kfac.estimator.operator(name)."
@@ -517,7 +521,8 @@ class KFAC(kc.integration.NaturalGradient):
         # Which of PyTorch's inputs each row of the block's matrix is of.
         n = len(A) - ("bias" in site.parameters)
         places = torch.arange(n, dtype=A.dtype, device=A.device)
-        places = places.expand(rows, n).reshape(weight.shape)
+        rows = shape[0]
+        places = places.expand(rows, n).reshape(shape)
         given = {"weight": site.part.to_layer(places)}
         given["weight"] = given["weight"].reshape(layer.parameter_shapes["weight"])
         if "bias" in site.parameters:
