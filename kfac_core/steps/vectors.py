@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -32,10 +33,12 @@ from kfac_core.layers.feeding import detached_array
 __all__ = [
     "Vector",
     "dot",
+    "dots",
     "entered",
     "inner_product",
     "linear_combination",
     "scalar_of",
+    "sums_of_products",
     "widest",
 ]
 
@@ -191,22 +194,75 @@ def dot(
 
     Where `only` is given it says which parameters, by block and name, are summed over.
     """
-    example = next(x for arrays in left.values() for x in arrays.values())
-    total = xp.zeros((), dtype=dtype, device=device_of(example))
+    total: Any = None
     for block, parameters in left.items():
         for name, x in parameters.items():
             if only is None or only(block, name):
                 y = right[block][name]
-                wide = wide_dtype(xp, xp.result_type(x, y))
-                product = cast(xp, x, wide) * cast(xp, y, wide)
-                total = total + cast(xp, xp.sum(product), dtype)
+                if x.dtype != dtype or y.dtype != dtype:
+                    wide = wide_dtype(xp, xp.result_type(x, y))
+                    x, y = cast(xp, x, wide), cast(xp, y, wide)
+                part = cast(xp, xp.sum(x * y), dtype)
+                total = part if total is None else total + part
+    if total is None:
+        example = next(x for arrays in left.values() for x in arrays.values())
+        return xp.zeros((), dtype=dtype, device=device_of(example))
     return total
+
+
+def dots(
+    pairs: Sequence[tuple[Vector, Vector]],
+    /,
+    *,
+    dtype: Any,
+    xp: Namespace,
+    only: Callable[[str, str], bool] | None = None,
+) -> Array:
+    """Return `dot` of each pair of vectors, shape (k,)."""
+    first = pairs[0][0]
+    example = next(x for arrays in first.values() for x in arrays.values())
+    total = xp.zeros(len(pairs), dtype=dtype, device=device_of(example))
+    for block, parameters in first.items():
+        for name in parameters:
+            if only is None or only(block, name):
+                arrays = [(x[block][name], y[block][name]) for x, y in pairs]
+                total = total + cast(xp, sums_of_products(arrays, xp=xp), dtype)
+    return total
+
+
+@dispatched
+def sums_of_products(
+    pairs: Sequence[tuple[Array, Array]], /, *, xp: Namespace
+) -> Array:
+    """Return the sum of ``x * y`` over all entries, for each pair.
+
+    Parameters
+    ----------
+    pairs : sequence of tuple of array and array
+        Arrays of one shape.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array, shape (k,)
+        Sums in the widest dtype of the arrays, float32 at least.
+    """
+    sums = []
+    for x, y in pairs:
+        wide = wide_dtype(xp, xp.result_type(x, y))
+        sums.append(xp.sum(cast(xp, x, wide) * cast(xp, y, wide)))
+    widest = xp.result_type(*sums)
+    return xp.stack([cast(xp, total, widest) for total in sums])
 
 
 def widest(*vectors: Vector, xp: Namespace) -> Any:
     """Return the widest dtype among the arrays of vectors, float32 at least."""
     arrays = [x for v in vectors for block in v.values() for x in block.values()]
-    return wide_dtype(xp, xp.result_type(*arrays))
+    dtype = arrays[0].dtype
+    if any(x.dtype != dtype for x in arrays):
+        dtype = xp.result_type(*arrays)
+    return wide_dtype(xp, dtype)
 
 
 def scalar_of(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
