@@ -169,7 +169,9 @@ class Placement:
         lines = [f"{self.size} ranks, {self.holders} hold each operator"]
         for rank, flops in enumerate(self.flops()):
             names = self.owned_by(rank)
-            lines.append(f"  rank {rank}: {flops:.1e} flops, {', '.join(names) or '-'}")
+            kept = sum(self.loads[n].statistics + self.loads[n].operator for n in names)
+            costs = f"{flops:.1e} flops, {kept:,} numbers kept"
+            lines.append(f"  rank {rank}: {costs}, {', '.join(names) or '-'}")
         lines.append(f"  imbalance {self.imbalance():.2f}")
         for exchange, numbers in self.numbers_sent().items():
             each = "step" if exchange == "directions" else "refresh"

@@ -479,22 +479,30 @@ class _Unit:
     def __init__(self, module: Any, weight: str, *, plain: bool) -> None:
         values = (1.0,) if plain else (1.0, 0.0)
         self.copies = [_filled(module, weight, value) for value in values]
+        self.weight, self.buffers = weight, any(True for _ in module.buffers())
 
     def __call__(self, module: Any, x: Any) -> Any:
         found = []
         for copied in self.copies:
-            copied.training = module.training
-            if next(copied.parameters()).device != x.device:
+            if copied.training != module.training:
+                copied.training = module.training
+            if getattr(copied, self.weight).device != x.device:
                 copied.to(x.device)
-            for mine, buffer in zip(copied.buffers(), module.buffers(), strict=True):
-                mine.copy_(buffer)
+            if self.buffers:
+                pairs = zip(copied.buffers(), module.buffers(), strict=True)
+                for mine, buffer in pairs:
+                    mine.copy_(buffer)
             found.append(copied.forward(x))
         return found[0] if len(found) == 1 else found[0] - found[1]
 
 
 def _filled(module: Any, weight: str, value: float) -> Any:
-    # Not a deep copy: fully_shard forbids it, and divides the parameters.
-    kind: Any = next(t for t in type(module).__mro__ if "forward" in vars(t))
+    # Not a deep copy: fully_shard forbids it, and divides the parameters.  It puts
+    # classes of its own before the module's.
+    made_by = "torch.distributed."
+    kind: Any = next(
+        t for t in type(module).__mro__ if not t.__module__.startswith(made_by)
+    )
     copied = kind.__new__(kind)
     vars(copied).update(vars(module))
     copied._buffers = {name: deepcopy(x) for name, x in module._buffers.items()}
