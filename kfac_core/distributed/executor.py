@@ -19,7 +19,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.structure import leaves, map_structure, replaced
 from kfac_core.block import UpdateBlock, emptied
-from kfac_core.constraints import require_one_of
+from kfac_core.constraints import checked, require_options
 from kfac_core.distributed.agreement import Agreement, told, untold
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.placement import (
@@ -78,6 +78,7 @@ LossScale = Literal["shard", "batch", "ddp"]
 """What each process's output gradients are gradients of; see `Distributed`."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
     """How an estimator divides its work among processes.
@@ -144,15 +145,7 @@ class Distributed:
     execution: Execution = field(default_factory=Execution)
 
     def __post_init__(self) -> None:
-        require_one_of("reduce", self.reduce, ("refresh", "update"))
-        require_one_of("loss", self.loss, get_args(LossScale))
-        if self.dtype is not None:
-            require_one_of("dtype", self.dtype, ("float32", "float64"))
-        for name in ("interval", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ConventionError(
-                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
-                )
+        require_options(self)
         possible = divisors(self.communicator.size)
         if self.holders not in ("auto", "all", *possible):
             raise ConventionError(

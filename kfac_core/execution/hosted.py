@@ -23,6 +23,7 @@ from kfac_core.array.structure import (
     is_structure,
     replaced,
 )
+from kfac_core.constraints import validated
 from kfac_core.network import Executor, Tasks, plain
 
 __all__ = ["Hosted", "from_host", "host_computes", "host_view"]
@@ -96,6 +97,7 @@ class Hosted:
         Executor that runs the tasks.
     """
 
+    @validated
     def __init__(self, inner: Executor = plain) -> None:
         self._inner = inner
 
@@ -133,6 +135,7 @@ class _Mapped:
     factor is remembered by its identity.
     """
 
+    @validated
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
         self.done: dict[int, tuple[Any, Any]] = {}

@@ -27,6 +27,7 @@ from kfac_core.array.structure import (
     map_structure,
     taken_apart,
 )
+from kfac_core.constraints import validated
 from kfac_core.errors import KFACError
 from kfac_core.network import Executor, Tasks, plain
 
@@ -50,6 +51,7 @@ class Stacked:
         Executor that runs the stacks, and blocks without an equal.
     """
 
+    @validated
     def __init__(self, inner: Executor = plain) -> None:
         self._inner = inner
         # The objects are kept with their ids, so that no id is reused while it is a key.
@@ -187,6 +189,7 @@ class Stacked:
 class _Stack:
     """A stack and the pieces that it was taken apart into."""
 
+    @validated
     def __init__(self, whole: Any, pieces: list[Any]) -> None:
         self.whole, self.pieces = whole, pieces
         self.form: int | None = None
@@ -199,6 +202,7 @@ class _Stack:
 class _OfStack:
     """A function of one block, called with a stack; an error is its result."""
 
+    @validated
     def __init__(self, function: Any) -> None:
         self._function = function
         self.on_host = function.on_host

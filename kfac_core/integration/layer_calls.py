@@ -27,6 +27,7 @@ from kfac_core.array.namespaces import (
     own_namespace,
     wide_dtype,
 )
+from kfac_core.constraints import validated
 from kfac_core.layers.rows import Batch
 
 __all__ = ["LayerCall", "batches_of_calls"]
@@ -59,6 +60,7 @@ class LayerCall:
         Output gradients of one source each, in float32 or wider.
     """
 
+    @validated
     def __init__(
         self,
         block: str,
@@ -116,6 +118,7 @@ class LayerCall:
             self.output_grads = [first + second]
 
 
+@validated
 def batches_of_calls(
     calls: Iterable[LayerCall],
     /,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kfac_core.array.backend import Array
+from kfac_core.constraints import validated
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import EstimationMode, noise_spec
 from kfac_core.losses.noise import NoiseSpec, draw_noise
@@ -11,6 +12,7 @@ from kfac_core.losses.sources import SourceVectors, vectors, with_random_signs
 __all__ = ["drawn_vectors"]
 
 
+@validated
 def drawn_vectors(
     loss: Loss,
     natural: Array,

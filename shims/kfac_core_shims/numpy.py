@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 import kfac_core as kc
+from kfac_core.constraints import validated
 
 __all__ = ["KFAC"]
 
@@ -87,6 +88,7 @@ class KFAC:
         For layers that do not match their parameters, and invalid options.
     """
 
+    @validated
     def __init__(
         self,
         parameters: Vector,
@@ -210,6 +212,7 @@ class KFAC:
         found: Array = made.vectors * math.sqrt(weight)
         return found
 
+    @validated
     def observe(
         self,
         name: str,
@@ -260,6 +263,7 @@ class KFAC:
         seen = self._seen.get(name)
         self._seen[name] = block.merge(seen, moments) if seen else moments
 
+    @validated
     def step(
         self,
         gradients: Vector,
@@ -347,6 +351,7 @@ class KFAC:
                 array += change[name][parameter]
         return dict(change)
 
+    @validated
     def adapt_damping(
         self,
         loss_before: float,

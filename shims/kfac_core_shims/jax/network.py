@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
+from kfac_core.constraints import validated
 from kfac_core_shims.jax.examples import (
     Counts,
     ExampleAxis,
@@ -61,6 +62,7 @@ class Network:
         For a layer whose rows are not those of examples.
     """
 
+    @validated
     def __init__(
         self,
         function: Callable[..., Any],
