@@ -426,7 +426,7 @@ class Block:
         require_check(check)
         approximation: Any = self.approximation
         made: Statistics = approximation.rebased(
-            statistics, moments=moments, check=check
+            statistics, moments=moments, check=check, layer=self.layer
         )
         return without_scalars(made)
 
@@ -552,6 +552,8 @@ class Stage:
         Name of the stage of a network.
     on_host : bool
         Whether NumPy may compute for a library that shares its memory.
+    shares : bool
+        Whether parts that several tasks have in common are told by their identity.
     worth_threads : int
         How much work is worth handing out to threads.
     kept : tuple of int
@@ -560,6 +562,7 @@ class Stage:
 
     stage: ClassVar[str]
     on_host: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
     worth_threads: ClassVar[int] = 0
     kept: ClassVar[tuple[int, ...]] = ()
 
@@ -596,6 +599,7 @@ class UpdateBlock(Stage):
     check: Check
 
     stage = "update"
+    on_host = True
     kept = (1,)
 
     def __call__(
@@ -634,7 +638,7 @@ class UpdateBlock(Stage):
         ShapeError, DtypeError, MixedArraysError, DecayError
             For incompatible arguments.
         """
-        like = statistics.any_weight
+        like = statistics.like
         xp = own_namespace(like)
         decay = as_scalar(xp, decay, like.dtype, "decay")
         if weight is not None:
@@ -678,7 +682,7 @@ class UpdateBlock(Stage):
         total: Statistics | None = None
         status: Any = 0
         for rows in parts:
-            _require_place(statistics.any_weight, rows.like)
+            _require_place(statistics.like, rows.like)
             status = status | rows.status(xp=options.xp)
             with _quiet(self.check, rows.like, over="ignore", invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
@@ -716,6 +720,7 @@ class UpdateBlock(Stage):
             and isinstance(batch, Batch)
             and batch.mask is None
             and batch.row_indices is None
+            and batch.bias is None
         )
 
     def work(self, block: Block, /, *_: Any) -> int:
@@ -826,6 +831,7 @@ class RefreshBlock(Stage):
 
     stage = "refresh"
     on_host = True
+    shares = True
     kept = (1,)
 
     def __call__(
@@ -843,7 +849,7 @@ class RefreshBlock(Stage):
 
         The error is returned and not raised, so that the other blocks are refreshed.
         """
-        like, layer = statistics.any_weight, block.layer
+        like, layer = statistics.like, block.layer
         xp = own_namespace(like)
         compute, apply = self.precision.dtypes(like.dtype, xp=xp)
         # The flags of a stack are read once, by `accepts`.
@@ -918,6 +924,7 @@ class Product(Stage):
     options: Mapping[str, Any] = field(hash=False)
 
     stage = "product"
+    on_host = True
     worth_threads = 10**9
     kept = (1,)
 

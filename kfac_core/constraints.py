@@ -168,7 +168,6 @@ _NUMBER_OF_DECAY = _number("a number in [0, 1]", _is_in_unit_interval, DecayErro
 _WEIGHT = _number(_WEIGHTS, _is_weight, DecayError, arrays=True)
 _NOT_NEGATIVE = _number("a finite number >= 0", _is_not_negative)
 _POSITIVE = _number("a finite number > 0", _is_positive)
-_FINITE = _number("a finite number", math.isfinite)
 _NOT_NEGATIVE_SCALAR = _number("a finite number >= 0", _is_not_negative, arrays=True)
 _POSITIVE_SCALAR = _number("a finite number > 0", _is_positive, arrays=True)
 _LIMIT = _number("a number > 0", _is_positive_or_infinite)
@@ -223,7 +222,6 @@ RANGES: Mapping[str, Constraint] = {
     "threshold": _NOT_NEGATIVE,
     "least_shift": _NOT_NEGATIVE,
     "interval": _POSITIVE,
-    "interval_at.interval": _COUNT,
     "Distributed.interval": _COUNT,
     "workers": _COUNT,
     "max_patch_elements": _COUNT,
@@ -286,10 +284,10 @@ RANGES: Mapping[str, Constraint] = {
     **dict.fromkeys(("factor_root.size", "place.size", "run_ranks.size"), _COUNT),
     "max_elements": _COUNT,
     # Options of integrations.
-    "interval_at.step": _WHOLE,
     "seed": _WHOLE,
     "grad_scale": _POSITIVE,
     "kernel_shape": _SIZE,
+    "fewest": _COUNT,
     "target_size": _SIZE,
     "RowLoss.weight.outputs": _COUNT,
     **dict.fromkeys(("KFAC.observe.rows", "KFAC.step.rows"), _COUNT),

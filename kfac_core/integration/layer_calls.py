@@ -17,9 +17,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import array_api_compat
-
-from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import (
     Scalar,
     cast,
@@ -27,7 +25,7 @@ from kfac_core.array.namespaces import (
     own_namespace,
     wide_dtype,
 )
-from kfac_core.constraints import validated
+from kfac_core.layers.feeding import detached_array
 from kfac_core.layers.rows import Batch
 
 __all__ = ["LayerCall", "batches_of_calls"]
@@ -53,6 +51,8 @@ class LayerCall:
         factor is diagonal.
     examples : int, optional
         N of the whole call, where other processes have the rest of it.
+    bias : bool
+        Whether this call adds the layer's bias, if the layer has one.
 
     Attributes
     ----------
@@ -60,7 +60,6 @@ class LayerCall:
         Output gradients of one source each, in float32 or wider.
     """
 
-    @validated
     def __init__(
         self,
         block: str,
@@ -72,7 +71,9 @@ class LayerCall:
         grad_scale: float = 1.0,
         transposed: bool = False,
         examples: int | None = None,
+        bias: bool = True,
     ) -> None:
+        self.bias = bias
         self.block, self.inputs, self.mask = block, inputs, mask
         self.transposed = transposed
         self.examples = int(inputs.shape[0]) if examples is None else examples
@@ -90,8 +91,8 @@ class LayerCall:
         """
         if output_grad is None:
             return
-        xp = array_api_compat.array_namespace(output_grad)
-        g = backend_of(xp).detach(output_grad)
+        xp = own_namespace(output_grad)
+        g = detached_array(output_grad)
         g = cast(xp, g, wide_dtype(xp, g.dtype))
         if self.grad_shape:
             g = xp.reshape(g, self.grad_shape)
@@ -118,7 +119,6 @@ class LayerCall:
             self.output_grads = [first + second]
 
 
-@validated
 def batches_of_calls(
     calls: Iterable[LayerCall],
     /,
@@ -165,6 +165,7 @@ def batches_of_calls(
             g if factor == 1 else g * factor,
             mask=_joined_masks(uses, xp),
             sources=int(g.shape[0]),
+            bias=_joined_biases(uses, xp),
         )
     return batches
 
@@ -194,6 +195,18 @@ def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
             mask = xp.ones((len(use.inputs), *shape), dtype=xp.bool, device=device)
         masks.append(mask)
     return _joined(masks, xp)
+
+
+def _joined_biases(uses: list[LayerCall], xp: Any) -> Array | None:
+    if all(use.bias for use in uses):
+        return None
+    parts = [
+        xp.full(
+            (len(use.inputs),), use.bias, dtype=xp.bool, device=device_of(use.inputs)
+        )
+        for use in uses
+    ]
+    return _joined(parts, xp)
 
 
 def _joined(arrays: list[Array], xp: Any, axis: int = 0) -> Array:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from kfac_core.array.namespaces import Scalar
-from kfac_core.constraints import validated
 from kfac_core.errors import ConventionError
 
 __all__ = ["Interval", "Schedule", "interval_at", "require_positive", "value_at"]
@@ -43,7 +42,6 @@ def value_at(schedule: Schedule, step: int, /) -> Any:
     return schedule(step) if callable(schedule) else schedule
 
 
-@validated
 def interval_at(name: str, interval: Interval, step: int, /) -> int:
     """Return the number of steps between two events.
 
@@ -67,7 +65,7 @@ def interval_at(name: str, interval: Interval, step: int, /) -> int:
         For anything but a whole number of steps >= 1.
     """
     found: Any = interval(step) if callable(interval) else interval
-    whole = isinstance(found, numbers.Integral) and not isinstance(found, bool)
+    whole = isinstance(found, int | numbers.Integral) and not isinstance(found, bool)
     if not whole or operator.index(found) < 1:
         raise ConventionError(
             f"Expected `{name}` to be a whole number of steps, at least 1, or a callable "

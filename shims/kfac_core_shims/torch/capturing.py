@@ -9,9 +9,9 @@ than its modules has used is either read there too (a matrix product), or left a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
@@ -72,6 +72,8 @@ class Observation:
         Whether a backward pass went through any of the calls.
     weight : torch.Tensor or None
         Weights of the rows.
+    scale : float or None
+        What the loss multiplied each row's cross-entropy by; None where it was not told.
     replay : tuple or None
         Arguments of the model's call, positional and by name, and the state of the random
         numbers before it; where these are kept.
@@ -81,13 +83,14 @@ class Observation:
     rows: float = 0.0
     differentiated: bool = False
     weight: Any = None
+    scale: float | None = None
     replay: Any = None
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:
         """Note when a backward pass reaches a call, and take its gradient if empirical."""
         # A hook that held the node that it is of would keep the graph for ever.
         call = reached.call if empirical else None
-        take = replace(reached, edge=None).take
+        take = Reached(None, reached.call, reached.columns, reached.share).take
         noted = partial(_note, self, call, reached.edge.output_nr, take)
         reached.edge.node.register_prehook(noted)
 
@@ -166,6 +169,7 @@ class _CallHook(_Inert):
                 grad_scale=reading.grad_scale,
                 transposed=reading.transposed,
                 examples=examples,
+                bias=not site.some_biases or module.bias is not None,
             )
             edge = edge or get_gradient_edge(y)
             held = edge.node.metadata.setdefault(id(kfac), [])
@@ -330,7 +334,7 @@ class _Walk:
         self.recorded: list[tuple[GradientEdge, Any]] = []
         self.leaves: dict[int, Any] = {}
         self.seen: set[Any] = set()
-        incoming: Counter[Any] = Counter()
+        incoming: dict[Any, int] = defaultdict(int)
         readers: list[tuple[Any, int]] = []
         todo = [root]
         while todo:
@@ -344,10 +348,11 @@ class _Walk:
                 if below is None:
                     continue
                 incoming[below] += 1
-                variable = getattr(below, "variable", None)
-                if variable is None:
+                kind: Any = type(below)
+                if not _is_leaf(kind):
                     todo.append(below)
                 else:
+                    variable = below.variable
                     readers.append((node, id(variable)))
                     self.leaves[id(variable)] = below
         self.uses: Counter[int] = Counter()
@@ -387,11 +392,14 @@ class _Walk:
             x = getattr(node, saved).detach()
             call = kc.integration.LayerCall(site.name, x)
             found.append(Reached(GradientEdge(node, 0), call, rows))
-        biases = 0
         if "bias" in site.parameters:
-            biases = len(list(self._consumers(site, "bias")))
-            if biases != len(found):
-                return f"its weight has {len(found)} uses, and its bias {biases}"
+            adding = [node for node, *_ in self._consumers(site, "bias")]
+            nodes = [reached.edge.node for reached in found]
+            if len(adding) != len(found):
+                if any(node not in nodes for node in adding):
+                    return f"its weight has {len(found)} uses, its bias {len(adding)}"
+                for reached in found:
+                    reached.call.bias = reached.edge.node in adding
         return found
 
     def _consumers(
@@ -425,6 +433,12 @@ class _Walk:
                     exact = (start, stop) == (own.start, own.stop)
                     rows = slice(own.start - start, own.stop - start)
                     yield parent, place, None if exact else rows, flipped
+
+
+@cache
+def _is_leaf(kind: Hashable) -> bool:
+    """Whether nodes of a class accumulate the gradient of a tensor."""
+    return hasattr(kind, "variable")
 
 
 def _swaps(node: Any, name: str) -> bool:
