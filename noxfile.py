@@ -367,7 +367,11 @@ def lowest(session: nox.Session, backend: str) -> None:
         *("--resolution", "lowest-direct", "--torch-backend", "cpu"),
         *("-e", f".[{extra}]", *group("test")),
     )
-    session.run("pytest", f"--backend={backend}", *PARALLEL, *session.posargs)
+    session.run(
+        *("pytest", f"--backend={backend}", *PARALLEL, *session.posargs),
+        # The checks of the first scikit-learn that is supported ask SciPy for it.
+        env={"SCIPY_ARRAY_API": "1"},
+    )
 
 
 @nox.session(venv_backend="uv|virtualenv", python=PYTHONS)
@@ -434,9 +438,9 @@ def run_with_kernels(
 
 @nox.session
 def fuzz(session: nox.Session) -> None:
-    """Feed mutated files to both readers, and random arguments; `-- -runs=N` for more."""
+    """Feed mutated files to both readers, and random arguments: ten minutes each."""
     session.install("-e", ".[scipy,records]", "atheris==3.0.0", "numpy")
-    runs = session.posargs or ["-runs=100000"]
+    runs = session.posargs or ["-max_total_time=600"]
     for reader in ("checkpoint", "record"):
         session.run("python", "-m", "conformance_tests.fuzzing", reader, *runs)
     session.run("python", "-m", "conformance_tests.fuzzing.arguments", "--seconds=600")

@@ -234,7 +234,7 @@ def test_options_that_cannot_be_are_named_at_once():
         ({"likelihood": nn.MSELoss(reduction="none")}, "reduction"),
         ({"likelihood": nn.BCEWithLogitsLoss(torch.ones(3))}, "weight"),
         ({"reduction": "average"}, "reduction"),
-        ({"fisher": "sampled"}, "mode"),
+        ({"fisher": "sampled"}, "fisher"),
         ({"kl_clip": -1}, "kl_clip"),
         ({"lr": None}, "learning_rate"),
         ({"damping": -1.0}, "damping"),

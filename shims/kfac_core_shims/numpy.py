@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 import kfac_core as kc
+from kfac_core.constraints import validated
 
 __all__ = ["KFAC"]
 
@@ -109,6 +110,7 @@ class KFAC:
     True
     """
 
+    @validated
     def __init__(
         self,
         parameters: Vector,
@@ -237,6 +239,7 @@ class KFAC:
         found: Array = made.vectors * math.sqrt(weight)
         return found
 
+    @validated
     def observe(
         self,
         name: str,
@@ -306,6 +309,7 @@ class KFAC:
         self.estimator.absorb(self._seen)
         self._seen, self._rows = {}, 0
 
+    @validated
     def step(
         self,
         gradients: Vector,
@@ -393,6 +397,7 @@ class KFAC:
                 array += change[name][parameter]
         return dict(change)
 
+    @validated
     def adapt_damping(
         self,
         loss_before: float,

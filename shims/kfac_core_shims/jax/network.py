@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
+from kfac_core.constraints import validated
 from kfac_core_shims.jax.examples import (
     Counts,
     ExampleAxis,
@@ -75,6 +76,7 @@ class Network:
     ['fc']
     """
 
+    @validated
     def __init__(
         self,
         function: Callable[..., Any],

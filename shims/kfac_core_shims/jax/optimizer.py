@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
+from kfac_core.constraints import validated
+from kfac_core.integration.schedules import Schedule
 from kfac_core_shims.jax.kfac import KFAC, started
 from kfac_core_shims.jax.mapped import averaged
 from kfac_core_shims.jax.network import Network
@@ -80,6 +82,7 @@ class Progress(NamedTuple):
     aux: Any = None
 
 
+@validated
 def kfac_optimizer(
     function: Callable[..., Any],
     params: Any,
@@ -181,6 +184,7 @@ class Optimizer:
     Martens and Grosse (2015), arXiv:1503.05671, sections 6 and 7.
     """
 
+    @validated
     def __init__(
         self,
         network: Network,
@@ -188,8 +192,8 @@ class Optimizer:
         *,
         likelihood: Any,
         fisher: Any = "gradients",
-        learning_rate: Any = None,
-        momentum: Any = None,
+        learning_rate: Schedule | None = None,
+        momentum: Schedule | None = None,
         damping: float = 1e-2,
         adapt_damping: bool = True,
         adapt_every: int = 5,

@@ -17,6 +17,8 @@ import keras
 from keras import ops
 
 import kfac_core as kc
+from kfac_core.constraints import validated
+from kfac_core.integration.schedules import Interval, Schedule
 from kfac_core_shims.keras.layers import Site, each_site, tapped
 from kfac_core_shims.keras.losses import OutputLoss, losses_of, reduction_of, rows_of
 from kfac_core_shims.keras.taps import Tape, run_taped, shadowed
@@ -90,6 +92,7 @@ class KFAC(kc.integration.NaturalGradient):
     >>> history = model.fit(x, y, verbose=0)
     """
 
+    @validated
     def __init__(
         self,
         model: Any,
@@ -97,11 +100,11 @@ class KFAC(kc.integration.NaturalGradient):
         likelihood: Any = None,
         reduction: Literal["mean", "sum"] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
-        kl_clip: Any = 1e-3,
-        damping: Any = 0.03,
-        decay: Any = 0.95,
-        update_every: Any = 1,
-        refresh_every: Any = 10,
+        kl_clip: Schedule | None = 1e-3,
+        damping: Schedule = 0.03,
+        decay: Schedule = 0.95,
+        update_every: Interval = 1,
+        refresh_every: Interval = 10,
         **options: Any,
     ) -> None:
         self._jax = keras.backend.backend() == "jax"

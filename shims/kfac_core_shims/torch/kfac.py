@@ -12,6 +12,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
+from kfac_core.constraints import validated
+from kfac_core.integration.schedules import Interval, Schedule
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook
@@ -149,6 +151,7 @@ class KFAC(kc.integration.NaturalGradient):
     >>> optimizer.step()
     """
 
+    @validated
     def __init__(
         self,
         model: Any,
@@ -158,14 +161,14 @@ class KFAC(kc.integration.NaturalGradient):
         fisher: kc.losses.EstimationMode = "gradients",
         samples: int = 1,
         positions: kc.losses.Positions = "signs",
-        lr: Any = 0.1,
-        kl_clip: Any = 1e-3,
-        damping: Any = 3e-2,
-        decay: Any = 0.95,
-        damping_rule: Any = "factored_unit_pi",
-        update_every: Any = 5,
-        refresh_every: Any = 25,
-        bases_every: Any = 100,
+        lr: Schedule | torch.optim.Optimizer = 0.1,
+        kl_clip: Schedule | None = 1e-3,
+        damping: Schedule = 3e-2,
+        decay: Schedule = 0.95,
+        damping_rule: kc.damping.DampingRule = "factored_unit_pi",
+        update_every: Interval = 5,
+        refresh_every: Interval = 25,
+        bases_every: Interval = 100,
         approximations: Mapping[Any, Any] | None = None,
         skip_layers: Sequence[str] = (),
         output: Any = "auto",

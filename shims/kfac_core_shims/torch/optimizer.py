@@ -20,6 +20,8 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
+from kfac_core.constraints import validated
+from kfac_core.integration.schedules import Interval
 from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.kfac import KFAC
@@ -126,6 +128,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     >>> loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
     """
 
+    @validated
     def __init__(
         self,
         model: Any,
@@ -138,9 +141,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         adapt_factor: float = 0.95,
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
-        damping_rule: Any = "factored",
-        update_every: Any = 1,
-        refresh_every: Any = 5,
+        damping_rule: kc.damping.DampingRule = "factored",
+        update_every: Interval = 1,
+        refresh_every: Interval = 5,
         **options: Any,
     ) -> None:
         if options.get("fisher") == "empirical":
