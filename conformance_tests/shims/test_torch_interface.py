@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +37,7 @@ from .test_torch import (  # noqa: E402
 
 __all__ = ["seeded"]  # used by itself, in every test
 
+COMING = Path(__file__).parents[2] / "docs" / "coming_from.md"
 CATEGORICAL = {"likelihood": "categorical", "fisher": "exact"}
 
 
@@ -829,3 +833,29 @@ def test_overlap_changes_no_bit():
         fn.cross_entropy(kfac.model(x), y).backward()
     with pytest.raises(kc.ConventionError, match="overlap"):
         KFAC(Network(), fisher="empirical", overlap=True)
+
+
+KFAC_PYTORCH = (
+    "model, factor_update_steps, inv_update_steps, damping, factor_decay, kl_clip, lr, "
+    "accumulation_steps, allreduce_bucket_cap_mb, assignment_strategy, colocate_factors, "
+    "compute_method, compute_eigenvalue_outer_product, grad_worker_fraction, "
+    "symmetry_aware, grad_scaler, factor_dtype, inv_dtype, skip_layers, "
+    "update_factors_in_hook, loglevel"
+)
+"""Parameters of ``KFACPreconditioner`` in kfac-pytorch 0.4.1."""
+
+
+@pytest.mark.skipif(not COMING.exists(), reason="the documentation is not here")
+def test_every_option_of_kfac_pytorch_has_a_row():
+    """And what the rows say to write here are options of `KFAC`."""
+    page = COMING.read_text(encoding="utf-8")
+    section = page.split("## kfac-pytorch\n")[1].split("\n## ")[0]
+    table = section.split("| there | here |\n")[1].split("\n\n")[0]
+    rows = [row.split(" | ") for row in table.splitlines()[1:]]
+    there = " ".join(row[0] for row in rows)
+    for option in KFAC_PYTORCH.split(", "):
+        assert re.search(rf"\b{option}\b", there), option
+    own = set(inspect.signature(KFAC).parameters) | {"precision"}
+    here = " ".join(row[1] for row in rows)
+    for option in re.findall(r"`(\w+)=", here):
+        assert option in own | {"storage", "communicator", "holders"}, option
