@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -401,8 +400,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 raise error
             return [float(x) for x in own]
         agreement = kc.distributed.Agreement(communicator)
-        values = np.asarray(own, dtype=np.float64)
-        total = agreement.vote(f"{what} of step {self.kfac.steps}", values, error=error)
+        total = agreement.vote(f"{what} of step {self.kfac.steps}", own, error=error)
         found: list[float] = total.tolist()
         return found
 
@@ -448,7 +446,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     ) -> kc.steps.QuadraticModel:
         """Return the quadratic model of the mean loss over `rows` and its penalty."""
         error: Exception | None = None
-        own = np.zeros((len(directions), len(directions)))
+        own = torch.zeros((len(directions), len(directions)), dtype=torch.float64)
         try:
             for observed in passes:
                 changes = [
@@ -456,11 +454,11 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     for direction in directions
                 ]
                 found = kc.steps.curvature_of_outputs(changes, changes, examples=rows)
-                own += found.double().cpu().numpy()
+                own += found.double().cpu()
         except kc.KFACError as raised:
             error = raised
-        summed = self._summed("quadratic model", own.ravel(), error=error)
-        curvature: Any = gradient[0].new_tensor(np.reshape(summed, own.shape))
+        summed = self._summed("quadratic model", own.ravel().tolist(), error=error)
+        curvature: Any = gradient[0].new_tensor(summed).reshape(own.shape)
         flat = [torch.cat([x.reshape(-1) for x in d]) for d in directions]
         if any(decay for _, decay in trained):
             root = torch.cat(
