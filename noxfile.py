@@ -156,13 +156,16 @@ def tests_shims(session: nox.Session) -> None:
 def loops(session: nox.Session) -> None:
     """Run PyTorch's training loops: plain ones, Lightning, accelerate, Hugging Face."""
     session.install(
-        *("-e", ".[scipy,torch,sklearn]", *group("test"), "matplotlib"),
+        *("-e", ".[scipy,torch,sklearn]", *group("test")),
         *("accelerate", "lightning", "peft", "transformers>=5", *TORCH_CPU),
     )
     folder = ROOT / "docs" / "examples" / "loops"
     for path in sorted(folder.glob("*.py")):
         if path.name != "problem.py":
             session.run("python", str(path), env={"HF_HUB_OFFLINE": "1"})
+    for name in "torch_models.py", "torch_recurrent.py":
+        path = ROOT / "docs" / "examples" / "training" / name
+        session.run("python", str(path), "--quick", env={"HF_HUB_OFFLINE": "1"})
     tests = "conformance_tests/shims/test_torch_libraries.py"
     session.run("pytest", "--backend=numpy", tests, *session.posargs)
 
