@@ -344,7 +344,8 @@ class _Walk:
                 if below is None:
                     continue
                 incoming[below] += 1
-                if not _is_leaf(type(below)):
+                kind: Any = type(below)
+                if not _is_leaf(kind):
                     todo.append(below)
                 else:
                     variable = below.variable
