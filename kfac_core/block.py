@@ -39,7 +39,13 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.place import Place
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import is_structure, leaves, map_structure, replaced
+from kfac_core.array.structure import (
+    is_structure,
+    leaves,
+    map_structure,
+    replaced,
+    without_scalars,
+)
 from kfac_core.constraints import (
     RANGES,
     checked,
@@ -275,12 +281,12 @@ class Block:
             status = _with_overflow(status, self, new, options, ())
         if check == "raise":
             raise_for_flags(int(status), name=name)
-        new = replaced(new, status=status)
+        new = without_scalars(replaced(new, status=status))
         return new if check == "raise" else _accepted(new, empty)
 
     def merge(self, first: Statistics, second: Statistics, /) -> Statistics:
         """Return the statistics of both data sets together."""
-        return first.merged(second)
+        return without_scalars(first.merged(second))
 
     def absorb(
         self,
@@ -313,9 +319,10 @@ class Block:
         xp, dtype = statistics.namespace, statistics.dtype
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
-        return statistics.absorbed(
+        absorbed = statistics.absorbed(
             moments, decay=decay, weight=weight, decays=self.approximation.decays
         )
+        return without_scalars(absorbed)
 
     def operator(
         self,
@@ -412,9 +419,9 @@ class Block:
         require_check(check)
         approximation: Any = self.approximation
         made: Statistics = approximation.rebased(
-            statistics, moments=moments, check=check
+            statistics, moments=moments, check=check, layer=self.layer
         )
-        return made
+        return without_scalars(made)
 
     def rows(self, batch: BatchLike, /, *, stack: tuple[int, ...] = ()) -> Any:
         """Return the rows of a batch, from which statistics are computed.
@@ -704,6 +711,7 @@ class UpdateBlock(Stage):
             and isinstance(batch, Batch)
             and batch.mask is None
             and batch.row_indices is None
+            and batch.bias is None
         )
 
     def work(self, block: Block, /, *_: Any) -> int:
@@ -756,7 +764,7 @@ class Prepare(Stage):
         self, name: str, block: Block, operator: CurvatureOperator, /
     ) -> CurvatureOperator:
         """Return the operator with the factorization."""
-        return operator.prepared(self.factorization, name=name)
+        return without_scalars(operator.prepared(self.factorization, name=name))
 
 
 @dataclass(frozen=True)
@@ -868,9 +876,9 @@ class RefreshBlock(Stage):
                 operator = make(statistics, layer, options)
         except (FactorizationError, NotFiniteError) as error:
             return error
-        return operator if solving == "inverse" else operator.solved_by(
-            solving
-        ), damping
+        if solving != "inverse":
+            operator = operator.solved_by(solving)
+        return without_scalars(operator), damping
 
     def stacks(
         self, block: Block, statistics: Statistics, damping: Scalar, solving: Solving, /

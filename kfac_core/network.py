@@ -174,6 +174,21 @@ class NetworkState:
     ----------
     blocks : dict of str to BlockState
         States by name of the block.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> blocks = {"fc": kc.Block(layer, kc.Kronecker())}
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> network = kc.Network(blocks, conventions=conventions)
+    >>> state = network.update(network.empty(), {"fc": batch}, decay=0.95)
+    >>> state = network.refresh(state, damping=0.1)
+    >>> state["fc"].age, bool(state.is_good())
+    (0, True)
     """
 
     blocks: dict[str, BlockState]
@@ -1223,7 +1238,13 @@ def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockSta
     xp = own_namespace(status)
     good = status == 0
     previous = held.operator
-    if previous is not None and combinable(operator, previous):
+    if previous is None or not combinable(operator, previous):
+        # No choice between arrays is possible, so that the flag is read where that costs
+        # nothing.
+        if is_plain(status, xp=xp) and not bool(good):
+            failures = held.failures + 1
+            return replaced(held, failures=failures, status=held.status | status)
+    else:
         operator = map_structure(lambda a, b: xp.where(good, a, b), operator, previous)
         if held.damping is not None and type(held.damping) not in (int, float):
             damping = xp.where(good, damping, held.damping)

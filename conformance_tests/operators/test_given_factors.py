@@ -59,6 +59,7 @@ def test_given_factors_make_the_operator_of_every_rule(backend, dtype, rng, rule
     assert_is(operator, dense(A, G, rule), backend, dtype, rng)
 
 
+@pytest.mark.usefixtures("compiles_long")
 @pytest.mark.parametrize("rule", ["factored", "factored_unit_pi", "exact"])
 def test_one_factor_is_damped_exactly_by_every_rule(backend, dtype, rng, rule):
     """The block of a bias, ``S G + lam I``."""
@@ -69,6 +70,7 @@ def test_one_factor_is_damped_exactly_by_every_rule(backend, dtype, rng, rule):
     assert_is(operator, S * G + LAMBDA * np.eye(M), backend, dtype, rng)
 
 
+@pytest.mark.usefixtures("compiles_long")
 def test_squares_in_given_bases_make_ekfac(backend, dtype, rng):
     """E in the eigenbases of A and G, and K-FAC where E is the outer product."""
     A, G = factors(rng)
@@ -90,6 +92,7 @@ def test_squares_in_given_bases_make_ekfac(backend, dtype, rng):
     assert_is(diagonal, F, backend, dtype, rng)
 
 
+@pytest.mark.usefixtures("compiles_long")
 @pytest.mark.parametrize("rule", ["factored", "factored_unit_pi", "exact"])
 @pytest.mark.parametrize("least", [0.0, 0.4])
 def test_no_factor_gets_less_than_the_least_shift(backend, dtype, rng, rule, least):
@@ -125,6 +128,7 @@ def test_no_factor_gets_less_than_the_least_shift(backend, dtype, rng, rule, lea
     assert_is(made, F, backend, dtype, rng)
 
 
+@pytest.mark.usefixtures("compiles_long")
 def test_factors_that_cannot_be_are_refused_by_name(backend, rng):
     """Shapes, asymmetry, scales, dampings, bases that are not orthogonal."""
     A, G = (backend.asarray(x) for x in factors(rng))

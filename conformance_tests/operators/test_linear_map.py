@@ -133,6 +133,7 @@ def test_many_vectors_are_multiplied_at_once_by_every_operator(
     assert_close(R @ R.T, np.linalg.inv(F), "inverse", "float64")
 
 
+@pytest.mark.usefixtures("compiles_long")
 @pytest.mark.parametrize("kind", ["kronecker", "full", "grouped"])
 def test_no_vectors_and_stacks_of_many_vectors(backend, rng, kind):
     """Zero vectors give zero vectors; parts of groups may have axes in front."""
@@ -149,6 +150,7 @@ def test_no_vectors_and_stacks_of_many_vectors(backend, rng, kind):
         assert_close(back, joined, "identity", "float64")
 
 
+@pytest.mark.usefixtures("compiles_long")
 @pytest.mark.parametrize(
     ("kind", "rule"), [*EVERY, ("chain", "factored")], ids=lambda made: str(made)
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from kfac_core.operators import spectral
 
 from . import grid
 
-QUICK = {"scales": (1.0, 1e-3), "dampings": (1e-40, 1e-14, 1e-6, 1.0, 1e30)}
+QUICK = {"scales": (1.0,), "dampings": (1e-40, 1e-14, 1e-6, 1.0, 1e30)}
 
 
 def main(arguments: list[str]) -> int:
@@ -45,8 +45,17 @@ def main(arguments: list[str]) -> int:
                     wrong += 1
                     print(f"{case}: {told}")
         print(f"\n{backend} ({time.perf_counter() - started:.0f} s)\n")
-        print(grid.table(found))
+        print(aligned(grid.table(found)))
     return wrong
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return rows as lines of columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def print_cost(size: int = 1000) -> None:

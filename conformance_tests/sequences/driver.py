@@ -246,6 +246,11 @@ class Sequence:
             self.twin = copy.deepcopy(self.estimator)
         self.counts[f"twins by {way}"] += 1
         self._require_same(f"by {way}")
+        held = self.estimator.state.blocks.values()
+        if any(b.operator is not None and bool(b.operator.status()) for b in held):
+            # A first refresh by status that failed, on a device; it is not saved.
+            self.estimator = copy.deepcopy(self.twin)
+            self.counts["flagged operators, not saved"] += 1
 
     def _with_faults(
         self, kind: str, name: str, call: Callable[[kc.Estimator], Any]

@@ -117,6 +117,26 @@ def test_outputs_are_picked_out_of_what_a_model_returns(how, output, loss_of, fi
     same({n: p.grad for n, p in model.named_parameters()}, expected)
 
 
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_loss_within_the_outputs_may_be_scaled_in_place(fisher):
+    """As Hugging Face's Trainer does, over the processes."""
+    options = {"likelihood": "categorical", "fisher": fisher}
+    model, x, y = Returning("answer").double(), doubles(14, 4), torch.randint(3, (14,))
+    twin = copy.deepcopy(model)
+    steps = []
+    for one, scaled in (model, False), (twin, True):
+        kfac = attached(one, **options)
+        loss = one(x, y).loss
+        if scaled:
+            loss *= 2
+            loss /= 2
+        loss.backward()
+        kfac.step()
+        steps.append({n: p.grad for n, p in one.named_parameters()})
+
+    same(*steps)
+
+
 def test_ignored_labels_are_no_rows():
     """Rows that the loss does not read count neither as rows nor with vectors."""
     model, x = Network().double(), doubles(14, 4)
@@ -390,6 +410,68 @@ def test_means_over_outputs_are_means_over_outputs(kind):
     V = V / (N if kind == "mse sum" else 1)
     found = torch.cat([after["weight"], after["bias"][:, None]], 1)
     close(found, kfac_by_hand(A, H, V))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("of", ["classes", "rows"])
+def test_weights_that_only_the_loss_has_are_those_of_its_gradient(of, reduction):
+    """Class weights of ``cross_entropy``, or row weights, are found, or refused."""
+    model, x = Network().double(), doubles(14, 4)
+    y = torch.randint(0, 3, (14,))
+    y[4] = -100
+    of_class = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+    w = (
+        of_class[y.clamp(min=0)]
+        if of == "classes"
+        else torch.rand(14, dtype=torch.float64) + 0.1
+    )
+    w = torch.where(y >= 0, w, 0.0)
+    twin = copy.deepcopy(model)
+
+    def loss_of(z, y):
+        each = fn.cross_entropy(z, y, reduction="none")
+        return (w * each).sum() / (w.sum() if reduction == "mean" else 1)
+
+    options = {"likelihood": "categorical", "loss": reduction}
+    found = two_lines(model, attached(model, **options), x, y, loss_of)
+    kfac = attached(twin, **options, output=None)
+    outputs = twin(x)
+    kfac.observe(outputs, weight=w)
+    loss_of(outputs, y).backward()
+    kfac.step()
+    same(found, {n: p.grad for n, p in twin.named_parameters()})
+
+    empirical = attached(model, **options, fisher="empirical")
+    with pytest.raises(kc.UnsupportedError, match="would square them"):
+        loss_of(model(x), y).backward()
+    assert empirical.steps == 0
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("kind", ["pos_weight", "outputs", "both", "rows"])
+def test_a_weighted_sigmoid_cross_entropy_is_refused(kind, fisher):
+    """Soft labels, whose scale is nowhere the same, are none of these."""
+    x, y = doubles(20, 4), torch.randint(0, 2, (20, 3)).double()
+    of_outputs = torch.tensor([1.0, 2.0, 5.0]).double()
+    weights = {
+        "pos_weight": {"pos_weight": torch.tensor([3.0, 3.0, 3.0]).double()},
+        "outputs": {"weight": of_outputs},
+        "both": {"weight": of_outputs, "pos_weight": 2 * of_outputs},
+        "rows": {"weight": torch.rand(20, 1).double() + 0.5},
+    }[kind]
+
+    def train(labels, **weights):
+        model = Network().double()
+        kfac = attached(model, likelihood="bernoulli", fisher=fisher)
+        loss = fn.binary_cross_entropy_with_logits
+        loss(model(x), labels, **weights).backward()
+        kfac.step()
+
+    with pytest.raises(kc.ConventionError, match="cross-entropy has weights"):
+        train(y, **weights)
+    train(y)
+    train(torch.rand(20, 3).double())
+    train(0.9 * y + 0.05)
 
 
 def test_rows_have_weights():
@@ -711,3 +793,38 @@ def test_two_lines_with_a_compiled_or_checkpointed_model(fisher):
         assert "compiled and called before" in message
     else:
         same({n: p.grad for n, p in late.named_parameters()}, expected)
+
+
+def test_overlap_changes_no_bit():
+    """Statistics are taken while the backward pass runs; a batch may be left out."""
+    first = Network().double()
+    batches = [(doubles(14, 4), torch.randint(0, 3, (14,))) for _ in range(5)]
+
+    def run(overlap):
+        model = copy.deepcopy(first)
+        options = {"refresh_every": 2, "approximations": {"one": kc.Eigen()}}
+        kfac = KFAC(model, likelihood="categorical", overlap=overlap, **options)
+        found = []
+        for i, (x, y) in enumerate(batches):
+            if i == 2:
+                before = kfac.estimator.state
+                fn.cross_entropy(model(x), y).backward()
+                taken = kfac.estimator.state is not before
+                kfac.discard()
+                assert taken == overlap
+                assert kfac.estimator.state is before
+            found.append(two_lines(model, kfac, x, y, fn.cross_entropy))
+        return found, kfac
+
+    plain, _ = run(False)
+    found, kfac = run(True)
+
+    for one, other in zip(found, plain, strict=True):
+        for name, x in one.items():
+            assert torch.equal(x, other[name])
+    x, y = batches[0]
+    fn.cross_entropy(kfac.model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="begun already"):
+        fn.cross_entropy(kfac.model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="overlap"):
+        KFAC(Network(), fisher="empirical", overlap=True)

@@ -87,6 +87,22 @@ class ExampleGram(Approximation):
     References
     ----------
     Yang et al. (2020), arXiv:2006.05924.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.ExampleGram(gradients=16))
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> x = np.hstack([batch.inputs, np.ones((16, 1))])
+    >>> D = (x[:, :, None] * batch.output_grads[:, None, :]).reshape(16, 8)
+    >>> np.allclose(F.to_dense(damped=False), D.T @ D / 16)
+    True
     """
 
     gradients: int

@@ -67,6 +67,20 @@ class LowRankKronecker(Approximation):
         For a number below 1.
     ConventionError
         For an unknown sharing.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.LowRankKronecker(input_rank=2, output_rank=2))
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> [bool(trace > 0) for trace in F.truncated_traces]
+    [True, False]
     """
 
     input_rank: int

@@ -15,7 +15,6 @@ from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of, full_of
 from kfac_core.array.status import Status
-from kfac_core.array.structure import in_dtype
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import FactorizationError, NotFiniteError
 from kfac_core.factors.full import FullFactor
@@ -29,6 +28,7 @@ from kfac_core.linalg.series_chain import (
 )
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
+from kfac_core.operators.parts import applied_in
 from kfac_core.operators.series import SeriesOperator
 
 __all__ = ["series_operator"]
@@ -68,7 +68,7 @@ def series_operator(
     )
     if flags:
         _raise_for(flags, made, options.name)
-    made = in_dtype(made, options.apply, xp)
+    made = applied_in(made, options.apply, check=check, name=options.name, xp=xp)
     return made.prepared(*options.factorizations, check=check, name=options.name)
 
 
@@ -114,11 +114,14 @@ def _made(
         lengths = xp.where(nothing, xp.astype(first, dtype), lengths)
     (A_0, G_0), (A_1, G_1) = parts, lagged
     root_A, root_G = _root(A_0, A_1, xp), _root(G_0, G_1, xp)
+    stored = float(xp.finfo(statistics.dtype).eps)
     chain: WeightedRoots | InfiniteChain
     if lengths is None:
-        chain = infinite_chain(root_A, root_G, S, check=options.check, xp=xp)
+        chain = infinite_chain(
+            root_A, root_G, S, check=options.check, stored=stored, xp=xp
+        )
     else:
-        chain = symmetric_chain(root_A, root_G, lengths, xp=xp)
+        chain = symmetric_chain(root_A, root_G, lengths, stored=stored, xp=xp)
     fallback = xp.full((), int(Fallback.WORKING), dtype=xp.int32, device=device_of(S))
     return SeriesOperator(A_0, G_0, A_1, G_1, S, lengths, chain, None, fallback)
 

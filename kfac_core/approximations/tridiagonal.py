@@ -35,7 +35,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of
 from kfac_core.array.place import Place
 from kfac_core.array.status import Status
-from kfac_core.array.structure import in_dtype, replaced
+from kfac_core.array.structure import replaced
 from kfac_core.errors import FactorizationError, NotFiniteError, UnsupportedError
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
@@ -45,6 +45,7 @@ from kfac_core.layers.rows import Rows
 from kfac_core.linalg.conditional import conditional, marginal
 from kfac_core.linalg.fallback import Fallback, in_wider_dtype
 from kfac_core.linalg.series_chain import Root, triangular_root
+from kfac_core.operators.parts import applied_in
 from kfac_core.operators.tridiagonal import TRIDIAGONAL_LACKS, TridiagonalOperator
 
 __all__ = ["BlockTridiagonal"]
@@ -69,6 +70,22 @@ class BlockTridiagonal(Approximation):
     for each pair of neighbors, and a product costs about four times as much.  Martens and
     Grosse (2015) measured 25 to 40 percent more progress an iteration, and recommend blocks
     of single layers nevertheless, which are cheaper.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> layers = {
+    ...     "one": kc.Dense(in_features=3, out_features=4, bias=True, weight_layout="io"),
+    ...     "two": kc.Dense(in_features=4, out_features=2, bias=True, weight_layout="io"),
+    ... }
+    >>> estimator = kc.Estimator(
+    ...     {name: kc.Block(layer, kc.Kronecker()) for name, layer in layers.items()},
+    ...     sharing=kc.Sharing(chains={"net": ("one", "two")}),
+    ...     reduction="sum",
+    ...     damping=0.1,
+    ... )
+    >>> estimator.blocks["net"].approximation.name
+    'block_tridiagonal'
     """
 
     name = "block_tridiagonal"
@@ -165,7 +182,9 @@ class BlockTridiagonal(Approximation):
         )
         if flags:
             _raise_for(flags, made)
-        return in_dtype(made, options.apply, xp)
+        return applied_in(
+            made, options.apply, check=options.check, name=options.name, xp=xp
+        )
 
 
 def _of_layer(statistics: Statistics, i: int) -> Statistics:
@@ -226,6 +245,7 @@ def _made(
             following[0],
             between(own[1], f"{i}-{i + 1}-output"),
             following[1],
+            stored=float(xp.finfo(statistics.dtype).eps),
             xp=xp,
         )
     last = f"{len(roots) - 1}"

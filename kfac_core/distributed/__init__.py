@@ -8,7 +8,8 @@ from kfac_core.distributed.communicator import (
     communicator_names,
     connect,
 )
-from kfac_core.distributed.executor import Distributed, DistributedExecutor
+from kfac_core.distributed.executor import DistributedExecutor
+from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import BlockLoad, Placement, block_loads, place
 from kfac_core.distributed.remote import RemoteOperator
 from kfac_core.distributed.running import execution_for, running_processes

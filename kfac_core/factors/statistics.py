@@ -31,6 +31,19 @@ class Statistics:
     bases : dict of str to Eigendecomposition
         The bases in which an average is kept, for an approximation that has any; their
         eigenvalues descend.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Kronecker())
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> sorted(statistics.averages)
+    ['input', 'output', 'repeats']
     """
 
     averages: dict[str, Average]

@@ -51,6 +51,8 @@ class LayerCall:
         factor is diagonal.
     examples : int, optional
         N of the whole call, where other processes have the rest of it.
+    bias : bool
+        Whether this call adds the layer's bias, if the layer has one.
 
     Attributes
     ----------
@@ -69,7 +71,9 @@ class LayerCall:
         grad_scale: float = 1.0,
         transposed: bool = False,
         examples: int | None = None,
+        bias: bool = True,
     ) -> None:
+        self.bias = bias
         self.block, self.inputs, self.mask = block, inputs, mask
         self.transposed = transposed
         self.examples = int(inputs.shape[0]) if examples is None else examples
@@ -161,6 +165,7 @@ def batches_of_calls(
             g if factor == 1 else g * factor,
             mask=_joined_masks(uses, xp),
             sources=int(g.shape[0]),
+            bias=_joined_biases(uses, xp),
         )
     return batches
 
@@ -190,6 +195,18 @@ def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
             mask = xp.ones((len(use.inputs), *shape), dtype=xp.bool, device=device)
         masks.append(mask)
     return _joined(masks, xp)
+
+
+def _joined_biases(uses: list[LayerCall], xp: Any) -> Array | None:
+    if all(use.bias for use in uses):
+        return None
+    parts = [
+        xp.full(
+            (len(use.inputs),), use.bias, dtype=xp.bool, device=device_of(use.inputs)
+        )
+        for use in uses
+    ]
+    return _joined(parts, xp)
 
 
 def _joined(arrays: list[Array], xp: Any, axis: int = 0) -> Array:

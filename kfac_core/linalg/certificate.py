@@ -34,8 +34,10 @@ __all__ = [
     "probe",
     "probe_of",
     "relative_norm",
+    "root_condition",
     "roundoff_units",
     "settled_eigenvalues",
+    "smallest_known",
     "spectrum_error",
 ]
 
@@ -135,18 +137,81 @@ def backward_residual(
     return residual * (smallest / unit)
 
 
-def pivot_error(lower: Array, /, *, xp: Namespace) -> Array:
-    """Estimate the relative error of solving with ``L L^T``, shape (...).
+def pivot_error(lower: Array, diagonal: Array, /, *, xp: Namespace) -> Array:
+    """Estimate the relative error of solving with ``L L^T = M``, shape (...).
 
-    Roundoff times the square of the largest over the smallest diagonal entry of L, which
-    is at most the condition number of ``L L^T``.
+    Roundoff times the largest diagonal entry of M over the square of the smallest of L,
+    which is at most the condition number of M.
+
+    Parameters
+    ----------
+    lower : array, shape (..., n, n)
+        Factor L.
+    diagonal : array, shape (..., n)
+        Diagonal of M.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array, shape (...)
+        The estimate.
     """
-    pivots = xp.linalg.diagonal(lower)
-    smallest = xp.min(pivots, axis=-1)
+    smallest = xp.min(xp.linalg.diagonal(lower), axis=-1)
     unit = xp.where(smallest > 0, smallest, xp.ones_like(smallest))
+    largest = xp.max(diagonal, axis=-1)
+    largest = xp.where(largest > 0, largest, xp.zeros_like(largest))
     # Roundoff first: the squares of huge ratios overflow.
-    ratio = xp.max(pivots, axis=-1) / unit
+    ratio = xp.sqrt(largest) / unit
     return float(xp.finfo(lower.dtype).eps) * ratio * ratio
+
+
+def root_condition(lower: Array, /, *, xp: Namespace) -> Array:
+    """Estimate the condition number of L, shape (...): infinite where a pivot is not > 0.
+
+    The root of the largest diagonal entry of ``L L^T`` over the smallest of L.  With L
+    rounded to a dtype, or computed by a QR decomposition in it, the error of solving with
+    L is roundoff times this.
+    """
+    smallest = xp.min(xp.linalg.diagonal(lower), axis=-1)
+    positive = smallest > 0
+    unit = xp.where(positive, smallest, xp.ones_like(smallest))
+    rows = xp.linalg.vector_norm(xp.tril(lower), axis=-1)
+    ratio = xp.max(rows, axis=-1) / unit
+    return xp.where(positive, ratio, xp.full_like(ratio, xp.inf))
+
+
+def smallest_known(
+    lowers: Sequence[Array], stored: float, /, *, xp: Namespace
+) -> Array:
+    """Return the smallest gap to a correlation of 1 that is known, 0-d.
+
+    Correlations of moments are ``L^-1 M L^-T``, so that an error of storing M is amplified
+    by the condition number of the moments whose root L is.
+
+    Parameters
+    ----------
+    lowers : sequence of array, shape (n, n)
+        Roots L of damped moments.
+    stored : float
+        Roundoff of the dtype in which the moments were stored.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array, 0-d
+        That roundoff times the largest condition number, over the limit of residuals;
+        zero if the roots are of the dtype of storage, which has checks of its own.
+    """
+    worst = xp.zeros_like(lowers[0][0, 0])
+    if stored <= float(xp.finfo(worst.dtype).eps):
+        return worst
+    for lower in lowers:
+        condition = root_condition(lower, xp=xp)
+        error = stored * condition * condition / RESIDUAL_LIMIT
+        worst = xp.where(error > worst, error, worst)
+    return worst
 
 
 def cholesky_residual(

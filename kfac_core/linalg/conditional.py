@@ -26,6 +26,7 @@ from __future__ import annotations
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of
 from kfac_core.array.structure import structure
+from kfac_core.linalg.certificate import smallest_known
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series_chain import (
     Root,
@@ -70,6 +71,7 @@ def conditional(
     next_output_root: Root,
     /,
     *,
+    stored: float = 0.0,
     xp: Namespace,
 ) -> tuple[Link, WeightedRoots]:
     """Return Psi and Sigma of layer i, given layer i + 1.
@@ -81,6 +83,8 @@ def conditional(
         shapes (n_i, n_(i+1)) and (m_i, m_(i+1)), as ``lagged``.
     next_input_root, next_output_root : Root
         Roots of the damped moments of layer i + 1.
+    stored : float
+        See `kfac_core.linalg.certificate.smallest_known`.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -98,7 +102,10 @@ def conditional(
     P_A, K_A, D_A, s_A, clipped_A, flags_A = _side(input_root, next_input_root, xp)
     P_G, K_G, D_G, s_G, clipped_G, flags_G = _side(output_root, next_output_root, xp)
     W = 1.0 - s_A[:, None] * s_G[None, :]
-    flags = flags_A | flags_G | positive_flags(W, xp.ones_like(s_A[0]), xp)
+    roots = (input_root, next_input_root, output_root, next_output_root)
+    known = smallest_known([root.root for root in roots], stored, xp=xp)
+    flags = flags_A | flags_G
+    flags = flags | positive_flags(W, xp.ones_like(s_A[0]), xp, known=known)
     clipped = xp.where(clipped_A > clipped_G, clipped_A, clipped_G)
     return Link(P_A, P_G), WeightedRoots(K_A, D_A, K_G, D_G, W, clipped, flags)
 

@@ -16,7 +16,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import known_true
 from kfac_core.array.namespaces import own_namespace, status_unless
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array.structure import replaced, structure, without_scalars
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
@@ -215,7 +215,8 @@ def eigendecomposition(
     basis: Eigendecomposition = with_fallbacks(
         attempt, problem, _no_eigendecomposition, **options
     )
-    return basis
+    # Blocks that share a factor keep the same basis.
+    return without_scalars(basis)
 
 
 def problem_flags(problem: DampedMatrix, finite: Array, xp: Namespace, /) -> Conditions:
@@ -274,7 +275,8 @@ def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
     lower = _lower(problem, valid, xp)
     residual = cholesky_residual(lower, z, image, xp=xp)
     # L L^T is always close to M.  Solving with L is not, where M is ill-conditioned.
-    solving = pivot_error(lower, xp=xp)
+    diagonal = problem.factor[..., None] * problem.matrix.diagonal()
+    solving = pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
     residual = xp.where(residual > solving, residual, solving)
     positive = lower[..., -1, -1] > 0
     if not known_true(positive, xp=xp):
@@ -391,7 +393,17 @@ def _clipped_cholesky(
     signs = xp.where(xp.linalg.diagonal(R) < 0, -ones, ones)
     lower = xp.matrix_transpose(R * signs[..., :, None])
     status = xp.zeros_like(fallback)
-    return CholeskyFactor(lower, status, residual, basis.clipped, fallback)
+    factor = CholeskyFactor(lower, status, residual, basis.clipped, fallback)
+    error = float(xp.max(factor.rounding_error()))
+    if not error <= RESIDUAL_LIMIT:
+        raise FactorizationError(
+            f"with damping {float(xp.max(problem.shift)):.1e} the Cholesky factor of a "
+            f"{problem.size} x {problem.size} matrix is too ill-conditioned to solve with "
+            f"(relative error {error:.0e}, limit {RESIDUAL_LIMIT}). Increase `damping`, or "
+            "take products by the inverse or the eigenbasis.",
+            factor=name,
+        )
+    return factor
 
 
 def _clipped_inverse(

@@ -29,6 +29,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype, leaves, replaced
 from kfac_core.errors import DampingError, FactorizationError, NotFiniteError
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 
 __all__ = [
     "Fallback",
@@ -344,11 +345,13 @@ def in_narrow_dtype(
     Parameters
     ----------
     made : structure with a ``status``
-        Factorization.
+        Factorization.  If it has a method ``rounding_error``, that is the relative error
+        that rounding its numbers makes, and has the limit of residuals.
     dtype : dtype
         Dtype of the result.
     check : {"raise", "status"}
-        Whether numbers beyond the range of the dtype raise, or set a flag.
+        Whether numbers beyond the range or the precision of the dtype raise, or set a
+        flag.
     name : str
         Name used in error messages.
     xp : namespace
@@ -362,7 +365,8 @@ def in_narrow_dtype(
     Raises
     ------
     FactorizationError
-        If a number is beyond the range of the dtype (``check="raise"``).
+        If a number is beyond the range of the dtype, or rounding changes the result too
+        much (``check="raise"``).
     """
     if next(x for _, x in leaves(made) if _is_floating(x, xp)).dtype == dtype:
         return made
@@ -371,11 +375,14 @@ def in_narrow_dtype(
     for path, x in leaves(narrow):
         if _is_floating(x, xp) and path not in ("residual", "clipped"):
             good = good & xp.all(xp.isfinite(x))
+    rounding_error = getattr(narrow, "rounding_error", None)
+    if rounding_error is not None:
+        good = good & xp.all(rounding_error() <= RESIDUAL_LIMIT)
     if check == "raise":
         if not bool(good):
             raise FactorizationError(
-                f"a factorization has numbers beyond the range of {dtype}. Increase "
-                '`damping`, or take Precision(apply="float64").',
+                f"a factorization is beyond the range or the precision of {dtype}. "
+                'Increase `damping`, or take Precision(apply="float64").',
                 factor=name,
             )
         return narrow  # type: ignore[no-any-return]

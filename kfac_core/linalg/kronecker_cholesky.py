@@ -22,12 +22,16 @@ triangular; an orthogonal factor for each makes them so:
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import structure
+from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import FactorizationError
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.cholesky import damped_cholesky, is_positive_factor
 from kfac_core.linalg.fallback import first_flag, guarded, with_fallbacks
 from kfac_core.linalg.groups import side_by_side
@@ -109,53 +113,81 @@ class KroneckerCholesky:
 
 
 def spectral_cholesky(
-    columns: Array, basis: Array, /, *, check: Check, name: str
+    left: Array, spectrum: Array, right: Array, /, *, check: Check, name: str
 ) -> KroneckerCholesky:
-    """Return the Cholesky factor of ``(I (x) Q) [M_k]_k (I (x) Q^T)``.
+    """Return the Cholesky factor of ``(P (x) Q) diag(d) (P (x) Q)^T``.
 
     Parameters
     ----------
-    columns : array, shape (..., m, n, n)
-        The M_k, symmetric positive definite, both triangles: for ``S A (x) G + lam I``
-        they are ``S g_k A + lam I``, and for ``(P (x) Q) diag(d) (P (x) Q)^T`` they are
-        ``P diag(d_k) P^T`` of column k of d.
-    basis : array, shape (..., m, m)
+    left : array, shape (..., n, n)
+        P, orthogonal.
+    spectrum : array, shape (..., n, m)
+        d, positive.
+    right : array, shape (..., m, m)
         Q, orthogonal.
     check : {"raise", "status"}
-        Whether a matrix that is not positive definite raises, or is reported.
+        Whether a matrix that is not positive definite, or a factor that is inaccurate,
+        raises or is reported.
     name : str
         Name of the block in error messages.
 
     Returns
     -------
     KroneckerCholesky
-        The factor.
+        The factor, in the dtype of the arguments.
 
     Raises
     ------
     FactorizationError
-        If the matrix is not positive definite (``check="raise"``).
+        If the matrix is not positive definite, or solving with its factor, in the dtype of
+        the arguments, is inaccurate in every precision (``check="raise"``).
+
+    Notes
+    -----
+    The residual compares ``L^-T L^-1 z`` with ``(P (x) Q) diag(1/d) (P (x) Q)^T z`` for one
+    fixed vector z: two solves, beside the factorization.
     """
-    xp = array_api_compat.array_namespace(columns)
-    problem = _Columns(columns, basis)
-    return with_fallbacks(
+    xp = array_api_compat.array_namespace(spectrum)
+    problem = _Spectral(left, spectrum, right)
+    made: KroneckerCholesky = with_fallbacks(
         _attempt, problem, _not_positive, check=check, name=name, xp=xp
     )
+    # What was made in float64 is looked at again as it is used.
+    if check == "raise" and not bool(problem.residual(made, xp) <= RESIDUAL_LIMIT):
+        _not_positive(problem, made, name, xp)
+    return made
 
 
 @structure()
-class _Columns:
+class _Spectral:
     """The arguments of `spectral_cholesky`."""
 
-    columns: Array
-    basis: Array
+    left: Array
+    spectrum: Array
+    right: Array
+
+    def residual(self, made: KroneckerCholesky, xp: Namespace) -> Array:
+        """Return the relative error of solving with a factor, 0-d."""
+        P, Q, d = self.left, self.right, self.spectrum
+        n, m = d.shape[-2:]
+        z = probe(n * m, dtype=d.dtype, device=device_of(d), xp=xp)
+        z = xp.broadcast_to(xp.reshape(z, (n, m)), d.shape)
+        expected = xp.matrix_transpose(P) @ z @ Q / d
+        expected = P @ expected @ xp.matrix_transpose(Q)
+        found = made.solve(made.solve(z, transpose=False), transpose=True)
+        column = (*d.shape[:-2], n * m, 1)
+        error, scale = (xp.reshape(x, column) for x in (found - expected, expected))
+        return xp.max(relative_norm(error, scale, xp=xp))
 
 
-def _attempt(problem: _Columns, xp: Namespace) -> KroneckerCholesky:
-    basis = problem.basis
-    finite = xp.all(xp.isfinite(problem.columns)) & xp.all(xp.isfinite(basis))
-    M = guarded(finite, problem.columns, 1.0, xp=xp)
-    Q = guarded(finite, basis, 1.0, xp=xp)
+def _attempt(problem: _Spectral, xp: Namespace) -> KroneckerCholesky:
+    P, Q, d = problem.left, problem.right, problem.spectrum
+    finite = xp.all(xp.isfinite(d)) & xp.all(xp.isfinite(P)) & xp.all(xp.isfinite(Q))
+    P, Q = (guarded(finite, basis, 1.0, xp=xp) for basis in (P, Q))
+    d = xp.where(finite, d, xp.ones_like(d))
+    # In the basis (I (x) Q) the matrix is m matrices of size n.
+    each = P[..., None, :, :]
+    M = (each * xp.matrix_transpose(d)[..., None, :]) @ xp.matrix_transpose(each)
     M = 0.5 * (M + xp.matrix_transpose(M))
     columns = damped_cholesky(SymmetricMatrix(M, full_storage=True), 0.0, xp=xp)
     good = is_positive_factor(columns, xp=xp)
@@ -166,19 +198,28 @@ def _attempt(problem: _Columns, xp: Namespace) -> KroneckerCholesky:
     blocks = 0.5 * (blocks + xp.matrix_transpose(blocks))
     corners = damped_cholesky(SymmetricMatrix(blocks, full_storage=True), 0.0, xp=xp)
     positive = xp.all(good) & xp.all(is_positive_factor(corners, xp=xp))
-    all_good = finite & positive
-    status = first_flag((all_good, Status.NOT_POSITIVE), xp=xp)
-    columns = xp.where(all_good, columns, xp.full_like(columns, xp.nan))
-    fallback = xp.zeros_like(status)
-    return KroneckerCholesky(columns, corners, basis, status, fallback)
+    whole = finite & positive
+    corners = guarded(whole, corners, 1.0, xp=xp)
+    status = xp.zeros((), dtype=xp.int32, device=device_of(d))
+    made = KroneckerCholesky(
+        guarded(whole, safe, 1.0, xp=xp), corners, problem.right, status, status
+    )
+    status = first_flag(
+        (whole, Status.NOT_POSITIVE),
+        (problem.residual(made, xp) <= RESIDUAL_LIMIT, Status.INACCURATE),
+        xp=xp,
+    )
+    columns = xp.where(whole, columns, xp.full_like(columns, xp.nan))
+    return replaced(made, columns=columns, status=status)
 
 
 def _not_positive(
-    problem: _Columns, made: KroneckerCholesky, name: str, xp: Namespace
-) -> KroneckerCholesky:
+    problem: _Spectral, made: KroneckerCholesky, name: str, xp: Namespace
+) -> NoReturn:
     raise FactorizationError(
-        "the exactly damped block is not positive definite in any precision that there is "
-        "here. Increase `damping`.",
+        "the Cholesky factor of the exactly damped block is not accurate in any precision "
+        "that there is here: the block is too ill-conditioned. Increase `damping`, or take "
+        "products by the inverse, powers or `sample`.",
         factor=name,
     )
 

@@ -3,7 +3,8 @@
 Conventions.  K equal blocks of size c, then ``tail`` further diagonal entries (0 or 1)
 that hold only the shift d; ``u = [1_K (x) mu, 1]``.  What comes of a convolution whose
 activations are taken as uncorrelated between positions.  Solved by Sherman-Morrison with
-one factorization of size c; triangular factors and powers other than 1 and -1 have no
+one factorization of size c, or, where that fails its residual check, by the inverse of the
+dense matrix; triangular factors and powers other than 1 and -1 have no
 such form, and are made from the dense matrix.
 """
 
@@ -14,10 +15,15 @@ from typing import Any
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of
-from kfac_core.array.status import Check
+from kfac_core.array.namespaces import cast, device_of, status_unless
+from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.linalg.certificate import Spectrum
+from kfac_core.linalg.certificate import (
+    RESIDUAL_LIMIT,
+    Spectrum,
+    probe,
+    relative_norm,
+)
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.shifted import (
@@ -93,6 +99,8 @@ class ShiftedRankOne:
         made, options = self, Reporting(check=check, name=name)
         if "inverse" in factorizations:
             made = replaced(made, block=self.block.prepared("inverse", **options))
+            if "inverse" not in self.factorizations:
+                made = made._checked(**options)
         dense = tuple(f for f in factorizations if f != "inverse")
         if dense:
             whole = made._dense_matrix().prepared(*dense, **options)
@@ -128,14 +136,16 @@ class ShiftedRankOne:
         return product + xp.matmul(u, xp.matmul(xp.matrix_transpose(u), v))
 
     def solve(self, v: Array, /) -> Array:
-        """Return ``M^-1 v`` by Sherman-Morrison; ``2 K c^2 k`` flops."""
-        xp = self._xp()
+        """Return ``M^-1 v`` by Sherman-Morrison; ``2 K c^2 k`` flops.
+
+        The homogeneous coordinate is eliminated first, by its diagonal entry ``1 + d``:
+        ``d`` alone, which may be tiny, is never divided by.
+        """
         if v.ndim > 2:
-            return side_by_side(self.solve, v, 2, xp=xp)
-        u = self._vector()
-        base, w = self._solve_base(v), self._solve_base(u)
-        gain = 1.0 / (1.0 + xp.matmul(xp.matrix_transpose(u), w))
-        return base - w * gain * xp.matmul(xp.matrix_transpose(w), v)
+            return side_by_side(self.solve, v, 2, xp=self._xp())
+        if self.whole is not None and self.whole.inverse is not None:
+            return self.whole.solve(v)
+        return self._solve(v)
 
     def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
         """Return ``v M^-1``."""
@@ -157,10 +167,12 @@ class ShiftedRankOne:
     def logdet(self) -> Array:
         """Return ``log det M``, 0-d, by the matrix determinant lemma."""
         xp = self._xp()
-        u = self._vector()
-        inner = xp.matmul(xp.matrix_transpose(u), self._solve_base(u))
-        rest = self.tail * xp.log(self.shift) if self.tail else 0.0
-        return self.repeats * self.block.logdet() + rest + xp.log(1.0 + inner[0, 0])
+        weight, _ = self._elimination(xp)
+        mean = self._body()
+        inner = xp.matmul(xp.matrix_transpose(mean), self._solve_body(mean))
+        rest = xp.log1p(self.shift) if self.tail else 0.0
+        lemma = xp.log1p(weight * inner[0, 0])
+        return self.repeats * self.block.logdet() + rest + lemma
 
     def trace(self, *, shifted: bool) -> Array:
         """Return the trace, 0-d."""
@@ -206,21 +218,63 @@ class ShiftedRankOne:
         done = xp.reshape(function(side), (c, self.repeats, columns))
         return xp.reshape(xp.permute_dims(done, (1, 0, 2)), (self.repeats * c, columns))
 
-    def _solve_base(self, v: Array) -> Array:
-        """Solve without the rank-one term."""
-        xp = self._xp()
-        solved = self._by_block(v, self.block.solve)
+    def _solve(self, v: Array) -> Array:
+        """Return ``M^-1 v`` by the block and the mean."""
+        xp, mean = self._xp(), self._body()
+        weight, corner = self._elimination(xp)
+        body = v[: mean.shape[0], :]
         if self.tail:
-            solved = xp.concat([solved, v[-1:, :] / self.shift], axis=0)
-        return solved
+            body = body - mean * (v[-1:, :] / corner)
+        base, w = self._solve_body(body), self._solve_body(mean)
+        gain = weight / (1.0 + weight * xp.matmul(xp.matrix_transpose(mean), w))
+        solved = base - w * gain * xp.matmul(xp.matrix_transpose(w), body)
+        if not self.tail:
+            return solved
+        last = (v[-1:, :] - xp.matmul(xp.matrix_transpose(mean), solved)) / corner
+        return xp.concat([solved, last], axis=0)
+
+    def _elimination(self, xp: Namespace) -> tuple[Array, Array]:
+        """Return the weight of the means without the last coordinate, and its pivot.
+
+        ``1 - 1 / (1 + d) = d / (1 + d)`` and ``1 + d``; 1 and 1 without that coordinate.
+        """
+        one = xp.ones_like(self.shift)
+        if not self.tail:
+            return one, one
+        corner = one + self.shift
+        return self.shift / corner, corner
+
+    def _solve_body(self, v: Array) -> Array:
+        """Return ``(I_K (x) (Sigma + d I))^-1 v``."""
+        return self._by_block(v, self.block.solve)
+
+    def _body(self) -> Array:
+        """Return ``1_K (x) mu``, shape (K c, 1)."""
+        return self._xp().tile(self.mean, (self.repeats,))[:, None]
 
     def _vector(self) -> Array:
         """Return u, shape (n, 1)."""
+        body = self._body()
+        if not self.tail:
+            return body
+        return self._xp().concat([body, self._xp().ones_like(body[:1])], axis=0)
+
+    def _checked(self, *, check: Check, name: str) -> ShiftedRankOne:
+        """Return the same with the dense inverse if that by the mean is inaccurate."""
         xp = self._xp()
-        body = xp.tile(self.mean, (self.repeats,))
-        if self.tail:
-            body = xp.concat([body, xp.ones_like(body[:1])])
-        return body[:, None]
+        z = probe(self.size, dtype=self.dtype, device=device_of(self.mean), xp=xp)
+        found = self._solve(self.multiply(z, shifted=True))
+        residual = relative_norm(found - z, z, xp=xp)
+        flag = status_unless(xp, residual <= RESIDUAL_LIMIT, Status.INACCURATE)
+        if check == "status":
+            block = self.block
+            assert block.inverse is not None
+            inverse = replaced(block.inverse, status=block.inverse.status | flag)
+            return replaced(self, block=replaced(block, inverse=inverse))
+        if not int(flag):
+            return self
+        options = Reporting(check=check, name=name)
+        return replaced(self, whole=self._dense_matrix().prepared("inverse", **options))
 
     def _dense_matrix(self) -> ShiftedMatrix:
         if self.whole is not None:

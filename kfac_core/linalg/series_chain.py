@@ -21,7 +21,13 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
-from kfac_core.linalg.certificate import RESIDUAL_LIMIT, eigen_residual, probe, probe_of
+from kfac_core.linalg.certificate import (
+    RESIDUAL_LIMIT,
+    eigen_residual,
+    probe,
+    probe_of,
+    smallest_known,
+)
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series import series_sum
@@ -159,7 +165,13 @@ def triangular_root(lower: Array, lagged: Array, /, *, xp: Namespace) -> Root:
 
 
 def symmetric_chain(
-    input_root: Root, output_root: Root, shares: Array, /, *, xp: Namespace
+    input_root: Root,
+    output_root: Root,
+    shares: Array,
+    /,
+    *,
+    stored: float = 0.0,
+    xp: Namespace,
 ) -> WeightedRoots:
     """Make the sum over all lags of a chain of random length, option 1.
 
@@ -169,6 +181,8 @@ def symmetric_chain(
         Roots of the two sides.
     shares : array, shape (T,)
         See `series_sum`.
+    stored : float
+        See `kfac_core.linalg.certificate.smallest_known`.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -187,7 +201,10 @@ def symmetric_chain(
     )
     k = xp.arange(1, shares.shape[0] + 1, dtype=shares.dtype, device=device_of(shares))
     W = series_sum(psi_A[:, None] * psi_G[None, :], shares, xp=xp)
-    flags = flags_A | flags_G | positive_flags(W, xp.sum(k * shares), xp)
+    lowers = input_root.root, output_root.root
+    known = smallest_known(lowers, stored, xp=xp)
+    flags = flags_A | flags_G
+    flags = flags | positive_flags(W, xp.sum(k * shares), xp, known=known)
     clipped = xp.where(clipped_A > clipped_G, clipped_A, clipped_G)
     return WeightedRoots(K_A, D_A, K_G, D_G, W, clipped, flags)
 
@@ -227,11 +244,32 @@ def excess(largest: Array, xp: Namespace) -> tuple[Array, Array]:
     return clipped, status_unless(xp, clipped <= RESIDUAL_LIMIT, Status.INACCURATE)
 
 
-def positive_flags(values: Array, unit: Array, xp: Namespace) -> Array:
-    """Return the flags of numbers to be divided by, known up to roundoff of a unit."""
+def positive_flags(
+    values: Array, unit: Array, xp: Namespace, *, known: Array | None = None
+) -> Array:
+    """Return the flags of numbers to be divided by, known up to roundoff of a unit.
+
+    Parameters
+    ----------
+    values, unit : array
+        Numbers, and what their error is relative to.
+    xp : namespace
+        Array API namespace of the arrays.
+    known : array, 0-d, optional
+        The smallest number in that unit that is known in spite of how the moments were
+        stored; see `kfac_core.linalg.certificate.smallest_known`.
+
+    Returns
+    -------
+    array of int32, 0-d
+        `Status` flags.
+    """
     smallest = xp.min(values)
     digits = 10.0 * float(xp.finfo(values.dtype).eps) / RESIDUAL_LIMIT
-    accurate = (smallest > digits * unit) | xp.logical_not(smallest > 0)
+    accurate = smallest > digits * unit
+    if known is not None:
+        accurate = accurate & (smallest >= known * unit)
+    accurate = accurate | xp.logical_not(smallest > 0)
     return status_unless(xp, smallest > 0, Status.NOT_POSITIVE) | status_unless(
         xp, accurate, Status.INACCURATE
     )

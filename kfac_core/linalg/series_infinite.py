@@ -26,6 +26,7 @@ from kfac_core.array.namespaces import device_of, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
+from kfac_core.linalg.certificate import smallest_known
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.series_chain import (
     Root,
@@ -119,7 +120,14 @@ class InfiniteChain:
 
 
 def infinite_chain(
-    input_root: Root, output_root: Root, scale: Array, /, *, check: Check, xp: Namespace
+    input_root: Root,
+    output_root: Root,
+    scale: Array,
+    /,
+    *,
+    check: Check,
+    stored: float = 0.0,
+    xp: Namespace,
 ) -> InfiniteChain:
     """Make the sum over all lags of a chain of infinite length, option 2.
 
@@ -131,6 +139,8 @@ def infinite_chain(
         S, the mean number of steps.
     check : {"raise", "status"}
         Whether values may be read, for the number of doublings.
+    stored : float
+        See `kfac_core.linalg.certificate.smallest_known`.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -153,7 +163,10 @@ def infinite_chain(
     )
     gaps = 1.0 - m_A[:, None] * m_G[None, :]
     doublings, converged = _doublings(P, Q, check, xp)
-    flags = flags_A | flags_G | positive_flags(gaps, xp.ones_like(m_A[0]), xp)
+    lowers = input_root.root, output_root.root
+    known = smallest_known(lowers, stored, xp=xp)
+    flags = flags_A | flags_G
+    flags = flags | positive_flags(gaps, xp.ones_like(m_A[0]), xp, known=known)
     flags = flags | status_unless(xp, converged, Status.INACCURATE)
     clipped = xp.where(clipped_A > clipped_G, clipped_A, clipped_G)
     R, L = input_root.root, output_root.root

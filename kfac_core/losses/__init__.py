@@ -9,7 +9,7 @@ Randomness is always an argument.
 
 from kfac_core.losses.bernoulli import Bernoulli
 from kfac_core.losses.categorical import Categorical
-from kfac_core.losses.drawn import drawn_vectors
+from kfac_core.losses.drawn import Positions, drawn_vectors
 from kfac_core.losses.gaussian import Gaussian, SquaredError
 from kfac_core.losses.gaussian_variance import GaussianLearnedVariance
 from kfac_core.losses.loss import Loss
@@ -33,6 +33,7 @@ __all__ = [
     "Loss",
     "NoiseDistribution",
     "NoiseSpec",
+    "Positions",
     "SourceVectors",
     "SquaredError",
     "curvature_matrix",

@@ -33,6 +33,14 @@ class Bernoulli(Loss):
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671: its autoencoders have this loss.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> loss = kc.losses.Bernoulli()
+    >>> loss.gradient(np.zeros((1, 2)), np.array([[0.0, 1.0]]))
+    array([[ 0.5, -0.5]])
     """
 
     noise_distribution: ClassVar[NoiseDistribution] = "uniform"

@@ -96,6 +96,15 @@ class Gaussian(_OfVariance):
     References
     ----------
     Martens (2020), arXiv:1412.1193: squared error as a likelihood.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> loss = kc.losses.Gaussian(variance=1.0)
+    >>> outputs, targets = np.array([[1.0, 3.0]]), np.array([[0.0, 1.0]])
+    >>> loss.gradient(outputs, targets)
+    array([[1., 2.]])
     """
 
     variance: float

@@ -10,6 +10,7 @@ from kfac_core.operators.kronecker import FactoredKronecker, kronecker_operator
 from kfac_core.operators.linear_map import LinearMap
 from kfac_core.operators.low_rank import LowRankOperator
 from kfac_core.operators.operator import MatrixPower, raise_for
+from kfac_core.operators.separate_bias import SeparateBias
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 from kfac_core.operators.tridiagonal import TridiagonalOperator
 
@@ -20,6 +21,7 @@ __all__ = [
     "LinearMap",
     "LowRankOperator",
     "MatrixPower",
+    "SeparateBias",
     "SpectralOperator",
     "TridiagonalOperator",
     "kronecker_operator",

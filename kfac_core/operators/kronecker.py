@@ -291,7 +291,7 @@ def kronecker_operator(
     scale : float or 0-d array
         S, positive.
     least_shift : float
-        The least number that a factored rule adds to a factor.
+        The least number that a factored rule adds to one of two factors.
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
         Factorizations to prepare now; the rest are made when needed.
     check : {"raise", "status"}
@@ -377,7 +377,7 @@ def kronecker_operator(
             lam,
             scale=S,
             unit_pi=rule == "factored_unit_pi",
-            least=least_shift,
+            least=0.0 if input is None else least_shift,
             xp=xp,
         )
         shifts = dict(zip(values, found, strict=True))

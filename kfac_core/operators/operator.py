@@ -104,6 +104,23 @@ class CurvatureOperator(LinearMap):
     tensors on the CPU without gradients.  On a device, under a tracer and on JAX looking
     would synchronize, and nothing is looked at: check the result with
     ``xp.all(xp.isfinite(result))`` where you synchronize anyway.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Kronecker())
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> V = np.ones((4, 2))
+    >>> np.allclose(F.multiply(F.multiply_inverse(V)), V)
+    True
+    >>> bool(np.isclose(F.logdet(), np.linalg.slogdet(F.to_dense())[1]))
+    True
     """
 
     @property

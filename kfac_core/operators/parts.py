@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
 
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import own_namespace, status_unless
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of, own_namespace, status_unless
 from kfac_core.array.status import Check, Status
+from kfac_core.array.structure import in_dtype
 from kfac_core.errors import FactorizationError
 from kfac_core.factors.factor import Shifted
-from kfac_core.linalg.certificate import RESIDUAL_LIMIT, spectrum_error
+from kfac_core.linalg.certificate import (
+    RESIDUAL_LIMIT,
+    probe,
+    relative_norm,
+    spectrum_error,
+)
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 
-__all__ = ["Bases", "accurate_bases", "eigenbasis_of"]
+__all__ = ["Bases", "ChainOperator", "accurate_bases", "applied_in", "eigenbasis_of"]
 
+
+class ChainOperator(Protocol):
+    """An operator that is made in the computing dtype and then rounded."""
+
+    @property
+    def like(self) -> Array:
+        """An array of the operator's library, device and dtype."""
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape of a vector."""
+
+    def flagged(self, flags: Array, /) -> Any:
+        """Return the same with more `Status` flags."""
+
+    def multiply_inverse(self, vector: Array, /) -> Array:
+        """Return ``F_damped^-1 v``."""
+
+    def sample(self, noise: Array, /) -> Array:
+        """Return a root of ``F_damped^-1`` times noise."""
+
+
+Chained = TypeVar("Chained", bound=ChainOperator)
 
 Bases = Mapping[str, Eigendecomposition | None]
 """Eigendecompositions of factors by name; None for a diagonal."""
@@ -90,6 +121,65 @@ def accurate_bases(
             factor=name,
         )
     return wide, xp.zeros_like(flags)
+
+
+def applied_in(
+    made: Chained, dtype: Any, /, *, check: Check, name: str, xp: Namespace
+) -> Chained:
+    """Return an operator in the dtype of applying, where rounding it changes little.
+
+    Parameters
+    ----------
+    made : SeriesOperator or TridiagonalOperator
+        Operator in the dtype of computing.
+    dtype : dtype
+        Dtype of the result.
+    check : {"raise", "status"}
+        Whether a loss of precision raises, or sets a flag.
+    name : str
+        Name of the block in error messages.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    SeriesOperator or TridiagonalOperator
+        Itself, if it has that dtype.
+
+    Raises
+    ------
+    FactorizationError
+        If the inverse or the root of the rounded operator, times the fixed probe, differs
+        by more than the limit of residuals (``check="raise"``).
+    """
+    if made.like.dtype == dtype:
+        return made
+    narrow = in_dtype(made, dtype, xp)
+    size = math.prod(made.stack_shape)
+    z = probe(size, dtype=made.like.dtype, device=device_of(made.like), xp=xp)
+    z = xp.reshape(z, made.stack_shape)
+    worst = xp.zeros_like(made.like)
+    for product in ("multiply_inverse", "sample"):
+        expected = getattr(made, product)(z)
+        # The result has the dtype of the vector.
+        difference = getattr(narrow, product)(z) - expected
+        column = (-1, 1)
+        error = relative_norm(
+            xp.reshape(difference, column), xp.reshape(expected, column), xp=xp
+        )
+        worst = xp.where(error > worst, error, worst)
+    flags = status_unless(xp, worst <= RESIDUAL_LIMIT, Status.INACCURATE)
+    if check == "status":
+        flagged: Chained = narrow.flagged(flags)
+        return flagged
+    if int(flags):
+        raise FactorizationError(
+            f"rounded to {dtype} the inverse of the block is off by {float(worst):.0e} "
+            f"(limit {RESIDUAL_LIMIT}). Increase `damping`, or take "
+            'Precision(apply="float64").',
+            factor=name,
+        )
+    return narrow
 
 
 def eigenbasis_of(part: Shifted, /) -> Eigendecomposition | None:

@@ -168,6 +168,12 @@ class SeriesOperator(CurvatureOperator):
         status = self.input.status() | self.output.status() | self.chain.flags
         return status if self.dense is None else status | self.dense.status()
 
+    def flagged(self, flags: Array, /) -> SeriesOperator:
+        """Return the same with more `Status` flags."""
+        return replaced(
+            self, chain=replaced(self.chain, flags=self.chain.flags | flags)
+        )
+
     def parts(self) -> dict[str, Any]:
         """Return the damped moments of lag 0."""
         return {"input": self.input, "output": self.output}

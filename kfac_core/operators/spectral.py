@@ -456,14 +456,9 @@ class SpectralOperator(CurvatureOperator):
                 "The eigenbasis of a whole matrix has no structure to factorize. Ask the "
                 "operator that it was made of."
             )
-        xp = self.namespace
         n, m = self.inner_shape[-2:]
-        Q_A, Q_G = self._basis_matrix(self.input, n), self._basis_matrix(self.output, m)
-        # In the basis (I (x) Q_G) the block is m matrices of size n.
-        spectra = xp.matrix_transpose(self._damped())[..., None, :]
-        Q = Q_A[..., None, :, :]
-        columns = xp.matmul(Q * spectra, xp.matrix_transpose(Q))
-        lower = spectral_cholesky(columns, Q_G, check=check, name=name)
+        Q_A, Q_G = self._basis_matrix(made.input, n), self._basis_matrix(made.output, m)
+        lower = spectral_cholesky(Q_A, made._damped(), Q_G, check=check, name=name)
         return replaced(made, lower=lower)
 
     def _dense(self) -> Array:

@@ -27,7 +27,7 @@ from typing import Any
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.status import Check
-from kfac_core.array.structure import structure
+from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import UnsupportedError
 from kfac_core.linalg.conditional import Link
 from kfac_core.linalg.series_chain import WeightedRoots
@@ -161,6 +161,13 @@ class TridiagonalOperator(CurvatureOperator):
             flags = self.conditionals[place].flags | self.layers[place].status()
             status = status | flags
         return status
+
+    def flagged(self, flags: Array, /) -> TridiagonalOperator:
+        """Return the same with more `Status` flags."""
+        last = self._places[-1]
+        block = self.conditionals[last]
+        block = replaced(block, flags=block.flags | flags)
+        return replaced(self, conditionals={**self.conditionals, last: block})
 
     def parts(self) -> dict[str, Any]:
         """Return the damped factors of the layers, by names such as ``"fc1/input"``."""

@@ -72,6 +72,8 @@ class Observation:
         Whether a backward pass went through any of the calls.
     weight : torch.Tensor or None
         Weights of the rows.
+    scale : float or None
+        What the loss multiplied each row's cross-entropy by; None where it was not told.
     replay : tuple or None
         Arguments of the model's call, positional and by name, and the state of the random
         numbers before it; where these are kept.
@@ -81,6 +83,7 @@ class Observation:
     rows: float = 0.0
     differentiated: bool = False
     weight: Any = None
+    scale: float | None = None
     replay: Any = None
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:
@@ -166,6 +169,7 @@ class _CallHook(_Inert):
                 grad_scale=reading.grad_scale,
                 transposed=reading.transposed,
                 examples=examples,
+                bias=not site.some_biases or module.bias is not None,
             )
             edge = edge or get_gradient_edge(y)
             held = edge.node.metadata.setdefault(id(kfac), [])
@@ -388,11 +392,14 @@ class _Walk:
             x = getattr(node, saved).detach()
             call = kc.integration.LayerCall(site.name, x)
             found.append(Reached(GradientEdge(node, 0), call, rows))
-        biases = 0
         if "bias" in site.parameters:
-            biases = len(list(self._consumers(site, "bias")))
-            if biases != len(found):
-                return f"its weight has {len(found)} uses, and its bias {biases}"
+            adding = [node for node, *_ in self._consumers(site, "bias")]
+            nodes = [reached.edge.node for reached in found]
+            if len(adding) != len(found):
+                if any(node not in nodes for node in adding):
+                    return f"its weight has {len(found)} uses, its bias {len(adding)}"
+                for reached in found:
+                    reached.call.bias = reached.edge.node in adding
         return found
 
     def _consumers(

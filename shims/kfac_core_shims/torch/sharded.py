@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed import tensor
@@ -197,7 +196,7 @@ class Division:
                 size = float(kc.steps.inner_product(given, found))
         except Exception as raised:
             error = raised
-        total = self._agreement.vote("direction", np.asarray([size]), error=error)
+        total = self._agreement.vote("direction", [size], error=error)
         clip = None
         if bound is not None:
             squared = torch.tensor(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ class Site:
         The first module that uses it.
     gathered : dict of str to torch.Tensor
         What its module reads in the place of parameters that are divided among processes.
+    some_biases : bool
+        Whether other modules share the weight that have no bias.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Site:
     parameters: dict[str, Any]
     module: Any
     gathered: dict[str, Any] = field(default_factory=dict)
+    some_biases: bool = False
 
     @property
     def layer(self) -> Any:
@@ -81,7 +84,7 @@ class Site:
         names = self.part.parameters
         for role, parameter in self.parameters.items():
             held = getattr(module, names[role], None)
-            if held is parameter:
+            if held is parameter or (held is None and self.some_biases):
                 continue
             if not hasattr(parameter, "placements") or held is None:
                 return False
@@ -183,6 +186,15 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
                 found.sites[name] = Site(
                     name=name, part=part, parameters=parameters, module=module
                 )
+            elif (
+                "bias" in parameters
+                and "bias" not in found.sites[of_key[key]].parameters
+            ):
+                # Of tied modules one has the bias, and it is not the first.
+                first = found.sites[of_key[key]]
+                found.sites[of_key[key]] = replace(
+                    first, part=part, parameters=parameters, module=module
+                )
             names.append(of_key[key])
         if names:
             found.users.append((module, names, parts.around))
@@ -191,6 +203,11 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
         if not names:
             reason = "its weight is frozen, or computed from other parameters"
         _explain(found, prefix, others, reason)
+    for site in found.sites.values():
+        weight, bias = (site.parameters.get(role) for role in ("weight", "bias"))
+        if weight is not None and bias is not None and not site.part.rows:
+            modules = users[id(weight)]
+            site.some_biases = any(getattr(m, "bias", bias) is None for m in modules)
     if not found.sites:
         reasons = sorted(set(found.reasons.values()))
         raise kc.UnsupportedError(
@@ -217,7 +234,12 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
         parameter = getattr(module, name, None)
         if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
             return False
-        return users[id(parameter)] == alike
+        own = users[id(parameter)]
+        others = [user for user in alike if user not in own]
+        if name == "bias" and others:
+            # Tied modules of which some have this bias, and the others none.
+            return all(getattr(user, "bias", None) is None for user in others)
+        return own == alike
 
     parts = describe(module, owns=owns)
     if parts is None:
