@@ -455,7 +455,7 @@ class Block:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
         if not isinstance(batch, list | tuple):
-            if not isinstance(batch, dict) and not is_structure(batch):
+            if not isinstance(batch, Batch | dict) and not is_structure(batch):
                 what = "a `Batch`, a `GradientBatch` or a sequence of `Batch`"
                 require_kind("batch", batch, Batch, what)
             return self.approximation.rows(self.layer, batch)
