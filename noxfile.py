@@ -170,11 +170,17 @@ def loops(session: nox.Session) -> None:
 @nox.session(name="tests-distributed", venv_backend="virtualenv")
 def tests_distributed(session: nox.Session) -> None:
     """Run the tests of several processes, and the examples: gloo, MPI, JAX's devices."""
-    session.install("-e", ".[torch,mpi,jax]", "mpich", *group("test"), *TORCH_CPU)
+    session.install(
+        *("-e", ".[torch,mpi,jax]", "mpich", "accelerate", "lightning"),
+        *(*group("test"), *TORCH_CPU),
+    )
     session.run(
-        *("pytest", "--backend=numpy", "conformance_tests/distributed"),
-        *session.posargs,
-        env={"KFAC_CORE_TEST_PROCESSES": "torch,mpi,jax"},
+        *("pytest", "--backend=numpy"),
+        *("conformance_tests/distributed/test_processes.py", *session.posargs),
+        env={
+            **quick_to_compile(session),
+            "KFAC_CORE_TEST_PROCESSES": "torch,mpi,jax",
+        },
     )
 
 

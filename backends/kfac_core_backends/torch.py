@@ -77,9 +77,9 @@ def array_problem(x: Any, /) -> str | None:
         return f"a tensor of layout {x.layout}; call its `to_dense()`"
     if x.is_quantized:
         return f"a quantized tensor ({x.dtype}); call its `dequantize()`"
-    if x.device.type == "meta":
+    if x.is_meta:
         return "a tensor on the device meta, which has no numbers"
-    if type(x).__module__.startswith("torch.masked"):
+    if type(x) is not torch.Tensor and type(x).__module__.startswith("torch.masked"):
         return "a masked tensor; fill it, and give a mask"
     return None
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-import kfac_core
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import device_of, is_finite_number, own_namespace
 from kfac_core.array.structure import leaves, map_structure, replaced
@@ -39,7 +38,7 @@ from kfac_core.distributed.reduction import (
     summed_at_owners,
 )
 from kfac_core.distributed.remote import RemoteOperator
-from kfac_core.distributed.replicas import require_same
+from kfac_core.distributed.replicas import code_digest, require_same
 from kfac_core.distributed.whole_batch import counts_first, in_whole_batch, no_arrays
 from kfac_core.errors import KFACError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
@@ -565,7 +564,7 @@ class DistributedExecutor:
             "the network": repr(self.network._parts),
             "the options": repr(options),
             "the placement": self.placement.digest(),
-            "the version of kfac_core": kfac_core.__version__,
+            "the code of kfac_core": code_digest(),
         }
         require_same(self._communicator, told_of)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.errors import ReplicaError
 
-__all__ = ["require_same"]
+__all__ = ["code_digest", "require_same"]
 
 
 def require_same(communicator: Communicator, values: Mapping[str, Any], /) -> None:
@@ -41,6 +43,17 @@ def require_same(communicator: Communicator, values: Mapping[str, Any], /) -> No
                 f"{' and more' if len(names) > 5 else ''}. All ranks need the same "
                 "code, options and parameters, and must call the same methods."
             )
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a text that is equal for equal code of this library: of all its files."""
+    made = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        made.update(path.relative_to(folder).as_posix().encode())
+        made.update(path.read_bytes())
+    return made.hexdigest()
 
 
 def _digest(value: Any) -> str:

@@ -157,24 +157,29 @@ class _Mapped:
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
+        self._classes: set[type[Any]] = set()
         self.done: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, value: Any) -> Any:
-        if is_plain(value) or isinstance(value, Exception):
-            return value
-        if isinstance(value, tuple):
-            return tuple(map(self, value))
-        if isinstance(value, dict):
-            return {name: self(part) for name, part in value.items()}
         known = self.done.get(id(value))
         if known is not None:
             return known[1]
-        fields = fields_of(type(value))
-        if fields:
+        cls = type(value)
+        # Most are arrays of the one class that was met before.
+        if cls in self._classes:
+            made = self._function(value)
+        elif fields := fields_of(cls):
             parts = [(getattr(value, name), static) for name, static in fields]
-            made = type(value)(*[x if static else self(x) for x, static in parts])
+            made = cls(*[x if static or x is None else self(x) for x, static in parts])
+        elif isinstance(value, dict):
+            made = {name: self(part) for name, part in value.items()}
+        elif is_plain(value) or isinstance(value, Exception):
+            return value
+        elif isinstance(value, tuple):
+            return tuple(map(self, value))
         else:
             made = self._function(value)
+            self._classes.add(cls)
         self.done[id(value)] = value, made
         return made
 
@@ -198,7 +203,7 @@ def _returned_by(seen: _Mapped, xp: Namespace) -> Callable[[Any], Any]:
     def back(x: Any) -> Any:
         # An array that was only looked at is the library's own again.
         original = originals.get(id(x))
-        return found(np.asarray(x), xp=xp) if original is None else original
+        return found(x, xp=xp) if original is None else original
 
     return back
 

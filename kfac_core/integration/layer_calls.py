@@ -17,9 +17,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import array_api_compat
-
-from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import (
     Scalar,
     cast,
@@ -27,6 +25,7 @@ from kfac_core.array.namespaces import (
     own_namespace,
     wide_dtype,
 )
+from kfac_core.layers.feeding import detached_array
 from kfac_core.layers.rows import Batch
 
 __all__ = ["LayerCall", "batches_of_calls"]
@@ -92,8 +91,8 @@ class LayerCall:
         """
         if output_grad is None:
             return
-        xp = array_api_compat.array_namespace(output_grad)
-        g = backend_of(xp).detach(output_grad)
+        xp = own_namespace(output_grad)
+        g = detached_array(output_grad)
         g = cast(xp, g, wide_dtype(xp, g.dtype))
         if self.grad_shape:
             g = xp.reshape(g, self.grad_shape)

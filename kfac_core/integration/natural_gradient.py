@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.backend import backend_of
 from kfac_core.array.finite import all_finite
-from kfac_core.array.namespaces import Scalar, namespace_of, own_namespace
+from kfac_core.array.namespaces import Scalar, cast, namespace_of, own_namespace
 from kfac_core.constraints import require_one_of
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
@@ -40,7 +40,8 @@ from kfac_core.integration.schedules import (
     require_positive,
     value_at,
 )
-from kfac_core.steps.trust_region import TrustRegion, kl_clip
+from kfac_core.steps.trust_region import TrustRegion, clip_of_product
+from kfac_core.steps.vectors import dot, widest
 
 __all__ = ["NaturalGradient"]
 
@@ -308,7 +309,16 @@ class NaturalGradient:
         """
         if type(state.get("steps")) is not int:
             raise StateError(f"Expected a number of `steps` in {[*state]}.")
-        self.estimator.load_state_dict(state.get("estimator", {}))
+        estimator = state.get("estimator", {})
+        blocks = estimator.get("blocks", {})
+        paths = {path for own in blocks.values() for path in own.get("values", ())}
+        if state["steps"] and not any(path.startswith("statistics") for path in paths):
+            raise StateError(
+                f"The state is of {state['steps']} steps and has no statistics: its reader "
+                "read only what a new object has. With torch.distributed.checkpoint, save "
+                "and load DistributedState(kfac)."
+            )
+        self.estimator.load_state_dict(estimator)
         self.steps = state["steps"]
 
     def _take(
@@ -372,7 +382,10 @@ class NaturalGradient:
         found = self.estimator.precondition(gradients)
         if bound is None or not found:
             return found, None
-        clip = kl_clip(gradients, found, learning_rate=rate, bound=bound)
+        xp = own_namespace(next(x for parts in found.values() for x in parts.values()))
+        dtype = widest(gradients, found, xp=xp)
+        product = dot(gradients, found, dtype=dtype, xp=xp)
+        clip = clip_of_product(product, learning_rate=rate, bound=bound)
         scaled = {
             n: {k: x * clip.scale for k, x in parts.items()}
             for n, parts in found.items()
@@ -464,18 +477,24 @@ def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:
 
     One transfer to the host, whatever their number.
     """
-    names: list[str] = []
-    finite: list[Array] = []
-    for name, given in gradients.items():
-        for key, x in given.items():
-            what = f"The gradient of {name!r} ({key})"
-            names.append(what)
-            finite.append(all_finite(x, xp=namespace_of(**{what: x})))
-    if not finite:
+    arrays = {
+        f"The gradient of {name!r} ({key})": x
+        for name, given in gradients.items()
+        for key, x in given.items()
+    }
+    if not arrays:
         return
-    xp = own_namespace(finite[0])
-    good = backend_of(xp).to_numpy(xp.stack(finite)).tolist()
-    bad = [what for what, fine in zip(names, good, strict=True) if not fine]
+    xp = namespace_of(**arrays)
+    # A sum with NaN or infinity is not finite; one of large numbers may not be either.
+    with np.errstate(all="ignore"):
+        sums = [xp.sum(x) for x in arrays.values()]
+        finite = xp.isfinite(xp.stack([cast(xp, s, sums[0].dtype) for s in sums]))
+    good = backend_of(xp).to_numpy(finite).tolist()
+    bad = [
+        what
+        for (what, x), fine in zip(arrays.items(), good, strict=True)
+        if not (fine or bool(all_finite(x, xp=xp)))
+    ]
     if bad:
         more = f", and {len(bad) - 1} more are not" if bad[1:] else ""
         raise NotFiniteError(f"{bad[0]} is not finite{more}. Nothing was changed.")

@@ -11,9 +11,8 @@ over that of all rows.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 
@@ -89,53 +88,44 @@ def whole(x):
 
 
 def main(**how):
+    """Start the ranks, and exit with 1 if one of them fails."""
     chosen = options(__doc__, holders="auto")
-    if chosen.rank is None:
-        start(chosen.processes)
-    communicator = joined(chosen)
-    with ended():
-        holders = holders_of(chosen.holders)
-        compared(
-            lambda: train(communicator, holders, chosen.dtype, **how),
-            lambda: train(None, None, chosen.dtype),
-            rank=chosen.rank,
-            size=chosen.processes,
-            dtype=chosen.dtype,
-        )
+    # What was imported need not be imported by each rank.
+    method = "fork" if sys.platform == "linux" else "spawn"
+    context = multiprocessing.get_context(method)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=on_a_rank, args=(chosen, rank, folder, how))
+            for rank in range(chosen.processes)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    sys.exit(int(any(rank.exitcode for rank in ranks)))
 
 
-def joined(chosen):
-    """Join the other processes, and return the communicator."""
+def on_a_rank(chosen, rank, folder, how):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{chosen.store}",
-        rank=chosen.rank,
+        init_method=f"file://{folder}/store",
+        rank=rank,
         world_size=chosen.processes,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )
-    return connect("torch", timeout=TIMEOUT)
-
-
-@contextlib.contextmanager
-def ended():
-    """Leave the process group at the end."""
+    communicator = connect("torch", timeout=TIMEOUT)
+    holders = holders_of(chosen.holders)
     try:
-        yield
+        compared(
+            lambda: train(communicator, holders, chosen.dtype, **how),
+            lambda: train(None, None, chosen.dtype),
+            rank=rank,
+            size=chosen.processes,
+            dtype=chosen.dtype,
+        )
     finally:
         dist.destroy_process_group()
-
-
-def start(processes):
-    """Start this program once for each rank, and exit with the first failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *sys.argv, "--store", f"{folder}/store"]
-        ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)])
-            for rank in range(processes)
-        ]
-        codes = [rank.wait() for rank in ranks]
-    sys.exit(next((1 for code in codes if code), 0))
 
 
 if __name__ == "__main__":

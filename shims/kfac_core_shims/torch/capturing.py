@@ -9,9 +9,9 @@ than its modules has used is either read there too (a matrix product), or left a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
@@ -90,7 +90,7 @@ class Observation:
         """Note when a backward pass reaches a call, and take its gradient if empirical."""
         # A hook that held the node that it is of would keep the graph for ever.
         call = reached.call if empirical else None
-        take = replace(reached, edge=None).take
+        take = Reached(None, reached.call, reached.columns, reached.share).take
         noted = partial(_note, self, call, reached.edge.output_nr, take)
         reached.edge.node.register_prehook(noted)
 
@@ -334,7 +334,7 @@ class _Walk:
         self.recorded: list[tuple[GradientEdge, Any]] = []
         self.leaves: dict[int, Any] = {}
         self.seen: set[Any] = set()
-        incoming: Counter[Any] = Counter()
+        incoming: dict[Any, int] = defaultdict(int)
         readers: list[tuple[Any, int]] = []
         todo = [root]
         while todo:
@@ -348,10 +348,11 @@ class _Walk:
                 if below is None:
                     continue
                 incoming[below] += 1
-                variable = getattr(below, "variable", None)
-                if variable is None:
+                kind: Any = type(below)
+                if not _is_leaf(kind):
                     todo.append(below)
                 else:
+                    variable = below.variable
                     readers.append((node, id(variable)))
                     self.leaves[id(variable)] = below
         self.uses: Counter[int] = Counter()
@@ -432,6 +433,12 @@ class _Walk:
                     exact = (start, stop) == (own.start, own.stop)
                     rows = slice(own.start - start, own.stop - start)
                     yield parent, place, None if exact else rows, flipped
+
+
+@cache
+def _is_leaf(kind: Hashable) -> bool:
+    """Whether nodes of a class accumulate the gradient of a tensor."""
+    return hasattr(kind, "variable")
 
 
 def _swaps(node: Any, name: str) -> bool:

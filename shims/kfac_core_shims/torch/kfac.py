@@ -279,6 +279,11 @@ class KFAC(kc.integration.NaturalGradient):
         self.estimator.damping = kc.integration.value_at(damping, self.steps)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether parameters are divided among processes."""
+        return self._division is not None
+
+    @property
     def wants_outputs(self) -> bool:
         """Whether a forward pass now is to be observed."""
         return self.wants_statistics or self.reduction == "sum" or self._keep

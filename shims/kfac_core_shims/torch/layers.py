@@ -476,28 +476,43 @@ class _Unit:
     between scales of one and zero is taken.
     """
 
-    def __init__(self, module: Any, weight: str, bias: str, *, plain: bool) -> None:
+    def __init__(self, module: Any, weight: str, *, plain: bool) -> None:
         values = (1.0,) if plain else (1.0, 0.0)
-        self.copies = [_filled(module, weight, bias, value) for value in values]
+        self.copies = [_filled(module, weight, value) for value in values]
+        self.weight, self.buffers = weight, any(True for _ in module.buffers())
 
     def __call__(self, module: Any, x: Any) -> Any:
         found = []
         for copied in self.copies:
-            copied.training = module.training
-            if next(copied.parameters()).device != x.device:
+            if copied.training != module.training:
+                copied.training = module.training
+            if getattr(copied, self.weight).device != x.device:
                 copied.to(x.device)
-            for mine, buffer in zip(copied.buffers(), module.buffers(), strict=True):
-                mine.copy_(buffer)
+            if self.buffers:
+                pairs = zip(copied.buffers(), module.buffers(), strict=True)
+                for mine, buffer in pairs:
+                    mine.copy_(buffer)
             found.append(copied.forward(x))
         return found[0] if len(found) == 1 else found[0] - found[1]
 
 
-def _filled(module: Any, weight: str, bias: str, value: float) -> Any:
-    copied = deepcopy(module).requires_grad_(False)
-    with torch.no_grad():
-        getattr(copied, weight).fill_(value)
-        if getattr(copied, bias, None) is not None:
-            getattr(copied, bias).zero_()
+def _filled(module: Any, weight: str, value: float) -> Any:
+    # Not a deep copy: fully_shard forbids it, and divides the parameters.  It puts
+    # classes of its own before the module's.
+    made_by = "torch.distributed."
+    kind: Any = next(
+        t for t in type(module).__mro__ if not t.__module__.startswith(made_by)
+    )
+    copied = kind.__new__(kind)
+    vars(copied).update(vars(module))
+    copied._buffers = {name: deepcopy(x) for name, x in module._buffers.items()}
+    copied._parameters = {}
+    for name, p in module._parameters.items():
+        scale = value if name == weight else 0.0
+        if p is not None:
+            made = torch.full(tuple(p.shape), scale, dtype=p.dtype, device=p.device)
+            p = nn.Parameter(made, requires_grad=False)
+        copied._parameters[name] = p
     return copied
 
 
@@ -507,7 +522,7 @@ def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
     def described(module: Any, owns: Owns) -> Parts | str:
         own_bias = owns(bias)
         shape = tuple(getattr(module, weight).shape)
-        unit = _Unit(module, weight, bias, plain=plain)
+        unit = _Unit(module, weight, plain=plain)
         layer = kc.ScaleShift(
             scale_shape=shape, shift_shape=shape if own_bias else None
         )
@@ -527,7 +542,7 @@ def _channel_norm(module: Any, owns: Owns) -> Parts | str:
     """Norms with one scale a channel, which is the axis after the examples."""
     bias = owns("bias")
     channels = len(module.weight)
-    unit = _Unit(module, "weight", "bias", plain=True)
+    unit = _Unit(module, "weight", plain=True)
     shape = (channels, 1)
     layer = kc.ScaleShift(scale_shape=shape, shift_shape=shape if bias else None)
 

@@ -87,7 +87,8 @@ def execution_of(
     like: Any = next((p.detach() for p in model.parameters()), None)
     if divided:
         # Of an operator only one process has a copy.
-        like, options["holders"] = like.to_local(), 1
+        options["holders"] = 1
+        like = like.to_local() if hasattr(like, "placements") else like
     options["like"] = like
     if execution is not None:
         options["execution"] = execution

@@ -68,7 +68,7 @@ class Site:
             g = self._own(role, parameter.grad)
             if role == "weight":
                 g = self.part.to_layer(g)
-            found[role] = g.reshape(shape)
+            found[role] = g if g.shape == shape else g.reshape(shape)
         return found
 
     def write(self, direction: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Site:
             target = self._own(role, self.parameters[role].grad)
             if role == "weight":
                 x = self.part.to_module(x)
-            target.copy_(x.reshape(target.shape))
+            target.copy_(x if x.shape == target.shape else x.reshape(target.shape))
 
     def is_in(self, module: Any) -> bool:
         """Return whether a module still holds these very parameters."""
@@ -204,9 +204,9 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
             reason = "its weight is frozen, or computed from other parameters"
         _explain(found, prefix, others, reason)
     for site in found.sites.values():
-        bias = site.parameters.get("bias")
-        if bias is not None and not site.part.rows:
-            modules = users[id(site.parameters["weight"])]
+        weight, bias = (site.parameters.get(role) for role in ("weight", "bias"))
+        if weight is not None and bias is not None and not site.part.rows:
+            modules = users[id(weight)]
             site.some_biases = any(getattr(m, "bias", bias) is None for m in modules)
     if not found.sites:
         reasons = sorted(set(found.reasons.values()))
