@@ -258,7 +258,8 @@ def types(session: nox.Session) -> None:
 @nox.session(name="types-of-pages", venv_backend="virtualenv")
 def types_of_pages(session: nox.Session) -> None:
     """Check the README's and quick starts' programs as a user's, by mypy and pyright."""
-    session.install(".[scipy,torch]", "mypy>=2.4,<3", "pyright[nodejs]", *TORCH_CPU)
+    frameworks = ".[scipy,torch,flax,keras,sklearn]"
+    session.install(frameworks, "mypy>=2.4,<3", "pyright[nodejs]", *TORCH_CPU)
     session.run("python", "docs/check_types.py", *session.posargs)
 
 
@@ -272,10 +273,10 @@ def docs(session: nox.Session) -> None:
     )
 
 
-@nox.session
+@nox.session(venv_backend="virtualenv")
 def tables(session: nox.Session) -> None:
-    """Recompute the tables of pages, and compare them: four minutes."""
-    session.install("-e", ".[demo]")
+    """Recompute the tables of pages, and compare them; `-- --check --quick` is short."""
+    session.install("-e", ".[demo,records,torch,sklearn]", *TORCH_CPU)
     session.run("python", "docs/tables.py", *(session.posargs or ["--check"]))
 
 
