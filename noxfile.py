@@ -28,6 +28,13 @@ PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 # As many processes as there are cores; a later `-n` among the arguments wins.
 PARALLEL = ("-n", "auto", "--dist", "worksteal")
 TORCH_CPU = ("-c", "constraints/torch-cpu.txt")
+# Libraries that two examples stand below, without what these have for CUDA and vision.
+CONSUMERS = (
+    "laplace-torch==0.3",
+    "curvlinops-for-pytorch==3.0.1",
+    *("backpack-for-pytorch", "unfoldNd", "einconv", "linear_operator"),
+    *("torchmetrics", "lightning-utilities"),
+)
 
 # Kernels of OpenBLAS for processors of 64-bit Intel and AMD, newest first.  Each adds in
 # an order of its own.
@@ -228,6 +235,19 @@ def third_party(session: nox.Session) -> None:
     session.run(
         *("pytest", "--backend=dpnp", *PARALLEL, *session.posargs),
         env={"OCL_ICD_FILENAMES": str(driver)},
+    )
+
+
+@nox.session(venv_backend="virtualenv")
+def consumers(session: nox.Session) -> None:
+    """Compare the examples below laplace-torch and curvlinops with these libraries."""
+    session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
+    session.install("einops", "jaxtyping", "opt_einsum", "packaging", "tqdm")
+    session.install("--no-deps", *CONSUMERS)
+    session.run(
+        *("pytest", "--backend=numpy", "conformance_tests/shims/test_consumers.py"),
+        *("conformance_tests/conformance/test_curvlinops_beside.py", *session.posargs),
+        env={"KFAC_CORE_TEST_CONSUMERS": "1"},
     )
 
 

@@ -522,31 +522,25 @@ class KFAC(kc.integration.NaturalGradient):
             )
         weight, layer = site.parameters.get("weight"), site.layer
         averages = held.averages
-        whole = {"input", "output", "repeats"} <= {*averages} and layer.groups == 1
-        shape = () if weight is None else tuple(weight.shape)
-        kinds = getattr(self.estimator.blocks[name].approximation, "factor_kinds", {})
-        full = all(kind.startswith("full") for kind in kinds.values())
-        if (
-            not (whole and full)
-            or shape[:1] != layer.matrix_shape[1:]
-            or site.part.rows
-        ):
+        sides = [s for s in ("input", "output") if s in averages]
+        values = [averages[side].value(debias=True) for side in sides]
+        whole = len(values) == 2 and all(hasattr(value, "full") for value in values)
+        plain = layer.groups == 1 and not site.part.rows
+        outputs = layer.matrix_shape[1]
+        if weight is None or not (whole and plain) or weight.shape[0] != outputs:
             raise kc.UnsupportedError(
                 f"Layer {name!r} is no product of two whole factors of one weight. Ask "
                 "kfac.estimator.operator(name)."
             )
-        A, G = (
-            averages[side].value(debias=True).full() for side in ("input", "output")
-        )
+        A, G = (value.full() for value in values)
         # Which of PyTorch's inputs each row of the block's matrix is of.
         n = len(A) - ("bias" in site.parameters)
         places = torch.arange(n, dtype=A.dtype, device=A.device)
-        rows = shape[0]
-        places = places.expand(rows, n).reshape(shape)
+        places = places.expand(outputs, n).reshape(weight.shape)
         given = {"weight": site.part.to_layer(places)}
         given["weight"] = given["weight"].reshape(layer.parameter_shapes["weight"])
         if "bias" in site.parameters:
-            given["bias"] = torch.full((rows,), n, dtype=A.dtype, device=A.device)
+            given["bias"] = torch.full((outputs,), n, dtype=A.dtype, device=A.device)
         order = torch.argsort(layer.parameters_to_matrix(given)[:, 0])
         return A[order][:, order], G, averages["repeats"].value(debias=True)
 
