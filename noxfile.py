@@ -152,14 +152,35 @@ def tests_shims(session: nox.Session) -> None:
         session.run("pytest", keras, *PARALLEL, *session.posargs, env=environment)
 
 
+@nox.session(venv_backend="virtualenv")
+def loops(session: nox.Session) -> None:
+    """Run PyTorch's training loops: plain ones, Lightning, accelerate, Hugging Face."""
+    session.install(
+        *("-e", ".[scipy,torch,sklearn]", *group("test"), "matplotlib"),
+        *("accelerate", "lightning", "peft", "transformers>=5", *TORCH_CPU),
+    )
+    folder = ROOT / "docs" / "examples" / "loops"
+    for path in sorted(folder.glob("*.py")):
+        if path.name != "problem.py":
+            session.run("python", str(path), env={"HF_HUB_OFFLINE": "1"})
+    tests = "conformance_tests/shims/test_torch_libraries.py"
+    session.run("pytest", "--backend=numpy", tests, *session.posargs)
+
+
 @nox.session(name="tests-distributed", venv_backend="virtualenv")
 def tests_distributed(session: nox.Session) -> None:
     """Run the tests of several processes, and the examples: gloo, MPI, JAX's devices."""
-    session.install("-e", ".[torch,mpi,jax]", "mpich", *group("test"), *TORCH_CPU)
+    session.install(
+        *("-e", ".[torch,mpi,jax]", "mpich", "accelerate", "lightning"),
+        *(*group("test"), *TORCH_CPU),
+    )
     session.run(
-        *("pytest", "--backend=numpy", "conformance_tests/distributed"),
-        *session.posargs,
-        env={"KFAC_CORE_TEST_PROCESSES": "torch,mpi,jax"},
+        *("pytest", "--backend=numpy"),
+        *("conformance_tests/distributed/test_processes.py", *session.posargs),
+        env={
+            **quick_to_compile(session),
+            "KFAC_CORE_TEST_PROCESSES": "torch,mpi,jax",
+        },
     )
 
 

@@ -1,30 +1,61 @@
 """Write the tables of pages by the programs that compute them, or compare them.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``.
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, in a page of `docs`
+or in the README.
 
     python docs/tables.py --write [NAME ...]
     python docs/tables.py --check [NAME ...]
+    python docs/tables.py --check --quick
 
 ``--check`` recomputes every table and fails where a number differs by more than its last
-digit.  Columns of seconds are not compared: they are another machine's.
+digit.  Columns of seconds and milliseconds are not compared: they are another machine's.
+A table whose libraries are not installed is left out, and named.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import json
 import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
 sys.path[:0] = [str(DOCS / "examples"), str(DOCS / "examples" / "training")]
 
-NUMBER = re.compile(r"[-−]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+CLOCKS = ("second", "ms a step")  # heads of columns that are not compared
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page.
+
+    Parameters
+    ----------
+    page : str
+        The page, from the top of the source tree.
+    program : callable
+        What computes it.
+    seconds : int
+        About how long that takes on one core; ``--quick`` leaves out what takes a minute.
+    needs : tuple of str
+        Modules that must be installed.
+    """
+
+    page: str
+    program: Callable[[], str]
+    seconds: int = 10
+    needs: tuple[str, ...] = ()
 
 
 def laplace_evidence() -> str:
@@ -84,12 +115,173 @@ def tuning() -> str:
     return example.table(found)
 
 
-# Each table's page and program.
-TABLES: dict[str, tuple[str, Callable[[], str]]] = {
-    "laplace evidence": ("posteriors", laplace_evidence),
-    "laplace deviations": ("posteriors", laplace_deviations),
-    "numpy_digits": ("quickstart_numpy", numpy_digits),
-    "tuning": ("tuning", tuning),
+def sklearn_digits() -> str:
+    """Return the classifiers of the NumPy quick start."""
+    return _sklearn("digits")
+
+
+def sklearn_regression() -> str:
+    """Return the regressions of the NumPy quick start."""
+    return _sklearn("regression")
+
+
+def _sklearn(name: str) -> str:
+    import warnings
+
+    example = importlib.import_module("sklearn_pair")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return example.markdown(name, example.runs(name))
+
+
+def torch_digits() -> str:
+    """Return the classifier of the PyTorch quick start."""
+    example = importlib.import_module("torch_digits")
+    run = importlib.import_module("torch_run")
+    curves = run.runs(**example.PROBLEM, seeds=3)
+    return importlib.import_module("curves").table(curves)
+
+
+def demonstration() -> str:
+    """Return the table of the demonstration, on NumPy."""
+    demo = importlib.import_module("kfac_core.cli.demo.command")
+    images = demo.load_digits(0)
+    found = {}
+    for method, rates in demo.LEARNING_RATES.items():
+        tried = [
+            demo.train(method, *images, learning_rate=rate, steps=demo.STEPS, seed=0)
+            for rate in rates
+        ]
+        found[method] = demo.best(tried)
+    target = found["Adam"].least
+    rows = []
+    for method, run in found.items():
+        place = run.reached(target)
+        steps = "not reached in 300" if place is None else str(run.steps[place])
+        losses = f"{run.losses[-1]:.2f}", f"{run.test_error:.2f}"
+        rows.append([method, f"{run.learning_rate:g}", *losses, steps])
+    heads = ["method", "learning rate", "training loss", "test error"]
+    return _markdown([*heads, "steps to Adam's loss"], rows)
+
+
+def fidelity_of(layer: str) -> str:
+    """Return the measures of every approximation for a layer."""
+    network = importlib.import_module("figures.network")
+    fidelity = importlib.import_module("figures.fidelity")
+    seen = getattr(network, layer)()
+    rows = fidelity.fidelities(seen)
+    return str(importlib.import_module("figures.table").markdown(seen, rows))
+
+
+def truncation() -> str:
+    """Return what bounded ranks lose."""
+    heads = ["$p$", "rank", "truncated part of the trace, best possible"]
+    heads += ["all rows at once", "as many rows at once as the rank"]
+    rows = importlib.import_module("truncation").rows()
+    cells = [
+        [str(power), str(rank), *(f"{100 * part:.2f}%" for part in parts)]
+        for power, rank, *parts in rows
+    ]
+    return _markdown(heads, cells)
+
+
+def drift() -> str:
+    """Return the ratios and errors of a basis that follows a matrix."""
+    heads = [
+        "spectrum, share",
+        "$r$ before",
+        "$r$ after",
+        r"error, $\lambda = 0.1 w_1$",
+    ]
+    heads += ["$0.01 w_1$", "$0.001 w_1$", "$r$, ascending"]
+    heads += ["error, ascending, $0.01 w_1$"]
+    return _markdown(heads, importlib.import_module("drift").rows()[0])
+
+
+def influence() -> str:
+    """Return the rank correlations with retraining: means over five seeds."""
+    import numpy as np
+
+    example = importlib.import_module("influence")
+    runs = [example.correlations(examples=60, queries=40, seed=s) for s in range(5)]
+    decay, mean = "the weight decay", "0.1 of the mean eigenvalue"
+    names = {
+        "Gauss-Newton, whole network": ("Gauss-Newton, whole network, dense", decay),
+        "Gauss-Newton, layer by layer": ("Gauss-Newton, layer by layer, dense", decay),
+        "EKFAC": ("EKFAC", decay),
+        "K-FAC": ("K-FAC", decay),
+        "EKFAC, 0.1 of the mean": ("EKFAC", mean),
+        "K-FAC, 0.1 of the mean": ("K-FAC", mean),
+        "gradients alone": ("none, gradients alone", ""),
+    }
+    rows = []
+    for key, cells in names.items():
+        rho, slope = np.mean([run[key] for run in runs], axis=0)
+        rows.append([*cells, f"{rho:.3f}", f"{slope:.2f}"])
+    heads = ["curvature", "damping", "rank correlation", "actual / predicted"]
+    return _markdown(heads, rows)
+
+
+def methods_on(problem: str) -> str:
+    """Return the comparison of all methods on a problem; ``METHODS_JSON`` is read."""
+    command = importlib.import_module("methods.command")
+    if recorded := os.environ.get("METHODS_JSON"):
+        result = json.loads(Path(recorded).read_text(encoding="utf-8"))
+    else:
+        result = command.compared(command.parser().parse_args(["--problem", problem]))
+    part = result["problems"][problem]
+    return str(importlib.import_module("methods.table").table(part))
+
+
+def conformance() -> str:
+    """Return the results of the adapters; a peer that is not installed keeps its row."""
+    kit = importlib.import_module("kfac_core_conformance")
+    records = sorted((ROOT / "conformance_tests" / "records").glob("*.safetensors"))
+    checks = [
+        *kit.identity_checks(),
+        *(c for path in records for c in kit.record_checks(path)),
+    ]
+    lines = _parts("conformance")[1].splitlines()
+    for place, (adapter, module) in enumerate(_ADAPTERS, start=2):
+        if importlib.util.find_spec(module) is None:
+            continue
+        library = kit.load_adapter(adapter)
+        statuses = [kit.run_check(library, check).status for check in checks]
+        counts = [
+            f"{statuses.count(s):,}"
+            for s in ("holds", "differs", "raised", "not offered")
+        ]
+        name = lines[place].split("|")[1].strip()
+        lines[place] = f"| {' | '.join([name, *counts])} |"
+    return "\n".join(lines)
+
+
+_EXAMPLES = "docs/examples/adapters/"
+_ADAPTERS = (
+    ("kfac_core_conformance.own:Own", "kfac_core"),
+    (f"{_EXAMPLES}curvlinops_adapter.py:Curvlinops", "curvlinops"),
+    (f"{_EXAMPLES}kfac_jax_adapter.py:KfacJax", "kfac_jax"),
+    (f"{_EXAMPLES}kfac_jax_adapter.py:Unmasked", "kfac_jax"),
+)
+
+TABLES = {
+    "demonstration": Table("README.md", demonstration, 70, ("sklearn",)),
+    "laplace evidence": Table("docs/posteriors.md", laplace_evidence),
+    "laplace deviations": Table("docs/posteriors.md", laplace_deviations),
+    "numpy_digits": Table("docs/quickstart_numpy.md", numpy_digits, 60),
+    "sklearn digits": Table("docs/quickstart_numpy.md", sklearn_digits, 60),
+    "sklearn regression": Table("docs/quickstart_numpy.md", sklearn_regression, 60),
+    "torch_digits": Table("docs/quickstart_torch.md", torch_digits, 60, ("torch",)),
+    "tuning": Table("docs/tuning.md", tuning, 100),
+    "dense layer": Table("docs/choosing.md", partial(fidelity_of, "dense")),
+    "convolution": Table("docs/choosing.md", partial(fidelity_of, "convolution")),
+    "recurrent layer": Table("docs/choosing.md", partial(fidelity_of, "recurrent")),
+    "truncation": Table("docs/cheaper.md", truncation),
+    "drift": Table("docs/roots.md", drift),
+    "influence": Table("docs/influence.md", influence, 60),
+    "autoencoder": Table("docs/methods.md", partial(methods_on, "autoencoder"), 300),
+    "classifier": Table("docs/methods.md", partial(methods_on, "classifier"), 300),
+    "conformance": Table("docs/conformance.md", conformance, 20),
 }
 
 
@@ -120,19 +312,24 @@ def differences(table: str, printed: str) -> list[str]:
 def _agree(line: str, other: str, heads: list[str]) -> bool:
     pairs = zip(line.split("|"), other.split("|"), heads, strict=True)
     for mine, theirs, head in pairs:
-        if "second" in head:
+        if any(clock in head for clock in CLOCKS):
             continue
         if NUMBER.sub("", mine) != NUMBER.sub("", theirs):
             return False
         for a, b in zip(NUMBER.findall(mine), NUMBER.findall(theirs), strict=True):
-            decimals = len(a.partition(".")[2])
-            if abs(_value(a) - _value(b)) > 1.001 * 10.0**-decimals:
+            if abs(_value(a) - _value(b)) > 1.001 * _last_digit(a):
                 return False
     return True
 
 
+def _last_digit(number: str) -> float:
+    """Return what one more in the last digit of a number adds."""
+    mantissa, _, exponent = number.partition("e")
+    return 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+
+
 def _value(number: str) -> float:
-    return float(number.replace("−", "-"))
+    return float(number.replace("−", "-").replace(",", ""))
 
 
 def _minus(number: str) -> str:
@@ -145,7 +342,7 @@ def _markdown(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def _page(name: str) -> Path:
-    return DOCS / f"{TABLES[name][0]}.md"
+    return ROOT / TABLES[name].page
 
 
 def _parts(name: str) -> tuple[str, str, str]:
@@ -163,17 +360,28 @@ def main() -> int:
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--write", action="store_true")
     mode.add_argument("--check", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="those of a few seconds")
     parser.add_argument("names", nargs="*", help="default: all")
     options = parser.parse_args()
     wrong = 0
     for name in options.names or TABLES:
-        table = TABLES[name][1]()
+        entry = TABLES[name]
+        if options.quick and entry.seconds >= 60:
+            continue
+        missing = [m for m in entry.needs if importlib.util.find_spec(m) is None]
+        if missing:
+            print(f"{name}: left out, needs {', '.join(missing)}")
+            continue
+        table = entry.program()
         if options.write:
             write(name, table)
             continue
         found = differences(table, shown(name))
         wrong += bool(found)
-        print("\n".join([f"{name}: {'differs' if found else 'agrees'}", *found]))
+        print(
+            "\n".join([f"{name}: {'differs' if found else 'agrees'}", *found]),
+            flush=True,
+        )
     return wrong
 
 

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, get_args
+from typing import Any, ClassVar, TypeAlias, get_args
 
 import array_api_compat
 import numpy as np
@@ -39,7 +39,13 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.place import Place
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import is_structure, leaves, map_structure, replaced
+from kfac_core.array.structure import (
+    is_structure,
+    leaves,
+    map_structure,
+    replaced,
+    without_scalars,
+)
 from kfac_core.constraints import (
     RANGES,
     checked,
@@ -81,6 +87,7 @@ __all__ = [
     "Product",
     "Rebase",
     "RefreshBlock",
+    "Stage",
     "UpdateBlock",
     "emptied",
 ]
@@ -274,12 +281,12 @@ class Block:
             status = _with_overflow(status, self, new, options, ())
         if check == "raise":
             raise_for_flags(int(status), name=name)
-        new = replaced(new, status=status)
+        new = without_scalars(replaced(new, status=status))
         return new if check == "raise" else _accepted(new, empty)
 
     def merge(self, first: Statistics, second: Statistics, /) -> Statistics:
         """Return the statistics of both data sets together."""
-        return first.merged(second)
+        return without_scalars(first.merged(second))
 
     def absorb(
         self,
@@ -312,9 +319,10 @@ class Block:
         xp, dtype = statistics.namespace, statistics.dtype
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
-        return statistics.absorbed(
+        absorbed = statistics.absorbed(
             moments, decay=decay, weight=weight, decays=self.approximation.decays
         )
+        return without_scalars(absorbed)
 
     def operator(
         self,
@@ -323,6 +331,7 @@ class Block:
         *,
         damping: Scalar,
         rule: DampingRule,
+        least_shift: float = 0.0,
         debias: bool = True,
         factorizations: tuple[Factorization, ...] = ("inverse",),
         check: Check = "raise",
@@ -342,6 +351,8 @@ class Block:
         rule : {"factored", "factored_unit_pi", "exact"}
             How the damping is applied: split between the factors, split evenly, or added to
             the block; see `kfac_core.damping`.
+        least_shift : float
+            The least number that a factored rule adds to a factor.
         debias : bool
             Whether sums are divided by their weights.
         factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
@@ -375,6 +386,7 @@ class Block:
             If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
+        require_range("least_shift", least_shift, RANGES["least_shift"])
         require_kind("factorizations", factorizations, tuple, "a tuple of names")
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
@@ -389,6 +401,7 @@ class Block:
             precision=precision,
             check=check,
             memo={} if memo is None else memo,
+            least_shift=least_shift,
         )
         made = refresh(name, self, statistics, damping, solving)
         if isinstance(made, KFACError):
@@ -406,9 +419,9 @@ class Block:
         require_check(check)
         approximation: Any = self.approximation
         made: Statistics = approximation.rebased(
-            statistics, moments=moments, check=check
+            statistics, moments=moments, check=check, layer=self.layer
         )
-        return made
+        return without_scalars(made)
 
     def rows(self, batch: BatchLike, /, *, stack: tuple[int, ...] = ()) -> Any:
         """Return the rows of a batch, from which statistics are computed.
@@ -521,8 +534,45 @@ class Block:
         yield from layer.row_chunks(batch, max_patch_elements=max_patch_elements)
 
 
+class Stage:
+    """What executors ask of a function of one block; by default it runs in a loop.
+
+    Attributes
+    ----------
+    stage : str
+        Name of the stage of a network.
+    on_host : bool
+        Whether NumPy may compute for a library that shares its memory.
+    shares : bool
+        Whether parts that several tasks have in common are told by their identity.
+    worth_threads : int
+        How much work is worth handing out to threads.
+    kept : tuple of int
+        The arguments whose stacks are kept for the next call.
+    """
+
+    stage: ClassVar[str]
+    on_host: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
+    worth_threads: ClassVar[int] = 0
+    kept: ClassVar[tuple[int, ...]] = ()
+
+    def stacks(self, *_: Any) -> bool:
+        """Whether equal tasks can be run as one."""
+        return False
+
+    def accepts(self, result: Any, /) -> bool:
+        """Whether the result of a stack is good; if not, its tasks run one by one."""
+        return True
+
+    def work(self, block: Block, /, *_: Any) -> int:
+        """Return about how many flops a block takes, in any unit: a factorization's."""
+        n, m = block.layer.matrix_shape
+        return n**3 + m**3
+
+
 @dataclass(frozen=True)
-class UpdateBlock:
+class UpdateBlock(Stage):
     """The function of one block that `Network.update` runs for each.
 
     Parameters
@@ -540,8 +590,7 @@ class UpdateBlock:
     check: Check
 
     stage = "update"
-    on_host = False
-    worth_threads = 0
+    on_host = True
     kept = (1,)
 
     def __call__(
@@ -580,7 +629,7 @@ class UpdateBlock:
         ShapeError, DtypeError, MixedArraysError, DecayError
             For incompatible arguments.
         """
-        like = statistics.any_weight
+        like = statistics.like
         xp = own_namespace(like)
         decay = as_scalar(xp, decay, like.dtype, "decay")
         if weight is not None:
@@ -624,7 +673,7 @@ class UpdateBlock:
         total: Statistics | None = None
         status: Any = 0
         for rows in parts:
-            _require_place(statistics.any_weight, rows.like)
+            _require_place(statistics.like, rows.like)
             status = status | rows.status(xp=options.xp)
             with _quiet(self.check, rows.like, over="ignore", invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
@@ -662,11 +711,8 @@ class UpdateBlock:
             and isinstance(batch, Batch)
             and batch.mask is None
             and batch.row_indices is None
+            and batch.bias is None
         )
-
-    def accepts(self, result: Statistics, /) -> bool:
-        """Return True: the caller reads the flags of an update."""
-        return True
 
     def work(self, block: Block, /, *_: Any) -> int:
         """Return how many numbers the block's factors hold."""
@@ -675,12 +721,10 @@ class UpdateBlock:
 
 
 @dataclass(frozen=True)
-class AbsorbBlock:
+class AbsorbBlock(Stage):
     """The function of one block that `Network.absorb` runs for each."""
 
     stage = "absorb"
-    on_host = False
-    worth_threads = 0
     kept = (1,)
 
     def __call__(
@@ -696,14 +740,6 @@ class AbsorbBlock:
         """Return the statistics after an update with merged moments."""
         return block.absorb(statistics, moments, decay=decay, weight=weight)
 
-    def stacks(self, *_: Any) -> bool:
-        """Whether equal tasks can be run as one."""
-        return False
-
-    def accepts(self, result: Statistics, /) -> bool:
-        """Return True: the caller reads the flags."""
-        return True
-
     def work(self, block: Block, /, *_: Any) -> int:
         """Return how many numbers the block's factors hold."""
         n, m = block.layer.matrix_shape
@@ -711,7 +747,7 @@ class AbsorbBlock:
 
 
 @dataclass(frozen=True)
-class Prepare:
+class Prepare(Stage):
     """The function of one block that prepares a factorization of its operator.
 
     Parameters
@@ -723,32 +759,16 @@ class Prepare:
     factorization: Factorization
 
     stage = "prepare"
-    on_host = False
-    worth_threads = 0
-    kept = ()
 
     def __call__(
         self, name: str, block: Block, operator: CurvatureOperator, /
     ) -> CurvatureOperator:
         """Return the operator with the factorization."""
-        return operator.prepared(self.factorization, name=name)
-
-    def stacks(self, *_: Any) -> bool:
-        """Whether equal tasks can be run as one."""
-        return False
-
-    def accepts(self, result: CurvatureOperator, /) -> bool:
-        """Return True: failures raise."""
-        return True
-
-    def work(self, block: Block, /, *_: Any) -> int:
-        """Return about how many flops a block takes, in any unit."""
-        n, m = block.layer.matrix_shape
-        return n**3 + m**3
+        return without_scalars(operator.prepared(self.factorization, name=name))
 
 
 @dataclass(frozen=True)
-class Rebase:
+class Rebase(Stage):
     """The function of one block that `Network.rebase` runs for each.
 
     Parameters
@@ -763,9 +783,6 @@ class Rebase:
     check: Check
 
     stage = "rebase"
-    on_host = False
-    worth_threads = 0
-    kept = ()
 
     def __call__(
         self, name: str, block: Block, statistics: Statistics, /
@@ -773,22 +790,13 @@ class Rebase:
         """Return the statistics in new bases."""
         return block.rebased(statistics, moments=self.moments, check=self.check)
 
-    def stacks(self, block: Block, statistics: Statistics, /) -> bool:
-        """Whether equal tasks can be run as one."""
-        return False
-
     def accepts(self, result: Statistics, /) -> bool:
         """Whether no basis is flagged; synchronizes with the device."""
         return not bool(result.status)
 
-    def work(self, block: Block, /, *_: Any) -> int:
-        """Return about how many flops a block takes, in any unit."""
-        n, m = block.layer.matrix_shape
-        return n**3 + m**3
-
 
 @dataclass(frozen=True)
-class RefreshBlock:
+class RefreshBlock(Stage):
     """The function of one block that `Network.refresh` runs for each.
 
     Parameters
@@ -799,6 +807,8 @@ class RefreshBlock:
         See `kfac_core.Refreshing`.
     memo : dict
         Cache for blocks that share a factor.
+    least_shift : float
+        See `kfac_core.Refreshing`.
     """
 
     rule: DampingRule
@@ -808,10 +818,11 @@ class RefreshBlock:
     precision: Precision
     check: Check
     memo: dict[Any, Any] = field(compare=False)
+    least_shift: float = 0.0
 
     stage = "refresh"
     on_host = True
-    worth_threads = 0
+    shares = True
     kept = (1,)
 
     def __call__(
@@ -829,7 +840,7 @@ class RefreshBlock:
 
         The error is returned and not raised, so that the other blocks are refreshed.
         """
-        like, layer = statistics.any_weight, block.layer
+        like, layer = statistics.like, block.layer
         xp = own_namespace(like)
         compute, apply = self.precision.dtypes(like.dtype, xp=xp)
         # The flags of a stack are read once, by `accepts`.
@@ -849,6 +860,7 @@ class RefreshBlock:
             name=name,
             memo={} if stack else self.memo,
             xp=xp,
+            least_shift=self.least_shift,
         )
         make = block.approximation.operator
         try:
@@ -857,16 +869,16 @@ class RefreshBlock:
                 if self.damping_scaling == "mean_eigenvalue":
                     bare = dataclasses.replace(options, damping=0.0, factorizations=())
                     undamped = make(statistics, layer, bare)
-                    n, m = undamped.shape
-                    damping = damping * undamped.trace(damped=False) / (n * m)
+                    mean = undamped.trace(damped=False) / undamped.shape[0]
+                    damping = damping * mean
                     own = _checked_damping(damping, like, (compute, apply), check, name)
                     options = dataclasses.replace(options, damping=own)
                 operator = make(statistics, layer, options)
         except (FactorizationError, NotFiniteError) as error:
             return error
-        return operator if solving == "inverse" else operator.solved_by(
-            solving
-        ), damping
+        if solving != "inverse":
+            operator = operator.solved_by(solving)
+        return without_scalars(operator), damping
 
     def stacks(
         self, block: Block, statistics: Statistics, damping: Scalar, solving: Solving, /
@@ -883,14 +895,9 @@ class RefreshBlock:
         """Whether no operator of a stack is flagged; synchronizes with its device."""
         return not bool(result[0].status())
 
-    def work(self, block: Block, /, *_: Any) -> int:
-        """Return about how many flops a block takes, in any unit."""
-        n, m = block.layer.matrix_shape
-        return n**3 + m**3
-
 
 @dataclass(frozen=True)
-class Product:
+class Product(Stage):
     """The function of one block that `Network.apply` runs for each.
 
     Parameters
@@ -908,7 +915,7 @@ class Product:
     options: Mapping[str, Any] = field(hash=False)
 
     stage = "product"
-    on_host = False
+    on_host = True
     worth_threads = 10**9
     kept = (1,)
 
@@ -952,10 +959,6 @@ class Product:
         """Whether equal tasks can be run as one."""
         layer: Any = block.layer
         return self.product == "multiply_inverse" and block.stacks and layer.stacks
-
-    def accepts(self, result: Any, /) -> bool:
-        """Return True: a product has no flags."""
-        return True
 
     def work(self, block: Block, /, *_: Any) -> int:
         """Return how many flops a product with two full factors takes."""

@@ -167,6 +167,7 @@ RANGES: Mapping[str, Constraint] = {
     "burn_in": _integer(0),
     "failure_budget": _integer(0),
     "threshold": _NOT_NEGATIVE,
+    "least_shift": _NOT_NEGATIVE,
     "interval": _POSITIVE,
     "workers": _COUNT,
     "max_patch_elements": _COUNT,

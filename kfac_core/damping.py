@@ -36,6 +36,7 @@ def factored_shifts(
     *,
     scale: Array,
     unit_pi: bool,
+    least: float = 0.0,
     xp: Namespace,
 ) -> list[Array]:
     """Split a damping between the factors of a Kronecker product.
@@ -57,6 +58,8 @@ def factored_shifts(
         Scale ``S``.
     unit_pi : bool
         Whether all shifts are equal, independent of the n_i.
+    least : float
+        The least shift of a factor: smaller ones are raised to it.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -69,7 +72,7 @@ def factored_shifts(
     -----
     For k = 2 it minimizes the trace of the part of the damped product that exact
     damping does not have.  It is unchanged when one factor is multiplied by a number
-    and another divided by it.
+    and another divided by it, but for the bound `least`.
 
     References
     ----------
@@ -80,7 +83,7 @@ def factored_shifts(
     # A negative damping becomes NaN or stays negative; the factorization reports it.
     share = damping ** (1.0 / k) / scale ** (1.0 / k)
     if unit_pi:
-        return [share + xp.zeros_like(n) for n in mean_eigenvalues]
+        return _raised([share + xp.zeros_like(n) for n in mean_eigenvalues], least, xp)
     positive = mean_eigenvalues[0] > 0
     for n in mean_eigenvalues[1:]:
         positive = positive & (n > 0)
@@ -89,7 +92,16 @@ def factored_shifts(
     center = safe[0] ** (1.0 / k)
     for n in safe[1:]:
         center = center * n ** (1.0 / k)
-    return [share * (n / center) for n in safe]
+    return _raised([share * (n / center) for n in safe], least, xp)
+
+
+def _raised(shifts: list[Array], least: float, xp: Namespace) -> list[Array]:
+    """Return shifts of which none is below a bound; NaN stays NaN."""
+    if least == 0:
+        return shifts
+    return [
+        xp.where(shift < least, xp.full_like(shift, least), shift) for shift in shifts
+    ]
 
 
 def levenberg_marquardt(

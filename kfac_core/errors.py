@@ -56,7 +56,22 @@ class MixedArraysError(KFACError, TypeError):
 
 
 class NotFiniteError(KFACError, ValueError):
-    """An array holds NaN or infinity."""
+    """An array holds NaN or infinity.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> layer = kc.Dense(in_features=2, out_features=1, bias=False, weight_layout="io")
+    >>> estimator = kc.Estimator(
+    ...     {"fc": kc.Block(layer, kc.Kronecker())}, reduction="sum", damping=0.1
+    ... )
+    >>> try:
+    ...     estimator.update({"fc": kc.Batch(np.full((4, 2), np.nan), np.ones((4, 1)))})
+    ... except kc.NotFiniteError as error:
+    ...     print(str(error)[:30])
+    Block 'fc': `inputs` of this b
+    """
 
 
 class DampingError(KFACError, ValueError):
@@ -96,7 +111,21 @@ class UnsupportedError(KFACError, NotImplementedError):
 
 
 class NotReadyError(KFACError, RuntimeError):
-    """Something was requested before its prerequisites exist."""
+    """Something was requested before its prerequisites exist.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> layer = kc.Dense(in_features=2, out_features=1, bias=False, weight_layout="io")
+    >>> estimator = kc.Estimator(
+    ...     {"fc": kc.Block(layer, kc.Kronecker())}, reduction="sum", damping=0.1
+    ... )
+    >>> try:
+    ...     estimator.operator("fc")
+    ... except kc.NotReadyError:
+    ...     print("call update and refresh first")
+    call update and refresh first
+    """
 
 
 class ConcurrentChangeError(KFACError, RuntimeError):
@@ -132,6 +161,21 @@ class FactorizationError(KFACError, np.linalg.LinAlgError):
         What failed, and what to do about it.
     factor : str, optional
         The name of the factor, such as ``"fc1/input"``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> layer = kc.Dense(in_features=2, out_features=1, bias=False, weight_layout="io")
+    >>> estimator = kc.Estimator(
+    ...     {"fc": kc.Block(layer, kc.Kronecker())}, reduction="sum", damping=0.0
+    ... )
+    >>> estimator.update({"fc": kc.Batch(np.ones((4, 2)), np.ones((4, 1)))})
+    >>> try:
+    ...     estimator.refresh()
+    ... except kc.FactorizationError:
+    ...     print("a singular factor needs damping")
+    a singular factor needs damping
     """
 
     def __init__(self, reason: str, *, factor: str | None = None) -> None:

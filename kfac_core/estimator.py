@@ -30,7 +30,8 @@ from kfac_core.conventions import (
     SourceReduction,
 )
 from kfac_core.damping import DampingRule
-from kfac_core.distributed.executor import Distributed, DistributedExecutor
+from kfac_core.distributed.executor import DistributedExecutor
+from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
 from kfac_core.errors import ConcurrentChangeError, NotReadyError, UnsupportedError
 from kfac_core.execution.background import BackgroundRefresh

@@ -174,6 +174,21 @@ class NetworkState:
     ----------
     blocks : dict of str to BlockState
         States by name of the block.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> blocks = {"fc": kc.Block(layer, kc.Kronecker())}
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> network = kc.Network(blocks, conventions=conventions)
+    >>> state = network.update(network.empty(), {"fc": batch}, decay=0.95)
+    >>> state = network.refresh(state, damping=0.1)
+    >>> state["fc"].age, bool(state.is_good())
+    (0, True)
     """
 
     blocks: dict[str, BlockState]
@@ -570,7 +585,7 @@ class Network:
             old = held.statistics
             if own is not None:
                 if old is None:
-                    old = block.initial(own.any_weight, precision=self.precision)
+                    old = block.initial(own.like, precision=self.precision)
                 _require_moments(name, own, old)
             burning = held.updates < self.averaging.burn_in
             coefficients = (
@@ -609,7 +624,7 @@ class Network:
         block, held = self.blocks[self.known(name)], state[name]
         if isinstance(held.updates, int) or held.statistics is None:
             return state.updated({name: BlockState()})
-        empty = block.initial(held.statistics.any_weight, precision=self.precision)
+        empty = block.initial(held.statistics.like, precision=self.precision)
         statistics = map_structure(_copied, empty)
         counts = {
             field: getattr(held, field) * 0
@@ -1129,6 +1144,7 @@ class Network:
             precision=self.precision,
             check=check,
             memo={},
+            least_shift=self.refreshing.least_shift,
         )
         everything: dict[str, Statistics | None] = {}
         if self.shared_factors.pairs:
@@ -1148,7 +1164,7 @@ def _one_where(burning: Any, value: Scalar, statistics: Statistics | None) -> Sc
     """Return 1 during burn-in, else the value."""
     if isinstance(burning, bool) or statistics is None:
         return 1.0 if burning else value
-    xp, like = statistics.namespace, statistics.any_weight
+    xp, like = statistics.namespace, statistics.like
     value = as_scalar(xp, value, like.dtype, "decay")
     return xp.where(burning, xp.ones_like(like), value * xp.ones_like(like))
 
@@ -1183,7 +1199,7 @@ def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockS
 
 def _require_moments(name: str, given: Statistics, old: Statistics) -> None:
     """Raise unless the statistics of a batch are of the form of a block's."""
-    namespace_of(moments=given.any_weight, statistics=old.any_weight)
+    namespace_of(moments=given.like, statistics=old.like)
     found, expected = (
         {path: tuple(x.shape) for path, x in leaves(part.averages)}
         for part in (given, old)
@@ -1222,7 +1238,13 @@ def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockSta
     xp = own_namespace(status)
     good = status == 0
     previous = held.operator
-    if previous is not None and combinable(operator, previous):
+    if previous is None or not combinable(operator, previous):
+        # No choice between arrays is possible, so that the flag is read where that costs
+        # nothing.
+        if is_plain(status, xp=xp) and not bool(good):
+            failures = held.failures + 1
+            return replaced(held, failures=failures, status=held.status | status)
+    else:
         operator = map_structure(lambda a, b: xp.where(good, a, b), operator, previous)
         if held.damping is not None and type(held.damping) not in (int, float):
             damping = xp.where(good, damping, held.damping)

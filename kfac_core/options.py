@@ -68,6 +68,10 @@ class Refreshing:
     damping_scaling : {"none", "mean_eigenvalue"}
         Whether a block's damping is multiplied by the mean eigenvalue of its undamped
         matrix, ``tr F / dim F``, so that it is relative to the block's size.
+    least_shift : float
+        The least number that a factored rule adds to a factor; see
+        `kfac_core.damping.factored_shifts`.  With it the damping of a block is larger than
+        what was given, where its factors' mean eigenvalues are far apart.
     failure_budget : int
         Number of consecutive refreshes that may fail for a block, which then keeps its
         previous operator, before the failure is raised.
@@ -96,6 +100,7 @@ class Refreshing:
 
     factorizations: tuple[Factorization, ...] = ("inverse",)
     damping_scaling: DampingScaling = "none"
+    least_shift: float = 0.0
     failure_budget: int = 0
     threshold: float | None = None
     solving: Literal["inverse", "triangular", "cheaper"] = "inverse"

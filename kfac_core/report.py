@@ -177,7 +177,7 @@ def _of_block(operator: Any) -> tuple[float | None, float | None]:
     xp = array_api_compat.array_namespace(like)
     if bool(made.status() != 0):
         return float("nan"), float("inf")
-    n, m = made.shape
+    n, m = made.vector_shape
     z = probe(n * m, dtype=like.dtype, device=device_of(like), xp=xp)
     z = xp.reshape(z, (n, m))
     return (

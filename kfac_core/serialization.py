@@ -217,6 +217,9 @@ def _description(block: Block) -> dict[str, Any]:
 
 def _values(held: BlockState) -> dict[str, Any]:
     """Return the arrays and numbers of a block by their paths."""
+    if held.operator is not None and bool(held.operator.status() != 0):
+        # A first refresh by status that failed on a device; nothing can be done with it.
+        held = replaced(held, operator=None, damping=None)
     damping = None if held.damping is None else float(held.damping)
     counts = {name: int(getattr(held, name)) for name in _COUNTS}
     found: dict[str, Any] = {}
@@ -230,11 +233,12 @@ def _collect(value: Any, path: str, found: dict[str, Any]) -> None:
     if cls is SymmetricMatrix:
         xp = own_namespace(value.array)
         found[path] = pack_triangle(value.array, xp=xp)
-        # A factorization's roundoff depends on it, and a run is resumed bit for bit.
+        # A factorization's roundoff depends on both, and a run is resumed bit for bit.
         found[_below(path, "row_major")] = is_row_major(value.array)
+        found[_below(path, "full_storage")] = value.full_storage
     elif fields_of(cls):
         for name, static in fields_of(cls):
-            if not static or _choices(cls, name):
+            if not static or _choices(cls, name) or _is_number(cls, name):
                 _collect(getattr(value, name), _below(path, name), found)
     elif cls is dict:
         for name, part in value.items():
@@ -342,6 +346,8 @@ class _Values:
             choices = _choices(cls, name) if static else ()
             if choices:
                 found[name] = self.choice(inner, choices)
+            elif static and _is_number(cls, name):
+                found[name] = self.number(inner, 0.0)
             else:
                 found[name] = (
                     own if static else self.read(inner, _hints(cls)[name], own)
@@ -381,17 +387,15 @@ class _Values:
 
     def _symmetric(self, path: str, like: SymmetricMatrix | None) -> SymmetricMatrix:
         """Take the triangle of a symmetric matrix."""
-        whole, shape = True, None
+        shape = None
         if like is not None:
-            whole, shape = (
-                like.full_storage,
-                (*like.array.shape[:-2], *packed_shape(like.size)),
-            )
+            shape = (*like.array.shape[:-2], *packed_shape(like.size))
         packed = self._array(path, None if like is None else like.array, shape)
         n = packed_rows(tuple(packed.shape[-2:]))
         if n is None:
             raise _problem(path, "a packed triangle", f"shape {tuple(packed.shape)}")
         row_major = self.choice(_below(path, "row_major"), (True, False))
+        whole = self.choice(_below(path, "full_storage"), (True, False))
         xp = own_namespace(packed)
         full = unpack_triangle(packed, n, xp=xp)
         if row_major:
@@ -446,6 +450,11 @@ def _choices(cls: Any, name: str) -> tuple[Any, ...]:
         if hint is bool
         else get_args(hint) * (get_origin(hint) is Literal)
     )
+
+
+def _is_number(cls: Any, name: str) -> bool:
+    """Whether a static field is a number, which differs between equal networks."""
+    return _hints(cls)[name] is float
 
 
 def _arrays(value: Any) -> list[Any]:

@@ -77,9 +77,9 @@ def array_problem(x: Any, /) -> str | None:
         return f"a tensor of layout {x.layout}; call its `to_dense()`"
     if x.is_quantized:
         return f"a quantized tensor ({x.dtype}); call its `dequantize()`"
-    if x.device.type == "meta":
+    if x.is_meta:
         return "a tensor on the device meta, which has no numbers"
-    if type(x).__module__.startswith("torch.masked"):
+    if type(x) is not torch.Tensor and type(x).__module__.startswith("torch.masked"):
         return "a masked tensor; fill it, and give a mask"
     return None
 
@@ -309,7 +309,7 @@ def host_computes(*, xp: Any) -> bool:
 
 def host_view(x: Any, /, *, xp: Any) -> Any:
     """Return a NumPy array on the memory of a plain tensor on the CPU."""
-    return x.numpy() if x.dtype in _SEEN and _plain(x) else None
+    return x.numpy() if _plain(x) and x.dtype in _SEEN else None
 
 
 def from_host(x: Any, /, *, xp: Any) -> Any:

@@ -99,7 +99,7 @@ def damped_cholesky(matrix: Any, shift: Any, factor: Any, /) -> Any:
 
 
 def cholesky_inverse(lower: Any, /, *, overwrite: bool) -> Any:
-    """Return ``(L L^T)^-1``, lower triangle."""
+    """Return ``(L L^T)^-1``, both triangles."""
     if (host := _host(lower)) is None:
         return None
     made = host.cholesky_inverse(lower.numpy(), overwrite=overwrite, xp=None)

@@ -65,7 +65,7 @@ def columns_of(backend, product, size, dtype="float64"):
 def inverse_of(backend, operator, dtype="float64"):
     """Return ``F^-1`` as one matrix on the host."""
     inverse = operator.multiply_inverse
-    return columns_of(backend, inverse, operator.shape[0], dtype)
+    return columns_of(backend, inverse, operator.vector_shape[0], dtype)
 
 
 def block(F, i, j):
@@ -123,7 +123,7 @@ def test_every_product_is_that_of_the_dense_matrix(backend, dtype, rng, rule):
     solved = flattened(backend, operator.multiply_inverse(V))
     root = columns_of(backend, operator.sample, len(F), dtype)
 
-    trace, shape = float(operator.trace()), operator.shape
+    trace, shape = float(operator.trace()), operator.vector_shape
     assert_close(trace, np.trace(F), "product", dtype, condition=10)
     assert shape == (EDGES[-1], 1)
     assert_close(product, F @ v, "product", dtype, condition=10)

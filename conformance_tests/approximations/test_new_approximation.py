@@ -85,7 +85,7 @@ def damped(A, columns=m, damping=DAMPING):
 
 def assert_operator_is(operator, F, backend, dtype, rng):
     """Compare every product and every number of an operator with a dense matrix."""
-    rows, columns = operator.shape
+    rows, columns = operator.vector_shape
     V = rng.normal(size=(rows, columns))
     v, size = backend.asarray(V, dtype), rows * columns
     undamped = F - DAMPING * np.eye(size)
@@ -298,7 +298,10 @@ def test_equal_blocks_are_one_stack_with_the_same_results(backend, dtype, rng):
     x, batches, V, gradients = fed(backend, dtype, rng)
     network, counting = network_of(), Counting()
     results = {}
-    for way, options in (("plain", {}), ("stacked", {"executor": Stacked(counting)})):
+    for way, options in (
+        ("plain", {}),
+        ("stacked", {"executor": Stacked(counting, fewest=2)}),
+    ):
         state = network.empty()
         for _ in range(2):
             state = network.update(state, batches, decay=0.5, **options)
@@ -413,7 +416,7 @@ def test_an_input_factor_is_shared_with_its_kind_alone(backend, dtype, rng):
 
     A = second_moment(x["a"]) + DAMPING * np.eye(n + 1)
     assert_close(matrix(backend, result), np.linalg.solve(A, V["b"]), "inverse", dtype)
-    assert float(backend.to_numpy(state["b"].statistics.any_weight)) == 0
+    assert float(backend.to_numpy(state["b"].statistics.like)) == 0
     blocks = {"a": kc.Block(dense_layer(), kc.Kronecker()), "b": block_of()}
     with pytest.raises(kc.ConventionError, match="different kinds"):
         kc.Network(blocks, conventions=SUM, sharing=sharing)

@@ -180,7 +180,7 @@ def test_three_axes_are_read_batch_first_defect_tfkfac_9_9(backend, rng):
 
     operator = block.operator(statistics, damping=0.1, rule="factored")
 
-    assert operator.shape == (n + 1, m)
+    assert operator.vector_shape == (n + 1, m)
     V = backend.asarray(rng.normal(size=(n + 1, m)))
     assert tuple(operator.multiply_inverse(V).shape) == (n + 1, m)
 

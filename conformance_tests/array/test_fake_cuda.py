@@ -194,7 +194,7 @@ def test_moments_merge_and_absorb_stay_on_the_device(torch, dtype):
         whole = block().merge(part, part)
         got = block().absorb(part, whole, decay=0.5)
 
-    assert got.any_weight.device.type == "cuda"
+    assert got.like.device.type == "cuda"
     assert got.averages["input"].sum.array.device.type == "cuda"
 
 

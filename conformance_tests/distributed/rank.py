@@ -1,15 +1,20 @@
-"""One rank of a real engine, as a program: exchanges, and ways to fail.
+"""Ranks of a real engine, as a program: exchanges, training, and ways to fail.
 
-``rank.py ENGINE SCENARIO [RANK SIZE STORE]``; prints what the rank raised as its last line.
+``rank.py torch FOLDER SCENARIO:SIZE ...`` starts so many processes for each scenario, one
+scenario after the other; ``mpirun -n P rank.py mpi FOLDER SCENARIO`` is one process of one.
+Each rank writes what it has to say into ``FOLDER/SCENARIO_SIZE_RANK``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import datetime
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -23,36 +28,91 @@ from kfac_core.distributed import (
 
 TIMEOUT = 2.0
 FAILING = 1
+PATIENCE = 60.0
 
 
-def main(engine, scenario, *place):
-    if engine == "torch":
-        import torch
-        import torch.distributed as dist
-
-        torch.set_num_threads(1)
-        rank, size, store = place
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{store}",
-            rank=int(rank),
-            world_size=int(size),
-            timeout=datetime.timedelta(seconds=60),
-        )
-    communicator = connect(engine, timeout=60.0)
+def run(engine, scenario, folder):
+    """Write what a scenario says here; return the number of ranks if it failed."""
+    communicator = connect(engine, timeout=PATIENCE)
+    communicator.folder = folder
+    said, failed = "fine", None
     try:
         SCENARIOS[scenario](communicator)
-        said = "fine"
     except Exception as error:
         said = f"{type(error).__name__}: {error}".replace("\n", " ")
-        if isinstance(error, KeyError):
-            # As a program's own error would.
-            raise
-    # In one piece, on lines of its own: launchers join what several ranks write.
-    sys.stdout.write(f"\nrank {communicator.rank} says {said}\n")
-    sys.stdout.flush()
-    # A group whose exchange failed cannot be destroyed in order.
-    os._exit(0)
+        failed = error
+    if isinstance(failed, KeyError):
+        # As a program's own error would.
+        raise failed
+    place = f"{scenario}_{communicator.size}_{communicator.rank}"
+    (folder / place).write_text(said)
+    return 0 if failed is None else communicator.size
+
+
+def one_of_mpi(folder, scenario):
+    size = run("mpi", scenario, folder)
+    if size:
+        # MPI ends all ranks when one ends like this: first they have all written.
+        deadline = time.monotonic() + 10.0
+        names = [f"{scenario}_{size}_{k}" for k in range(size) if k != FAILING]
+        while time.monotonic() < deadline and not all(
+            (folder / n).exists() for n in names
+        ):
+            time.sleep(0.02)
+        os._exit(0)
+
+
+def all_of_torch(folder, scenarios):
+    """Start the ranks of each scenario as copies of this process."""
+    import torch
+
+    # What is imported here is not imported by each rank.
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    import kfac_core_shims.torch.sharded  # noqa: F401
+
+    torch.set_num_threads(1)
+    for wanted in scenarios:
+        scenario, _, size = wanted.partition(":")
+        ranks = {}
+        for rank in range(int(size)):
+            child = os.fork()
+            if not child:
+                one_of_torch(folder, scenario, rank, int(size))
+            ranks[child] = rank
+        deadline = time.monotonic() + PATIENCE
+        while ranks:
+            for child in list(ranks):
+                if os.waitpid(child, os.WNOHANG)[0]:
+                    del ranks[child]
+                elif time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def one_of_torch(folder, scenario, rank, size):
+    import torch.distributed as dist
+
+    code = 1
+    try:
+        with contextlib.suppress(KeyError):
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store_{scenario}_{size}",
+                rank=rank,
+                world_size=size,
+                timeout=datetime.timedelta(seconds=PATIENCE),
+            )
+            run("torch", scenario, folder)
+            code = 0
+    finally:
+        # A group whose exchange failed cannot be destroyed in order.
+        os._exit(code)
+
+
+# Exchanges, and what is refused before any.
 
 
 def exchanges(communicator):
@@ -95,6 +155,18 @@ def exchanges(communicator):
     assert total[0] == sum(groups[own % 2])
 
 
+def noticed(communicator):
+    """An estimator of its own is refused, unless it is asked for."""
+    assert running_processes()[communicator.name] == communicator.size
+    assert execution_for("alone") is None
+    named = execution_for(communicator.name, holders="all")
+    assert named.communicator.size == communicator.size
+    execution_for(None)
+
+
+# Failures.
+
+
 def estimator_of(communicator):
     communicator.timeout = TIMEOUT
     layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
@@ -111,15 +183,6 @@ def estimator_of(communicator):
 def fed(rank):
     rng = np.random.default_rng(rank)
     return {"fc": kc.Batch(rng.normal(size=(4, 3)), rng.normal(size=(4, 2)))}
-
-
-def noticed(communicator):
-    """An estimator of its own is refused, unless it is asked for."""
-    assert running_processes()[communicator.name] == communicator.size
-    assert execution_for("alone") is None
-    named = execution_for(communicator.name, holders="all")
-    assert named.communicator.size == communicator.size
-    execution_for(None)
 
 
 def late(communicator):
@@ -167,69 +230,354 @@ def options(communicator):
     estimator.update(fed(communicator.rank))
 
 
-def ddp(communicator):
-    """`KFAC` beside DistributedDataParallel is `KFAC` on one process with all rows."""
-    import copy
+def code(communicator):
+    """One rank runs other code of the library."""
+    from kfac_core.distributed import executor
 
+    if communicator.rank == FAILING:
+        executor.code_digest = lambda: "other"
+    estimator_of(communicator)
+
+
+# Training with PyTorch.
+
+ROWS, STEPS = 12, 5
+FIRST_ROWS = [2, 5, 0, 3, 9]
+"""The rows of rank 0 at each step; the next rank has those after it."""
+
+
+def network():
     import torch
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
 
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)
+    return torch.nn.Sequential(*layers).double()
+
+
+def data():
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS, ROWS, 5, dtype=torch.float64, generator=generator)
+    return x, torch.randint(4, (STEPS, ROWS), generator=generator)
+
+
+def rows_of(communicator, step):
+    ends = [0, FIRST_ROWS[step], *[ROWS] * (communicator.size - 1)]
+    return slice(ends[communicator.rank], ends[communicator.rank + 1])
+
+
+def all_rows(step):
+    return slice(None)
+
+
+def kfac_of(model, **options):
     from kfac_core_shims.torch import KFAC
 
-    N, size, rank = 12, communicator.size, communicator.rank
-    torch.manual_seed(0)
-    first = torch.nn.Sequential(
-        torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4)
-    ).double()
-    x = torch.randn(5, N, 5, dtype=torch.float64)
-    y = torch.randint(4, (5, N))
-    # The rows of rank 0, and of all others together those after it.
-    first_rows = [2, 5, 0, 3, 9]
+    settings = {"likelihood": "categorical", "fisher": "exact", "refresh_every": 2}
+    return KFAC(model, **settings, **options)
 
-    def own_rows(step):
-        ends = [0, first_rows[step], *[N] * (size - 1)]
-        return slice(ends[rank], ends[rank + 1])
 
-    def all_rows(step):
-        return slice(None)
+def trained(kfac, called, scale, own_rows, steps=range(STEPS), examples=None):
+    """Return the parameters after some steps of K-FAC."""
+    import torch
 
-    def trained(model, called, scale, rows_of, **options):
-        kfac = KFAC(
-            model,
-            likelihood="categorical",
-            fisher="exact",
-            refresh_every=2,
-            **options,
+    x, y = examples or data()
+    for step in steps:
+        rows = own_rows(step)
+        kfac.model.zero_grad()
+        z = called(x[step, rows])
+        labels = y[step, rows].reshape(-1)
+        loss = torch.nn.functional.cross_entropy(
+            z.flatten(0, -2), labels, reduction="sum"
         )
-        for step in range(5):
-            rows = rows_of(step)
-            model.zero_grad()
-            z = called(x[step, rows])
-            (cross_entropy(z, y[step, rows], reduction="sum") * scale / N).backward()
-            kfac.step()
-            assert kfac.metrics()["clip"] < 1
-            with torch.no_grad():
-                for p in model.parameters():
-                    p -= 0.1 * p.grad
-        return kfac, [p.detach() for p in model.parameters()]
+        (loss * scale / y[step].numel()).backward()
+        kfac.step()
+        assert kfac.metrics()["clip"] < 1
+        descend(kfac.model)
+    return parameters_of(kfac.model)
+
+
+def descend(model):
+    import torch
+
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+
+
+def parameters_of(model):
+    return [whole(p.detach()).clone() for p in model.parameters()]
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def require_close(found, expected):
+    import torch
+
+    for one, other in zip(found, expected, strict=True):
+        error = torch.linalg.norm(one - other) / torch.linalg.norm(other)
+        assert error < 1e-10, f"relative difference {error}"
+
+
+def ddp(communicator):
+    """`KFAC` beside DistributedDataParallel is `KFAC` on one process with all rows."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = network()
+    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+    runs = []
+    for overlap in (False, True):
+        model = network()
+        called = DistributedDataParallel(model)
+        # The wrapper need not be given.
+        kfac = kfac_of(model if overlap else called, overlap=overlap)
+        size = communicator.size
+        runs.append(trained(kfac, called, size, lambda k: rows_of(communicator, k)))
+        require_close(runs[-1], expected)
+        kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
+    for one, other in zip(*runs, strict=True):
+        assert torch.equal(one, other)
+
+
+def divided(communicator):
+    """Parameters that `fully_shard` or tensor parallelism divides among processes."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    first = nn.Sequential(
+        nn.Embedding(9, 5),
+        nn.LayerNorm(5),
+        nn.Linear(5, 7),
+        nn.Tanh(),
+        nn.Linear(7, 6),
+        nn.Tanh(),
+        nn.Linear(6, 4),
+    ).double()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(9, (STEPS, ROWS, 3), generator=generator)
+    y = torch.randint(4, (STEPS, ROWS, 3), generator=generator)
+    model = copy.deepcopy(first)
+    alone = kfac_of(model, communicator="alone")
+    expected = trained(alone, model, 1, all_rows, examples=(x, y))
 
     model = copy.deepcopy(first)
-    _, expected = trained(model, model, 1, all_rows, communicator="alone")
-    for wrapper_is_given in (True, False):
-        model = copy.deepcopy(first)
-        called = DistributedDataParallel(model)
-        given = called if wrapper_is_given else model
-        kfac, found = trained(given, called, size, own_rows)
-        for one, other in zip(found, expected, strict=True):
-            error = torch.linalg.norm(one - other) / torch.linalg.norm(other)
-            assert error < 1e-10, f"relative difference {error}"
-        kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
+    for module in model:
+        if [*module.parameters()]:
+            fully_shard(module)
+    fully_shard(model)
+    kfac = kfac_of(model)
+    assert len(kfac.estimator.blocks) == 5
+    found = trained(
+        *(kfac, model, communicator.size, lambda k: rows_of(communicator, k)),
+        examples=(x, y),
+    )
+    require_close(found, expected)
+    # An owner holds the operators of its blocks alone.
+    held = [
+        name
+        for name, own in kfac.estimator.state.blocks.items()
+        if type(own.operator).__name__ != "RemoteOperator"
+    ]
+    assert held == kfac.estimator.placement.owned_by(communicator.rank)
+
+    model = copy.deepcopy(first)
+    columns = ColwiseParallel(use_local_output=False)
+    plan = {"2": columns, "4": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (communicator.size,)), plan)
+    found = trained(kfac_of(model), model, 1, all_rows, examples=(x, y))
+    require_close(found, expected)
+
+
+# Checkpoints.
+
+
+def interrupted(communicator):
+    """Write a checkpoint at the third step, and lose a rank at the fourth."""
+    from torch.distributed import checkpoint
+
+    communicator.timeout = TIMEOUT
+    model = network()
+    kfac, called = wrapped(communicator, model)
+    trained(
+        *(kfac, called, communicator.size, lambda k: rows_of(communicator, k)),
+        steps=range(3),
+    )
+    checkpoint.save(saved(model, kfac), checkpoint_id=communicator.folder / "saved")
+    if communicator.rank == FAILING:
+        os.kill(os.getpid(), signal.SIGKILL)
+    # Without gradients, so that it is K-FAC that waits and not PyTorch.
+    kfac.estimator.refresh()
+
+
+def resumed(communicator):
+    """Go on from that checkpoint, on any number of ranks."""
+    from torch.distributed import checkpoint
+
+    model = network()
+    alone = kfac_of(model, communicator="alone")
+    expected = trained(alone, model, 1, all_rows)
+    model = network()
+    kfac, called = wrapped(communicator, model)
+    state = saved(model, kfac)
+    checkpoint.load(state, checkpoint_id=communicator.folder / "saved")
+    model.load_state_dict(state["model"])
+    found = trained(
+        *(kfac, called, communicator.size, lambda k: rows_of(communicator, k)),
+        steps=range(3, STEPS),
+    )
+    require_close(found, expected)
+
+
+def wrapped(communicator, model):
+    from torch.nn.parallel import DistributedDataParallel
+
+    like = next(model.parameters()).detach()
+    execution = Distributed(communicator=communicator, like=like)
+    return kfac_of(model, execution=execution), DistributedDataParallel(model)
+
+
+def saved(model, kfac):
+    from kfac_core_shims.torch import DistributedState
+
+    return {"model": model.state_dict(), "kfac": DistributedState(kfac)}
+
+
+def emptied(communicator):
+    """A reader that reads only what a new object has is refused."""
+    from torch.distributed import checkpoint
+
+    model = network()
+    kfac, called = wrapped(communicator, model)
+    trained(
+        *(kfac, called, communicator.size, lambda k: rows_of(communicator, k)),
+        steps=range(1),
+    )
+    folder = communicator.folder / "plain"
+    checkpoint.save({"kfac": kfac}, checkpoint_id=folder)
+    checkpoint.load({"kfac": wrapped(communicator, network())[0]}, checkpoint_id=folder)
+
+
+# Trainers of others.
+
+
+def environment_of(communicator):
+    """Set the variables that torchrun sets."""
+    os.environ |= {
+        "RANK": str(communicator.rank),
+        "LOCAL_RANK": str(communicator.rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(communicator.size),
+        "LOCAL_WORLD_SIZE": str(communicator.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+
+
+def by_accelerate(communicator):
+    """A loop of accelerate's, with its loader, model and backward pass."""
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader, TensorDataset
+
+    x, y = data()
+    model = network()
+    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+    environment_of(communicator)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == communicator.size
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = TensorDataset(x.flatten(0, 1), y.flatten())
+    loader = DataLoader(rows, batch_size=ROWS // communicator.size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    kfac = kfac_of(model)
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        z = model(inputs)
+        accelerator.backward(torch.nn.functional.cross_entropy(z, labels))
+        kfac.step()
+        optimizer.step()
+    assert kfac.steps == STEPS
+    require_close(parameters_of(kfac.model), expected)
+
+
+def by_lightning(communicator):
+    """A module of Lightning's, whose trainer runs the loop."""
+    import lightning
+    import torch
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = network()
+
+        def configure_optimizers(self):
+            self.kfac = kfac_of(self.network)
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def training_step(self, batch):
+            inputs, labels = batch
+            return torch.nn.functional.cross_entropy(self.network(inputs), labels)
+
+        def on_before_optimizer_step(self, optimizer):
+            self.kfac.step()
+
+    x, y = data()
+    model = network()
+    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+    environment_of(communicator)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=communicator.size,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        plugins=[TorchElasticEnvironment()],
+        max_epochs=1,
+        logger=False,
+        use_distributed_sampler=False,  # It shuffles.
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=communicator.folder,
+    )
+    rows = TensorDataset(x.flatten(0, 1), y.flatten())
+    loader = DataLoader(
+        rows,
+        batch_size=ROWS // communicator.size,
+        sampler=DistributedSampler(rows, shuffle=False),
+    )
+    module = Classifier()
+    trainer.fit(module, loader)
+    assert module.kfac.steps == STEPS
+    require_close(parameters_of(module.network), expected)
 
 
 SCENARIOS = {
-    f.__name__: f for f in (exchanges, noticed, late, killed, raises, nan, options, ddp)
+    f.__name__: f
+    for f in (
+        *(exchanges, noticed, late, killed, raises, nan, options, code),
+        *(ddp, divided, interrupted, resumed, emptied, by_accelerate, by_lightning),
+    )
 }
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    engine, folder, *scenarios = sys.argv[1:]
+    if engine == "mpi":
+        one_of_mpi(Path(folder), *scenarios)
+    else:
+        all_of_torch(Path(folder), scenarios)

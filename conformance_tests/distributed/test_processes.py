@@ -6,12 +6,13 @@ They take a minute, and run where ``KFAC_CORE_TEST_PROCESSES`` names the engines
 
 from __future__ import annotations
 
+import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,48 +20,106 @@ import pytest
 RANK = Path(__file__).parent / "rank.py"
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "distributed"
 ENGINES = os.environ.get("KFAC_CORE_TEST_PROCESSES", "").split(",")
+QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 pytestmark = pytest.mark.skipif(
     ENGINES == [""], reason="KFAC_CORE_TEST_PROCESSES names no engine"
 )
 
+OF_TORCH = (
+    *("exchanges:2", "exchanges:3", "noticed:2", "nan:2", "options:2", "code:2"),
+    *("late:3", "killed:3", "raises:3", "ddp:2", "ddp:3", "divided:2", "divided:3"),
+    *("interrupted:3", "resumed:2", "resumed:4", "emptied:2"),
+    *("by_accelerate:2", "by_lightning:2"),
+)
+OF_MPI = (
+    *("exchanges:2", "exchanges:3", "noticed:2", "nan:2", "options:2"),
+    *("late:3", "killed:3", "raises:3"),
+)
+EXAMPLES_RUN = (
+    ("torch_ddp", ()),
+    ("torch_ddp", ("--processes", "3", "--dtype", "float32", "--holders", "all")),
+    ("torch_fsdp", ()),
+    ("torch_tensor_parallel", ("--processes", "3")),
+    ("jax_sharded", ()),
+    ("mpi_numpy", ()),
+    ("mpi_numpy", ("--processes", "4", "--holders", "2")),
+)
 
-def require(engine):
-    if engine not in ENGINES:
-        pytest.skip(f"KFAC_CORE_TEST_PROCESSES does not name {engine}")
+
+class Jobs:
+    """Programs that run two at a time, from when the first test begins."""
+
+    def __init__(self, folder, items):
+        self.folder, self.seconds = folder, {}
+        self._pool = ThreadPoolExecutor(2)
+        self._started = {}
+        wanted = [getattr(item, "callspec", None) for item in items]
+        if not all(map(_is_example, wanted)):
+            for engine in ("torch", "mpi"):
+                self._start(engine, engine, self._all_of, engine)
+        for found in wanted:
+            if _is_example(found):
+                program, arguments = found.params["program"], found.params["arguments"]
+                command = [sys.executable, str(EXAMPLES / f"{program}.py"), *arguments]
+                engine = program.partition("_")[0]
+                self._start(engine, (program, arguments), ran, command)
+
+    def said(self, engine, scenario, size, *, without=()):
+        """Return what each rank said, and require that all others said something."""
+        output = self.output(engine)
+        places = [self.folder / engine / f"{scenario}_{size}_{k}" for k in range(size)]
+        said = {k: p.read_text() for k, p in enumerate(places) if p.exists()}
+        assert [*said] == [k for k in range(size) if k not in without], output
+        return said
+
+    def output(self, job):
+        """Return the result of a job."""
+        engine = job if isinstance(job, str) else job[0].partition("_")[0]
+        if engine not in ENGINES:
+            pytest.skip(f"KFAC_CORE_TEST_PROCESSES does not name {engine}")
+        return self._started[job].result()
+
+    def _start(self, engine, job, function, *arguments):
+        if engine in ENGINES:
+            self._started[job] = self._pool.submit(function, *arguments)
+
+    def _all_of(self, engine):
+        folder = self.folder / engine
+        folder.mkdir()
+        if engine == "torch":
+            # What is not installed is not run, and its tests are skipped.
+            known = [s for s in OF_TORCH if _can_run(s)]
+            return ran([sys.executable, str(RANK), "torch", str(folder), *known])
+        program = [sys.executable, "-m", "mpi4py", str(RANK), "mpi", str(folder)]
+        found = []
+        for wanted in OF_MPI:
+            scenario, _, size = wanted.partition(":")
+            start = time.monotonic()
+            found.append(ran([mpirun(), "-n", size, *program, scenario]).stdout)
+            self.seconds[scenario] = time.monotonic() - start
+        return "\n".join(found)
 
 
-def run(engine, scenario, size, tmp_path):
-    """Return what each rank said, by rank, and the seconds that it took."""
-    start = time.monotonic()
-    if engine == "mpi":
-        program = [sys.executable, "-m", "mpi4py", str(RANK), "mpi", scenario]
-        commands = [[mpirun(), "-n", str(size), *program]]
-    else:
-        program = [sys.executable, str(RANK), "torch", scenario]
-        commands = [
-            [*program, str(rank), str(size), str(tmp_path / f"{scenario}_store")]
-            for rank in range(size)
-        ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    ran = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for command in commands
-    ]
-    try:
-        output = "\n".join(process.communicate(timeout=90)[0] for process in ran)
-    finally:
-        for process in ran:
-            process.kill()
-            process.communicate()
-    said = re.findall(r"^rank (\d+) says (.*)$", output, re.MULTILINE)
-    return {int(k): text for k, text in said}, time.monotonic() - start, output
+def _is_example(found):
+    return found is not None and "program" in found.params
+
+
+def _can_run(scenario):
+    return not scenario.startswith("by_") or _installed(scenario[3:].partition(":")[0])
+
+
+def ran(command):
+    """Return how a program ended, and what it printed."""
+    return subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=QUIET,
+        timeout=300,
+        check=False,
+    )
 
 
 def mpirun():
@@ -69,110 +128,116 @@ def mpirun():
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
+def _installed(name):
+    return importlib.util.find_spec(name) is not None
+
+
+@pytest.fixture(scope="module")
+def jobs(request, tmp_path_factory):
+    here = [i for i in request.session.items if i.fspath == request.node.fspath]
+    return Jobs(tmp_path_factory.mktemp("processes"), here)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("engine", ["torch", "mpi"])
-def test_every_exchange_is_that_of_numpy(engine, size, tmp_path):
+def test_every_exchange_is_that_of_numpy(jobs, engine, size):
     """Parts of unequal lengths and none, in three dtypes, several at a time."""
-    require(engine)
+    found = jobs.said(engine, "exchanges", size)
 
-    said, _, output = run(engine, "exchanges", size, tmp_path)
-
-    assert said == dict.fromkeys(range(size), "fine"), output
+    assert found == dict.fromkeys(range(size), "fine")
 
 
 @pytest.mark.parametrize("engine", ["torch", "mpi"])
-def test_an_integration_that_was_told_nothing_refuses(engine, tmp_path):
+def test_an_integration_that_was_told_nothing_refuses(jobs, engine):
     """Several processes with an estimator each are no accident."""
-    require(engine)
-
-    said, _, output = run(engine, "noticed", 2, tmp_path)
-
-    for rank in (0, 1):
-        assert said[rank].startswith("UnsupportedError: 2 processes of"), output
+    for text in jobs.said(engine, "noticed", 2).values():
+        assert text.startswith("UnsupportedError: 2 processes of")
 
 
 @pytest.mark.parametrize("engine", ["torch", "mpi"])
-def test_a_rank_that_does_not_come_is_named(engine, tmp_path):
+def test_a_rank_that_does_not_come_is_named(jobs, engine):
     """By those that wait, after their timeout of two seconds."""
-    require(engine)
-
-    said, _, output = run(engine, "late", 3, tmp_path)
+    found = jobs.said(engine, "late", 3, without=(1,) if engine == "mpi" else ())
 
     for rank in (0, 2):
-        assert said[rank].startswith("CommunicationTimeoutError"), output
-        assert "for rank 1" in said[rank]
+        assert found[rank].startswith("CommunicationTimeoutError")
+        assert "for rank 1" in found[rank]
 
 
-@pytest.mark.parametrize("scenario", ["killed", "raises"])
-def test_a_rank_that_ends_is_named(scenario, tmp_path):
+@pytest.mark.parametrize("scenario", ["killed", "raises", "interrupted"])
+def test_a_rank_that_ends_is_named(jobs, scenario):
     """By the others, at once; their processes go on."""
-    require("torch")
-
-    said, _, output = run("torch", scenario, 3, tmp_path)
+    found = jobs.said("torch", scenario, 3, without=(1,))
 
     for rank in (0, 2):
-        assert said[rank].startswith("Communication"), output
-        assert "for rank 1" in said[rank]
+        assert found[rank].startswith("Communication")
+        assert "for rank 1" in found[rank]
 
 
 @pytest.mark.parametrize("scenario", ["killed", "raises"])
-def test_a_job_of_mpi_ends_with_its_rank(scenario, tmp_path):
+def test_a_job_of_mpi_ends_with_its_rank(jobs, scenario):
     """MPI's launcher ends all processes; nobody waits."""
-    require("mpi")
+    jobs.output("mpi")
 
-    said, seconds, _ = run("mpi", scenario, 3, tmp_path)
-
-    assert 1 not in said
-    assert seconds < 60
+    assert not (jobs.folder / "mpi" / f"{scenario}_3_1").exists()
+    assert jobs.seconds[scenario] < 60
 
 
 @pytest.mark.parametrize("engine", ["torch", "mpi"])
-def test_what_one_rank_gives_is_refused_on_all(engine, tmp_path):
+def test_what_one_rank_gives_is_refused_on_all(jobs, engine):
     """A row that is not finite, and another decay; all go on together afterwards."""
-    require(engine)
-
-    rows, _, output = run(engine, "nan", 2, tmp_path)
-    decays, _, _ = run(engine, "options", 2, tmp_path)
+    rows, decays = jobs.said(engine, "nan", 2), jobs.said(engine, "options", 2)
 
     for rank in (0, 1):
-        assert rows[rank].startswith("NotFiniteError: Rank 1: Block 'fc'"), output
+        assert rows[rank].startswith("NotFiniteError: Rank 1: Block 'fc'")
         assert decays[rank].startswith("ReplicaError: Rank 0 is at")
 
 
+def test_a_rank_with_other_code_is_found(jobs):
+    """Before anything is exchanged."""
+    for text in jobs.said("torch", "code", 2).values():
+        assert text.startswith("ReplicaError: Rank 1 differs from rank 0 in the code")
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_kfac_beside_data_parallel_is_kfac_alone(size, tmp_path):
-    """Five steps with shards of unequal sizes and none, in PyTorch, to 1e-10."""
-    require("torch")
+@pytest.mark.parametrize("scenario", ["ddp", "divided"])
+def test_kfac_on_several_processes_is_kfac_alone(jobs, scenario, size):
+    """Five steps with shards of unequal sizes and none, to 1e-10.
 
-    said, _, output = run("torch", "ddp", size, tmp_path)
+    Beside DistributedDataParallel, where overlap changes no bit, and with parameters that
+    `fully_shard` or tensor parallelism divides.
+    """
+    assert jobs.said("torch", scenario, size) == dict.fromkeys(range(size), "fine")
 
-    assert said == dict.fromkeys(range(size), "fine"), output
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_run_that_lost_a_rank_goes_on_from_its_checkpoint(jobs, size):
+    """On fewer or more ranks than wrote it, as if nothing had happened."""
+    jobs.said("torch", "interrupted", 3, without=(1,))
+
+    assert jobs.said("torch", "resumed", size) == dict.fromkeys(range(size), "fine")
 
 
-@pytest.mark.parametrize(
-    ("program", "arguments"),
-    [
-        ("torch_ddp", ()),
-        ("torch_ddp", ("--processes", "3", "--dtype", "float32", "--holders", "all")),
-        ("torch_fsdp", ()),
-        ("torch_tensor_parallel", ()),
-        ("jax_sharded", ()),
-        ("mpi_numpy", ()),
-        ("mpi_numpy", ("--processes", "4", "--holders", "2")),
-    ],
-)
-def test_an_example_is_that_of_one_process(program, arguments):
+def test_a_checkpoint_that_was_read_in_part_is_refused(jobs):
+    """torch.distributed.checkpoint reads what a new object has, which is nothing."""
+    for text in jobs.said("torch", "emptied", 2).values():
+        assert text.startswith("StateError: The state is of 1 steps")
+
+
+@pytest.mark.parametrize("library", ["accelerate", "lightning"])
+def test_the_loop_of_another_library(jobs, library):
+    """Five steps of K-FAC with two processes are those of one."""
+    if not _installed(library):
+        pytest.skip(f"{library} is not installed")
+
+    assert jobs.said("torch", f"by_{library}", 2) == dict.fromkeys((0, 1), "fine")
+
+
+@pytest.mark.parametrize(("program", "arguments"), EXAMPLES_RUN)
+def test_an_example_is_that_of_one_process(jobs, program, arguments):
     """Twenty steps on digits with shards of unequal sizes; the program compares."""
-    require(program.partition("_")[0])
+    found = jobs.output((program, arguments))
 
-    ran = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{program}.py"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    ways = 2 if program.startswith("jax") else 1
-    assert ran.stdout.count("largest relative difference") == 2 * ways
+    assert found.returncode == 0, found.stdout
+    ways = 3 if program.startswith("jax") else 1
+    assert found.stdout.count("largest relative difference") == 2 * ways

@@ -175,7 +175,7 @@ def test_a_layer_has_no_operator_of_its_own(backend, rng):
     estimator.update(with_other(batches))
     estimator.refresh(["chain"])
 
-    assert estimator.state["chain"].operator.shape == (EDGES[-1], 1)
+    assert estimator.state["chain"].operator.vector_shape == (EDGES[-1], 1)
     assert estimator.state["other"].operator is None
     for call in (
         lambda: estimator.refresh(["first"]),

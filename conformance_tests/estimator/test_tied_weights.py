@@ -95,3 +95,67 @@ def test_bad_uses_are_refused_where_they_are_written(uses, error):
     }
     with pytest.raises(error, match="tied_weights"):
         make_estimator(blocks, sharing=kc.Sharing(weights=uses), **SETTINGS)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_use_without_the_bias_has_the_coordinate_zero(backend, rng, sharing, masked):
+    """Tied layers of which some have a bias: A by hand, of ``(x, 1)`` and ``(x, 0)``."""
+    if backend.name == "jax" and masked:
+        pytest.skip("shapes that JAX compiles for seconds; see --thorough")
+    (x1, g1, with_bias), (x2, g2, _) = draw(backend, rng), draw(backend, rng, 2)
+    keep = np.ones((5, 2), dtype=bool)
+    keep[0, 1] = not masked
+    without = kc.Batch(
+        backend.asarray(x2),
+        backend.asarray(g2),
+        mask=backend.asarray(keep) if masked else None,
+        bias=backend.asarray(np.zeros(5, dtype=bool)),
+    )
+    estimator = make(
+        kc.Kronecker(sharing=sharing), weights={"again": "first"}, damping_rule="exact"
+    )
+    estimator.update({"first": with_bias, "again": without})
+    estimator.refresh()
+
+    kept = np.concatenate([np.ones((5, 1), dtype=bool), keep], axis=1)
+    ones = np.concatenate([np.ones((5, 1, 1)), np.zeros((5, 2, 1))], axis=1)
+    x = np.concatenate([np.concatenate([x1, x2], axis=1), ones], axis=2)
+    g = np.concatenate([g1, g2], axis=1) * kept[..., None]
+    x = x * kept[..., None]
+    S = kept.sum() / 5
+    if sharing == "reduce":
+        x, g = x.sum(axis=1) / kept.sum(axis=1)[:, None], g.sum(axis=1)
+        F = np.kron(x.T @ x / 5, g.T @ g / 5)
+    else:
+        A, G = (np.einsum("nsi,nsj->ij", v, v) / kept.sum() for v in (x, g))
+        F = S * np.kron(A, G)
+    F += SETTINGS["damping"] * np.eye(len(F))
+    got = backend.to_numpy(estimator.operator("first").to_dense())
+    assert_close(got, F, "gram", "float64")
+
+    joint = make(
+        kc.Kronecker(sharing=sharing), weights={"again": "first"}, damping_rule="exact"
+    )
+    joint.update(
+        {"first": with_bias, "again": kc.Batch(without.inputs, without.output_grads)}
+    )
+    joint.refresh()
+    assert_differs(backend.to_numpy(joint.operator("first").to_dense()), got)
+
+
+def test_rows_without_a_bias_belong_to_a_layer_that_has_one(backend, rng):
+    """Refused by name: other layers, shapes and dtypes, and chunks of a convolution."""
+    x, g, _ = draw(backend, rng)
+    x, g = backend.asarray(x), backend.asarray(g)
+    none = backend.asarray(np.zeros(5, dtype=bool))
+    bare = kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="io")
+    with pytest.raises(kc.ConventionError, match=r"`Batch.bias`"):
+        bare.rows(kc.Batch(x, g, bias=none))
+    with pytest.raises(kc.ShapeError, match=r"`bias`.*\(5,\).*\(4,\)"):
+        LAYER.rows(kc.Batch(x, g, bias=none[:4]))
+    with pytest.raises(kc.DtypeError, match="`bias`"):
+        LAYER.rows(kc.Batch(x, g, bias=x[:, 0, 0]))
+    norm = kc.ScaleShift(scale_shape=(3,), shift_shape=(3,))
+    with pytest.raises(kc.UnsupportedError, match="`bias`"):
+        norm.rows(kc.Batch(x, x, bias=none))

@@ -1,4 +1,4 @@
-"""Refreshes of PyTorch's statistics that NumPy computes, on one thread."""
+"""Stages of PyTorch's tensors that NumPy computes, on one thread."""
 
 import numpy as np
 import pytest
@@ -74,6 +74,48 @@ def test_an_operator_is_that_of_the_dense_matrices(
     assert kinds == {"torch"}
     for path, tensor in leaves(estimator.state["fc"].statistics):
         assert bool((tensor == before[path]).all())
+
+
+def test_a_loop_of_stages_is_that_of_the_dense_matrices(
+    on_one_thread,  # noqa: F811
+    asked,
+    dtype,
+    rng,
+):
+    """Tensors come back, none is written to, and of a state only what is new is viewed."""
+    estimator = estimator_of({"fc": dense_block()})
+    decay, A, G, weight = 0.9, 0.0, 0.0, 0.0
+    for step in range(4):
+        x, g = rng.normal(size=(N, n)), rng.normal(size=(N, m))
+        V = {"weight": rng.normal(size=(n, m)), "bias": rng.normal(size=m)}
+        fed = [on_one_thread.asarray(values, dtype) for values in (x, g)]
+        given = {k: on_one_thread.asarray(v, dtype) for k, v in V.items()}
+        held = estimator.state["fc"].statistics
+        before = {} if step == 0 else {p: t.clone() for p, t in leaves(held)}
+        asked.clear()
+
+        estimator.update({"fc": kc.Batch(*fed)})
+        updated = len(asked)
+        estimator.refresh()
+        refreshed = len(asked)
+        got = estimator.precondition({"fc": given})["fc"]
+
+        if step:
+            assert updated == len(fed)
+        assert len(asked) == refreshed + len(given)
+        for path, tensor in leaves(held) if step else ():
+            assert bool((tensor == before[path]).all())
+        one_A, one_G, S = reference.kronecker_factors(x, g[None], bias=True)
+        A, G = decay * A + one_A, decay * G + one_G
+        weight = decay * weight + 1.0
+        F = reference.damped_block(
+            A / weight, G / weight, S, damping=DAMPING, rule="factored"
+        )
+        matrix = np.vstack([V["weight"], V["bias"]])
+        expected = np.linalg.solve(F, matrix.reshape(-1)).reshape(matrix.shape)
+        rows = [on_one_thread.to_numpy(got[k]).reshape(-1, m) for k in V]
+        assert {type(t).__module__ for t in got.values()} == {"torch"}
+        assert_close(np.vstack(rows), expected, "inverse", dtype)
 
 
 def test_blocks_that_share_a_factor_share_its_basis(on_one_thread, asked, rng):  # noqa: F811

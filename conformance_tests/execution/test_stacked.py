@@ -164,7 +164,7 @@ def test_a_stack_gives_each_block_its_own_average(
     """Sums and weights after two updates are those of dense sums over the rows."""
     network = network_of({name: block_of(bias, sharing=sharing) for name in NAMES})
     seen, inner = data(rng), Seen()
-    executor = Stacked(inner)
+    executor = Stacked(inner, fewest=2)
 
     state = fed(backend, dtype, network, seen, executor, check=check)
 
@@ -198,7 +198,7 @@ def test_several_sources_and_an_array_as_decay_are_stacked(backend, dtype, rng):
     }
     decay, inner = backend.asarray(DECAY, dtype), Seen()
     states = []
-    for executor in (plain, Stacked(inner)):
+    for executor in (plain, Stacked(inner, fewest=2)):
         state = network.empty()
         for _ in range(2):
             state = network.update(state, batches, decay=decay, executor=executor)
@@ -213,7 +213,7 @@ def test_what_a_stack_leaves_has_the_form_of_one(backend, rng):
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
     gradients = gradients_of(backend, "float64", rng, network)
     states = []
-    for executor in (plain, Stacked()):
+    for executor in (plain, Stacked(fewest=2)):
         state = fed(backend, "float64", network, seen, executor)
         state = network.refresh(state, damping=0.1, executor=executor)
         network.precondition(state, gradients, executor=executor)
@@ -254,7 +254,7 @@ def test_the_bad_block_of_a_stack_is_named(backend, rng):
 def test_a_status_is_of_the_bad_block_alone(backend, rng):
     """With ``check="status"`` it is flagged, and no block of the batch moves."""
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
-    executor = Stacked()
+    executor = Stacked(fewest=2)
     state = fed(backend, "float64", network, seen, executor)
     x = seen["c"][1][0].copy()
     x[4, 0, 2] = np.nan
@@ -323,7 +323,7 @@ def test_only_equals_are_stacked(backend, rng):
     network, inner = network_of(blocks), Seen()
     expected, got = (
         network.update(network.empty(), batches, decay=DECAY, executor=executor)
-        for executor in (plain, Stacked(inner))
+        for executor in (plain, Stacked(inner, fewest=2))
     )
 
     assert inner.taken() == [1] * 12 + [2, 2]
@@ -336,7 +336,7 @@ def test_blocks_of_different_ages_have_decays_of_their_own(backend, dtype, rng):
     network = network_of({n: block_of() for n in NAMES}, averaging=averaging)
     seen, inner = data(rng), Seen()
     states = []
-    for executor in (plain, Stacked(inner)):
+    for executor in (plain, Stacked(inner, fewest=2)):
         state = network.empty()
         for names in (NAMES, ("a", "b"), NAMES, NAMES):
             batches = {n: batch_of(backend, dtype, *seen[n][0]) for n in names}
@@ -353,7 +353,7 @@ def test_blocks_on_different_devices_are_no_stack(requires_backend, rng):
     devices = strict.xp.__array_namespace_info__().devices()
     names = ("a", "b", "c", "d")
     network, inner = network_of({name: block_of() for name in names}), Seen()
-    executor = Stacked(inner)
+    executor = Stacked(inner, fewest=2)
     at = dict(zip(names, (devices[0], devices[1], devices[0], devices[1]), strict=True))
 
     def put(name, values):
@@ -383,7 +383,7 @@ def test_a_shared_factor_keeps_its_block_alone(backend, rng):
     batches = {n: batch_of(backend, "float64", x, seen[n][0][1]) for n in NAMES}
     gradients = gradients_of(backend, "float64", rng, network)
     products = []
-    for executor in (plain, Stacked(inner)):
+    for executor in (plain, Stacked(inner, fewest=2)):
         state = network.update(network.empty(), batches, decay=DECAY, executor=executor)
         assert inner.taken() in ([], [1, 2])
         state = network.refresh(state, damping=0.1, executor=executor)
@@ -418,7 +418,7 @@ def test_each_operator_is_that_of_its_block(backend, dtype, rng, rule, debias):
 
     expected, got = (
         network.refresh(state, damping=damping, executor=executor)
-        for executor in (plain, Stacked(inner))
+        for executor in (plain, Stacked(inner, fewest=2))
     )
 
     assert inner.taken() == [1, 1, 1, 2]
@@ -442,7 +442,7 @@ def test_an_array_as_damping_is_every_blocks(backend, dtype, rng):
     state = fed(backend, dtype, network, data(rng))
     gradients = gradients_of(backend, dtype, rng, network)
     products = []
-    for executor in (plain, Stacked(inner)):
+    for executor in (plain, Stacked(inner, fewest=2)):
         made = network.refresh(
             state, damping=backend.asarray(0.3, dtype), executor=executor
         )
@@ -482,7 +482,7 @@ def test_a_bad_matrix_is_an_error_of_its_own_block(backend, rng):
     good = network.refresh(good, damping=0.1)
     bad = bad.updated({"b": kc.BlockState(bad["b"].statistics, good["b"].operator)})
 
-    got = network.refresh(bad, damping=0.1, executor=Stacked())
+    got = network.refresh(bad, damping=0.1, executor=Stacked(fewest=2))
 
     assert [got[name].failures for name in NAMES] == [0, 1, 0]
     assert got["b"].operator is good["b"].operator
@@ -491,7 +491,7 @@ def test_a_bad_matrix_is_an_error_of_its_own_block(backend, rng):
         pair = (made[name].operator.multiply_inverse(V) for made in (got, good))
         assert_close(*map(backend.to_numpy, pair), "inverse", "float64")
     with pytest.raises(kc.NotFiniteError, match="b/input"):
-        network.refresh(got, damping=0.1, executor=Stacked())
+        network.refresh(got, damping=0.1, executor=Stacked(fewest=2))
 
 
 def test_a_block_that_needs_a_fallback_gets_it_alone(backend, rng):
@@ -503,7 +503,7 @@ def test_a_block_that_needs_a_fallback_gets_it_alone(backend, rng):
 
     expected, got = (
         network.refresh(indefinite, damping=0.1, executor=executor)
-        for executor in (plain, Stacked())
+        for executor in (plain, Stacked(fewest=2))
     )
 
     reports = [
@@ -526,15 +526,15 @@ def test_a_singular_block_is_reported(backend, rng):
     """Where no fallback holds, the error is of the block and not of the stack."""
     network = network_of({name: block_of() for name in NAMES})
     state = fed(backend, "float64", network, data(rng))
-    empty = network.blocks["b"].initial(state["b"].statistics.any_weight)
+    empty = network.blocks["b"].initial(state["b"].statistics.like)
     state = state.updated({"b": kc.BlockState(statistics=empty)})
 
     with pytest.raises(kc.FactorizationError, match="b/") as raised:
-        network.refresh(state, damping=0.0, executor=Stacked())
+        network.refresh(state, damping=0.0, executor=Stacked(fewest=2))
 
     assert "equal" not in str(raised.value)
     with pytest.raises(kc.DampingError):
-        network.refresh(state, damping=-1.0, executor=Stacked())
+        network.refresh(state, damping=-1.0, executor=Stacked(fewest=2))
 
 
 def test_products_of_a_stack_are_those_of_each(backend, dtype, rng):
@@ -542,7 +542,7 @@ def test_products_of_a_stack_are_those_of_each(backend, dtype, rng):
     network = network_of({n: block_of() for n in NAMES} | {"w": block_of(m=1)})
     seen = data(rng) | data(rng, ("w",), m=1)
     executor, inner = None, Seen()
-    executor = Stacked(inner)
+    executor = Stacked(inner, fewest=2)
     state = fed(backend, dtype, network, seen, executor)
     state = network.refresh(state, damping=0.1, executor=executor)
     given = gradients_of(backend, dtype, rng, network)
@@ -566,7 +566,7 @@ def test_products_of_a_stack_are_those_of_each(backend, dtype, rng):
 def test_a_gradient_that_does_not_fit_is_refused(backend, rng, shape):
     """Whether its block is in a stack or all of the stack are wrong."""
     network = network_of({name: block_of() for name in NAMES})
-    executor = Stacked()
+    executor = Stacked(fewest=2)
     state = fed(backend, "float64", network, data(rng), executor)
     state = network.refresh(state, damping=0.1, executor=executor)
     given = gradients_of(backend, "float64", rng, network)
@@ -584,7 +584,7 @@ def test_pieces_of_a_stack_are_recognized(backend, rng, copies):
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
     given = gradients_of(backend, "float64", rng, network)
     batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}
-    state, executor, found = network.empty(), Stacked(), []
+    state, executor, found = network.empty(), Stacked(fewest=2), []
     for _ in range(3):
         state = network.update(state, batches, decay=DECAY, executor=executor)
         state = network.refresh(state, damping=0.1, executor=executor)
@@ -605,7 +605,7 @@ def test_what_came_from_elsewhere_is_copied_once(backend, rng, copies):
     network = network_of({name: block_of() for name in NAMES})
     state = network.refresh(fed(backend, "float64", network, data(rng)), damping=0.1)
     given = gradients_of(backend, "float64", rng, network)
-    executor = Stacked()
+    executor = Stacked(fewest=2)
     for _ in range(3):
         network.precondition(state, given, executor=executor)
     for _ in range(3):
@@ -618,7 +618,7 @@ def test_a_block_that_went_alone_joins_its_stack_again(backend, rng, copies):
     """After an update of one block all three are copied once, and one again then."""
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
     inner = Seen()
-    executor = Stacked(inner)
+    executor = Stacked(inner, fewest=2)
     state = fed(backend, "float64", network, seen, executor)
     batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}
     alone = {"b": batches["b"]}
@@ -640,7 +640,7 @@ def test_only_the_last_generation_is_kept(backend, rng):
     network, seen = network_of({name: block_of() for name in NAMES}), data(rng)
     batches = {n: batch_of(backend, "float64", *seen[n][0]) for n in NAMES}
     given = gradients_of(backend, "float64", rng, network)
-    executor, state, before = Stacked(), network.empty(), []
+    executor, state, before = Stacked(fewest=2), network.empty(), []
     for names in (NAMES, ("a", "b"), ("b", "c"), NAMES, ("c", "a"), NAMES):
         some = {name: batches[name] for name in names}
         state = network.update(state, some, decay=DECAY, executor=executor)
@@ -677,13 +677,13 @@ def test_executors_compose(requires_backend, rng):
     directions = network.precondition(network.refresh(expected, damping=0.1), given)
 
     for executor in (
-        Stacked(),
-        Stacked(Threaded(2)),
-        Threaded(2, Stacked()),
-        Stacked(Hosted()),
-        Hosted(Stacked()),
-        Stacked(Threaded(2, Hosted())),
-        Threaded(2, Hosted(Stacked())),
+        Stacked(fewest=2),
+        Stacked(Threaded(2), fewest=2),
+        Threaded(2, Stacked(fewest=2)),
+        Stacked(Hosted(), fewest=2),
+        Hosted(Stacked(fewest=2)),
+        Stacked(Threaded(2, Hosted()), fewest=2),
+        Threaded(2, Hosted(Stacked(fewest=2))),
     ):
         state = fed(backend, "float64", network, seen, executor)
         assert_same_statistics(backend, "float64", state, expected)
@@ -698,7 +698,7 @@ def test_factors_that_are_no_matrices_are_no_stack(backend, rng):
     """Blocks with a diagonal factor are fed, refreshed and multiplied one by one."""
     network = network_of({n: block_of(output="diagonal") for n in NAMES})
     inner = Seen()
-    executor = Stacked(inner)
+    executor = Stacked(inner, fewest=2)
     state = fed(backend, "float64", network, data(rng), executor)
     state = network.refresh(state, damping=0.1, executor=executor)
     given = gradients_of(backend, "float64", rng, network)

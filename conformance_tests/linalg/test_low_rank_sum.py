@@ -14,7 +14,7 @@ def test_stacks_are_compressed_each_for_itself(backend, rng):
     place = Place(backend.xp, backend.xp.float64, backend.device)
     zero = LowRankSum(place.zeros(2, 4, 2), place.zeros(2))
 
-    made = zero.joined(backend.asarray(X))
+    made = zero.plus(backend.asarray(X))
 
     B = backend.to_numpy(made.root)
     for i in range(2):

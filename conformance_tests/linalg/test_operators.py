@@ -110,7 +110,7 @@ def test_products_and_solves_are_the_dense_ones(case, rng, rule):
     dense = case.backend.to_numpy(operator.to_dense())
     bare_dense = case.backend.to_numpy(operator.to_dense(damped=False))
 
-    assert operator.shape == (4, 3)
+    assert operator.vector_shape == (4, 3)
     case.close(product, F, V, "product")
     case.close(bare, undamped, V, "product")
     case.close(solved, np.linalg.inv(F), V, "inverse")

@@ -21,6 +21,7 @@ from kfac_core.losses import (
     NoiseSpec,
     curvature_matrix,
     draw_noise,
+    drawn_vectors,
     noise_spec,
     source_reduction_of,
     vectors,
@@ -597,3 +598,54 @@ def test_learned_variance_widths_go_through_every_fisher_mode(backend, dtype, rn
         made = sources_of(backend, case, z, mode, dtype)
         assert tuple(made.vectors.shape[1:]) == (4, 3, 4)
     assert isinstance(case.loss, GaussianLearnedVariance)
+
+
+@pytest.mark.parametrize("mode", ["exact", "exact_GGN"])
+def test_a_source_for_each_position_is_the_fisher_of_what_mixes_positions(
+    backend, dtype, rng, mode
+):
+    """``T x P`` columns: pulled back through a map of all tokens, J^T F J without bias."""
+    N, T, P, width = 2, 3, 2, 4
+    z = rng.normal(size=(N, T, P))
+    made = vectors(
+        Categorical(), backend.asarray(z, dtype), mode=mode, positions="separate"
+    )
+    assert (made.sources, made.source_reduction) == (T * P, "sum")
+    v = backend.to_numpy(made.vectors)
+    assert v.shape == (T * P, N, T, P)
+    J = rng.normal(size=(N, T * P, width))
+    for n in range(N):
+        F = np.zeros((T * P, T * P))
+        for t in range(T):
+            p = np.exp(z[n, t]) / np.exp(z[n, t]).sum()
+            F[t * P : (t + 1) * P, t * P : (t + 1) * P] = np.diag(p) - np.outer(p, p)
+        pulled = v[:, n].reshape(T * P, -1) @ J[n]
+        assert_close(pulled.T @ pulled, J[n].T @ F @ J[n], "gram", dtype)
+    together = backend.to_numpy(
+        vectors(Categorical(), backend.asarray(z, dtype), mode=mode).vectors
+    )
+    pulled = together[:, 0].reshape(P, -1) @ J[0]
+    expected = v[:, 0].reshape(T * P, -1) @ J[0]
+    assert_differs(pulled.T @ pulled, expected.T @ expected)
+
+
+def test_separate_positions_are_of_exact_modes_and_draws_of_sampled_ones(backend, rng):
+    """The messages say why, and what the outputs must look like."""
+    loss, z = Categorical(), backend.asarray(rng.normal(size=(2, 3, 2)))
+    with pytest.raises(kc.ConventionError, match="exact modes"):
+        vectors(loss, z, mode="gradients", positions="separate")
+    with pytest.raises(kc.ConventionError, match="`positions`"):
+        vectors(loss, z, mode="exact", positions="apart")
+    options = {"seed": 3, "shared": True}
+    drawn = drawn_vectors(loss, z, mode="gradients", samples=4, **options)
+    assert drawn.sources == 4
+    assert not np.allclose(*backend.to_numpy(drawn.vectors)[:2])
+    apart = drawn_vectors(loss, z, mode="exact", positions="separate", **options)
+    assert apart.sources == 6
+    plain = drawn_vectors(loss, z, mode="exact", positions="together", **options)
+    expected = backend.to_numpy(vectors(loss, z, mode="exact").vectors)
+    assert_close(backend.to_numpy(plain.vectors), expected, "identity", "float64")
+    with pytest.raises(kc.ConventionError, match="`samples` is 1"):
+        drawn_vectors(loss, z, mode="exact", samples=2, **options)
+    with pytest.raises(kc.ConventionError, match=r"\(N, T, P\)"):
+        drawn_vectors(loss, z[0, ...], mode="exact", positions="separate", **options)

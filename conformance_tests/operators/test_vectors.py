@@ -138,7 +138,7 @@ def test_an_operator_says_what_it_is_in_a_few_lines(backend, rng, approximation)
 
     said = repr(operator)
 
-    assert said.startswith(f"{type(operator).__name__}(shape=(4, 6), dtype=")
+    assert said.startswith(f"{type(operator).__name__}(vector_shape=(4, 6), dtype=")
     assert "damping=" in said
     assert "inverse" in said
     assert len(said) < 300

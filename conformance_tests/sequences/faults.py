@@ -25,6 +25,7 @@ _ALGEBRA = (
     *("multiply_triangular", "eigh", "multiply_symmetric", "scale_symmetric"),
 )
 _FILES = ("posix", "nt", "_io")
+_code_is_ours: dict[Any, bool] = {}
 # What cleans up after a failure must not fail for the same reason.
 _ALLOWED = ("close", "unlink", "remove", "stat", "fstat", "lstat", "fspath")
 
@@ -58,7 +59,8 @@ def injected(kind: str, k: int) -> Iterator[Fault]:
     Parameters
     ----------
     kind : {"interrupt", "memory", "linear algebra", "files"}
-        The first two count every call of a function of the library and its backends.
+        The first two count every call of a function of the library and its backends; an
+        interrupt may also come when one returns.
     k : int
         At least 1.
 
@@ -72,18 +74,23 @@ def injected(kind: str, k: int) -> Iterator[Fault]:
         with _operations_that_count(fault):
             yield fault
         return
-    before, unraisable = sys.getprofile(), sys.unraisablehook
+    before, unraisable = (sys.gettrace(), sys.getprofile()), sys.unraisablehook
     # A generator that is closed by the fault cannot raise it again, and prints it.
     sys.unraisablehook = lambda _: None
-    sys.setprofile(_profiler(fault, files=kind == "files"))
+    if kind == "files":
+        sys.setprofile(_profiler(fault))
+    else:
+        # Tracing is cheaper than profiling, which also stops at each call of C.
+        sys.settrace(_tracer(fault, returns=kind == "interrupt"))
     try:
         yield fault
     finally:
-        sys.setprofile(before)
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
         sys.unraisablehook = unraisable
 
 
-def _profiler(fault: Fault, *, files: bool) -> Callable[..., None]:
+def _profiler(fault: Fault) -> Callable[..., None]:
     def of_files(frame: Any, event: str, argument: Any) -> None:
         if event != "c_call" or fault.met:
             return
@@ -93,14 +100,30 @@ def _profiler(fault: Fault, *, files: bool) -> Callable[..., None]:
         if module in _FILES and name not in _ALLOWED and not name.startswith("__"):
             fault.count()
 
-    def of_ours(frame: Any, event: str, argument: Any) -> None:
-        if event != "call" or fault.met:
-            return
-        path = frame.f_code.co_filename.replace("\\", "/")
-        if any(part in path for part in _OURS):
+    return of_files
+
+
+def _tracer(fault: Fault, *, returns: bool) -> Callable[..., Any]:
+    def of_return(frame: Any, event: str, argument: Any) -> None:
+        if event == "return" and not fault.met:
             fault.count()
 
-    return of_files if files else of_ours
+    def of_call(frame: Any, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        ours = _code_is_ours.get(code)
+        if ours is None:
+            path = code.co_filename.replace("\\", "/")
+            ours = any(part in path for part in _OURS)
+            _code_is_ours[code] = ours
+        if not ours or fault.met:
+            return None
+        fault.count()
+        if not returns:
+            return None
+        frame.f_trace_lines = False
+        return of_return
+
+    return of_call
 
 
 @contextlib.contextmanager

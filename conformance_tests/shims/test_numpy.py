@@ -508,3 +508,31 @@ def test_masked_arrays_are_refused():
     }
     with pytest.raises(kc.KFACError, match=r"[Mm]asked"):
         optimizer.step({"fc": gradient})
+
+
+def test_statistics_without_a_step_and_several_draws():
+    """Parts of a data set become one update; no parameter moves, and nothing is counted."""
+    parameters = dense_parameters()
+    W, b = (parameters["fc"][key].copy() for key in ("weight", "bias"))
+    kfac = KFAC(
+        parameters, likelihood="categorical", samples=3, **(SETTINGS | {"decay": 1.0})
+    )
+    x = random(10, 4, seed=5)
+    seen = []
+    for part in (x[:6], x[6:]):
+        vectors = kfac.vectors(part @ W + b)
+        assert vectors.shape == (3, len(part), 3)
+        kfac.observe("fc", kc.Batch(part, vectors, sources=3))
+        seen.append(vectors)
+    kfac.update()
+    kfac.estimator.refresh()
+
+    assert kfac.steps == 0
+    assert np.array_equal(parameters["fc"]["weight"], W)
+    ones = np.concatenate([x, np.ones((10, 1))], axis=1)
+    g = np.concatenate(seen, axis=1)
+    A, G = ones.T @ ones / 10, np.einsum("mni,mnj->ij", g, g) / (3 * 10)
+    got = kfac.estimator.operator("fc").to_dense(damped=False)
+    np.testing.assert_allclose(got, np.kron(A, G), rtol=1e-11, atol=1e-13)
+    with pytest.raises(kc.NotReadyError, match="observe"):
+        kfac.update()

@@ -361,22 +361,6 @@ def test_one_parameter_in_two_modules_has_one_block():
     assert torch.equal(after["2.bias"], before["2.bias"])
 
 
-def test_an_embedding_tied_to_logits_is_left_alone():
-    """A weight that is used as rows and as columns has no one layer; it is listed."""
-    model = nn.Sequential(
-        nn.Embedding(4, 3), nn.Linear(3, 3), nn.Linear(3, 4, bias=False)
-    )
-    model[2].weight = model[0].weight
-    with pytest.warns(UserWarning, match="0.weight"):
-        kfac = attached(model, likelihood=Categorical())
-    x, y = torch.randint(0, 4, (6,)), torch.randint(0, 4, (6,))
-    before, after = step(model, kfac, x, y, fn.cross_entropy)
-
-    assert [*kfac.skipped] == ["0.weight"]
-    assert torch.equal(before["0.weight"], after["0.weight"])
-    assert not torch.equal(before["1.weight"], after["1.weight"])
-
-
 # What is done in a training loop.
 
 

@@ -117,6 +117,26 @@ def test_outputs_are_picked_out_of_what_a_model_returns(how, output, loss_of, fi
     same({n: p.grad for n, p in model.named_parameters()}, expected)
 
 
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_loss_within_the_outputs_may_be_scaled_in_place(fisher):
+    """As Hugging Face's Trainer does, over the processes."""
+    options = {"likelihood": "categorical", "fisher": fisher}
+    model, x, y = Returning("answer").double(), doubles(14, 4), torch.randint(3, (14,))
+    twin = copy.deepcopy(model)
+    steps = []
+    for one, scaled in (model, False), (twin, True):
+        kfac = attached(one, **options)
+        loss = one(x, y).loss
+        if scaled:
+            loss *= 2
+            loss /= 2
+        loss.backward()
+        kfac.step()
+        steps.append({n: p.grad for n, p in one.named_parameters()})
+
+    same(*steps)
+
+
 def test_ignored_labels_are_no_rows():
     """Rows that the loss does not read count neither as rows nor with vectors."""
     model, x = Network().double(), doubles(14, 4)
@@ -392,6 +412,68 @@ def test_means_over_outputs_are_means_over_outputs(kind):
     close(found, kfac_by_hand(A, H, V))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("of", ["classes", "rows"])
+def test_weights_that_only_the_loss_has_are_those_of_its_gradient(of, reduction):
+    """Class weights of ``cross_entropy``, or row weights, are found, or refused."""
+    model, x = Network().double(), doubles(14, 4)
+    y = torch.randint(0, 3, (14,))
+    y[4] = -100
+    of_class = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+    w = (
+        of_class[y.clamp(min=0)]
+        if of == "classes"
+        else torch.rand(14, dtype=torch.float64) + 0.1
+    )
+    w = torch.where(y >= 0, w, 0.0)
+    twin = copy.deepcopy(model)
+
+    def loss_of(z, y):
+        each = fn.cross_entropy(z, y, reduction="none")
+        return (w * each).sum() / (w.sum() if reduction == "mean" else 1)
+
+    options = {"likelihood": "categorical", "loss": reduction}
+    found = two_lines(model, attached(model, **options), x, y, loss_of)
+    kfac = attached(twin, **options, output=None)
+    outputs = twin(x)
+    kfac.observe(outputs, weight=w)
+    loss_of(outputs, y).backward()
+    kfac.step()
+    same(found, {n: p.grad for n, p in twin.named_parameters()})
+
+    empirical = attached(model, **options, fisher="empirical")
+    with pytest.raises(kc.UnsupportedError, match="would square them"):
+        loss_of(model(x), y).backward()
+    assert empirical.steps == 0
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("kind", ["pos_weight", "outputs", "both", "rows"])
+def test_a_weighted_sigmoid_cross_entropy_is_refused(kind, fisher):
+    """Soft labels, whose scale is nowhere the same, are none of these."""
+    x, y = doubles(20, 4), torch.randint(0, 2, (20, 3)).double()
+    of_outputs = torch.tensor([1.0, 2.0, 5.0]).double()
+    weights = {
+        "pos_weight": {"pos_weight": torch.tensor([3.0, 3.0, 3.0]).double()},
+        "outputs": {"weight": of_outputs},
+        "both": {"weight": of_outputs, "pos_weight": 2 * of_outputs},
+        "rows": {"weight": torch.rand(20, 1).double() + 0.5},
+    }[kind]
+
+    def train(labels, **weights):
+        model = Network().double()
+        kfac = attached(model, likelihood="bernoulli", fisher=fisher)
+        loss = fn.binary_cross_entropy_with_logits
+        loss(model(x), labels, **weights).backward()
+        kfac.step()
+
+    with pytest.raises(kc.ConventionError, match="cross-entropy has weights"):
+        train(y, **weights)
+    train(y)
+    train(torch.rand(20, 3).double())
+    train(0.9 * y + 0.05)
+
+
 def test_rows_have_weights():
     """Class weights: ``sum_n w_n F_n / sum_n w_n``, and refused where nobody gives them."""
     model = Network().double()
@@ -575,21 +657,43 @@ def test_an_error_says_why_nothing_was_seen():
         other.step()
 
 
-def test_sharded_parameters_are_refused(tmp_path):
+def test_divided_parameters_are_those_of_one_process(tmp_path):
     """DTensor, as FSDP2 and tensor parallelism make them; here of one rank."""
     distributed = torch.distributed
     if not distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")
+    from torch.distributed import tensor
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_module, init_device_mesh
 
     distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
     try:
-        model = distribute_module(nn.Linear(4, 3), init_device_mesh("cpu", (1,)))
-        with pytest.raises(kc.UnsupportedError, match="DTensor"):
-            KFAC(model)
-        KFAC(nn.Linear(4, 3))
+        line, square = (init_device_mesh("cpu", shape) for shape in ((1,), (1, 1)))
+        first, x = nn.Linear(4, 3), torch.randn(6, 4)
+        found = []
+        for divided in (lambda m: m, fully_shard, lambda m: distribute_module(m, line)):
+            model = divided(copy.deepcopy(first))
+            kfac = KFAC(
+                model,
+                likelihood="categorical",
+                fisher="exact",
+                output=lambda z: z.full_tensor() if hasattr(z, "full_tensor") else z,
+            )
+            inputs = x
+            if isinstance(model.weight, tensor.DTensor) and divided is not fully_shard:
+                inputs = tensor.DTensor.from_local(x, line)
+            z = model(inputs)
+            z = z.full_tensor() if hasattr(z, "full_tensor") else z
+            fn.cross_entropy(z, torch.arange(6) % 3).backward()
+            kfac.step()
+            g = model.weight.grad
+            found.append(g.full_tensor() if hasattr(g, "full_tensor") else g)
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0])
+        with pytest.raises(kc.UnsupportedError, match="one dimension"):
+            KFAC(distribute_module(nn.Linear(4, 3), square))
     finally:
         distributed.destroy_process_group()
 
@@ -689,3 +793,38 @@ def test_two_lines_with_a_compiled_or_checkpointed_model(fisher):
         assert "compiled and called before" in message
     else:
         same({n: p.grad for n, p in late.named_parameters()}, expected)
+
+
+def test_overlap_changes_no_bit():
+    """Statistics are taken while the backward pass runs; a batch may be left out."""
+    first = Network().double()
+    batches = [(doubles(14, 4), torch.randint(0, 3, (14,))) for _ in range(5)]
+
+    def run(overlap):
+        model = copy.deepcopy(first)
+        options = {"refresh_every": 2, "approximations": {"one": kc.Eigen()}}
+        kfac = KFAC(model, likelihood="categorical", overlap=overlap, **options)
+        found = []
+        for i, (x, y) in enumerate(batches):
+            if i == 2:
+                before = kfac.estimator.state
+                fn.cross_entropy(model(x), y).backward()
+                taken = kfac.estimator.state is not before
+                kfac.discard()
+                assert taken == overlap
+                assert kfac.estimator.state is before
+            found.append(two_lines(model, kfac, x, y, fn.cross_entropy))
+        return found, kfac
+
+    plain, _ = run(False)
+    found, kfac = run(True)
+
+    for one, other in zip(found, plain, strict=True):
+        for name, x in one.items():
+            assert torch.equal(x, other[name])
+    x, y = batches[0]
+    fn.cross_entropy(kfac.model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="begun already"):
+        fn.cross_entropy(kfac.model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="overlap"):
+        KFAC(Network(), fisher="empirical", overlap=True)

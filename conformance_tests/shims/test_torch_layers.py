@@ -372,6 +372,88 @@ def test_a_weight_that_the_model_multiplies_by_itself_counts():
     close(after["one.weight"], kfac_by_hand(A, G, before["one.weight"]))
 
 
+class Tied(nn.Module):
+    """Words to logits by one weight; what is between them is tanh."""
+
+    def __init__(self, *, detached=False, padding=None, bias=True):
+        super().__init__()
+        self.words = nn.Embedding(6, 3, padding_idx=padding)
+        self.logits = nn.Linear(3, 6, bias=bias)
+        self.logits.weight = self.words.weight
+        self.detached = detached
+
+    def forward(self, ids):
+        h = self.words(ids)
+        return self.logits(torch.tanh(h.detach() if self.detached else h))
+
+
+def test_logits_by_an_embedding_have_the_exact_fisher():
+    """Where nothing reaches the embedding itself the block is ``J^T J / N``."""
+    model = Tied(detached=True, bias=False).double()
+    ids, y = torch.randint(6, (9,)), doubles(9, 6)
+    h = torch.tanh(model.words(ids)).detach()
+    # z = h W^T, so that each output v has the derivative h in row v of W.
+    J = torch.einsum("nj,ov->novj", h, torch.eye(6).double()).reshape(9, 6, -1)
+
+    before, after = step(model, attached(model), ids, y, half_squares)
+
+    names = ["words.weight"]
+    close(flat(after, names), dense_direction(J, 9, flat(before, names)))
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+@pytest.mark.parametrize("padding", [None, 1])
+def test_an_embedding_that_makes_logits_is_kfac_by_hand(fisher, loss, padding):
+    """Both uses of W are rows of one block, in which those of the logits change places."""
+    model = Tied(padding=padding).double()
+    ids, y = torch.tensor([[0, 2], [2, 1], [4, 1], [0, 5]]), torch.randint(6, (4, 2))
+    rows, W = 8, model.words.weight.detach()
+    h = torch.tanh(W[ids.reshape(-1)])
+    z = h @ W.T + model.logits.bias.detach()
+    p = torch.softmax(z, -1)
+    # Columns of a square root of the Hessian, or the gradient of the data.
+    if fisher == "exact":
+        roots = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None, :]
+        vectors = roots.movedim(-1, 0)
+    else:
+        vectors = (p - fn.one_hot(y.reshape(-1), 6))[None]
+    g = (vectors @ W) * (1 - h**2)
+    x = fn.one_hot(ids.reshape(-1), 6).double()
+    if padding is not None:
+        counts = (ids.reshape(-1) != padding).double()
+        x, g = x * counts[:, None], g * counts[:, None]
+    seen = rows + int(x.sum())
+    A = torch.diag((x.square().sum(0) + vectors.square().sum((0, 1))) / seen)
+    G = (torch.einsum("mni,mnj->ij", g, g) + h.T @ h) / rows
+    shift = vectors.square().sum((0, 1)) / rows
+
+    def loss_of(outputs, targets):
+        return fn.cross_entropy(
+            outputs.flatten(0, 1), targets.flatten(), reduction=loss
+        )
+
+    options = {"likelihood": kc.losses.Categorical(), "fisher": fisher, "loss": loss}
+    kfac = attached(model, **options)
+    before, after = step(model, kfac, ids, y, loss_of)
+
+    assert kfac.skipped == {}
+    scale = rows if loss == "sum" else 1
+    dense = torch.kron(A, G) + DAMPING * torch.eye(18).double()
+    expected = torch.linalg.solve(dense, before["words.weight"].flatten() / scale)
+    close(after["words.weight"].flatten(), expected)
+    expected = before["logits.bias"] / scale / (shift + DAMPING)
+    close(after["logits.bias"], expected)
+
+
+def test_an_embedding_that_makes_logits_has_one_approximation():
+    for wrong in (kc.Kronecker(), kc.Diagonal(), kc.Kronecker(output="diagonal")):
+        with pytest.raises(kc.ConventionError, match="makes logits too"):
+            attached(Tied(), approximations={"words": wrong})
+    kfac = attached(Tied().double(), approximations={"logits.bias": None})
+    assert [*kfac.skipped] == ["logits.bias"]
+
+
 class Columns(nn.Module):
     """A linear layer of another library, with its weight as (in, out)."""
 

@@ -116,6 +116,70 @@ def test_unequal_shards_are_one_batch(fisher, reduction):
     same(found, alone)
 
 
+def test_means_over_unequal_shards_are_refused_on_all_ranks():
+    """Their average is not the mean over all rows; over equal shards it is."""
+    first = network()
+
+    def refused(communicator, sizes):
+        model = copy.deepcopy(first)
+        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        x, y = data(0)
+        size = sizes[communicator.rank]
+        fn.cross_entropy(model(x[:size]), y[:size].clamp(min=0)).backward()
+        averaged(model, communicator)
+        try:
+            kfac.step()
+        except kc.ConventionError as error:
+            return str(error)
+        return "taken"
+
+    unequal = run_ranks(3, lambda c: refused(c, (3, 2, 2)))
+    assert all("averages over rows of its own" in found for found in unequal)
+    assert run_ranks(3, lambda c: refused(c, (2, 2, 2))) == ["taken"] * 3
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_steps_of_the_optimizer_are_those_of_one_batch(reduction):
+    """Loss, quadratic model and what is decided by them, with a decay and a rejection."""
+    first = network()
+
+    def trained(communicator):
+        model = copy.deepcopy(first)
+        own = {"communicator": communicator, "reduction": reduction, "fisher": "exact"}
+        optimizer = KFACOptimizer(
+            model, likelihood="categorical", weight_decay=1e-3, lr=2.2, **own
+        )
+        seen = []
+        for step in range(2 * STEPS):
+            x, y = data(step)
+            total, processes = len(y), 1
+            if communicator is not None:
+                processes = communicator.size
+                rows = rows_of(step, communicator.rank)
+                x, y = x[rows], y[rows]
+
+            def closure(x=x, y=y, total=total, processes=processes):
+                optimizer.zero_grad()
+                loss = loss_of(model(x), y, reduction, total, processes)
+                loss.backward()
+                if communicator is not None:
+                    averaged(model, communicator)
+                return loss
+
+            optimizer.step(closure)
+            seen.append([*optimizer.metrics().values()])
+        return [p.detach() for p in model.parameters()], seen
+
+    alone = trained(None)
+    assert {row[-1] for row in alone[1]} == {0.0, 1.0}  # accepted, and taken back
+    found = run_ranks(3, trained)
+    for rank in found:
+        for one, other in zip(rank[0], alone[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+        for one, other in zip(rank[1], alone[1], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 def test_a_step_without_a_row_that_counts_on_a_rank():
     """All labels of a rank are ignored: its examples count, its rows do not."""
 
@@ -198,13 +262,11 @@ def test_no_row_on_any_rank_is_an_error_on_all():
 
 
 def test_what_is_not_supported_is_refused_by_name(monkeypatch):
-    """Processes that came later, an optimizer with a model of one batch, two wishes."""
+    """Processes that came later, and two wishes."""
     model, (x, y) = network(), data(0)
     kfac = KFAC(model)
     own = KFAC(copy.deepcopy(model), communicator="alone")
     alone = kc.distributed.connect("alone")
-    with pytest.raises(kc.UnsupportedError, match="quadratic model"):
-        KFACOptimizer(model, communicator=alone)
     with pytest.raises(kc.ConventionError, match="`communicator`"):
         KFAC(model, communicator=alone, execution=Distributed(communicator=alone))
     with pytest.raises(kc.UnsupportedError, match="Several processes divide"):
@@ -215,8 +277,6 @@ def test_what_is_not_supported_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(kc.UnsupportedError, match="2 ranks"):
         kfac.step()
-    with pytest.raises(kc.UnsupportedError, match="2 ranks"):
-        KFACOptimizer(model)
     own.step()
 
 

@@ -48,7 +48,7 @@ def test_a_weight_used_without_its_module_is_named():
     x, y = torch.randint(0, 4, (9,)), torch.randint(0, 4, (9,))
     kfac = attached(model, likelihood=Categorical())
     assert kfac.skipped == {}
-    with pytest.warns(UserWarning, match="ids.*outside of its module's forward"):
+    with pytest.warns(UserWarning, match="ids.*something else reads"):
         before, after = step(model, kfac, x, y, fn.cross_entropy)
 
     assert [n for n in before if torch.equal(before[n], after[n])] == ["ids.weight"]

@@ -132,7 +132,7 @@ class InputOperator(kc.CurvatureOperator):
     columns: int
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
         return self.input.size, math.prod(self.input.lead) * self.columns
 
@@ -170,7 +170,7 @@ class InputOperator(kc.CurvatureOperator):
         trace = self.input.trace(shifted=damped)
         return self.columns * own_namespace(trace).sum(trace)
 
-    def logdet(self) -> Array:
+    def _logdet(self) -> Array:
         """Return ``m log det(A + lam I)``, summed over groups."""
         logdet = self.input.logdet()
         return self.columns * own_namespace(logdet).sum(logdet)
@@ -210,7 +210,7 @@ class InputOperator(kc.CurvatureOperator):
             xp.broadcast_to(spectrum, self.stack_shape),
             full_of(xp, 0.0, self.like),
             made.status(),
-            self.shape,
+            self.vector_shape,
         )
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:

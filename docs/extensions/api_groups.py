@@ -191,6 +191,9 @@ ALSO_CALLED = {
 # Aliases of types have no docstring of their own.
 DATA = {
     "kfac_core.losses.EstimationMode": "Names of modes: ``{choices}``.",
+    "kfac_core.losses.Positions": (
+        "What exact sources do with rows that share an example: ``{choices}``."
+    ),
     "kfac_core.losses.CurvatureMatrix": "What a mode estimates: ``{choices}``.",
     "kfac_core.losses.NoiseDistribution": "Distribution of noise: ``{choices}``.",
     "kfac_core.damping.DampingRule": "How a block's damping is applied: ``{choices}``.",

@@ -126,7 +126,14 @@ def axes_operator(statistics: Statistics, options: OperatorOptions, /) -> ManyKr
     shifts = [xp.zeros_like(mean) for mean in means]
     if not exact:
         unit_pi = options.rule == "factored_unit_pi"
-        shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
+        shifts = factored_shifts(
+            means,
+            lam,
+            scale=S,
+            unit_pi=unit_pi,
+            least=options.least_shift,
+            xp=xp,
+        )
     factors = {
         name: shifted_matrix(value, shift, apply_dtype=apply)
         for (name, value), shift in zip(values.items(), shifts, strict=True)

@@ -31,7 +31,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation
-from kfac_core.approximations.kronecker import Kronecker
+from kfac_core.approximations.kronecker import (
+    Bias,
+    Kronecker,
+    without_bias_products,
+)
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, any_status, cast, full_of
@@ -40,6 +44,7 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import map_structure, replaced
 from kfac_core.constraints import checked, require_one_of, require_options
 from kfac_core.conventions import Conventions
+from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
 from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
@@ -81,6 +86,9 @@ class Eigen(Approximation):
         is the identity.
     sharing : {"expand", "reduce"}
         How the factors treat shared positions; see `Kronecker`.
+    bias : {"joint", "separate"}
+        Whether the bias is a row like those of the weight, or has a coordinate of its own
+        in the bases, so that it is a block of its own.
     moment_decay : float, optional
         Factor on the running sum of E at each update, in [0, 1]; by default the decay of
         the factors.
@@ -139,6 +147,7 @@ class Eigen(Approximation):
     input: Literal["full", "diagonal"] = "full"
     output: Literal["full", "diagonal"] = "full"
     sharing: WeightSharing = "expand"
+    bias: Bias = "joint"
     moment_decay: float | None = None
 
     name = "eigen"
@@ -193,7 +202,13 @@ class Eigen(Approximation):
         return Statistics(averages, statistics.status, statistics.bases)
 
     def rebased(
-        self, statistics: Statistics, /, *, moments: MomentStart, check: Check
+        self,
+        statistics: Statistics,
+        /,
+        *,
+        moments: MomentStart,
+        check: Check,
+        layer: Layer | None = None,
     ) -> Statistics:
         """Return the statistics in the eigenbases of the factors as they are now.
 
@@ -211,6 +226,8 @@ class Eigen(Approximation):
             As for `kfac_core.linalg.damped.eigendecomposition`; with ``"status"`` the
             statistics stay as they are, but for their status, where no certified bases
             were found.
+        layer : Layer, optional
+            Layer of the block; needed with ``bias="separate"``.
 
         Returns
         -------
@@ -220,7 +237,7 @@ class Eigen(Approximation):
         Raises
         ------
         ConventionError
-            For an unknown `moments`.
+            For an unknown `moments`, or without the `layer` where it is needed.
         NotFiniteError, FactorizationError
             If a factor has no certified basis (``check="raise"``).
 
@@ -237,6 +254,8 @@ class Eigen(Approximation):
             value = FullFactor().value(
                 average, debias=True, dtype=average.weight.dtype, xp=xp
             )
+            if side == "input" and self._separates_bias(layer):
+                value = without_bias_products(value, xp=xp)
             zero = xp.zeros_like(value.factor)
             damped = DampedMatrix(value.matrix, value.factor, zero)
             found = eigendecomposition(damped, check=check, name=side)
@@ -293,6 +312,16 @@ class Eigen(Approximation):
             name=options.name,
             dtype=apply,
         )
+
+    def _separates_bias(self, layer: Layer | None) -> bool:
+        """Whether the layer has a bias that is to be a coordinate of its own."""
+        if self.bias == "joint":
+            return False
+        if layer is None:
+            raise ConventionError(
+                "With bias='separate', say of which `layer` the statistics are."
+            )
+        return "bias" in layer.parameter_shapes
 
     @property
     def _factors(self) -> Kronecker:

@@ -69,6 +69,23 @@ class Eva(Approximation):
     References
     ----------
     Zhang, Shi and Li (2023), arXiv:2308.02123.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Eva())
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> a = np.append(batch.inputs.mean(axis=0), 1.0)
+    >>> b = batch.output_grads.mean(axis=0)
+    >>> ab = np.kron(a, b)
+    >>> np.allclose(F.to_dense(damped=False), np.outer(ab, ab))
+    True
     """
 
     name = "eva"

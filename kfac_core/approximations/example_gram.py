@@ -28,7 +28,7 @@ from kfac_core.array.structure import in_dtype
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.factors.window import WindowAverage, window_average
+from kfac_core.factors.window import GradientWindow
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Rows
 from kfac_core.linalg.example_gram import squared_norms
@@ -87,6 +87,22 @@ class ExampleGram(Approximation):
     References
     ----------
     Yang et al. (2020), arXiv:2006.05924.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.ExampleGram(gradients=16))
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> x = np.hstack([batch.inputs, np.ones((16, 1))])
+    >>> D = (x[:, :, None] * batch.output_grads[:, None, :]).reshape(16, 8)
+    >>> np.allclose(F.to_dense(damped=False), D.T @ D / 16)
+    True
     """
 
     gradients: int
@@ -115,8 +131,8 @@ class ExampleGram(Approximation):
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
-        shape = (self.gradients, self.positions, *layer.matrix_shape)
-        return Statistics({"block": window_average(*shape, place)}, place.flags())
+        average = self._window.initial(layer.matrix_shape, place)
+        return Statistics({"block": average}, place.flags())
 
     def updated(
         self, statistics: Statistics, rows: Any, layer: Layer, options: UpdateOptions, /
@@ -141,9 +157,8 @@ class ExampleGram(Approximation):
         shares = options.shares(statistics, rows)
         xp = options.xp
         x, g = _gradient_rows(rows, statistics.dtype, xp)
-        window = statistics.averages["block"]
-        assert isinstance(window, WindowAverage)
-        new = window.updated(
+        new = self._window.updated(
+            statistics.averages["block"],
             x,
             g,
             decay=options.decay,
@@ -183,6 +198,10 @@ class ExampleGram(Approximation):
             name=options.name,
             apply_dtype=apply,
         )
+
+    @property
+    def _window(self) -> GradientWindow:
+        return GradientWindow(self.gradients, self.positions)
 
 
 def _gradient_rows(rows: Rows, dtype: Any, xp: Namespace) -> tuple[Array, Array]:

@@ -27,30 +27,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import cast, full_of, status_unless
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import cast, device_of, full_of
 from kfac_core.array.place import Place
-from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced
 from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
+from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
 from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
 from kfac_core.linalg.shifted import ShiftedMatrix
-from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.linalg.shifted_diagonal import shifted_diagonal
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
+from kfac_core.operators.kronecker import FactoredKronecker, exactly_damped
+from kfac_core.operators.separate_bias import SeparateBias
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = [
+    "Bias",
     "Kronecker",
     "kronecker_shapes",
+    "without_bias_products",
 ]
+
+Bias = Literal["joint", "separate"]
+"""Whether a bias is a row of its weight's block, or a block of its own."""
 
 
 @checked
@@ -85,6 +93,10 @@ class Kronecker(Approximation):
         Structure of the output factor G.
     sharing : {"expand", "reduce"}
         How shared positions are treated; see the two formulas.
+    bias : {"joint", "separate"}
+        Whether the bias is a row of the weight's block, or a block of its own: the
+        curvature between the two is then left out, and the bias's own ``S G``, one factor,
+        is damped exactly.  Not for ``input="uncorrelated"``.
 
     Raises
     ------
@@ -135,12 +147,18 @@ class Kronecker(Approximation):
     input: FactorKind = "full"
     output: FactorKind = "full"
     sharing: WeightSharing = "expand"
+    bias: Bias = "joint"
 
     name = "kronecker"
     sums_of_squares = (("input", "inputs"), ("output", "output_grads"))
 
     def __post_init__(self) -> None:
         require_options(self)
+        if self.bias == "separate" and self.input == "uncorrelated":
+            raise ConventionError(
+                "Uncorrelated inputs have one factor with the bias in it. Take "
+                "bias='joint', or input='full'."
+            )
 
     @property
     def reduction(self) -> Reduction:
@@ -272,7 +290,7 @@ class Kronecker(Approximation):
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
-    ) -> FactoredKronecker | SpectralOperator:
+    ) -> FactoredKronecker | SpectralOperator | SeparateBias:
         """Return the curvature operator of the current statistics.
 
         Parameters
@@ -286,7 +304,7 @@ class Kronecker(Approximation):
 
         Returns
         -------
-        FactoredKronecker or SpectralOperator
+        FactoredKronecker, SpectralOperator or SeparateBias
             An immutable snapshot.
 
         Raises
@@ -303,6 +321,7 @@ class Kronecker(Approximation):
         # Always debiased: S counts rows, and a biased mean would scale F.
         S = cast(xp, averages["repeats"].value(debias=True), options.compute)
         S = xp.where(S > 0, S, 1.0)
+        separate = self.bias == "separate" and "bias" in layer.parameter_shapes
         sides = ("input", "output")
         kinds = factor_of(self.input, layer), factor_of(self.output, layer)
         values, means = [], []
@@ -310,15 +329,24 @@ class Kronecker(Approximation):
             value = kind.value(
                 averages[side], debias=options.debias, dtype=options.compute, xp=xp
             )
+            if separate and side == "input":
+                value = without_bias_products(value, xp=xp)
             values.append(value)
             means.append(kind.mean_eigenvalue(value))
         exact = options.rule == "exact"
+        if separate and not exact:
+            return _separately_damped(values, kinds, S, options)
         if exact:
             shifts = [xp.zeros_like(mean) for mean in means]
         else:
             unit_pi = options.rule == "factored_unit_pi"
             shifts = factored_shifts(
-                means, options.damping, scale=S, unit_pi=unit_pi, xp=xp
+                means,
+                options.damping,
+                scale=S,
+                unit_pi=unit_pi,
+                least=options.least_shift,
+                xp=xp,
             )
         damped, made = [], []
         for side, kind, value, shift in zip(sides, kinds, values, shifts, strict=True):
@@ -327,7 +355,7 @@ class Kronecker(Approximation):
             damped.append(part)
             # The key is the identity of the average, which the statistics keep alive,
             # so that blocks that share a factor share its basis.
-            key = ("basis", id(averages[side]))
+            key = ("basis", id(averages[side]), separate and side == "input")
             if key in options.memo:
                 part = replaced(part, basis=options.memo[key])
             if not exact:
@@ -343,7 +371,14 @@ class Kronecker(Approximation):
             return operator
         undamped = FactoredKronecker(damped[0], damped[1], scale)
         lam = cast(xp, full_of(xp, options.damping, S), apply)
-        return _exactly_damped(operator, undamped, lam, options)
+        return exactly_damped(
+            operator,
+            undamped,
+            lam,
+            factorizations=options.factorizations,
+            check=options.check,
+            name=options.name,
+        )
 
 
 def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
@@ -364,20 +399,76 @@ def kronecker_shapes(layer: Layer, /) -> dict[str, tuple[int, int]]:
     return {"input": (n, m), "output": (m, n)}
 
 
-def _exactly_damped(
-    made: FactoredKronecker,
-    undamped: FactoredKronecker,
-    lam: Array,
-    options: OperatorOptions,
-) -> SpectralOperator:
-    """Return ``S A (x) G + lam I``, in the bases of the factors where these are made."""
-    xp = options.xp
-    good = xp.isfinite(lam) & (lam >= 0)
-    flags = status_unless(xp, good, Status.BAD_DAMPING)
-    lam = xp.where(good, lam, xp.full_like(lam, xp.nan))
-    if not options.factorizations:
-        return SpectralOperator(None, None, None, lam, flags, undamped.shape, undamped)
-    reporting: Any = {"check": options.check, "name": options.name}
-    found = made.spectral(**reporting)
-    spectral = replaced(found, damping=lam, flags=found.flags | flags, factors=undamped)
-    return spectral.prepared(*options.factorizations, **reporting)
+def without_bias_products(value: Any, /, *, xp: Namespace) -> Any:
+    """Return an input factor without its products of inputs with the 1 of the bias.
+
+    Parameters
+    ----------
+    value : ScaledMatrix or array
+        A with the bias's row last; a diagonal has no such products.
+    xp : namespace
+        Array API namespace of the factor.
+
+    Returns
+    -------
+    ScaledMatrix or array
+        ``blockdiag(A_ww, A_bb)``.
+    """
+    if not isinstance(value, ScaledMatrix):
+        return value
+    A = value.matrix.array
+    i = xp.arange(A.shape[-1], device=device_of(A))
+    last = i == A.shape[-1] - 1
+    kept = last[:, None] == last
+    zeros = xp.zeros_like(A)
+    matrix = SymmetricMatrix(xp.where(kept, A, zeros), value.matrix.full_storage)
+    return replaced(value, matrix=matrix)
+
+
+def _separately_damped(
+    values: list[Any], kinds: tuple[Any, Any], S: Array, options: OperatorOptions
+) -> SeparateBias:
+    """Return the weight's and the bias's blocks, each with factored damping of its own."""
+    xp, apply = options.xp, options.apply
+    A, G = values
+    if isinstance(A, ScaledMatrix):
+        inner = A.matrix.array[..., :-1, :-1]
+        own = A.factor * A.matrix.array[..., -1, -1]
+        A = replaced(A, matrix=SymmetricMatrix(inner, A.matrix.full_storage))
+    else:
+        A, own = A[..., :-1], A[..., -1]
+    # Of the bias, which all positions have, a 1; of a use without one, nothing.
+    if isinstance(G, ScaledMatrix):
+        G_bias: Any = replaced(G, factor=G.factor * own)
+    else:
+        G_bias = G * own[..., None]
+    shifts = factored_shifts(
+        [kinds[0].mean_eigenvalue(A), kinds[1].mean_eigenvalue(G)],
+        options.damping,
+        scale=S,
+        unit_pi=options.rule == "factored_unit_pi",
+        least=options.least_shift,
+        xp=xp,
+    )
+    lam = full_of(xp, options.damping, S) / S + xp.zeros_like(shifts[1])
+    scale, name = cast(xp, S, apply), options.name
+
+    def part(kind: Any, value: Any, shift: Array, what: str) -> Any:
+        reporting: Any = {"check": options.check, "name": f"{name}/{what}"}
+        damped = kind.damped(value, shift, **reporting, apply_dtype=apply)
+        return damped.prepared(*options.factorizations, **reporting)
+
+    one = cast(xp, xp.ones_like(own)[..., None], apply)
+    weight = FactoredKronecker(
+        part(kinds[0], A, shifts[0], "input"),
+        part(kinds[1], G, shifts[1], "output"),
+        scale,
+    )
+    bias = FactoredKronecker(
+        shifted_diagonal(one, xp.zeros_like(one[..., 0]), check=options.check),
+        part(kinds[1], G_bias, lam, "bias/output"),
+        scale,
+    )
+    return SeparateBias(weight, bias).prepared(
+        *options.factorizations, check=options.check, name=name
+    )

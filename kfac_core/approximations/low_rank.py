@@ -26,7 +26,7 @@ from kfac_core.array.structure import in_dtype
 from kfac_core.constraints import checked, require_options
 from kfac_core.damping import factored_shifts
 from kfac_core.factors.average import Average
-from kfac_core.factors.low_rank import LowRankAverage, low_rank_average
+from kfac_core.factors.low_rank import LowRankFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
@@ -67,6 +67,20 @@ class LowRankKronecker(Approximation):
         For a number below 1.
     ConventionError
         For an unknown sharing.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.LowRankKronecker(input_rank=2, output_rank=2))
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> [bool(trace > 0) for trace in F.truncated_traces]
+    [True, False]
     """
 
     input_rank: int
@@ -99,10 +113,10 @@ class LowRankKronecker(Approximation):
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics; see `Kronecker.initial`."""
         n, m = layer.matrix_shape
-        zero = place.zeros()
+        zero, (A, G) = place.zeros(), self._factors
         averages = {
-            "input": low_rank_average(n, place, rank=self.input_rank),
-            "output": low_rank_average(m, place, rank=self.output_rank),
+            "input": A.initial((n,), place),
+            "output": G.initial((m,), place),
             "repeats": Average(zero, zero),
         }
         return Statistics(averages, place.flags())
@@ -118,22 +132,21 @@ class LowRankKronecker(Approximation):
         factor, of which c = r makes ``12 R n r``, and ``9 (r + c)^3`` for each
         eigendecomposition of ``R / c``; likewise for the output factor.
         """
-        xp, new = options.xp, dict(statistics.averages)
+        xp, new, (A, G) = options.xp, dict(statistics.averages), self._factors
         x, tail, g = rows.factor_rows(self.sharing, statistics.dtype, xp=xp)
         share = options.shares(statistics, rows).of(self.sharing)
         step: dict[str, Any] = {
             "decay": options.decay,
             "weight": share.weight,
-            "rows_at_once": self.rows_at_once,
             "xp": xp,
         }
         if "input" not in options.skip:
-            A = _low_rank(new["input"])
-            new["input"] = A.updated(x, tail=tail, scale=share.scale, **step)
+            new["input"] = A.updated(
+                new["input"], x, tail=tail, scale=share.scale, **step
+            )
         if "output" not in options.skip:
-            G = _low_rank(new["output"])
             scale = share.scale * share.outer
-            new["output"] = G.updated(g, tail=None, scale=scale, **step)
+            new["output"] = G.updated(new["output"], g, tail=None, scale=scale, **step)
         new["repeats"] = new["repeats"].plus(
             share.repeats, decay=options.decay, weight=share.example_weight
         )
@@ -161,7 +174,7 @@ class LowRankKronecker(Approximation):
         bases, means = [], []
         stored = float(xp.finfo(statistics.dtype).eps)
         for side in ("input", "output"):
-            total = _low_rank(statistics.averages[side]).value(debias=options.debias)
+            total = statistics.averages[side].value(debias=options.debias)
             total = in_dtype(total, compute, xp)
             means.append(total.trace() / total.size)
             bases.append(
@@ -176,7 +189,14 @@ class LowRankKronecker(Approximation):
         shifts = None
         if options.rule != "exact":
             unit_pi = options.rule == "factored_unit_pi"
-            shifts = factored_shifts(means, lam, scale=S, unit_pi=unit_pi, xp=xp)
+            shifts = factored_shifts(
+                means,
+                lam,
+                scale=S,
+                unit_pi=unit_pi,
+                least=options.least_shift,
+                xp=xp,
+            )
         return low_rank_operator(
             bases[0],
             bases[1],
@@ -189,8 +209,8 @@ class LowRankKronecker(Approximation):
             dtype=apply,
         )
 
-
-def _low_rank(average: Average) -> LowRankAverage:
-    """Return an average as what it is here."""
-    assert isinstance(average, LowRankAverage)
-    return average
+    @property
+    def _factors(self) -> tuple[LowRankFactor, LowRankFactor]:
+        at_once = self.rows_at_once
+        A, G = (LowRankFactor(r, at_once) for r in (self.input_rank, self.output_rank))
+        return A, G

@@ -92,6 +92,8 @@ class OperatorOptions:
         Damping ``lam``; an array is of the dtype `compute`.
     rule : {"factored", "factored_unit_pi", "exact"}
         How it is applied, where a block leaves a choice.
+    least_shift : float
+        The least number that a factored rule adds to a factor.
     debias : bool
         Whether sums are divided by their weights.
     factorizations : tuple of str
@@ -119,3 +121,4 @@ class OperatorOptions:
     name: str
     memo: dict[Any, Any]
     xp: Namespace
+    least_shift: float = 0.0

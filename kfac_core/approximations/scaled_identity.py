@@ -34,6 +34,20 @@ class ScaledIdentity(Approximation):
     ------
     ConventionError
         For another number.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.ScaledIdentity(scale=2.0))
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> float(F.trace(damped=False))
+    16.0
     """
 
     scale: float
@@ -63,7 +77,7 @@ class ScaledIdentity(Approximation):
     ) -> SpectralOperator:
         """Return ``(c + lam) I``."""
         xp, compute, apply = options.xp, options.compute, options.apply
-        one = full_of(xp, self.scale, statistics.any_weight)
+        one = full_of(xp, self.scale, statistics.like)
         spectrum = xp.astype(xp.broadcast_to(one, layer.matrix_shape), compute)
         return spectral_operator(
             spectrum,

@@ -41,6 +41,22 @@ class Diagonal(Approximation):
     .. math:: F = \operatorname{diag} \Bigl( \frac{1}{N} \sum_{m,n} D \circ D \Bigr),
 
     the exact diagonal of the block.  Damping is exact, :math:`F + \lambda I`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Diagonal())
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> x = np.hstack([batch.inputs, np.ones((16, 1))])
+    >>> squares = (x**2).T @ batch.output_grads**2 / 16
+    >>> np.allclose(F.multiply_inverse(np.ones((4, 2))), 1 / (squares + 0.1))
+    True
     """
 
     name = "diagonal"
@@ -101,6 +117,22 @@ class Full(Approximation):
     .. math:: F = \frac{1}{N} \sum_{m,n} \operatorname{vec}(D) \operatorname{vec}(D)^T,
 
     the exact block, in row-major order.  Damping is exact, :math:`F + \lambda I`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Full())
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> x = np.hstack([batch.inputs, np.ones((16, 1))])
+    >>> D = (x[:, :, None] * batch.output_grads[:, None, :]).reshape(16, 8)
+    >>> np.allclose(F.to_dense(damped=False), D.T @ D / 16)
+    True
     """
 
     name = "full"

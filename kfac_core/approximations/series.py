@@ -86,6 +86,20 @@ class Series(Approximation):
     ------
     ConventionError
         For an unknown variant, or a `steps` that does not go with it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 5, 3)), rng.normal(size=(16, 5, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Series(variant="symmetric", steps=5))
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="factored")
+    >>> F.multiply_inverse(np.ones((4, 2))).shape
+    (4, 2)
     """
 
     variant: SeriesVariant

@@ -62,7 +62,7 @@ def series_operator(
     made, flags = in_wider_dtype(
         lambda dtype: _made(statistics, options, dtype=dtype, xp=xp),
         options.compute,
-        like=statistics.any_weight,
+        like=statistics.like,
         check=check,
         xp=xp,
     )
@@ -94,6 +94,7 @@ def _made(
         full_of(xp, options.damping, S),
         scale=S,
         unit_pi=options.rule == "factored_unit_pi",
+        least=options.least_shift,
         xp=xp,
     )
     parts = [

@@ -72,6 +72,22 @@ class TNT(Approximation):
     ------
     ConventionError
         For another value.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.TNT())
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> x = np.hstack([batch.inputs, np.ones((16, 1))])
+    >>> D = x[:, :, None] * batch.output_grads[:, None, :]
+    >>> bool(np.isclose(F.trace(damped=False), np.mean(np.sum(D**2, axis=(1, 2)))))
+    True
     """
 
     positions: Positions = "summed"

@@ -70,6 +70,22 @@ class BlockTridiagonal(Approximation):
     for each pair of neighbors, and a product costs about four times as much.  Martens and
     Grosse (2015) measured 25 to 40 percent more progress an iteration, and recommend blocks
     of single layers nevertheless, which are cheaper.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> layers = {
+    ...     "one": kc.Dense(in_features=3, out_features=4, bias=True, weight_layout="io"),
+    ...     "two": kc.Dense(in_features=4, out_features=2, bias=True, weight_layout="io"),
+    ... }
+    >>> estimator = kc.Estimator(
+    ...     {name: kc.Block(layer, kc.Kronecker()) for name, layer in layers.items()},
+    ...     sharing=kc.Sharing(chains={"net": ("one", "two")}),
+    ...     reduction="sum",
+    ...     damping=0.1,
+    ... )
+    >>> estimator.blocks["net"].approximation.name
+    'block_tridiagonal'
     """
 
     name = "block_tridiagonal"
@@ -160,7 +176,7 @@ class BlockTridiagonal(Approximation):
         made, flags = in_wider_dtype(
             lambda dtype: _made(statistics, layer, options, dtype, xp),
             options.compute,
-            like=statistics.any_weight,
+            like=statistics.like,
             check=options.check,
             xp=xp,
         )

@@ -201,6 +201,15 @@ def asarray(values: np.ndarray[Any, Any], /, *, backend: str | None = None) -> A
         See `selected_backend`.
     DtypeError
         If the library would narrow the dtype in silence (JAX without 64 bits).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> with kc.use_backend("numpy"):
+    ...     x = kc.asarray([1.0, 2.0])
+    >>> x
+    array([1., 2.])
     """
     selection = selected_backend(backend)
     return selection.backend.asarray(np.asarray(values), device=selection.device)
@@ -228,6 +237,14 @@ def enable_float64(*, backend: str | None = None) -> None:
     ----------
     backend : str, optional
         ``name[:device]`` instead of the selected one.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> with kc.use_backend("numpy"):
+    ...     kc.enable_float64()
+    ...     print(kc.asarray([1.0]).dtype)
+    float64
     """
     selected_backend(backend).backend.enable_float64()
 

@@ -19,7 +19,15 @@ Check = Literal["raise", "status"]
 
 
 class Status(IntFlag):
-    """Flags of failures; ``OK`` is zero, and flags can be combined."""
+    """Flags of failures; ``OK`` is zero, and flags can be combined.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> flags = kc.Status(0)
+    >>> bool(flags), kc.Status.INACCURATE in flags
+    (False, False)
+    """
 
     OK = 0
     INPUTS_NOT_FINITE = 1

@@ -17,6 +17,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
+import numpy as np
+
 __all__ = [
     "Registrar",
     "array_fields",
@@ -33,6 +35,7 @@ __all__ = [
     "static_fields",
     "structure",
     "taken_apart",
+    "without_scalars",
 ]
 
 T = TypeVar("T")
@@ -239,6 +242,40 @@ def in_dtype(value: T, dtype: Any, xp: Any, /) -> T:
         return xp.astype(x, dtype) if floating else x
 
     return map_structure(cast, value)
+
+
+def without_scalars(value: T, /) -> T:
+    """Return a structure with 0-d arrays in place of NumPy's scalars.
+
+    NumPy's operations return scalars for 0-d results, and round powers of scalars and of
+    arrays differently.  What is kept holds arrays only, as it does when it is loaded.
+
+    Parameters
+    ----------
+    value : structure, dict or array
+        Value of any kind; not modified.
+
+    Returns
+    -------
+    structure
+        With the same parts where these hold no scalar.
+    """
+    if isinstance(value, np.generic):
+        array: Any = np.asarray(value)
+        return array  # type: ignore[no-any-return]
+    parts: Any = value
+    if not isinstance(value, dict):
+        parts = {name: getattr(value, name) for name in _arrays.get(type(value), ())}
+    changed: dict[str, Any] = {}
+    for name, part in parts.items():
+        new = without_scalars(part)
+        if new is not part:
+            changed[name] = new
+    if not changed:
+        return value
+    if isinstance(value, dict):
+        return {**value, **changed}  # type: ignore[return-value]
+    return replaced(value, **changed)
 
 
 def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:

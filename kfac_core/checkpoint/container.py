@@ -28,10 +28,18 @@ import numpy as np
 from kfac_core.constraints import shown
 from kfac_core.errors import ArgumentError, StateError
 
-__all__ = ["Container", "Tensor", "opened", "path_of", "write_container"]
+__all__ = [
+    "DTYPES",
+    "Container",
+    "Tensor",
+    "opened",
+    "opened_regular",
+    "path_of",
+    "write_container",
+]
 
-_DTYPES = {"F64": "<f8", "F32": "<f4", "I32": "<i4"}
-"""The dtypes that tensors may have, by their names in a header."""
+DTYPES: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "I32": "<i4"}
+"""The dtypes of the tensors of a checkpoint, by their names in a header."""
 
 _METADATA = "__metadata__"
 _LONGEST_HEADER = 100_000_000
@@ -47,6 +55,8 @@ class Tensor:
     ----------
     dtype : str
         Name of the dtype in the header, such as ``"F64"``.
+    code : str
+        The dtype of its bytes as NumPy's, little-endian.
     shape : tuple of int
         Shape.
     start : int
@@ -54,13 +64,14 @@ class Tensor:
     """
 
     dtype: str
+    code: str
     shape: tuple[int, ...]
     start: int
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The dtype of its numbers, in the machine's byte order."""
-        return np.dtype(_DTYPES[self.dtype]).newbyteorder("=")
+        return np.dtype(self.code).newbyteorder("=")
 
 
 class Container:
@@ -70,6 +81,8 @@ class Container:
     ----------
     file : binary file
         Open for reading.
+    dtypes : mapping of str to str
+        The dtypes that tensors may have, as NumPy's by their names in a header.
 
     Attributes
     ----------
@@ -86,8 +99,9 @@ class Container:
         For a header that does not describe the file.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, dtypes: Mapping[str, str] = DTYPES) -> None:
         self._file = file
+        self._dtypes = dtypes
         self.bytes = os.fstat(file.fileno()).st_size
         (length,) = struct.unpack("<Q", self._read(0, _WORD))
         if length > min(self.bytes - _WORD, _LONGEST_HEADER):
@@ -110,7 +124,7 @@ class Container:
             If the file has become shorter.
         """
         tensor = self.tensors[name]
-        made = np.empty(tensor.shape, dtype=_DTYPES[tensor.dtype])
+        made = np.empty(tensor.shape, dtype=tensor.code)
         if made.size:
             self._fill(tensor.start, made.reshape(-1).view(np.uint8).data)
         return made.astype(tensor.numpy_dtype, copy=False)
@@ -121,16 +135,17 @@ class Container:
         found: dict[str, Tensor] = {}
         for name, part in header.items():
             dtype, shape, (start, end) = _entry(name, part)
-            if dtype not in _DTYPES:
+            code = self._dtypes.get(dtype)
+            if code is None:
                 raise StateError(
-                    f"{shown(name)}: expected a dtype among {', '.join(_DTYPES)}, got "
+                    f"{shown(name)}: expected a dtype among {', '.join(self._dtypes)}, got "
                     f"{shown(dtype)}."
                 )
-            size = math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+            size = math.prod(shape) * np.dtype(code).itemsize
             if end - start != size:
                 raise _damaged(f"the place of {shown(name)} is not as long as it is")
             places[name] = start, end
-            found[name] = Tensor(dtype, shape, base + start)
+            found[name] = Tensor(dtype, code, shape, base + start)
         position = 0
         for start, end in sorted(places.values()):
             if start != position:
@@ -159,7 +174,7 @@ class Container:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], /) -> Iterator[Container]:
-    """Open a file; whatever is wrong with it is a `StateError` that begins with its name.
+    """Open a checkpoint; whatever is wrong is a `StateError` that begins with its name.
 
     Parameters
     ----------
@@ -180,17 +195,43 @@ def opened(path: str | os.PathLike[str], /) -> Iterator[Container]:
     """
     place = path_of(path)
     try:
-        if not stat.S_ISREG(place.stat().st_mode):
-            raise StateError("not a regular file.")
-        with open(place, "rb", buffering=0) as file:
-            # It may have been replaced by another one meanwhile.
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise StateError("not a regular file.")
+        with opened_regular(place) as file:
             yield Container(file)
     except OSError as error:
         raise StateError(f"{_short_path(place)}: {error.strerror or error}.") from None
     except StateError as error:
         raise StateError(f"{_short_path(place)}: {error}") from None
+
+
+@contextlib.contextmanager
+def opened_regular(path: Path, /) -> Iterator[BinaryIO]:
+    """Open a regular file for reading, without a buffer.
+
+    Parameters
+    ----------
+    path : Path
+        Regular file, or a link to one.
+
+    Yields
+    ------
+    binary file
+        The open file.
+
+    Raises
+    ------
+    OSError
+        For a file that cannot be read.
+    StateError
+        For anything but a regular file.
+    """
+    # A FIFO would wait for a writer.
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise StateError("not a regular file.")
+    with open(path, "rb", buffering=0) as file:
+        # It may have been replaced by another one meanwhile.
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise StateError("not a regular file.")
+        yield file
 
 
 def write_container(
@@ -210,7 +251,7 @@ def write_container(
     metadata : mapping of str to str
         Strings by name.
     """
-    names = {np.dtype(code): name for name, code in _DTYPES.items()}
+    names = {np.dtype(code): name for name, code in DTYPES.items()}
     plain = {
         name: np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("<")).reshape(x.shape)
         for name, x in tensors.items()

@@ -69,6 +69,27 @@ def load_checkpoint(
         an estimator with other blocks or conventions.
     UnknownBackendError, BackendUnavailableError
         For an unknown backend.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> blocks = {"fc": kc.Block(layer, kc.Kronecker())}
+    >>> saved, loaded = (
+    ...     kc.Estimator(blocks, reduction="sum", damping=0.1) for _ in range(2)
+    ... )
+    >>> saved.update({"fc": kc.Batch(np.ones((4, 3)), np.ones((4, 2)))})
+    >>> saved.refresh()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = f"{folder}/curvature.safetensors"
+    ...     kc.save_checkpoint(path, saved)
+    ...     kc.load_checkpoint(path, loaded)
+    >>> V = {"fc": {"weight": np.ones((3, 2)), "bias": np.ones(2)}}
+    >>> a, b = (e.precondition(V)["fc"]["weight"] for e in (saved, loaded))
+    >>> bool((a == b).all())
+    True
     """
     require_kind("estimator", estimator, Estimator, "an Estimator")
     require(load_checkpoint, backend=backend, names=names, layouts=layouts)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Iterable
 from typing import NoReturn
+
+from kfac_core.cli.screen import wrapped
 
 __all__ = ["Parser", "suggestion"]
 
@@ -35,10 +38,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with 2."""
-        if "invalid choice:" in message:
+        message = message.replace("argument COMMAND: invalid choice:", "no command")
+        if "invalid choice:" in message or message.startswith("no command"):
             wrong, *choices = re.findall(r"'([^']*)'", message)
-            message += suggestion(wrong, choices)
-        super().error(message)
+            if meant := suggestion(wrong, choices):
+                # The choices would fill a line, and one of them is enough.
+                message = message.partition(" (choose from")[0] + meant
+        self.print_usage(sys.stderr)
+        self.exit(2, wrapped(f"{self.prog}: error: {message}") + "\n")
 
     def refuse_unknown(self, arguments: Iterable[str], /) -> NoReturn:
         """Complain of arguments that nothing declared, by the first of them."""

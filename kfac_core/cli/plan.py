@@ -114,36 +114,43 @@ def _as_data(step: PredictedStep) -> dict[str, Any]:
     }
 
 
+def _short(number: float) -> str:
+    return f"{number:.2g}" if number < 100.0 else f"{number:.0f}"
+
+
+_HEADS = {"statistics": "stats", "operators": "inv", "directions": "dir"}
+"""Short names of parts, for a table of 80 columns."""
+
+
 def _print(
     name: str,
     layers: int,
     found: dict[int, list[PredictedStep]],
     arguments: argparse.Namespace,
 ) -> None:
+    print(printable(f"{name}: {layers} layers"))
     print(
-        printable(
-            f"{name}: {layers} layers; {arguments.machine}, {arguments.examples} examples "
-            f"a rank; updates every {arguments.update_every}, refreshes every "
-            f"{arguments.interval} steps"
-        )
+        f"{arguments.machine}; {arguments.examples} examples a rank; updates every "
+        f"{arguments.update_every}, refreshes every {arguments.interval} steps"
     )
-    print("Predicted, not measured: milliseconds that K-FAC adds to a step.")
+    print("Predicted, not measured: milliseconds that K-FAC adds to a step, by parts.")
+    print("inv: inverses sent; dir: directions sent; MB sent, GB kept by a rank.")
+    print("A star marks the least time.")
     for ranks, steps in found.items():
         best = min(steps, key=lambda step: step.total)
         parts = list(best.seconds)
         print()
         print_table(
-            f"{ranks} ranks",
-            ("holders", *parts, "total", "MB sent", "GB kept", "imbalance", ""),
+            f"{ranks} ranks; imbalance {best.placement.imbalance():.2f}",
+            ("holders", *(_HEADS.get(p, p) for p in parts), "total", "MB", "GB", ""),
             [
                 (
                     str(step.holders),
-                    *(f"{1e3 * step.seconds[part]:.3g}" for part in parts),
-                    f"{1e3 * step.total:.3g}",
+                    *(_short(1e3 * step.seconds[part]) for part in parts),
+                    _short(1e3 * step.total),
                     f"{step.sent / 1e6:.1f}",
                     f"{step.memory / 1e9:.2f}",
-                    f"{step.placement.imbalance():.2f}",
-                    "least time" if step is best else "",
+                    "*" if step is best else "",
                 )
                 for step in steps
             ],

@@ -1,9 +1,9 @@
 """What the commands write: tables, one JSON document, complaints, and progress.
 
 Conventions.  Standard output holds the answer and nothing else; standard error holds
-complaints, a line each, and progress.  Progress and color are for terminals: what is
-written elsewhere holds no control characters.  ``rich`` draws both where it is installed,
-and is imported when something is drawn.
+complaints, a line each (wrapped on a terminal), and progress.  Progress and color are for
+terminals: what is written elsewhere holds no control characters.  ``rich`` draws both
+where it is installed, and is imported when something is drawn.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "print_json",
     "print_table",
     "printable",
+    "wrapped",
 ]
 
 PATIENCE = 2.0
@@ -50,6 +51,8 @@ _STYLES = {
 def complain(command: str, message: object, /) -> int:
     """Write one line to standard error that begins with the command's name.
 
+    On a terminal it is wrapped to `WIDTH` columns.
+
     Parameters
     ----------
     command : str
@@ -62,8 +65,21 @@ def complain(command: str, message: object, /) -> int:
     int
         2, the exit code of a command that could not answer.
     """
-    print(f"kfac-core {command}: {printable(str(message))}", file=sys.stderr)
+    line = f"kfac-core {command}: {printable(str(message))}"
+    print(wrapped(line) if sys.stderr.isatty() else line, file=sys.stderr)
     return 2
+
+
+def wrapped(line: str, /) -> str:
+    """Return a line wrapped to `WIDTH` columns, between words only."""
+    lines = textwrap.wrap(
+        line,
+        WIDTH,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)
 
 
 def printable(text: str, /) -> str:
@@ -93,7 +109,7 @@ def print_table(
     title = printable(title)
     cells = [[printable(cell) for cell in row] for row in rows]
     if not (cells and sys.stdout.isatty() and _print_pretty(title, columns, cells)):
-        print("\n".join([title, *aligned(columns, cells)]))
+        print("\n".join([wrapped(title), *aligned(columns, cells)]))
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], /) -> list[str]:

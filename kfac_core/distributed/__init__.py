@@ -1,5 +1,6 @@
 """More than one process: communicators, reduction of statistics, ownership of blocks."""
 
+from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import (
     Communicator,
     Handle,
@@ -7,7 +8,8 @@ from kfac_core.distributed.communicator import (
     communicator_names,
     connect,
 )
-from kfac_core.distributed.executor import Distributed, DistributedExecutor
+from kfac_core.distributed.executor import DistributedExecutor
+from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import BlockLoad, Placement, block_loads, place
 from kfac_core.distributed.remote import RemoteOperator
 from kfac_core.distributed.running import execution_for, running_processes
@@ -20,6 +22,7 @@ from kfac_core.errors import (
 )
 
 __all__ = [
+    "Agreement",
     "BlockLoad",
     "CommunicationError",
     "CommunicationTimeoutError",

@@ -13,6 +13,7 @@ import zlib
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from kfac_core import errors
 from kfac_core.distributed.communicator import Communicator
@@ -28,15 +29,20 @@ class Agreement:
     ----------
     communicator : Communicator
         Of all ranks that take part.
+
+    Attributes
+    ----------
+    communicator : Communicator
+        The same.
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
 
     def vote(
         self,
         step: str,
-        values: np.ndarray[Any, Any],
+        values: ArrayLike,
         /,
         *,
         error: Exception | None = None,
@@ -47,7 +53,7 @@ class Agreement:
         ----------
         step : str
             What every rank must be doing.
-        values : numpy.ndarray, shape (k,)
+        values : numbers, shape (k,)
             This rank's summands; of one length on all ranks.
         error : Exception, optional
             What failed on this rank.
@@ -67,11 +73,11 @@ class Agreement:
         ReplicaError
             If ranks are at different steps.
         """
-        p = self._communicator.size
+        p = self.communicator.size
         h = float(zlib.crc32(step.encode()) & 0xFFFFF)
         head = np.asarray([float(error is not None), h, h * h])
         ballot = np.concatenate([head, np.asarray(values, np.float64)])
-        total = self._communicator.all_reduce(ballot).wait()
+        total = self.communicator.all_reduce(ballot).wait()
         if total[0]:
             self._raise(error)
         if total[1] != p * h or total[2] != p * h * h:
@@ -105,21 +111,21 @@ class Agreement:
         list of numpy.ndarray
             In the order of the ranks.
         """
-        p = self._communicator.size
+        p = self.communicator.size
         lengths = self._lengths(own) if length is None else [length] * p
-        joined = self._communicator.all_gather(own, lengths).wait()
+        joined = self.communicator.all_gather(own, lengths).wait()
         return np.split(np.asarray(joined), np.cumsum(lengths)[:-1])
 
     def _lengths(self, own: np.ndarray[Any, Any]) -> list[int]:
         length = np.asarray([own.shape[0]], np.int64)
-        ones = [1] * self._communicator.size
-        return [int(n) for n in self._communicator.all_gather(length, ones).wait()]
+        ones = [1] * self.communicator.size
+        return [int(n) for n in self.communicator.all_gather(length, ones).wait()]
 
     def _raise(self, error: Exception | None) -> None:
         """Raise the first error of all ranks, on every rank."""
         found = self.texts("" if error is None else json.dumps(told(error)))
         rank = next(r for r, text in enumerate(found) if text)
-        if rank == self._communicator.rank and error is not None:
+        if rank == self.communicator.rank and error is not None:
             raise error
         raise untold(json.loads(found[rank]), rank)
 

@@ -15,33 +15,21 @@ Whatever fails on one rank is agreed on first, and then raised on all; no state 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
-import kfac_core
 from kfac_core.array.backend import Array, backend_of
-from kfac_core.array.namespaces import (
-    device_of,
-    is_finite_number,
-    namespace_of,
-    own_namespace,
-)
+from kfac_core.array.namespaces import device_of, is_finite_number, own_namespace
 from kfac_core.array.structure import leaves, map_structure, replaced
 from kfac_core.block import UpdateBlock, emptied
-from kfac_core.constraints import require_one_of
 from kfac_core.distributed.agreement import Agreement, told, untold
-from kfac_core.distributed.communicator import Communicator
-from kfac_core.distributed.placement import (
-    Placement,
-    block_loads,
-    divisors,
-    place,
-)
+from kfac_core.distributed.exchange import Exchange, SentDirections
+from kfac_core.distributed.options import Distributed
+from kfac_core.distributed.placement import Placement, block_loads, divisors, place
 from kfac_core.distributed.reduction import (
     Item,
     absorbed_share,
@@ -50,16 +38,10 @@ from kfac_core.distributed.reduction import (
     summed_at_owners,
 )
 from kfac_core.distributed.remote import RemoteOperator
-from kfac_core.distributed.transport import lengths_of, pack, unpack
-from kfac_core.errors import (
-    ConventionError,
-    KFACError,
-    NotReadyError,
-    ReplicaError,
-    UnsupportedError,
-)
+from kfac_core.distributed.replicas import code_digest, require_same
+from kfac_core.distributed.whole_batch import counts_first, in_whole_batch, no_arrays
+from kfac_core.errors import KFACError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.feeding import is_empty, raise_for_flags
 from kfac_core.network import (
     BlockState,
@@ -69,96 +51,8 @@ from kfac_core.network import (
     Tasks,
     plain,
 )
-from kfac_core.operators.sparse_rows import SparseRows
-from kfac_core.options import Execution
 
-__all__ = ["Distributed", "DistributedExecutor", "LossScale"]
-
-LossScale = Literal["shard", "batch", "ddp"]
-"""What each process's output gradients are gradients of; see `Distributed`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Distributed:
-    """How an estimator divides its work among processes.
-
-    ``Estimator(..., execution=Distributed(communicator=c))`` then gives, on every rank, the
-    results of one process with the rows of all ranks.  Every rank makes the estimator with
-    the same options and calls the same methods in the same order, with its own part of each
-    batch; a rank without rows gives ``{}``.  `Estimator.precondition` takes the gradient of
-    the whole batch, the same on all ranks.
-
-    Parameters
-    ----------
-    communicator : Communicator
-        Of all ranks, such as from `kfac_core.distributed.connect`.
-    holders : int or {"auto", "all"}
-        How many ranks hold each operator, a divisor g of the number of ranks p.  With 1 a
-        block's owner sends directions at every step: least memory.  With ``"all"`` every
-        rank gets every operator at a refresh: least talk where refreshes are rare.
-        ``"auto"`` takes the g that sends the fewest numbers for refreshes every `interval`
-        steps.
-    interval : int
-        Steps between refreshes, for ``holders="auto"``.
-    reduce : {"refresh", "update"}
-        When statistics are added up: at a refresh, at the owners; or at every update, so
-        that every rank has the statistics of all rows.
-    loss : {"shard", "batch", "ddp"}
-        What the output gradients are of, where the estimator's reduction is a mean: the
-        mean over this rank's rows; this rank's part of the mean over all rows; or p times
-        that, so that the mean of gradients over ranks is the gradient of the whole batch.
-        The last two cost one more exchange an update.
-    dtype : {"float32", "float64"}, optional
-        Dtype of messages with statistics; by default that of the statistics.
-    bucket_bytes : int
-        Size from which a message is sent.
-    memory : int, optional
-        How many numbers of statistics and operators an owner has room for.
-    like : array, optional
-        Array of the library, device and dtype of the batches.  Needed on a rank whose
-        first update has no rows at all.
-    execution : Execution
-        How each rank runs its own blocks.
-
-    Raises
-    ------
-    ConventionError
-        For an option out of range.
-
-    Notes
-    -----
-    Of an n x n and an m x m factor ``n (n + 1) / 2 + m (m + 1) / 2`` numbers are sent at a
-    refresh, to one rank.  An update keeps the sums of one batch beside the running sums
-    until the ranks have agreed, and copies both once.
-    """
-
-    communicator: Communicator
-    holders: int | Literal["auto", "all"] = "auto"
-    interval: int = 10
-    reduce: Literal["refresh", "update"] = "refresh"
-    loss: LossScale = "shard"
-    dtype: Literal["float32", "float64"] | None = None
-    bucket_bytes: int = 25 * 2**20
-    memory: int | None = None
-    like: Array = None
-    execution: Execution = field(default_factory=Execution)
-
-    def __post_init__(self) -> None:
-        require_one_of("reduce", self.reduce, ("refresh", "update"))
-        require_one_of("loss", self.loss, get_args(LossScale))
-        if self.dtype is not None:
-            require_one_of("dtype", self.dtype, ("float32", "float64"))
-        for name in ("interval", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ConventionError(
-                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
-                )
-        possible = divisors(self.communicator.size)
-        if self.holders not in ("auto", "all", *possible):
-            raise ConventionError(
-                "Expected `holders` to be 'auto', 'all' or one of "
-                f"{possible}, the divisors of the number of ranks, got {self.holders!r}."
-            )
+__all__ = ["DistributedExecutor"]
 
 
 class DistributedExecutor:
@@ -207,7 +101,8 @@ class DistributedExecutor:
         self._row = self._communicator.split(rows)
         self._group_number = self._communicator.rank // self.placement.holders
         self._background: DistributedExecutor | None = None
-        self._forms: dict[int, tuple[tuple[int, ...], list[Any]]] = {}
+        self._to_all = Exchange(self._communicator)
+        self._to_group = Exchange(self._group)
         self._stages = {
             "update": self._update,
             "absorb": self._absorb,
@@ -229,9 +124,7 @@ class DistributedExecutor:
         """
         if self._background is None:
             everyone = [range(self._communicator.size)]
-            own = _changed(
-                self.options, communicator=self._communicator.split(everyone)
-            )
+            own = replace(self.options, communicator=self._communicator.split(everyone))
             self._background = DistributedExecutor(self.network, own, inner)
         return self._background
 
@@ -259,8 +152,8 @@ class DistributedExecutor:
             for name, held in state.blocks.items()
             if self.placement.owners[name] == self._communicator.rank
         }
-        like = next((s.any_weight for s in statistics.values()), None)
-        found = own if like is None else self._exchanged(self._communicator, own, like)
+        like = next((s.like for s in statistics.values()), None)
+        found = own if like is None else self._to_all(own, like)
         blocks = {
             name: replaced(held, statistics=found[name][0], operator=found[name][1])
             for name, held in state.blocks.items()
@@ -328,28 +221,25 @@ class DistributedExecutor:
                     common[f"{name}: statistics"] = held.statistics.averages
             if self._holds(name):
                 held_here[f"{name}: operator"] = held.operator
-        self._compare(self._communicator, common)
-        self._compare(self._group, held_here)
+        require_same(self._communicator, common)
+        require_same(self._group, held_here)
 
     def _update(self, function: UpdateBlock, tasks: Tasks) -> dict[str, Any]:
-        error: Exception | None = None
-        moments: dict[str, Statistics] = {}
         tasks = self._with_statistics(tasks)
         batches = {n: task[2] for n, task in tasks.items() if not is_empty(task[2])}
-        if self._counts_first():
-            like = next(task[1].any_weight for task in tasks.values())
-            batches = self._in_whole_batch(function, batches, like)
-        try:
-            own = {
-                name: (
-                    *(tasks[name][0], emptied(tasks[name][1]), batch, 0.0, None),
-                    tasks[name][5],
-                )
-                for name, batch in batches.items()
-            }
-            moments = self._inner(function, own) if own else {}
-        except Exception as raised:
-            error = raised
+        if counts_first(self.network, self.options.loss):
+            batches = in_whole_batch(
+                self._agreement,
+                self.network,
+                batches,
+                loss=self.options.loss,
+                like=next(task[1].like for task in tasks.values()),
+            )
+        own = {}
+        for name, batch in batches.items():
+            block, statistics, _, _, _, skip = tasks[name]
+            own[name] = (block, emptied(statistics), batch, 0.0, None, skip)
+        moments, error = self._attempt(function, own)
         coefficients = {name: (task[3], task[4]) for name, task in tasks.items()}
         return self._absorbed("update", function, tasks, moments, coefficients, error)
 
@@ -431,20 +321,15 @@ class DistributedExecutor:
         made: dict[str, Statistics] = {}
         for name, flag in zip(fed, every.tolist(), strict=True):
             old = tasks[name][1]
-            made[name] = replaced(old, status=_int32(flag, old.any_weight))
+            made[name] = replaced(old, status=_int32(flag, old.like))
         return made
 
     def _rebase(self, function: Any, tasks: Tasks) -> dict[str, Any]:
         names = list(tasks)
         given = {name: task[1] for name, task in tasks.items()}
         whole = self._whole(f"rebase {names} {function.moments}", given)
-        made: dict[str, Statistics] = {}
-        error: Exception | None = None
-        try:
-            own = {name: (tasks[name][0], whole[name]) for name in whole}
-            made = self._inner(function, own) if own else {}
-        except Exception as raised:
-            error = raised
+        own = {name: (tasks[name][0], whole[name]) for name in whole}
+        made, error = self._attempt(function, own)
         self._agreement.vote("rebased", np.zeros(0), error=error)
         news = {
             name: (
@@ -458,14 +343,12 @@ class DistributedExecutor:
             )
             for name, new in made.items()
         }
-        like = next((s.any_weight for s in given.values()), None)
+        like = next((s.like for s in given.values()), None)
         if like is None:
             return {}
         sums_here = self._communicator.rank == 0 or self.options.reduce == "update"
         found: dict[str, Statistics] = {}
-        for name, (bases, status, changed) in self._exchanged(
-            self._communicator, news, like
-        ).items():
+        for name, (bases, status, changed) in self._to_all(news, like).items():
             if not sums_here:
                 changed = {
                     key: map_structure(lambda x: x * 0, average)
@@ -480,15 +363,8 @@ class DistributedExecutor:
         given = {name: task[1] for name, task in tasks.items()}
         dampings = [task[2] for task in tasks.values() if type(task[2]) is float]
         whole = self._whole(f"refresh {names} {dampings}", given)
-        made: dict[str, Any] = {}
-        error: Exception | None = None
-        try:
-            own = {
-                name: (tasks[name][0], whole[name], *tasks[name][2:]) for name in whole
-            }
-            made = self._inner(function, own) if own else {}
-        except Exception as raised:
-            error = raised
+        own = {name: (tasks[name][0], whole[name], *tasks[name][2:]) for name in whole}
+        made, error = self._attempt(function, own)
         failed = {n: found for n, found in made.items() if isinstance(found, KFACError)}
         ballot = np.zeros((len(names), 3))
         for i, name in enumerate(names):
@@ -502,8 +378,8 @@ class DistributedExecutor:
         errors = self._errors(failed) if total[::3].any() else {}
         held = {n: found[0] for n, found in made.items() if n not in failed}
         if self.placement.holders > 1:
-            like = next(iter(given.values())).any_weight
-            held = self._exchanged(self._group, held, like)
+            like = next(iter(given.values())).like
+            held = self._to_group(held, like)
         results: dict[str, Any] = {}
         for name in names:
             _, status, damping = numbers[name]
@@ -515,68 +391,60 @@ class DistributedExecutor:
             elif name in held:
                 results[name] = held[name], float(damping)
             else:
-                like = given[name].any_weight
+                like = given[name].like
                 results[name] = self._remote(name, like, int(status)), float(damping)
         return results
 
     def _product(self, function: Any, tasks: Tasks) -> dict[str, Any]:
-        own = {name: task for name, task in tasks.items() if self._holds(name)}
-        if self.placement.holders == self._communicator.size or not tasks:
-            return self._inner(function, own)
-        error: Exception | None = None
+        if self.placement.holders == self._communicator.size:
+            return self._inner(function, tasks)
+        given = {name: task[2] for name, task in tasks.items()}
         made: dict[str, Any] = {}
-        try:
-            made = self._inner(function, own) if own else {}
-        except Exception as raised:
-            error = raised
-        members = range(self._row.size)
-        rank = self._row.rank
-        names_of = [
-            [n for n in tasks if self.placement.group_of(n) == k] for k in members
-        ]
-        # By dtype, for each member of the row: the arrays that it sends, as (name,
-        # parameter, array).
-        parts: dict[str, list[list[tuple[str, str, Array]]]] = {}
-        for k in members:
-            for name in names_of[k]:
-                # Where nothing was computed, what was given has the same form.
-                for key, vector in (made.get(name) or tasks[name][2]).items():
-                    x = vector.rows if isinstance(vector, SparseRows) else vector
-                    dtype = str(x.dtype)
-                    parts.setdefault(dtype, [[] for _ in members])
-                    parts[dtype][k].append((name, key, x))
-        handles = []
-        for dtype in sorted(parts):
-            of_members = parts[dtype]
-            like = next(entry[2] for entries in of_members for entry in entries)
-            # One more number says whether the member failed.
-            counts = [1 + sum(_size(x) for *_, x in entries) for entries in of_members]
-            flat = _flat_with_flag(of_members[rank], like, error is not None)
-            handles.append((of_members, counts, self._row.all_gather(flat, counts)))
-        results: dict[str, dict[str, Any]] = {name: {} for name in tasks}
+        error: Exception | None = None
+        started = []
+        for names in self._messages(given):
+            own = {n: tasks[n] for of_rank in names for n in of_rank if self._holds(n)}
+            if error is None:
+                found, error = self._attempt(function, own)
+                made |= found
+            started.append(
+                SentDirections(self._row, names, given, made, failed=error is not None)
+            )
+        results: dict[str, Any] = {}
         anything_failed = False
-        for of_members, counts, handle in handles:
-            flat, start = handle.wait(), 0
-            for entries, count in zip(of_members, counts, strict=True):
-                anything_failed = anything_failed or bool(flat[start] != 0)
-                at = start + 1
-                for name, key, x in entries:
-                    stop = at + _size(x)
-                    results[name][key] = _shaped(flat[at:stop], x, tasks[name][2][key])
-                    at = stop
-                start += count
+        for sent in started:
+            found, failed = sent.wait()
+            results |= found
+            anything_failed = anything_failed or failed
         if anything_failed:
             Agreement(self._row).vote("product", np.zeros(0), error=error)
         return {name: made.get(name) or results[name] for name in tasks}
 
-    def _prepare(self, function: Any, tasks: Tasks) -> dict[str, Any]:
-        error: Exception | None = None
-        made: dict[str, Any] = {}
+    def _messages(self, given: Mapping[str, Any]) -> list[list[list[str]]]:
+        """Return the blocks of each message of directions, for each rank of the row."""
+        members = range(self._row.size)
+        messages: list[list[list[str]]] = []
+        size = self.options.bucket_bytes
+        for name in given:
+            if size >= self.options.bucket_bytes:
+                messages.append([[] for _ in members])
+                size = 0
+            messages[-1][self.placement.group_of(name)].append(name)
+            size += 8 * self.placement.loads[name].direction
+        return messages
+
+    def _attempt(
+        self, function: Any, tasks: Tasks
+    ) -> tuple[dict[str, Any], Exception | None]:
+        """Return the results of this rank's tasks, or what they raised."""
         try:
-            own = {name: task for name, task in tasks.items() if self._holds(name)}
-            made = self._inner(function, own) if own else {}
-        except Exception as raised:
-            error = raised
+            return (self._inner(function, tasks) if tasks else {}), None
+        except Exception as error:
+            return {}, error
+
+    def _prepare(self, function: Any, tasks: Tasks) -> dict[str, Any]:
+        own = {name: task for name, task in tasks.items() if self._holds(name)}
+        made, error = self._attempt(function, own)
         step = f"prepare {list(tasks)} {function.factorization}"
         self._agreement.vote(step, np.zeros(0), error=error)
         return {name: made.get(name, task[1]) for name, task in tasks.items()}
@@ -585,152 +453,77 @@ class DistributedExecutor:
         self, step: str, given: Mapping[str, Statistics]
     ) -> dict[str, Statistics]:
         """Return the statistics of all rows, of the blocks that this rank owns."""
-        forms = {name: _form_of(statistics) for name, statistics in given.items()}
-        self._agreement.vote(f"{step} of {forms}", np.zeros(0))
-        owners, rank = self.placement.owners, self._communicator.rank
-        own = [name for name in given if owners[name] == rank]
+        own = self.placement.owned_by(self._communicator.rank)
+        own = [name for name in own if name in given]
+        self._vote_on_forms(step, given)
         if self.options.reduce == "update":
             return {name: given[name] for name in own}
+        sums, merges = self._items(given)
+        found = summed_at_owners(self._communicator, sums, **self._wire)
+        found |= merged_at_owners(self._communicator, merges)
+        return {name: self._joined(name, given[name], found) for name in own}
+
+    def _summed_everywhere(
+        self, given: Mapping[str, Statistics]
+    ) -> dict[str, Statistics]:
+        """Return the statistics of all ranks' rows on every rank."""
+        self._vote_on_forms("sum", given)
+        # What one block takes from another is empty here.
+        parts = {name: self._untaken(name, part) for name, part in given.items()}
+        sums, merges = self._items(parts)
+        found = summed(self._communicator, sums, **self._wire)
+        if merges:
+            joined = merged_at_owners(self._communicator, merges)
+            found |= self._to_all(joined, merges[0].average.weight)
+        made = {name: self._joined(name, part, found) for name, part in parts.items()}
+        return {
+            name: replaced(part, averages={**part.averages, **made[name].averages})
+            for name, part in given.items()
+        }
+
+    def _untaken(self, name: str, given: Statistics) -> Statistics:
+        taken = self.network.shared_factors.taken_by(name)
+        own = {side: a for side, a in given.averages.items() if side not in taken}
+        return replaced(given, averages=own)
+
+    @property
+    def _wire(self) -> dict[str, Any]:
+        return {"dtype": self.options.dtype, "bucket_bytes": self.options.bucket_bytes}
+
+    def _vote_on_forms(self, step: str, given: Mapping[str, Statistics]) -> None:
+        forms = {name: _form_of(statistics) for name, statistics in given.items()}
+        self._agreement.vote(f"{step} of {forms}", np.zeros(0))
+
+    def _items(self, given: Mapping[str, Statistics]) -> tuple[list[Item], list[Item]]:
+        """Return the averages that are added up, and those that are merged.
+
+        A factor that blocks share is its giver's, and stands there once.
+        """
         sums: dict[str, Item] = {}
         merges: dict[str, Item] = {}
         for name, statistics in given.items():
-            kinds = merges if self._merges(name) else sums
+            reduction = self.network.blocks[name].approximation.reduction
+            kind = merges if reduction == "merge" else sums
             for side, average in statistics.averages.items():
                 key = self._key(name, side)
-                kinds.setdefault(key, Item(key, owners[name], average))
-        found = summed_at_owners(
-            self._communicator,
-            sums.values(),
-            dtype=self.options.dtype,
-            bucket_bytes=self.options.bucket_bytes,
-        )
-        found |= merged_at_owners(self._communicator, merges.values())
-        return {
-            name: Statistics(
-                {side: found[self._key(name, side)] for side in given[name].averages},
-                given[name].status,
-                given[name].bases,
-            )
-            for name in own
-        }
+                kind.setdefault(key, Item(key, self.placement.owners[name], average))
+        return [*sums.values()], [*merges.values()]
 
-    def _summed_everywhere(
-        self, parts: Mapping[str, Statistics]
-    ) -> dict[str, Statistics]:
-        """Return the statistics of all ranks' rows on every rank."""
-        forms = {name: _form_of(part) for name, part in parts.items()}
-        self._agreement.vote(f"sum of {forms}", np.zeros(0))
-        sums: dict[str, Item] = {}
-        merges: dict[str, Item] = {}
-        for name, part in parts.items():
-            kinds = merges if self._merges(name) else sums
-            for side, average in part.averages.items():
-                kinds[f"{name}/{side}"] = Item(f"{name}/{side}", 0, average)
-        found = summed(
-            self._communicator,
-            sums.values(),
-            dtype=self.options.dtype,
-            bucket_bytes=self.options.bucket_bytes,
-        )
-        joined = merged_at_owners(self._communicator, merges.values())
-        if merges:
-            like = next(iter(merges.values())).average.weight
-            found |= self._exchanged(self._communicator, joined, like)
-        return {
-            name: replaced(
-                part, averages={s: found[f"{name}/{s}"] for s in part.averages}
-            )
-            for name, part in parts.items()
-        }
-
-    def _counts_first(self) -> bool:
-        """Whether an update needs the numbers of examples before anything else."""
-        if any(b.layer.kind == "parameters" for b in self.network.blocks.values()):
-            return True
-        reduced = self.network.conventions.reduction != "sum"
-        return reduced and self.options.loss != "shard"
-
-    def _in_whole_batch(
-        self, function: UpdateBlock, batches: Mapping[str, Any], like: Array
-    ) -> dict[str, Any]:
-        """Return batches with output gradients of the loss that each rank stands for."""
-        names = list(self.network.blocks)
-        counts = np.zeros((len(names), 3))
-        error: Exception | None = None
-        try:
-            for i, name in enumerate(names):
-                if name in batches:
-                    counts[i] = _counts_of(self.network.blocks[name], batches[name])
-        except Exception as raised:
-            error = raised
-        self._agreement.vote("count", np.zeros(0), error=error)
-        of_ranks = np.stack(self._agreement.gathered(counts.reshape(-1)))
-        of_ranks = of_ranks.reshape(-1, len(names), 3)
-        reduction = function.conventions.reduction
-        column = 1 if reduction == "mean_rows" else 0
-        made: dict[str, Any] = {}
-        for i, name in enumerate(names):
-            total = float(of_ranks[:, i, column].sum())
-            own = float(counts[i, column])
-            factor = 1.0
-            if reduction != "sum" and self.options.loss != "shard" and own:
-                factor = total / own
-                if self.options.loss == "ddp":
-                    factor /= self._communicator.size
-            batch = batches.get(name)
-            if self.network.blocks[name].layer.kind == "parameters":
-                share = factor if reduction == "sum" else factor * own / max(total, 1.0)
-                batch = self._summed_gradients(name, batch, of_ranks[:, i], share, like)
-            elif batch is not None and factor != 1.0:
-                batch = _scaled(batch, factor)
-            if batch is not None:
-                made[name] = batch
-        return made
-
-    def _summed_gradients(
-        self,
-        name: str,
-        batch: GradientBatch | None,
-        counts: np.ndarray[Any, Any],
-        share: float,
-        like: Array,
-    ) -> GradientBatch | None:
-        """Return the gradient of the whole batch, on rank 0 alone."""
-        if not counts[:, 0].any():
-            return None
-        sources = int(counts[:, 2].max())
-        shapes = self.network.blocks[name].layer.parameter_shapes
-        lead = (sources,) if sources else ()
-        if batch is None:
-            if like is None:
-                raise _no_arrays(self._communicator.rank)
-            xp = own_namespace(like)
-            zeros = {
-                key: xp.zeros((*lead, *shape), dtype=like.dtype, device=device_of(like))
-                for key, shape in shapes.items()
-            }
-            batch = GradientBatch(zeros, 0, sources or None)
-        gradients = dict(sorted(batch.gradients.items()))
-        xp = namespace_of(**gradients)
-        flat = xp.concat([xp.reshape(x, (-1,)) for x in gradients.values()])
-        total = self._communicator.all_reduce(flat * share).wait()
-        if self._communicator.rank != 0:
-            return None
-        made, start = {}, 0
-        for key, x in gradients.items():
-            made[key] = xp.reshape(total[start : start + _size(x)], x.shape)
-            start += _size(x)
-        return GradientBatch(made, int(counts[:, 0].sum()), sources or None)
+    def _joined(
+        self, name: str, given: Statistics, found: Mapping[str, Any]
+    ) -> Statistics:
+        averages = {side: found[self._key(name, side)] for side in given.averages}
+        return replaced(given, averages=averages)
 
     def _with_statistics(self, tasks: Tasks) -> dict[str, tuple[Any, ...]]:
         """Return tasks with zero statistics where there are none yet."""
         if all(task[1] is not None for task in tasks.values()):
             return dict(tasks)
-        likes = [task[1].any_weight for task in tasks.values() if task[1] is not None]
+        likes = [task[1].like for task in tasks.values() if task[1] is not None]
         likes += [like for task in tasks.values() for like in _arrays_of(task[2])]
         like = likes[0] if likes else self.options.like
         if like is None:
-            raise _no_arrays(self._communicator.rank)
+            raise no_arrays(self._communicator.rank)
         made: dict[str, tuple[Any, ...]] = {}
         for name, (block, statistics, *rest) in tasks.items():
             own = statistics
@@ -738,44 +531,6 @@ class DistributedExecutor:
                 own = block.initial(like, precision=self.network.precision)
             made[name] = (block, own, *rest)
         return made
-
-    def _exchanged(
-        self, communicator: Communicator, own: Mapping[str, Any], like: Array
-    ) -> dict[str, Any]:
-        """Return the values of all ranks of a communicator, by name."""
-        packed = pack(dict(own), shared=True)
-        forms = self._forms_of_all(communicator, packed.form)
-        lengths = [lengths_of(form) for form in forms]
-        handles = {}
-        for dtype in sorted({dtype for found in lengths for dtype in found}):
-            counts = [found.get(dtype, 0) for found in lengths]
-            flat = packed.flat(dtype, like)
-            handles[dtype] = counts, communicator.all_gather(flat, counts)
-        arrived = {
-            dtype: _parts(handle.wait(), counts)
-            for dtype, (counts, handle) in handles.items()
-        }
-        found: dict[str, Any] = {}
-        for member, form in enumerate(forms):
-            if member == communicator.rank:
-                found |= own
-            else:
-                arrays = {dtype: parts[member] for dtype, parts in arrived.items()}
-                found |= unpack(form, arrays)
-        return found
-
-    def _forms_of_all(self, communicator: Communicator, form: Any) -> list[Any]:
-        """Return the forms of all ranks, which are sent only where they are new."""
-        agreement = Agreement(communicator)
-        text = json.dumps(form)
-        digest = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.int64)
-        digests = tuple(int(part[0]) for part in agreement.gathered(digest, length=1))
-        known = self._forms.get(id(communicator))
-        if known is None or known[0] != digests:
-            # All ranks see the same digests, so that all of them send or none.
-            known = digests, [json.loads(text) for text in agreement.texts(text)]
-            self._forms[id(communicator)] = known
-        return known[1]
 
     def _errors(self, failed: Mapping[str, KFACError]) -> dict[str, KFACError]:
         """Return the errors of all ranks' blocks, on every rank."""
@@ -788,9 +543,6 @@ class DistributedExecutor:
 
     def _holds(self, name: str) -> bool:
         return self.placement.group_of(name) == self._group_number
-
-    def _merges(self, name: str) -> bool:
-        return self.network.blocks[name].approximation.reduction == "merge"
 
     def _key(self, name: str, side: str) -> str:
         """Return the name of an average; a shared factor has that of its giver."""
@@ -806,28 +558,15 @@ class DistributedExecutor:
         )
 
     def _require_same_plan(self) -> None:
+        options = {f.name: getattr(self.options, f.name) for f in fields(self.options)}
+        del options["communicator"], options["like"]
         told_of = {
             "the network": repr(self.network._parts),
-            "the options": repr(_changed(self.options, communicator=None, like=None)),
+            "the options": repr(options),
             "the placement": self.placement.digest(),
-            "the version of kfac_core": kfac_core.__version__,
+            "the code of kfac_core": code_digest(),
         }
-        self._compare(self._communicator, told_of)
-
-    def _compare(self, communicator: Communicator, values: Mapping[str, Any]) -> None:
-        """Raise `ReplicaError` unless values are equal on all ranks."""
-        own = {name: _digest(value) for name, value in values.items()}
-        found = [json.loads(t) for t in Agreement(communicator).texts(json.dumps(own))]
-        for rank, other in enumerate(found):
-            names = [
-                n for n in {**found[0], **other} if found[0].get(n) != other.get(n)
-            ]
-            if names:
-                raise ReplicaError(
-                    f"Rank {rank} differs from rank 0 in {', '.join(names[:5])}"
-                    f"{' and more' if len(names) > 5 else ''}. All ranks need the same "
-                    "code, options and parameters, and must call the same methods."
-                )
+        require_same(self._communicator, told_of)
 
 
 def _placement(network: Network, options: Distributed) -> Placement:
@@ -886,20 +625,6 @@ def _form_of(statistics: Statistics) -> list[Any]:
     ]
 
 
-def _counts_of(block: Any, batch: Any) -> tuple[float, float, float]:
-    """Return the numbers of examples, of rows that count, and of sources (or 0)."""
-    if isinstance(batch, GradientBatch):
-        return (
-            float(batch.batch_size),
-            float(batch.batch_size),
-            float(batch.sources or 0),
-        )
-    rows = block.rows(batch)
-    rows = rows.layers[0] if hasattr(rows, "layers") else rows
-    xp = own_namespace(rows.like)
-    return float(rows.examples), float(rows.kept(rows.like.dtype, xp=xp)), 0.0
-
-
 def _arrays_of(batch: Any) -> list[Array]:
     """Return an array of a batch, or of each of several, also where it is empty."""
     if batch is None:
@@ -911,40 +636,6 @@ def _arrays_of(batch: Any) -> list[Array]:
     return [batch.like]
 
 
-def _scaled(batch: Any, factor: float) -> Any:
-    """Return a batch, or several, with output gradients times a number."""
-    if isinstance(batch, list | tuple):
-        return tuple([_scaled(use, factor) for use in batch])
-    if isinstance(batch, dict):
-        return {name: _scaled(own, factor) for name, own in batch.items()}
-    return replaced(batch, output_grads=batch.output_grads * factor)
-
-
-def _flat_with_flag(
-    entries: Sequence[tuple[str, str, Array]], like: Array, failed: bool
-) -> Array:
-    xp = own_namespace(like)
-    flag = xp.full((1,), float(failed), dtype=like.dtype, device=device_of(like))
-    return xp.concat([flag, *(xp.reshape(x, (-1,)) for *_, x in entries)])
-
-
-def _shaped(flat: Array, like: Array, vector: Any) -> Any:
-    x = own_namespace(flat).reshape(flat, tuple(like.shape))
-    return SparseRows(vector.indices, x) if isinstance(vector, SparseRows) else x
-
-
-def _parts(flat: Array, counts: Sequence[int]) -> list[Array]:
-    starts = [sum(counts[:k]) for k in range(len(counts))]
-    return [flat[a : a + n] for a, n in zip(starts, counts, strict=True)]
-
-
-def _size(x: Array) -> int:
-    size = 1
-    for n in x.shape:
-        size *= int(n)
-    return size
-
-
 def _int32(value: int, like: Array) -> Array:
     xp = own_namespace(like)
     return xp.full((), int(value), dtype=xp.int32, device=device_of(like))
@@ -954,32 +645,3 @@ def _number(value: Any) -> float | None:
     if value is None:
         return None
     return float(value) if is_finite_number(value) else float(np.asarray(value))
-
-
-def _digest(value: Any) -> str:
-    """Return a text that is equal for equal values."""
-    made = hashlib.sha256()
-    if isinstance(value, str):
-        made.update(value.encode())
-        return made.hexdigest()
-    for path, x in leaves(value):
-        host = backend_of(own_namespace(x)).to_numpy(x)
-        made.update(f"{path} {host.dtype} {host.shape}".encode())
-        made.update(np.ascontiguousarray(host).tobytes())
-    return made.hexdigest()
-
-
-def _changed(options: Distributed, **changes: Any) -> Any:
-    """Return options with others in their place, unchecked."""
-    made = object.__new__(Distributed)
-    for name in Distributed.__dataclass_fields__:
-        object.__setattr__(made, name, changes.get(name, getattr(options, name)))
-    return made
-
-
-def _no_arrays(rank: int) -> NotReadyError:
-    return NotReadyError(
-        f"Rank {rank} has neither rows nor statistics, so that it is unknown of which "
-        "library its arrays are. Give `like`, an array such as the batches', to "
-        "`Distributed`, or a batch of zero examples."
-    )

@@ -14,7 +14,7 @@ from kfac_core.operators.operator import CurvatureOperator
 __all__ = ["RemoteOperator"]
 
 
-@structure(static=("owner", "vector_shape"))
+@structure(static=("owner", "matrix_shape"))
 class RemoteOperator(CurvatureOperator):
     """Stands for an operator that this rank does not hold.
 
@@ -25,7 +25,7 @@ class RemoteOperator(CurvatureOperator):
     ----------
     owner : int
         Rank that factorized it.
-    vector_shape : tuple of int
+    matrix_shape : tuple of int
         Shape of its vectors.
     zero : array, 0-d
         Array of the operator's library, device and dtype.
@@ -34,14 +34,14 @@ class RemoteOperator(CurvatureOperator):
     """
 
     owner: int
-    vector_shape: tuple[int, int]
+    matrix_shape: tuple[int, int]
     zero: Array
     flags: Array
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
-        return self.vector_shape
+        return self.matrix_shape
 
     @property
     def like(self) -> Array:
@@ -74,16 +74,15 @@ class RemoteOperator(CurvatureOperator):
         """Raise `UnsupportedError`."""
         self._refuse()
 
-    def logdet(self) -> NoReturn:
-        """Raise `UnsupportedError`."""
-        self._refuse()
-
     def eigenvalues(self, *, damped: bool = True) -> NoReturn:
         """Raise `UnsupportedError`."""
         self._refuse()
 
     def to_dense(self, *, damped: bool = True) -> NoReturn:
         """Raise `UnsupportedError`."""
+        self._refuse()
+
+    def _logdet(self) -> NoReturn:
         self._refuse()
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> NoReturn:

@@ -16,7 +16,7 @@ from kfac_core.distributed.communicator import (
     connect,
     engine,
 )
-from kfac_core.distributed.executor import Distributed
+from kfac_core.distributed.options import Distributed
 from kfac_core.errors import KFACError, UnsupportedError
 
 __all__ = ["execution_for", "running_processes"]

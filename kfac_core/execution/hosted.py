@@ -18,10 +18,9 @@ from kfac_core.array.backend import Array, Namespace, native_operation
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.structure import (
-    array_fields,
+    fields_of,
     is_plain,
     is_structure,
-    replaced,
 )
 from kfac_core.network import Executor, Tasks, plain
 
@@ -89,6 +88,8 @@ class Hosted:
 
     For small layers, where calls dominate the cost, this is faster than a library whose
     calls cost more.  Arrays in the host's memory are passed as views, without copies.
+    Results are recognized when they come back, so that statistics and operators are viewed
+    only once.
 
     Parameters
     ----------
@@ -98,6 +99,12 @@ class Hosted:
 
     def __init__(self, inner: Executor = plain) -> None:
         self._inner = inner
+        # By the block and the class of a structure, the last one and its view.
+        self._held: dict[tuple[str, type[Any]], tuple[Any, Any]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy is made: what is remembered by identity is left behind."""
+        return type(self), (self._inner,)
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name."""
@@ -107,19 +114,34 @@ class Hosted:
             return self._inner(function, tasks)
         seen = _Mapped(_viewed_by(xp))
         here: dict[str, tuple[Any, ...]] = {}
-        for name, task in tasks.items():
-            block, *arguments = task
+        for name, (block, first, *others) in tasks.items():
+            known = self._held.get((name, type(first)))
+            recognized = (
+                known is not None and known[0] is first and not described.shares
+            )
             try:
-                here[name] = (block, *map(seen, arguments))
+                view = known[1] if known and recognized else seen(first)
+                here[name] = (block, view, *map(seen, others))
             except _ElsewhereError:
                 continue
+            if described.kept and not recognized:
+                self._held[name, type(first)] = first, view
         elsewhere = {name: task for name, task in tasks.items() if name not in here}
         found = self._inner(function, elsewhere) if elsewhere else {}
         if here:
             returned = _Mapped(_returned_by(seen, xp))
             for name, result in self._inner(function, here).items():
-                found[name] = returned(result)
+                found[name] = own = returned(result)
+                self._remember(name, own, result)
         return {name: found[name] for name in tasks}
+
+    def _remember(self, name: str, own: Any, view: Any) -> None:
+        """Keep a structure that was returned with its view, in the place of the last."""
+        if isinstance(own, tuple):
+            for part, part_view in zip(own, view, strict=True):
+                self._remember(name, part, part_view)
+        elif is_structure(own):
+            self._held[name, type(own)] = own, view
 
 
 class _ElsewhereError(Exception):
@@ -135,22 +157,29 @@ class _Mapped:
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
+        self._classes: set[type[Any]] = set()
         self.done: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, value: Any) -> Any:
-        if is_plain(value) or isinstance(value, Exception):
-            return value
-        if isinstance(value, tuple):
-            return tuple(map(self, value))
-        if isinstance(value, dict):
-            return {name: self(part) for name, part in value.items()}
         known = self.done.get(id(value))
         if known is not None:
             return known[1]
-        if is_structure(value):
-            made = replaced(value, **{n: self(x) for n, x in array_fields(value)})
+        cls = type(value)
+        # Most are arrays of the one class that was met before.
+        if cls in self._classes:
+            made = self._function(value)
+        elif fields := fields_of(cls):
+            parts = [(getattr(value, name), static) for name, static in fields]
+            made = cls(*[x if static or x is None else self(x) for x, static in parts])
+        elif isinstance(value, dict):
+            made = {name: self(part) for name, part in value.items()}
+        elif is_plain(value) or isinstance(value, Exception):
+            return value
+        elif isinstance(value, tuple):
+            return tuple(map(self, value))
         else:
             made = self._function(value)
+            self._classes.add(cls)
         self.done[id(value)] = value, made
         return made
 
@@ -174,13 +203,13 @@ def _returned_by(seen: _Mapped, xp: Namespace) -> Callable[[Any], Any]:
     def back(x: Any) -> Any:
         # An array that was only looked at is the library's own again.
         original = originals.get(id(x))
-        return found(np.asarray(x), xp=xp) if original is None else original
+        return found(x, xp=xp) if original is None else original
 
     return back
 
 
 def _namespace_of(tasks: Tasks) -> Namespace | None:
-    """Return the namespace of the statistics that the tasks begin with."""
-    for _, statistics, *_ in tasks.values():
-        return own_namespace(statistics.any_weight)
+    """Return the namespace of the statistics or the operator that the tasks begin with."""
+    for _, first, *_ in tasks.values():
+        return None if first is None else own_namespace(first.like)
     return None

@@ -14,8 +14,11 @@ stacking, up to rounding.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
+
+import numpy as np
 
 from kfac_core.array.namespaces import device_of, is_usable, own_namespace
 from kfac_core.array.structure import (
@@ -33,6 +36,9 @@ __all__ = ["STACKED_UP_TO", "Stacked", "stacked", "unstacked"]
 STACKED_UP_TO = 128
 """The number of rows up to which blocks are stacked; from 256 on NumPy loses by it."""
 
+FEWEST = 4
+"""The number of equal blocks from which on a stack takes less time."""
+
 Names = tuple[str, ...]
 
 
@@ -46,10 +52,12 @@ class Stacked:
     ----------
     inner : Executor
         Executor that runs the stacks, and blocks without an equal.
+    fewest : int
+        Number of equal blocks from which on they are stacked: fewer take longer as one.
     """
 
-    def __init__(self, inner: Executor = plain) -> None:
-        self._inner = inner
+    def __init__(self, inner: Executor = plain, *, fewest: int = FEWEST) -> None:
+        self._inner, self._fewest = inner, fewest
         # The objects are kept with their ids, so that no id is reused while it is a key.
         self._kinds: dict[int, tuple[Any, int | None]] = {}
         self._blocks: list[Any] = []
@@ -59,7 +67,7 @@ class Stacked:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how a copy is made: what is remembered by identity is left behind."""
-        return type(self), (self._inner,)
+        return partial(type(self), self._inner, fewest=self._fewest), ()
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name."""
@@ -73,38 +81,38 @@ class Stacked:
 
     def _together(self, function: Any, tasks: Tasks) -> dict[str, Any]:
         """Return the results of equal tasks, if their stack has no flag."""
-        groups: dict[Any, list[str]] = {}
+        kinds: dict[int, list[str]] = {}
         for name, task in tasks.items():
-            key = self._key(function, task)
-            if key is not None:
-                groups.setdefault(key, []).append(name)
+            kind = self._kind(task[0])
+            if kind is not None:
+                kinds.setdefault(kind, []).append(name)
+        groups: dict[Any, list[str]] = {}
+        for kind, names in kinds.items():
+            # Forms are looked at only where there are enough equal blocks.
+            for name in names if len(names) >= self._fewest else ():
+                if function.stacks(*tasks[name]):
+                    form = (kind, *map(self._form, tasks[name][1:]))
+                    groups.setdefault(form, []).append(name)
         members = {
             f"{names[0]} and {len(names) - 1} equal blocks": tuple(names)
             for names in groups.values()
-            if len(names) > 1
+            if len(names) >= self._fewest
         }
         stacks = {
-            label: self._stacked_task(function, tasks, names)
-            for label, names in members.items()
+            label: self._stacked_task(function, tasks, own)
+            for label, own in members.items()
         }
         if not stacks:
             return {}
         found: dict[str, Any] = {}
         for label, result in self._inner(_OfStack(function), stacks).items():
-            names = members[label]
+            own = members[label]
             if isinstance(result, KFACError) or not function.accepts(result):
                 continue
-            pieces = unstacked(result, len(names))
-            self._remember(names, result, pieces)
-            found.update(zip(names, pieces, strict=True))
+            pieces = unstacked(result, len(own))
+            self._remember(own, result, pieces)
+            found.update(zip(own, pieces, strict=True))
         return found
-
-    def _key(self, function: Any, task: tuple[Any, ...]) -> Any:
-        """Return what tasks of one stack have in common; None for one that is alone."""
-        kind = self._kind(task[0])
-        if kind is None or not function.stacks(*task):
-            return None
-        return (kind, *map(self._form, task[1:]))
 
     def _kind(self, block: Any) -> int | None:
         """Return a number that equal blocks have; None for one that is not stacked."""
@@ -200,6 +208,8 @@ class _OfStack:
     def __init__(self, function: Any) -> None:
         self._function = function
         self.on_host = function.on_host
+        self.shares = function.shares
+        self.kept = function.kept
         self.worth_threads = function.worth_threads
 
     def __call__(self, name: str, block: Any, *arguments: Any) -> Any:
@@ -276,4 +286,6 @@ def _array_form(x: Any) -> Any:
     if not is_usable(x):
         # Not an array, or a sparse one: validated later, where the block's name is known.
         return object()
-    return type(x), x.shape, x.dtype, device_of(x)
+    # NumPy makes scalars of 0-d results, where a loaded state has arrays.
+    kind = np.ndarray if isinstance(x, np.generic) else type(x)
+    return kind, x.shape, x.dtype, device_of(x)

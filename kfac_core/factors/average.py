@@ -29,8 +29,9 @@ class Average:
 
     Attributes
     ----------
-    sum : array or SymmetricMatrix
-        The weighted sum.
+    sum : array, SymmetricMatrix, or another structure of arrays
+        The weighted sum.  One of bounded size, such as `LowRankSum`, has ``scaled(c)``, and
+        ``joined(other)`` by which it is added to and cut down.
     weight : 0-d array
         The sum of weights, of the same dtype.
     """
@@ -48,6 +49,8 @@ class Average:
         total, factor = self.sum, self.factor(debias=True)
         if isinstance(total, SymmetricMatrix):
             return total.scaled(_beside(factor, total.array))
+        if _is_compressed(total):
+            return total.scaled(factor)
         if is_structure(total):
             return map_structure(lambda x: x * _beside(factor, x), total)
         return total * _beside(factor, total)
@@ -61,6 +64,8 @@ class Average:
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""
+        if _is_compressed(self.sum):
+            return Average(self.sum.joined(other.sum), self.weight + other.weight)
         return map_structure(lambda a, b: a + b, self, other)
 
     def decayed(self, decay: Scalar, weight: Scalar, /) -> Array:
@@ -98,8 +103,16 @@ class Average:
             Added up over the parts of a batch, the average after one update with all of it.
         """
         scale, share = share_of(other.weight, weight, total)
-        new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
+        if _is_compressed(self.sum):
+            new = self.sum.scaled(decay).joined(other.sum.scaled(scale))
+        else:
+            new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
         return Average(new, self.decayed(decay, share))
+
+
+def _is_compressed(total: Any, /) -> bool:
+    """Whether a sum is cut down where it is added to, by `joined`, and has `scaled`."""
+    return is_structure(total) and hasattr(total, "joined")
 
 
 def _beside(weight: Array, x: Array, /) -> Array:

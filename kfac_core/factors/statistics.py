@@ -31,6 +31,19 @@ class Statistics:
     bases : dict of str to Eigendecomposition
         The bases in which an average is kept, for an approximation that has any; their
         eigenvalues descend.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Kronecker())
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> sorted(statistics.averages)
+    ['input', 'output', 'repeats']
     """
 
     averages: dict[str, Average]
@@ -43,14 +56,14 @@ class Statistics:
         return next(iter(self.averages.values())).weight.dtype
 
     @property
-    def any_weight(self) -> Array:
+    def like(self) -> Array:
         """One of the weights: a 0-d array of the statistics' library and device."""
         return next(iter(self.averages.values())).weight
 
     @property
     def namespace(self) -> Namespace:
         """The namespace of the arrays."""
-        return own_namespace(self.any_weight)
+        return own_namespace(self.like)
 
     def merged(self, other: Statistics, /) -> Statistics:
         """Return the statistics of both data sets together, in the first's bases."""

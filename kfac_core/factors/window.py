@@ -9,16 +9,18 @@ the error in the trace norm.  Empty places hold zeros.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar
 from kfac_core.array.place import Place
 from kfac_core.array.structure import replaced, structure
-from kfac_core.factors.average import Average, share_of
+from kfac_core.factors.average import Average
 from kfac_core.linalg.example_gram import squared_norms
 
-__all__ = ["WindowAverage", "WindowSum", "window_average"]
+__all__ = ["GradientWindow", "WindowSum"]
 
 
 @structure()
@@ -70,47 +72,35 @@ class WindowSum:
         )
 
 
-@structure()
-class WindowAverage(Average):
-    """A running sum of gradients' outer products, in a window, and its weight.
+@dataclass(frozen=True)
+class GradientWindow:
+    """A running second moment by K gradients of S rows.
 
-    Attributes
+    Parameters
     ----------
-    sum : WindowSum
-        The weighted sum.
-    weight : 0-d array
-        The sum of weights, of the same dtype.
+    gradients : int
+        The number K that is kept.
+    positions : int
+        The number S of shared positions in each.
     """
 
-    def value(self, *, debias: bool) -> WindowSum:
-        """Return the average, or the bare sum where `debias` is false."""
-        total: WindowSum = self.sum
-        if not debias:
-            return total
-        xp = array_api_compat.array_namespace(self.weight)
-        one = xp.ones_like(self.weight)
-        return total.scaled(1.0 / xp.where(self.weight > 0, self.weight, one))
+    gradients: int
+    positions: int
 
-    def merged(self, other: Average, /) -> WindowAverage:
-        """Return the average of both data sets together."""
-        return WindowAverage(self.sum.joined(other.sum), self.weight + other.weight)
-
-    def absorbed(
-        self,
-        other: Average,
-        /,
-        *,
-        decay: Scalar,
-        weight: Scalar,
-        total: float | None = None,
-    ) -> WindowAverage:
-        """Return the average after one update; see `Average.absorbed`."""
-        scale, share = share_of(other.weight, weight, total)
-        joined = self.sum.scaled(decay).joined(other.sum.scaled(scale))
-        return WindowAverage(joined, self.decayed(decay, share))
+    def initial(self, shape: tuple[int, int], place: Place, /) -> Average:
+        """Return a zero average, of gradients of shape (n, m)."""
+        n, m = shape
+        empty = WindowSum(
+            place.zeros(self.gradients, self.positions, n),
+            place.zeros(self.gradients, self.positions, m),
+            place.zeros(self.gradients),
+            place.zeros(),
+        )
+        return Average(empty, place.zeros())
 
     def updated(
         self,
+        average: Average,
         x: Array,
         g: Array,
         /,
@@ -119,11 +109,13 @@ class WindowAverage(Average):
         scale: Scalar,
         weight: Array,
         xp: Namespace,
-    ) -> WindowAverage:
+    ) -> Average:
         """Return the average after ``sum <- decay sum + scale sum_k D_k D_k^T``.
 
         Parameters
         ----------
+        average : Average
+            Never modified.
         x, g : array, shapes (k, S, n) and (k, S, m)
             The rows of the new gradients, of the dtype of the sum.
         decay, scale : float or 0-d array
@@ -135,28 +127,11 @@ class WindowAverage(Average):
 
         Returns
         -------
-        WindowAverage
+        Average
             New average.
         """
+        held: WindowSum = average.sum
         weights = xp.ones_like(x[:, 0, 0]) * scale
-        new = WindowSum(x, g, weights, xp.zeros_like(self.sum.truncated_trace))
-        total = self.sum.scaled(decay).joined(new)
-        return WindowAverage(total, self.decayed(decay, weight))
-
-
-def window_average(
-    places: int,
-    positions: int,
-    n: int,
-    m: int,
-    place: Place,
-    /,
-) -> WindowAverage:
-    """Return a zero average, for K gradients of S rows and shape (n, m)."""
-    empty = WindowSum(
-        place.zeros(places, positions, n),
-        place.zeros(places, positions, m),
-        place.zeros(places),
-        place.zeros(),
-    )
-    return WindowAverage(empty, place.zeros())
+        new = WindowSum(x, g, weights, xp.zeros_like(held.truncated_trace))
+        total = held.scaled(decay).joined(new)
+        return Average(total, average.decayed(decay, weight))

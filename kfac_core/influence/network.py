@@ -350,7 +350,7 @@ class Influence:
             self._require_finite(P, name, "the queries")
             pieces.append(stored_queries(P, dtype))
             del P
-        values = joined([p.values for p in pieces], (0, *F.shape), F, axis=0)
+        values = joined([p.values for p in pieces], (0, *F.vector_shape), F, axis=0)
         scales = [p.scale for p in pieces if p.scale is not None]
         scale = joined(scales, (0,), F, axis=0) if scales else None
         return StoredQueries(values, scale)

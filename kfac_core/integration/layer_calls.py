@@ -6,7 +6,9 @@ gradients come back one after the other.
 Conventions.  The curvature is that of the mean over the R rows of the network's outputs.
 A call has N examples, whatever axes were flattened into its first one: the output
 gradients of a block whose calls saw N examples together are scaled by ``sqrt(N / R)``, so
-that its block is right.  Several calls of one layer are further examples.
+that its block is right.  Several calls of one layer are further examples.  A call that
+multiplied by the transpose of its block's weight, as logits by an embedding's, sees in the
+place of x what came back to its outputs, and in the place of g its inputs.
 """
 
 from __future__ import annotations
@@ -15,10 +17,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import array_api_compat
-
-from kfac_core.array.backend import Array, backend_of
-from kfac_core.array.namespaces import Scalar, cast, own_namespace, wide_dtype
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import (
+    Scalar,
+    cast,
+    device_of,
+    own_namespace,
+    wide_dtype,
+)
+from kfac_core.layers.feeding import detached_array
 from kfac_core.layers.rows import Batch
 
 __all__ = ["LayerCall", "batches_of_calls"]
@@ -39,6 +46,13 @@ class LayerCall:
         The shape that output gradients are brought into; empty where they have theirs.
     grad_scale : float
         What output gradients are multiplied by.
+    transposed : bool
+        Whether the layer multiplies by the transpose of the block's weight, whose input
+        factor is diagonal.
+    examples : int, optional
+        N of the whole call, where other processes have the rest of it.
+    bias : bool
+        Whether this call adds the layer's bias, if the layer has one.
 
     Attributes
     ----------
@@ -55,8 +69,14 @@ class LayerCall:
         mask: Array | None = None,
         grad_shape: tuple[int, ...] = (),
         grad_scale: float = 1.0,
+        transposed: bool = False,
+        examples: int | None = None,
+        bias: bool = True,
     ) -> None:
+        self.bias = bias
         self.block, self.inputs, self.mask = block, inputs, mask
+        self.transposed = transposed
+        self.examples = int(inputs.shape[0]) if examples is None else examples
         self.grad_shape, self.grad_scale = grad_shape, grad_scale
         self.output_grads: list[Array] = []
 
@@ -71,8 +91,8 @@ class LayerCall:
         """
         if output_grad is None:
             return
-        xp = array_api_compat.array_namespace(output_grad)
-        g = backend_of(xp).detach(output_grad)
+        xp = own_namespace(output_grad)
+        g = detached_array(output_grad)
         g = cast(xp, g, wide_dtype(xp, g.dtype))
         if self.grad_shape:
             g = xp.reshape(g, self.grad_shape)
@@ -135,18 +155,58 @@ def batches_of_calls(
     batches: dict[str, Batch] = {}
     for name, uses in of_block.items():
         xp = own_namespace(uses[0].inputs)
-        x = _joined([use.inputs for use in uses], xp)
-        g = _joined([_stacked(use.output_grads, xp) for use in uses], xp, axis=1)
-        masks = [use.mask for use in uses if use.mask is not None]
+        pairs = [_pair(use, scale, xp) for use in uses]
+        x = _joined([inputs for inputs, _ in pairs], xp)
+        g = _joined([grads for _, grads in pairs], xp, axis=1)
         N = x.shape[0] if examples is None else examples[name]
-        factor = scale * math.sqrt(N / rows)
+        factor = math.sqrt(N / rows)
         batches[name] = Batch(
             x,
             g if factor == 1 else g * factor,
-            mask=_joined(masks, xp) if masks else None,
+            mask=_joined_masks(uses, xp),
             sources=int(g.shape[0]),
+            bias=_joined_biases(uses, xp),
         )
     return batches
+
+
+def _pair(use: LayerCall, scale: Scalar, xp: Any) -> tuple[Array, Array]:
+    """Return the inputs and output gradients that the block takes from a call."""
+    g = _stacked(use.output_grads, xp)
+    g = g if scale == 1 else g * scale
+    if not use.transposed:
+        return use.inputs, g
+    # Of x only the squares of its entries count, which may be summed over the sources.
+    x = g[0, ...] if g.shape[0] == 1 else xp.sqrt(xp.sum(g * g, axis=0))
+    h = cast(xp, use.inputs, g.dtype)[None, ...]
+    others = [xp.zeros_like(h)] * (g.shape[0] - 1)
+    return x, _joined([h, *others], xp)
+
+
+def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
+    given = [use.mask for use in uses if use.mask is not None]
+    if not given:
+        return None
+    shape, device = given[0].shape[1:], device_of(given[0])
+    masks = []
+    for use in uses:
+        mask = use.mask
+        if mask is None:
+            mask = xp.ones((len(use.inputs), *shape), dtype=xp.bool, device=device)
+        masks.append(mask)
+    return _joined(masks, xp)
+
+
+def _joined_biases(uses: list[LayerCall], xp: Any) -> Array | None:
+    if all(use.bias for use in uses):
+        return None
+    parts = [
+        xp.full(
+            (len(use.inputs),), use.bias, dtype=xp.bool, device=device_of(use.inputs)
+        )
+        for use in uses
+    ]
+    return _joined(parts, xp)
 
 
 def _joined(arrays: list[Array], xp: Any, axis: int = 0) -> Array:

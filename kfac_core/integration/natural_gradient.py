@@ -11,18 +11,27 @@ or the sum, over the R rows of the network's outputs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.backend import backend_of
 from kfac_core.array.finite import all_finite
-from kfac_core.array.namespaces import Scalar, namespace_of, own_namespace
+from kfac_core.array.namespaces import Scalar, cast, namespace_of, own_namespace
 from kfac_core.constraints import require_one_of
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
-from kfac_core.errors import KFACError, NotFiniteError, NotReadyError, StateError
+from kfac_core.errors import (
+    ConventionError,
+    KFACError,
+    NotFiniteError,
+    NotReadyError,
+    StateError,
+)
 from kfac_core.estimator import Estimator
+from kfac_core.execution.background import BackgroundRefresh
+from kfac_core.factors.statistics import Statistics
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
 from kfac_core.integration.schedules import (
     Interval,
@@ -31,9 +40,15 @@ from kfac_core.integration.schedules import (
     require_positive,
     value_at,
 )
-from kfac_core.steps.trust_region import TrustRegion, kl_clip
+from kfac_core.steps.trust_region import TrustRegion, clip_of_product
+from kfac_core.steps.vectors import dot, widest
 
 __all__ = ["NaturalGradient"]
+
+_NOTHING_SEEN = (
+    "No row of outputs, or no output gradient, was seen for this step: observe the "
+    "outputs before each backward pass."
+)
 
 
 class NaturalGradient:
@@ -117,6 +132,7 @@ class NaturalGradient:
         self.damping_schedule, self.decay_schedule = damping, decay
         self.kl_clip, self.learning_rate = kl_clip, learning_rate
         self.clip: TrustRegion | None = None
+        self._begun: _Begun | None = None
         for name, interval in (
             ("update_every", update_every),
             ("refresh_every", refresh_every),
@@ -154,7 +170,7 @@ class NaturalGradient:
             Inputs of the layers, and the output gradients.
         rows : float
             R, or the sum of the rows' weights; 0 where nothing was observed.  Of this
-            process's calls, where there are others.
+            process's calls, where there are others.  After `begin` neither is read.
 
         Returns
         -------
@@ -178,24 +194,106 @@ class NaturalGradient:
         The gradients are checked in one transfer from the device.  Processes exchange one
         small message more than the estimator's.
         """
-        used = [call for call in calls if call.output_grads]
-        rows, examples = self._agreed(gradients, used, rows)
-        seen = bool(rows) and any(examples.values())
-        missing = self.wants_statistics and not seen
-        if missing or (not rows and self.reduction == "sum"):
-            raise NotReadyError(
-                "No row of outputs, or no output gradient, was seen for this step: "
-                "observe the outputs before each backward pass."
-            )
-        batches = self._batches(used, rows, examples) if seen else None
-        before = self._held()
+        if self._begun is None:
+            self._take(gradients, calls, rows, background=False)
+        else:
+            self._agreed(gradients, (), 0.0)
+        begun, self._begun = self._begun, None
+        assert begun is not None
         try:
-            found = self._directions(gradients, batches, rows)
+            if begun.refresh is not None:
+                begun.refresh.install()
+            found = self._directions(gradients, begun.rows)
         except BaseException:
-            self._restore(before)
+            self._restore(begun.before)
             raise
         self.steps += 1
         return found
+
+    def moments(
+        self,
+        calls: Iterable[LayerCall],
+        /,
+        *,
+        rows: Scalar,
+        before: Mapping[str, Statistics] | None = None,
+    ) -> dict[str, Statistics]:
+        """Return the statistics of one part of a batch, for `kfac_core.Estimator.absorb`.
+
+        So statistics come without a step, of as many parts as a data set has: nothing of
+        this object changes.
+
+        Parameters
+        ----------
+        calls : iterable of LayerCall
+            Inputs of the layers, and the output gradients.
+        rows : float
+            R of this part, or the sum of the rows' weights.
+        before : mapping of str to Statistics, optional
+            What the parts before this one gave.
+
+        Returns
+        -------
+        dict of str to Statistics
+            Of all parts together, each with the weight of its rows.
+
+        Raises
+        ------
+        NotReadyError
+            If no output gradient came back.
+        KFACError
+            As `kfac_core.Block.moments`.
+        """
+        used = [call for call in calls if call.output_grads]
+        if not rows or not used:
+            raise NotReadyError(_NOTHING_SEEN)
+        scale: Scalar = 1.0
+        if self.estimator.mode == "empirical" and self.reduction == "mean":
+            scale = rows / self._processes
+        known = self.estimator.network
+        batches: dict[str, Any] = dict(batches_of_calls(used, rows=rows, scale=scale))
+        batches = known.chains.batches(known.tied_weights.grouped(batches))
+        found = dict(before or {})
+        options: Any = {"conventions": known.conventions, "precision": known.precision}
+        for name, batch in batches.items():
+            block = known.blocks[name]
+            own = block.moments(batch, **options, name=name)
+            found[name] = block.merge(found[name], own) if name in found else own
+        return found
+
+    def begin(self, calls: Iterable[LayerCall], /, *, rows: Scalar) -> None:
+        """Update, and refresh in a thread, before the gradients of the step are known.
+
+        `directions`, called next and without calls, then gives what it would have given
+        with these.  Meanwhile the backward pass runs; with a communicator processes also
+        exchange their statistics.
+
+        Parameters
+        ----------
+        calls : iterable of LayerCall
+            All calls of the step, as of `directions`.
+        rows : float
+            Likewise.
+
+        Raises
+        ------
+        ConventionError
+            If the step was begun already.
+        NotReadyError, NotFiniteError, KFACError
+            As `directions`.  Nothing has changed then.
+        """
+        if self._begun is not None:
+            raise ConventionError(
+                "This step was begun already, with other calls. Give all calls of a step "
+                "at once, to `begin` or to `directions`."
+            )
+        self._take({}, calls, rows, background=True)
+
+    def give_up(self) -> None:
+        """Forget a step that was begun, as if it had not been; else do nothing."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._restore(begun.before)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed to resume: the steps, and the estimator's state."""
@@ -211,25 +309,58 @@ class NaturalGradient:
         """
         if type(state.get("steps")) is not int:
             raise StateError(f"Expected a number of `steps` in {[*state]}.")
-        self.estimator.load_state_dict(state.get("estimator", {}))
+        estimator = state.get("estimator", {})
+        blocks = estimator.get("blocks", {})
+        paths = {path for own in blocks.values() for path in own.get("values", ())}
+        if state["steps"] and not any(path.startswith("statistics") for path in paths):
+            raise StateError(
+                f"The state is of {state['steps']} steps and has no statistics: its reader "
+                "read only what a new object has. With torch.distributed.checkpoint, save "
+                "and load DistributedState(kfac)."
+            )
+        self.estimator.load_state_dict(estimator)
         self.steps = state["steps"]
 
-    def _directions(
+    def _take(
         self,
         gradients: Mapping[str, Mapping[str, Any]],
-        batches: dict[str, Any] | None,
+        calls: Iterable[LayerCall],
         rows: Scalar,
+        *,
+        background: bool,
+    ) -> None:
+        """Update and refresh, where they are due."""
+        used = [call for call in calls if call.output_grads]
+        rows, examples = self._agreed(gradients, used, rows)
+        seen = bool(rows) and any(examples.values())
+        missing = self.wants_statistics and not seen
+        if missing or (not rows and self.reduction == "sum"):
+            raise NotReadyError(_NOTHING_SEEN)
+        batches = self._batches(used, rows, examples) if seen else None
+        before, refresh = self._held(), None
+        estimator = self.estimator
+        try:
+            if self.damping_schedule is not None:
+                estimator.damping = value_at(self.damping_schedule, self.steps)
+            if self.decay_schedule is not None:
+                estimator.decay = value_at(self.decay_schedule, self.steps)
+            if batches is not None:
+                estimator.update(batches)
+            if self.wants_refresh:
+                self._rebase()
+                if background:
+                    refresh = estimator.start_refresh()
+                else:
+                    estimator.refresh()
+        except BaseException:
+            self._restore(before)
+            raise
+        self._begun = _Begun(before, rows, refresh)
+
+    def _directions(
+        self, gradients: Mapping[str, Mapping[str, Any]], rows: Scalar
     ) -> dict[str, dict[str, Any]]:
         estimator = self.estimator
-        if self.damping_schedule is not None:
-            estimator.damping = value_at(self.damping_schedule, self.steps)
-        if self.decay_schedule is not None:
-            estimator.decay = value_at(self.decay_schedule, self.steps)
-        if batches is not None:
-            estimator.update(batches)
-        if self.wants_refresh:
-            self._rebase()
-            estimator.refresh()
         state, block_of = estimator.state, estimator.network.block_of
         ready = {
             n: g
@@ -239,17 +370,27 @@ class NaturalGradient:
         if self.reduction == "sum":
             R = rows / self._processes
             ready = {n: {k: x / R for k, x in g.items()} for n, g in ready.items()}
-        found = estimator.precondition(ready)
         bound = value_at(self.kl_clip, self.steps)
-        self.clip = None
-        if bound is not None and found:
-            rate = value_at(self.learning_rate, self.steps)
-            self.clip = kl_clip(ready, found, learning_rate=rate, bound=bound)
-            nu = self.clip.scale
-            found = {
-                n: {k: x * nu for k, x in parts.items()} for n, parts in found.items()
-            }
+        rate = 1.0 if bound is None else value_at(self.learning_rate, self.steps)
+        found, self.clip = self._clipped(ready, rate, bound)
         return found
+
+    def _clipped(
+        self, gradients: Mapping[str, Mapping[str, Any]], rate: Scalar, bound: Any
+    ) -> tuple[dict[str, dict[str, Any]], TrustRegion | None]:
+        """Return directions, and the clip that they are multiplied by."""
+        found = self.estimator.precondition(gradients)
+        if bound is None or not found:
+            return found, None
+        xp = own_namespace(next(x for parts in found.values() for x in parts.values()))
+        dtype = widest(gradients, found, xp=xp)
+        product = dot(gradients, found, dtype=dtype, xp=xp)
+        clip = clip_of_product(product, learning_rate=rate, bound=bound)
+        scaled = {
+            n: {k: x * clip.scale for k, x in parts.items()}
+            for n, parts in found.items()
+        }
+        return scaled, clip
 
     def _rebase(self) -> None:
         """Recompute the bases of EKFAC blocks where they are due or missing."""
@@ -322,23 +463,38 @@ class NaturalGradient:
         return batches_of_calls(calls, rows=rows, scale=scale, examples=examples)
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A step whose statistics were taken."""
+
+    before: tuple[Any, ...]
+    rows: Scalar
+    refresh: BackgroundRefresh | None
+
+
 def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:
     """Raise `NotFiniteError` for gradients that are not finite, with their name.
 
     One transfer to the host, whatever their number.
     """
-    names: list[str] = []
-    finite: list[Array] = []
-    for name, given in gradients.items():
-        for key, x in given.items():
-            what = f"The gradient of {name!r} ({key})"
-            names.append(what)
-            finite.append(all_finite(x, xp=namespace_of(**{what: x})))
-    if not finite:
+    arrays = {
+        f"The gradient of {name!r} ({key})": x
+        for name, given in gradients.items()
+        for key, x in given.items()
+    }
+    if not arrays:
         return
-    xp = own_namespace(finite[0])
-    good = backend_of(xp).to_numpy(xp.stack(finite)).tolist()
-    bad = [what for what, fine in zip(names, good, strict=True) if not fine]
+    xp = namespace_of(**arrays)
+    # A sum with NaN or infinity is not finite; one of large numbers may not be either.
+    with np.errstate(all="ignore"):
+        sums = [xp.sum(x) for x in arrays.values()]
+        finite = xp.isfinite(xp.stack([cast(xp, s, sums[0].dtype) for s in sums]))
+    good = backend_of(xp).to_numpy(finite).tolist()
+    bad = [
+        what
+        for (what, x), fine in zip(arrays.items(), good, strict=True)
+        if not (fine or bool(all_finite(x, xp=xp)))
+    ]
     if bad:
         more = f", and {len(bad) - 1} more are not" if bad[1:] else ""
         raise NotFiniteError(f"{bad[0]} is not finite{more}. Nothing was changed.")

@@ -63,7 +63,7 @@ def interval_at(name: str, interval: Interval, step: int, /) -> int:
         For anything but a whole number of steps >= 1.
     """
     found = interval(step) if callable(interval) else interval
-    whole = isinstance(found, numbers.Integral) and not isinstance(found, bool)
+    whole = isinstance(found, int | numbers.Integral) and not isinstance(found, bool)
     if not whole or operator.index(found) < 1:
         raise ConventionError(
             f"Expected `{name}` to be a whole number of steps, at least 1, or a callable "

@@ -1,4 +1,4 @@
-"""Checks of parameters and masks that all layers share."""
+"""Checks of batches, parameters and masks that all layers share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,44 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
 from kfac_core.errors import DtypeError, ShapeError
 
-__all__ = ["require_mask", "require_parameters"]
+__all__ = ["misfit", "require_mask", "require_parameters"]
+
+
+def misfit(
+    grads: tuple[int, ...],
+    expected: tuple[int, ...],
+    inputs: tuple[int, ...],
+    /,
+    *,
+    otherwise: str,
+) -> ShapeError:
+    """Return the error for output gradients of a wrong shape, or of an empty batch.
+
+    Parameters
+    ----------
+    grads, expected : tuple of int
+        The shape of `output_grads`, and that which fits the layer and its inputs.
+    inputs : tuple of int
+        The shape of `inputs`.
+    otherwise : str
+        What to look at, where the cause is not an axis of several sources.
+
+    Returns
+    -------
+    ShapeError
+        To be raised.
+    """
+    if grads == expected:
+        return ShapeError(
+            "Expected `inputs` and `output_grads` to hold at least one row, got shapes "
+            f"{inputs} and {grads}. Leave an empty batch out."
+        )
+    if grads[1:] == expected:
+        otherwise = "If its first axis holds several sources, say so with `sources`."
+    return ShapeError(
+        f"Expected `output_grads` to have shape {expected} for `inputs` of shape "
+        f"{inputs}, got {grads}. {otherwise}"
+    )
 
 
 def require_parameters(

@@ -43,9 +43,15 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.structure import replaced
 from kfac_core.constraints import checked, require_one_of, require_options, shown
 from kfac_core.errors import ShapeError, UnsupportedError
-from kfac_core.layers.checks import require_mask, require_parameters
+from kfac_core.layers.checks import misfit, require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
-from kfac_core.layers.rows import Batch, PixelRows, Rows
+from kfac_core.layers.rows import (
+    Batch,
+    PixelRows,
+    Rows,
+    require_every_bias,
+    with_some_biases,
+)
 from kfac_core.linalg.patches import (
     Index,
     Padding,
@@ -213,7 +219,9 @@ class Conv:
         """
         seen = self._seen(batch)
         if batch.row_indices is None:
-            return self._all_rows(seen, slice(None))
+            rows = self._all_rows(seen, slice(None))
+            return rows if batch.bias is None else with_some_biases(rows, batch.bias)
+        require_every_bias(batch)
         return self._rows_at(seen, batch.row_indices)
 
     def row_chunks(self, batch: Batch, /, *, max_patch_elements: int) -> Iterator[Rows]:
@@ -241,6 +249,7 @@ class Conv:
         A loop's variable keeps its chunk while the next is made: delete it at the end of
         the loop's body, or two are held.  Masking makes a chunk twice for a moment.
         """
+        require_every_bias(batch)
         seen, row_indices = self._seen(batch), batch.row_indices
         shape = seen[1].shape[-3:-1] if row_indices is None else row_indices.shape
         examples, positions = shape
@@ -279,6 +288,7 @@ class Conv:
         UnsupportedError
             For a convolution with groups.
         """
+        require_every_bias(batch)
         if self.groups > 1:
             raise UnsupportedError("Expected a convolution without groups.")
         x, g, mask, xp = self._seen(batch)
@@ -364,21 +374,10 @@ class Conv:
         one = (*out, self.out_channels) if last else (self.out_channels, *out)
         sources = () if batch.sources is None else (batch.sources,)
         expected = (*sources, N, *one)
-        if tuple(g.shape) != expected:
-            hint = (
-                " If its first axis holds several sources, say so with `sources`."
-                if not sources and tuple(g.shape[1:]) == expected
-                else " It must fit the layer's strides, padding and dilation."
-            )
-            raise ShapeError(
-                f"Expected `output_grads` to have shape {expected} for `inputs` of shape "
-                f"{tuple(x.shape)}, got {tuple(g.shape)}.{hint}"
-            )
-        if 0 in expected:
-            raise ShapeError(
-                f"Expected `inputs` and `output_grads` to hold at least one row, got "
-                f"shapes {tuple(x.shape)} and {tuple(g.shape)}. Leave an empty batch out."
-            )
+        grads = tuple(g.shape)
+        if grads != expected or 0 in expected:
+            hint = "It must fit the layer's strides, padding and dilation."
+            raise misfit(grads, expected, tuple(x.shape), otherwise=hint)
         return (N, *out)
 
     def _all_rows(self, seen: _Seen, part: slice) -> Rows:

@@ -17,9 +17,9 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
-from kfac_core.layers.checks import require_mask, require_parameters
+from kfac_core.layers.checks import misfit, require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
-from kfac_core.layers.rows import Batch, Rows, require_no_choice
+from kfac_core.layers.rows import Batch, Rows, require_no_choice, with_some_biases
 
 __all__ = ["Dense", "WeightLayout"]
 
@@ -129,7 +129,8 @@ class Dense:
             # multiplied by zero.
             x = xp.where(mask[:, :, None], x, xp.zeros_like(x))
             g = xp.where(mask[None, :, :, None], g, xp.zeros_like(g))
-        return Rows(x, g, mask, self.bias)
+        found = Rows(x, g, mask, self.bias)
+        return found if batch.bias is None else with_some_biases(found, batch.bias)
 
     def parameters_to_matrix(
         self, parameters: Mapping[str, Array], /, *, stack: tuple[int, ...] = ()
@@ -210,19 +211,7 @@ class Dense:
         lead = inputs[:-1]
         sources = () if batch.sources is None else (batch.sources,)
         expected = (*sources, *lead, self.out_features)
-        if grads != expected:
-            hint = (
-                " If its first axis holds several sources, say so with `sources`."
-                if not sources and grads[1:] == expected
-                else " The examples and shared axes must be those of `inputs`."
-            )
-            raise ShapeError(
-                f"Expected `output_grads` to have shape {expected} for `inputs` of shape "
-                f"{inputs}, got {grads}.{hint}"
-            )
-        if 0 in expected:
-            raise ShapeError(
-                f"Expected `inputs` and `output_grads` to hold at least one row, got "
-                f"shapes {inputs} and {grads}. Leave an empty batch out."
-            )
+        if grads != expected or 0 in expected:
+            hint = "The examples and shared axes must be those of `inputs`."
+            raise misfit(grads, expected, inputs, otherwise=hint)
         return lead

@@ -17,10 +17,10 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import DtypeError, ShapeError
-from kfac_core.layers.checks import require_mask
+from kfac_core.layers.checks import misfit, require_mask
 from kfac_core.layers.dense import Dense, WeightLayout
 from kfac_core.layers.id_rows import IdRows
-from kfac_core.layers.rows import Batch, require_no_choice
+from kfac_core.layers.rows import Batch, require_every_bias, require_no_choice
 
 __all__ = ["Duplicates", "Embedding"]
 
@@ -105,6 +105,7 @@ class Embedding:
             For arrays that do not fit together.
         """
         require_no_choice(batch)
+        require_every_bias(batch)
         ids, g, mask = batch.inputs, batch.output_grads, batch.mask
         xp = namespace_of(inputs=ids, output_grads=g, optional={"mask": mask})
         if not xp.isdtype(ids.dtype, "integral"):
@@ -115,19 +116,12 @@ class Embedding:
         lead = tuple(ids.shape[:-1]) if self.bag else tuple(ids.shape)
         sources = () if batch.sources is None else (batch.sources,)
         expected = (*sources, *lead, self.features)
-        if ids.ndim < (2 if self.bag else 1) or tuple(g.shape) != expected:
-            kind = "bags (N, k)" if self.bag else "ids (N, ...)"
-            raise ShapeError(
-                f"Expected `output_grads` to have shape {expected} for `inputs` that are "
-                f"{kind} of shape {tuple(ids.shape)}, got {tuple(g.shape)}."
-            )
-        if 0 in expected or 0 in tuple(ids.shape):
-            raise ShapeError(
-                f"Expected `inputs` to hold at least one id, got shape {tuple(ids.shape)}. "
-                "Leave an empty batch out."
-            )
-        if self.bag and ids.ndim != 2:
-            raise ShapeError(f"Expected bags of shape (N, k), got {tuple(ids.shape)}.")
+        shape, grads = tuple(ids.shape), tuple(g.shape)
+        kind = "bags of shape (N, k)" if self.bag else "ids of shape (N, ...)"
+        if not ids.ndim or (self.bag and ids.ndim != 2):
+            raise ShapeError(f"Expected `inputs` to be {kind}, got shape {shape}.")
+        if grads != expected or 0 in (*expected, *shape):
+            raise misfit(grads, expected, shape, otherwise=f"`inputs` are {kind}.")
         examples, positions = lead[0], math.prod(lead[1:])
         g = xp.reshape(g, (batch.sources or 1, examples, positions, self.features))
         if mask is not None:

@@ -9,7 +9,12 @@ from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.array.status import Status
-from kfac_core.array.structure import is_structure, map_structure
+from kfac_core.array.structure import (
+    array_fields,
+    is_structure,
+    map_structure,
+    replaced,
+)
 from kfac_core.errors import ArgumentError, DecayError, NotFiniteError
 from kfac_core.layers.rows import require_finite
 
@@ -55,10 +60,13 @@ def detached(batch: Any, name: str, /) -> Any:
             f"Block {name!r}: expected a `Batch`, a `GradientBatch` or a sequence of "
             f"`Batch`, got {type(batch).__name__}."
         )
-    for value in vars(batch).values():
+    changed = {}
+    for field, value in array_fields(batch):
         if type(value) not in _WITHOUT_GRAPHS:
-            return map_structure(detached_array, batch)
-    return batch
+            without = map_structure(detached_array, value)
+            if without is not value:
+                changed[field] = without
+    return replaced(batch, **changed) if changed else batch
 
 
 def is_empty(batch: Any, /) -> bool:

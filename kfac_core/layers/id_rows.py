@@ -8,17 +8,17 @@ vector is ever formed.
 from __future__ import annotations
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast, device_of, status_unless
+from kfac_core.array.namespaces import cast, device_of, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.layers.rows import WeightSharing, output_rows
+from kfac_core.layers.rows import OfOutputs, WeightSharing, output_rows
 from kfac_core.linalg.indexing import count_indices, sum_rows_at
 
 __all__ = ["IdRows"]
 
 
 @structure(static=("size", "bag", "binary"))
-class IdRows:
+class IdRows(OfOutputs):
     """The rows of one batch of an embedding.
 
     Attributes
@@ -47,30 +47,9 @@ class IdRows:
     homogeneous = False
 
     @property
-    def examples(self) -> int:
-        """Number of examples N."""
-        return int(self.output_grads.shape[1])
-
-    @property
-    def positions(self) -> int:
-        """Number of shared positions S."""
-        return int(self.output_grads.shape[2])
-
-    @property
-    def sources(self) -> int:
-        """Number of backpropagated vectors M."""
-        return int(self.output_grads.shape[0])
-
-    @property
     def like(self) -> Array:
         """An array of the rows' library and device."""
         return self.output_grads
-
-    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
-        if self.mask is None:
-            return self.examples * self.positions
-        return xp.sum(xp.astype(self.mask, dtype))
 
     def with_ids_inside(self, *, xp: Namespace) -> IdRows:
         """Return the rows with id 0 for those that `status` finds out of range."""

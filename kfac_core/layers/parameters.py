@@ -37,6 +37,15 @@ class Parameters:
     ------
     ShapeError
         For no parameters, or a length below 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> layer = kc.Parameters(shapes={"scale": (3,), "mix": (2, 2)})
+    >>> block = kc.Block(layer, kc.Diagonal())
+    >>> block.parameters_to_matrix({"scale": np.ones(3), "mix": np.eye(2)}).shape
+    (7, 1)
     """
 
     shapes: Mapping[str, tuple[int, ...]]

@@ -10,6 +10,7 @@ has a leading axis of length Q in the rows; other layers have none.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -25,20 +26,30 @@ from kfac_core.array.namespaces import (
     status_unless,
 )
 from kfac_core.array.status import Status
-from kfac_core.array.structure import structure
-from kfac_core.errors import IdRangeError, NotFiniteError, ShapeError, UnsupportedError
+from kfac_core.array.structure import replaced, structure
+from kfac_core.errors import (
+    ConventionError,
+    DtypeError,
+    IdRangeError,
+    NotFiniteError,
+    ShapeError,
+    UnsupportedError,
+)
 from kfac_core.layers.homogeneous import append_coordinate, homogeneous_coordinate
 from kfac_core.linalg.groups import join_groups
 
 __all__ = [
     "Batch",
+    "OfOutputs",
     "PixelRows",
     "Rows",
     "WeightSharing",
     "join_uses",
     "output_rows",
     "require_finite",
+    "require_every_bias",
     "require_no_choice",
+    "with_some_biases",
 ]
 
 
@@ -64,6 +75,10 @@ class Batch:
     row_indices : numpy.ndarray of int, shape (R, P), optional
         For a convolution: indices of the only rows to use, from
         `kfac_core.layers.choose_patches`.
+    bias : array of bool, shape (N,) or (N, ...), optional
+        False for rows of a use of the layer's weight that adds no bias, as where layers
+        with a bias and without are tied; all rows add it by default.  Of a layer that has
+        a bias.
 
     Examples
     --------
@@ -86,6 +101,7 @@ class Batch:
     mask: Array | None = None
     sources: int | None = None
     row_indices: Any = None
+    bias: Array | None = None
 
     @property
     def like(self) -> Array:
@@ -93,8 +109,37 @@ class Batch:
         return self.output_grads
 
 
+class OfOutputs:
+    """What rows of every kind know by their output gradients, shape (..., M, N, S, m)."""
+
+    output_grads: Array
+    mask: Array | None
+
+    @property
+    def examples(self) -> int:
+        """Number of examples N."""
+        return int(self.output_grads.shape[-3])
+
+    @property
+    def positions(self) -> int:
+        """Number of shared positions S."""
+        return int(self.output_grads.shape[-2])
+
+    @property
+    def sources(self) -> int:
+        """Number of backpropagated vectors M."""
+        return int(self.output_grads.shape[-4])
+
+    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
+        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
+        if self.mask is None:
+            _, N, S, _ = self.output_grads.shape[-4:]
+            return int(N * S)
+        return xp.sum(xp.astype(self.mask, dtype))
+
+
 @structure(static=("homogeneous", "partial", "batch_examples"))
-class Rows:
+class Rows(OfOutputs):
     """The rows ``(x, g)`` of one batch, grouped by example.
 
     Attributes
@@ -124,31 +169,9 @@ class Rows:
     batch_rows: Scalar | None = None
 
     @property
-    def examples(self) -> int:
-        """Number of examples N."""
-        return int(self.inputs.shape[-3])
-
-    @property
-    def positions(self) -> int:
-        """Number of shared positions S."""
-        return int(self.inputs.shape[-2])
-
-    @property
-    def sources(self) -> int:
-        """Number of backpropagated vectors M."""
-        return int(self.output_grads.shape[-4])
-
-    @property
     def like(self) -> Array:
         """An array of the rows' library and device."""
         return self.inputs
-
-    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
-        if self.mask is None:
-            N, S, _ = self.inputs.shape[-3:]
-            return int(N * S)
-        return xp.sum(xp.astype(self.mask, dtype))
 
     def factor_rows(
         self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
@@ -353,6 +376,70 @@ def require_no_choice(batch: Batch, /) -> None:
         )
 
 
+def require_every_bias(batch: Batch, /) -> None:
+    """Raise `UnsupportedError` for `Batch.bias`, where rows cannot be told apart by it."""
+    if batch.bias is not None:
+        raise UnsupportedError(
+            "Expected no `bias` in this batch: rows of a use without the bias are told in "
+            "a dense layer, or in a convolution that is read as one batch."
+        )
+
+
+def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
+    """Return rows of which only some uses of the weight add the bias.
+
+    Parameters
+    ----------
+    rows : Rows
+        Of a layer with a bias.
+    bias : array of bool, shape (N,) or (N, ...)
+        False for rows without it: their homogeneous coordinate is 0.
+
+    Returns
+    -------
+    Rows
+        With the coordinate as a last column of the inputs.
+
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For a `bias` that does not fit.
+    ConventionError
+        For a layer without a bias.
+    """
+    xp = namespace_of(inputs=rows.inputs, bias=bias)
+    if not rows.homogeneous:
+        raise ConventionError(
+            "Rows without a bias can only be told in a layer that has one; say bias=True "
+            "in the layer, or leave `Batch.bias` out."
+        )
+    N, S = rows.examples, rows.positions
+    if bias.dtype != xp.bool:
+        raise DtypeError(f"Expected `bias` to be an array of bool, got {bias.dtype}.")
+    size = math.prod(bias.shape)
+    if bias.ndim < 1 or bias.shape[0] != N or size not in (N, N * S):
+        raise ShapeError(
+            f"Expected `bias` of one entry for each example, shape ({N},), or for each of "
+            f"its {S} rows, got {tuple(bias.shape)}."
+        )
+    has = xp.broadcast_to(xp.reshape(bias, (N, -1)), (N, S))
+    if rows.mask is not None:
+        has = has & rows.mask
+    x = rows.inputs
+    tail = xp.broadcast_to(cast(xp, has, x.dtype), x.shape[:-1])
+    x = append_coordinate(x, tail, xp=xp)
+    return replaced(rows, inputs=x, homogeneous=False)
+
+
+def _with_coordinate(rows: Rows) -> Rows:
+    """Return rows with their homogeneous coordinate, if any, as a column of the inputs."""
+    if not rows.homogeneous:
+        return rows
+    xp = array_api_compat.array_namespace(rows.inputs)
+    x = rows.full_inputs(rows.inputs.dtype, xp=xp)
+    return replaced(rows, inputs=x, homogeneous=False)
+
+
 def join_uses(uses: Sequence[Rows], /) -> Rows:
     """Return several uses of one layer in the same examples as shared positions.
 
@@ -379,6 +466,9 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
                 f"{first.examples} and {first.sources}, and {use.examples} and "
                 f"{use.sources}."
             )
+    if any(use.homogeneous != first.homogeneous for use in uses):
+        uses = [_with_coordinate(use) for use in uses]
+        first = uses[0]
     xp = namespace_of(**{f"uses[{i}]": use.inputs for i, use in enumerate(uses)})
     mask = None
     if any(use.mask is not None for use in uses):
@@ -405,7 +495,7 @@ def output_rows(
 
 
 @structure()
-class PixelRows:
+class PixelRows(OfOutputs):
     """The rows of a convolution with its pixels in place of its patches.
 
     Attributes
@@ -423,30 +513,9 @@ class PixelRows:
     mask: Array | None
 
     @property
-    def examples(self) -> int:
-        """Number of examples N."""
-        return int(self.pixels.shape[0])
-
-    @property
-    def positions(self) -> int:
-        """Number of shared positions S."""
-        return int(self.output_grads.shape[-2])
-
-    @property
-    def sources(self) -> int:
-        """Number of backpropagated vectors M."""
-        return int(self.output_grads.shape[0])
-
-    @property
     def like(self) -> Array:
         """An array of the rows' library and device."""
         return self.pixels
-
-    def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
-        if self.mask is None:
-            return self.examples * self.positions
-        return xp.sum(xp.astype(self.mask, dtype))
 
     def factor_rows(
         self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace

@@ -21,9 +21,10 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
+from kfac_core.layers.checks import misfit
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
-from kfac_core.layers.rows import Batch, require_no_choice
+from kfac_core.layers.rows import Batch, require_every_bias, require_no_choice
 
 __all__ = ["ScaleShift"]
 
@@ -97,6 +98,7 @@ class ScaleShift:
             For arrays of incompatible shape, dtype, library or device.
         """
         require_no_choice(batch)
+        require_every_bias(batch)
         x, g = batch.inputs, batch.output_grads
         xp = namespace_of(inputs=x, output_grads=g)
         require_floating(xp, x, "inputs")
@@ -107,12 +109,10 @@ class ScaleShift:
                 "rows that do not count to zero."
             )
         sources = () if batch.sources is None else (batch.sources,)
-        expected = (*sources, *x.shape)
-        if tuple(g.shape) != expected or 0 in expected:
-            raise ShapeError(
-                f"Expected `output_grads` to have shape {expected}, with at least one row, "
-                f"for `inputs` of shape {tuple(x.shape)}, got {tuple(g.shape)}."
-            )
+        expected, grads = (*sources, *x.shape), tuple(g.shape)
+        if grads != expected or 0 in expected:
+            hint = "It has the shape of the layer's outputs, that of `inputs`."
+            raise misfit(grads, expected, tuple(x.shape), otherwise=hint)
         # Half precision is widened before anything is multiplied.
         x, g = (cast(xp, array, wide_dtype(xp, array.dtype)) for array in (x, g))
         examples, event = x.shape[0], tuple(x.shape[1:])

@@ -15,7 +15,7 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import moved_axis, namespace_of
 from kfac_core.constraints import require_one_of
 from kfac_core.errors import ShapeError
-from kfac_core.layers.rows import Batch
+from kfac_core.layers.rows import Batch, require_every_bias
 
 __all__ = ["Folding", "steps_of", "unfold_time"]
 
@@ -46,6 +46,15 @@ def unfold_time(x: Array, /, *, steps: int, folding: Folding) -> Array:
         If T does not divide the first axis.
     ConventionError
         For an unknown order.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> folded = np.arange(6.0)[:, None]  # 3 steps of 2 examples, time first
+    >>> kc.layers.unfold_time(folded, steps=3, folding="time_major")[:, :, 0]
+    array([[0., 2., 4.],
+           [1., 3., 5.]])
     """
     require_one_of("folding", folding, get_args(Folding))
     xp = namespace_of(x=x)
@@ -83,7 +92,17 @@ def steps_of(batch: Batch, /, *, mask_axes: int) -> tuple[Batch, ...]:
     ------
     ShapeError
         If the axes of time differ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> batch = kc.Batch(np.ones((8, 5, 3)), np.ones((8, 5, 2)))
+    >>> steps = kc.layers.steps_of(batch, mask_axes=0)
+    >>> len(steps), steps[0].inputs.shape
+    (5, (8, 3))
     """
+    require_every_bias(batch)
     x, g, mask = batch.inputs, batch.output_grads, batch.mask
     xp = namespace_of(inputs=x, output_grads=g, optional={"mask": mask})
     lead = 0 if batch.sources is None else 1

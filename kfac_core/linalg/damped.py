@@ -16,7 +16,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import known_true
 from kfac_core.array.namespaces import own_namespace, status_unless
 from kfac_core.array.status import Check, Status
-from kfac_core.array.structure import replaced, structure
+from kfac_core.array.structure import replaced, structure, without_scalars
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import (
     RESIDUAL_LIMIT,
@@ -215,7 +215,8 @@ def eigendecomposition(
     basis: Eigendecomposition = with_fallbacks(
         attempt, problem, _no_eigendecomposition, **options
     )
-    return basis
+    # Blocks that share a factor keep the same basis.
+    return without_scalars(basis)
 
 
 def problem_flags(problem: DampedMatrix, finite: Array, xp: Namespace, /) -> Conditions:

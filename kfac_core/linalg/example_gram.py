@@ -57,44 +57,46 @@ def gradient_gram(x: Array, g: Array, /, *, xp: Namespace) -> SymmetricMatrix:
 
 
 def gradient_products(x: Array, g: Array, v: Array, /, *, xp: Namespace) -> Array:
-    """Return ``Y v``, the ``<D_k, V>``, shape (K,); ``2 K S n m`` flops.
+    """Return ``Y v``, the ``<D_k, V>``, shape (..., K); ``2 K S n m`` flops.
 
     Parameters
     ----------
     x, g : array, shapes (K, S, n) and (K, S, m)
         The rows.
-    v : array, shape (n, m)
-        Matrix V.
+    v : array, shape (..., n, m)
+        Matrix V, or many.
     xp : namespace
         Array API namespace of the arrays.
 
     Returns
     -------
-    array, shape (K,)
+    array, shape (..., K)
         The products.
     """
     products = xp.matmul(xp.reshape(x, (-1, x.shape[-1])), v)
-    return xp.sum(xp.reshape(products, g.shape) * g, axis=(1, 2))
+    products = xp.reshape(products, (*v.shape[:-2], *g.shape))
+    return xp.sum(products * g, axis=(-2, -1))
 
 
 def combined_gradients(x: Array, g: Array, c: Array, /, *, xp: Namespace) -> Array:
-    """Return ``Y^T c``, the matrix ``sum_k c_k D_k``, shape (n, m); ``2 K S n m`` flops.
+    """Return ``Y^T c``, the matrix ``sum_k c_k D_k``, shape (..., n, m).
 
     Parameters
     ----------
     x, g : array, shapes (K, S, n) and (K, S, m)
         The rows.
-    c : array, shape (K,)
-        The coefficients.
+    c : array, shape (..., K)
+        The coefficients, of one combination or of many.
     xp : namespace
         Array API namespace of the arrays.
 
     Returns
     -------
-    array, shape (n, m)
-        The combination.
+    array, shape (..., n, m)
+        The combination, in ``2 K S n m`` flops.
     """
-    weighted = xp.reshape(g * c[:, None, None], (-1, g.shape[-1]))
+    weighted = g * c[..., :, None, None]
+    weighted = xp.reshape(weighted, (*c.shape[:-1], -1, g.shape[-1]))
     flat = xp.reshape(x, (-1, x.shape[-1]))
     return xp.matmul(xp.matrix_transpose(flat), weighted)
 

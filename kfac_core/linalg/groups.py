@@ -2,31 +2,81 @@
 
 Conventions.  A vector is a matrix of shape ``(n, Q m)``, group q having the
 columns ``q m`` to ``(q + 1) m``; a stack of vectors has shape ``(Q, n, m)``.  With no
-groups (an empty ``lead``) both are the same and nothing is done.
+groups (an empty ``lead``) both are the same and nothing is done.  Axes in front of either
+are over many vectors.
 """
 
 from __future__ import annotations
 
-from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of
+import math
+from collections.abc import Callable
 
-__all__ = ["dense_of_blocks", "dense_of_groups", "join_groups", "split_groups"]
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import device_of, moved_axis
+
+__all__ = [
+    "dense_of_blocks",
+    "dense_of_groups",
+    "join_groups",
+    "side_by_side",
+    "split_groups",
+]
 
 
 def split_groups(V: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Array:
-    """Return a vector of shape (n, Q m) as a stack of shape (Q, n, m)."""
+    """Return vectors of shape (..., n, Q m) as stacks of shape (..., Q, n, m)."""
     if not lead:
         return V
-    n, columns = V.shape
-    return xp.permute_dims(xp.reshape(V, (n, lead[0], columns // lead[0])), (1, 0, 2))
+    *many, n, columns = V.shape
+    parts = xp.reshape(V, (*many, n, lead[0], columns // lead[0]))
+    return moved_axis(parts, -2, -3, xp=xp)
 
 
 def join_groups(V: Array, /, *, xp: Namespace) -> Array:
-    """Return a stack of shape (Q, n, m) as a vector of shape (n, Q m)."""
+    """Return stacks of shape (..., Q, n, m) as vectors of shape (..., n, Q m)."""
     if V.ndim == 2:
         return V
-    groups, n, m = V.shape
-    return xp.reshape(xp.permute_dims(V, (1, 0, 2)), (n, groups * m))
+    *many, groups, n, m = V.shape
+    return xp.reshape(moved_axis(V, -3, -2, xp=xp), (*many, n, groups * m))
+
+
+def side_by_side(
+    function: Callable[[Array], Array], v: Array, ndim: int, /, *, xp: Namespace
+) -> Array:
+    """Apply a function of columns to many matrices at once.
+
+    Parameters
+    ----------
+    function : callable
+        Takes and returns an array of `ndim` axes, and treats each column of it alike.
+    v : array, shape (..., n, k)
+        Of `ndim` axes, or of more in front, over many matrices.
+    ndim : int
+        At least 2.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array, shape (..., n, k)
+        What the function makes of one array with the columns of all.
+
+    Notes
+    -----
+    One product of two matrices is faster than many, and kernels for triangles or solves
+    take no further axes.
+    """
+    if v.ndim == ndim:
+        return function(v)
+    many, own = tuple(v.shape[:-ndim]), tuple(v.shape[-ndim:])
+    K, k = math.prod(many), own[-1]
+    if K == 0:
+        return v
+    moved = moved_axis(xp.reshape(v, (K, *own)), 0, -1, xp=xp)
+    done = function(xp.reshape(moved, (*own[:-1], k * K)))
+    parts = xp.reshape(done, (*done.shape[:-1], k, K))
+    parts = moved_axis(parts, -1, 0, xp=xp)
+    return xp.reshape(parts, (*many, *parts.shape[1:]))
 
 
 def dense_of_groups(A: Array, G: Array, /, *, xp: Namespace) -> Array:

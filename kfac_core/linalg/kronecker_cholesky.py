@@ -34,6 +34,7 @@ from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.cholesky import damped_cholesky, is_positive_factor
 from kfac_core.linalg.fallback import first_flag, guarded, with_fallbacks
+from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.linalg.triangular import solve_triangular
 
@@ -86,16 +87,13 @@ class KroneckerCholesky:
         xp = array_api_compat.array_namespace(V)
         Q, roots = self.basis, self._roots(xp)
         if transpose:
-            outer = solve_triangular(self.corners, V[..., None], transpose=True, xp=xp)
-            inner = (outer[..., 0] @ Q) * roots
+            outer = _solve_each(self.corners, V, transpose=True, xp=xp)
+            inner = (outer @ Q) * roots
             inner = self._by_column(inner, xp, solve=True, transpose=True)
             return inner @ xp.matrix_transpose(Q)
         inner = self._by_column(V @ Q, xp, solve=True, transpose=False)
         outer = (inner * roots) @ xp.matrix_transpose(Q)
-        solved = solve_triangular(
-            self.corners, outer[..., None], transpose=False, xp=xp
-        )
-        return solved[..., 0]
+        return _solve_each(self.corners, outer, transpose=False, xp=xp)
 
     def _roots(self, xp: Namespace) -> Array:
         """Return the c_i as rows, shape (n, m)."""
@@ -105,13 +103,13 @@ class KroneckerCholesky:
         self, V: Array, xp: Namespace, *, solve: bool, transpose: bool
     ) -> Array:
         """Apply C_k (or its transpose, or an inverse) to column k of V."""
-        columns = xp.matrix_transpose(V)[..., None]
+        columns = xp.matrix_transpose(V)
         if solve:
-            done = solve_triangular(self.columns, columns, transpose=transpose, xp=xp)
+            done = _solve_each(self.columns, columns, transpose=transpose, xp=xp)
         else:
             C = xp.matrix_transpose(self.columns) if transpose else self.columns
-            done = C @ columns
-        return xp.matrix_transpose(done[..., 0])
+            done = (C @ columns[..., None])[..., 0]
+        return xp.matrix_transpose(done)
 
 
 def spectral_cholesky(
@@ -229,3 +227,12 @@ def _not_positive(
 def _by_row(matrices: Array, V: Array) -> Array:
     """Apply matrix i of a stack, shape (n, m, m), to row i of V, shape (n, m)."""
     return (matrices @ V[..., None])[..., 0]
+
+
+def _solve_each(lower: Array, rows: Array, *, transpose: bool, xp: Namespace) -> Array:
+    """Solve with matrix i of a stack, shape (n, m, m), for row i of V, or of many V."""
+
+    def solved(b: Array) -> Array:
+        return solve_triangular(lower, b, transpose=transpose, xp=xp)
+
+    return side_by_side(solved, rows[..., None], lower.ndim, xp=xp)[..., 0]

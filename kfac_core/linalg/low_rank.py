@@ -1,7 +1,7 @@
 """``A = B B^T`` of bounded rank: a sum of outer products in a few columns.
 
 Conventions.  The root B has shape ``(..., d, r)``, leading axes a stack; the columns to
-its right in `LowRankSum.joined` are what is added.  What a compression to r columns cuts
+its right in `LowRankSum.plus` are what is added.  What a compression to r columns cuts
 off is positive semidefinite, so that with C the sum that nothing was cut off from
 
     C = B B^T + E,    E >= 0,    tr E = truncated_trace:
@@ -21,13 +21,12 @@ import array_api_compat
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, device_of
-from kfac_core.array.place import Place
 from kfac_core.array.structure import structure
 from kfac_core.linalg.eigen import eigh
 from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["LowRankSum", "low_rank_zero"]
+__all__ = ["LowRankSum"]
 
 
 @structure()
@@ -64,7 +63,12 @@ class LowRankSum:
         """Return the matrix times a number that is not negative."""
         return LowRankSum(self.root * factor**0.5, self.truncated_trace * factor)
 
-    def joined(self, columns: Array, /) -> LowRankSum:
+    def joined(self, other: LowRankSum, /) -> LowRankSum:
+        """Return the sum of both, compressed to this one's number of columns."""
+        made = self.plus(other.root)
+        return LowRankSum(made.root, made.truncated_trace + other.truncated_trace)
+
+    def plus(self, columns: Array, /) -> LowRankSum:
         """Return ``B B^T + X X^T``, compressed to r columns again.
 
         Parameters
@@ -109,8 +113,3 @@ class LowRankSum:
         # A copy: a view with negative strides is another memory order than a loaded one's.
         root = xp.asarray(xp.flip(root, axis=-1), copy=True)
         return LowRankSum(root, self.truncated_trace + cut)
-
-
-def low_rank_zero(size: int, place: Place, /, *, rank: int) -> LowRankSum:
-    """Return the zero matrix of d rows and at most `rank` columns."""
-    return LowRankSum(place.zeros(size, min(rank, size)), place.zeros())

@@ -229,6 +229,17 @@ def choose_patches(
     numpy.ndarray of int, shape (R, P)
         The numbers ``n S + s``, ascending; each is equally likely, and each example
         draws its positions independently.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rows = kc.layers.choose_patches((8, 36), keep=(8, 9), seed=0)
+    >>> rows.shape
+    (8, 9)
+    >>> batch = kc.Batch(
+    ...     np.ones((8, 6, 6, 1)), np.ones((8, 6, 6, 4)), row_indices=rows
+    ... )
     """
     if min(keep) < 1:
         raise ShapeError(f"Expected `keep` to be two numbers >= 1, got {keep}.")

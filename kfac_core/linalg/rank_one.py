@@ -25,6 +25,7 @@ from kfac_core.linalg.certificate import (
     relative_norm,
 )
 from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.shifted import (
     Factorization,
     Reporting,
@@ -122,6 +123,10 @@ class ShiftedRankOne:
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or the same without the shift; ``2 K c^2 k`` flops."""
         xp = self._xp()
+        if v.ndim > 2:
+            return side_by_side(
+                lambda x: self.multiply(x, shifted=shifted), v, 2, xp=xp
+            )
         product = self._by_block(v, lambda x: self.block.multiply(x, shifted=shifted))
         if self.tail:
             last = v[-1:, :]
@@ -136,6 +141,8 @@ class ShiftedRankOne:
         The homogeneous coordinate is eliminated first, by its diagonal entry ``1 + d``:
         ``d`` alone, which may be tiny, is never divided by.
         """
+        if v.ndim > 2:
+            return side_by_side(self.solve, v, 2, xp=self._xp())
         if self.whole is not None and self.whole.inverse is not None:
             return self.whole.solve(v)
         return self._solve(v)

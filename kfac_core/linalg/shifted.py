@@ -1,7 +1,8 @@
 """``M = A + shift I`` with ``A = c B`` symmetric, with solves, powers and factorizations.
 
 Conventions.  Leading axes of all arrays are a stack of independent matrices.  Products
-are from the left, on a matrix V of shape ``(..., n, k)``; from the right they are the
+are from the left, on a matrix V of shape ``(..., n, k)``, or on many, with further axes
+in front of those of the stack; from the right they are the
 same of the transpose, since M is symmetric.  Each product belongs to one factorization,
 whatever else has been prepared: solves to the inverse, triangular products to the
 Cholesky factor, other powers to the eigenbasis.  A factorization that was not prepared
@@ -11,6 +12,7 @@ be seen, and it must have been prepared.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
@@ -49,6 +51,7 @@ from kfac_core.linalg.damped import (
 )
 from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
 from kfac_core.linalg.fallback import Fallback, in_narrow_dtype
+from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.symmetric import (
     ScaledMatrix,
     SymmetricMatrix,
@@ -250,6 +253,8 @@ class ShiftedMatrix:
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or ``A v`` where `shifted` is false; ``2 n^2 k`` flops."""
+        if v.ndim > self.applied.array.ndim:
+            return self._of_many(lambda x: self.multiply(x, shifted=shifted), v)
         return self._applied().multiply(v, shifted=shifted, xp=self._xp())
 
     def solve(self, v: Array, /, *, overwrite: bool = False) -> Array:
@@ -260,6 +265,8 @@ class ShiftedMatrix:
         if self.solving == "triangular":
             half = self._lower_solve(v, transpose=False, overwrite=overwrite)
             return self._lower_solve(half, transpose=True, overwrite=True)
+        if v.ndim > self.applied.array.ndim:
+            return self._of_many(self.solve, v)
         return multiply_symmetric(self._inverse(), v, xp=self._xp())
 
     def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
@@ -307,6 +314,10 @@ class ShiftedMatrix:
 
     def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
         """Return ``L v`` or ``L^T v``."""
+        if v.ndim > self.applied.array.ndim:
+            return self._of_many(
+                lambda x: self.lower_multiply(x, transpose=transpose), v
+            )
         L = self._lower()
         return multiply_triangular(L, v, transpose=transpose, xp=self._xp())
 
@@ -381,8 +392,14 @@ class ShiftedMatrix:
         return made
 
     def _lower_solve(self, v: Array, /, *, transpose: bool, overwrite: bool) -> Array:
+        if v.ndim > self.applied.array.ndim:
+            return self._of_many(lambda x: self.lower_solve(x, transpose=transpose), v)
         options: dict[str, Any] = {"transpose": transpose, "overwrite": overwrite}
         return solve_triangular(self._lower(), v, **options, xp=self._xp())
+
+    def _of_many(self, function: Callable[[Array], Array], v: Array) -> Array:
+        """Apply a function of columns to many matrices at once."""
+        return side_by_side(function, v, self.applied.array.ndim, xp=self._xp())
 
     def _shift(self) -> Array:
         return self._applied().shift

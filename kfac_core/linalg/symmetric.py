@@ -1,8 +1,7 @@
 """A symmetric matrix as one object, of which a backend may keep one triangle.
 
-SYRK, POTRF, POTRI, SYEVD and SYMM read and write one triangle only, and mirroring the
-other costs most of what an inverse costs.  Whether the array holds both triangles is
-known here and nowhere else.
+SYRK, POTRF, POTRI, SYEVD and SYMM read and write one triangle only, and a running sum is
+never mirrored.  Whether the array holds both triangles is known here and nowhere else.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Randomness is always an argument.
 
 from kfac_core.losses.bernoulli import Bernoulli
 from kfac_core.losses.categorical import Categorical
-from kfac_core.losses.drawn import drawn_vectors
-from kfac_core.losses.gaussian import Gaussian
+from kfac_core.losses.drawn import Positions, drawn_vectors
+from kfac_core.losses.gaussian import Gaussian, SquaredError
 from kfac_core.losses.gaussian_variance import GaussianLearnedVariance
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import (
@@ -22,7 +22,6 @@ from kfac_core.losses.modes import (
 )
 from kfac_core.losses.noise import NoiseDistribution, NoiseSpec, draw_noise
 from kfac_core.losses.sources import SourceVectors, vectors, with_random_signs
-from kfac_core.losses.squared_error import SquaredError
 
 __all__ = [
     "Bernoulli",
@@ -34,6 +33,7 @@ __all__ = [
     "Loss",
     "NoiseDistribution",
     "NoiseSpec",
+    "Positions",
     "SourceVectors",
     "SquaredError",
     "curvature_matrix",

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import wide_companion, wide_natural
 
@@ -23,29 +24,26 @@ __all__ = ["Bernoulli"]
 
 
 @dataclass(frozen=True)
-class Bernoulli:
+class Bernoulli(Loss):
     """Sigmoid cross-entropy, ``-log p = sum_d softplus(z_d) - y_d z_d``.
 
-    See `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
+    Logits are natural parameters: the Hessian of the loss is the Fisher matrix.  See
+    `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
 
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671: its autoencoders have this loss.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> loss = kc.losses.Bernoulli()
+    >>> loss.gradient(np.zeros((1, 2)), np.array([[0.0, 1.0]]))
+    array([[ 0.5, -0.5]])
     """
 
     noise_distribution: ClassVar[NoiseDistribution] = "uniform"
-
-    def output_size(self, target_size: int, /) -> int:
-        """Return the number of targets itself."""
-        return target_size
-
-    def inner_shape(self, natural: Array, /) -> tuple[int, ...]:
-        """Return ``(N, ..., D)``."""
-        return tuple(natural.shape)
-
-    def noise_shape(self, natural: Array, /) -> tuple[int, ...]:
-        """Return ``(N, ..., D)``: one uniform number a target."""
-        return tuple(natural.shape)
 
     def log_probability(self, natural: Array, targets: Array, /) -> Array:
         """Return ``-sum_d [ y softplus(-z) + (1 - y) softplus(z) ]``."""
@@ -63,10 +61,6 @@ class Bernoulli:
         u = wide_companion(noise, z.shape, "noise", dtype=z.dtype, xp=xp)
         return xp.astype(u < _sigmoid(z, xp), z.dtype)
 
-    def sampled_gradient(self, natural: Array, noise: Array, /) -> Array:
-        """Return ``p - y`` at sampled targets y."""
-        return self.gradient(natural, self.sample(natural, noise))
-
     def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``F v = p (1 - p) v``."""
         root, v = _root_variance(natural, v)
@@ -76,13 +70,6 @@ class Bernoulli:
         """Return ``B v = sqrt(p (1 - p)) v``."""
         root, v = _root_variance(natural, v)
         return root * v
-
-    # Logits are natural parameters: the Hessian of the loss is the Fisher matrix, and
-    # the factor is diagonal.
-    fisher_factor_transpose_multiply = fisher_factor_multiply
-    ggn_multiply = fisher_multiply
-    ggn_factor_multiply = fisher_factor_multiply
-    ggn_factor_transpose_multiply = fisher_factor_multiply
 
 
 def _opened(natural: Array, targets: Array) -> tuple[Array, Array, Namespace]:

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of
+from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import (
     is_integral,
@@ -34,10 +35,11 @@ __all__ = ["Categorical"]
 
 
 @dataclass(frozen=True)
-class Categorical:
+class Categorical(Loss):
     """Softmax cross-entropy, ``-log p = logsumexp(z) - z_y``.
 
-    See `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
+    Logits are natural parameters: the Hessian of the loss is the Fisher matrix.  See
+    `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
 
     References
     ----------
@@ -54,14 +56,6 @@ class Categorical:
     """
 
     noise_distribution: ClassVar[NoiseDistribution] = "uniform"
-
-    def output_size(self, target_size: int, /) -> int:
-        """Return the number of classes itself."""
-        return target_size
-
-    def inner_shape(self, natural: Array, /) -> tuple[int, ...]:
-        """Return ``(N, ..., C)``."""
-        return tuple(natural.shape)
 
     def noise_shape(self, natural: Array, /) -> tuple[int, ...]:
         """Return ``(N, ...)``: one uniform number a row."""
@@ -110,10 +104,6 @@ class Categorical:
         threshold = xp.minimum(u[..., None] * total, total * below_one)
         return xp.argmax(xp.astype(cumulated > threshold, xp.int32), axis=-1)
 
-    def sampled_gradient(self, natural: Array, noise: Array, /) -> Array:
-        """Return ``p - e_y`` at sampled labels y."""
-        return self.gradient(natural, self.sample(natural, noise))
-
     def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``F v = p * (v - p.v)``."""
         z, v, p, xp = _opened(natural, v)
@@ -130,11 +120,6 @@ class Categorical:
         z, v, p, xp = _opened(natural, v)
         q = xp.exp(0.5 * _log_softmax(z, xp))
         return q * _less_rank_one(v, xp.ones_like(p), p, z, p, xp)
-
-    # Logits are natural parameters: the Hessian of the loss is the Fisher matrix.
-    ggn_multiply = fisher_multiply
-    ggn_factor_multiply = fisher_factor_multiply
-    ggn_factor_transpose_multiply = fisher_factor_transpose_multiply
 
 
 def _opened(natural: Array, v: Array) -> tuple[Array, Array, Array, Namespace]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 from kfac_core.array.backend import Array
+from kfac_core.constraints import require_one_of
+from kfac_core.errors import ConventionError
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import EstimationMode, noise_spec
 from kfac_core.losses.noise import NoiseSpec, draw_noise
 from kfac_core.losses.sources import SourceVectors, vectors, with_random_signs
 
-__all__ = ["drawn_vectors"]
+__all__ = ["Positions", "drawn_vectors"]
+
+Positions = Literal["signs", "separate", "together"]
+"""What exact sources do with rows that share an example; see `drawn_vectors`."""
 
 
 def drawn_vectors(
@@ -19,6 +26,8 @@ def drawn_vectors(
     mode: EstimationMode,
     seed: int,
     shared: bool,
+    samples: int = 1,
+    positions: Positions = "signs",
 ) -> SourceVectors:
     """Return the vectors that a mode backpropagates, with its own noise.
 
@@ -33,9 +42,16 @@ def drawn_vectors(
     seed : int
         Seed of all random numbers: the same seed gives the same vectors.
     shared : bool
-        Whether some layer has fewer examples than there are rows of outputs.  Then the
-        rows that share an example get random signs where the mode has none, since the
-        square of their sum would hold their products too; see `with_random_signs`.
+        Whether some layer has fewer examples than there are rows of outputs.
+    samples : int
+        How many vectors are drawn for each row, at least 1; of the sampled modes.
+    positions : {"signs", "separate", "together"}
+        What the exact modes do with rows that share an example, as tokens do, where the
+        square of a sum of rows would hold their products too: give them random signs,
+        which is right in expectation; one source for each of T rows, T times as many
+        (``natural`` of shape ``(N, T, P)`` is to have them on axes of their own); or
+        nothing, which is exact where no layer mixes rows of an example, and what
+        curvlinops does.
 
     Returns
     -------
@@ -50,13 +66,37 @@ def drawn_vectors(
     Notes
     -----
     Draws on the host; see `draw_noise`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> loss, outputs = kc.losses.Categorical(), np.zeros((8, 3))
+    >>> drawn = kc.losses.drawn_vectors(
+    ...     loss, outputs, mode="gradients", seed=0, shared=False
+    ... )
+    >>> [v.shape for v in drawn.vectors]
+    [(8, 3)]
     """
-    spec = noise_spec(loss, natural, mode=mode)
+    require_one_of("positions", positions, get_args(Positions))
+    spec = noise_spec(loss, natural, mode=mode, samples=samples)
+    if samples != 1 and spec is None:
+        raise ConventionError(
+            f"The mode {mode!r} draws nothing, so that `samples` is 1; got {samples}."
+        )
+    if positions == "separate" and shared and natural.ndim == 2:
+        raise ConventionError(
+            "positions='separate' needs outputs of shape (N, T, P), whose T rows belong to "
+            f"one example; got {tuple(natural.shape)} from layers with fewer examples."
+        )
     if spec is not None:
         noise = draw_noise(spec, like=natural, rng=seed)
         return vectors(loss, natural, mode=mode, noise=noise)
-    made = vectors(loss, natural, mode=mode)
-    if not shared:
+    separate = positions == "separate" and natural.ndim > 2
+    made = vectors(
+        loss, natural, mode=mode, positions="separate" if separate else "together"
+    )
+    if not shared or positions != "signs":
         return made
     signs = NoiseSpec("uniform", tuple(made.vectors.shape[:-1]))
     return with_random_signs(made, draw_noise(signs, like=natural, rng=seed))

@@ -5,23 +5,79 @@ of the same shape.  The variance is a number, the same for all D.  The inner spa
 wide as the outputs, and
 
     F = H = I / variance,        B = I / sqrt(variance).
+
+Squared error ``scale |y - z|^2``, the sum over the D outputs of a row, is the same up to a
+constant, with variance ``1 / (2 scale)``: scale 1 is the plain sum of squares, 1/2 the one
+whose Hessian is the identity, 1/D the mean over outputs that many frameworks call mean
+squared error (the mean over examples is ``reduction="mean"``, and no part of the scale).
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kfac_core.array.backend import Array
+from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import require_positive, wide_companion, wide_natural
 
-__all__ = ["Gaussian"]
+__all__ = ["Gaussian", "SquaredError"]
+
+
+class _OfVariance(Loss):
+    """The functions of a Gaussian distribution, whatever its variance is called."""
+
+    noise_distribution: ClassVar[NoiseDistribution] = "normal"
+
+    @property
+    @abstractmethod
+    def _variance(self) -> float:
+        """The variance."""
+
+    def log_probability(self, natural: Array, targets: Array, /) -> Array:
+        """Return ``-|y - m|^2 / (2 variance) - D/2 log(2 pi variance)``."""
+        m, xp = wide_natural(natural, targets=targets)
+        y = wide_companion(targets, m.shape, "targets", dtype=m.dtype, xp=xp)
+        squares = xp.sum((y - m) * (y - m), axis=-1)
+        constant = 0.5 * m.shape[-1] * math.log(2.0 * math.pi * self._variance)
+        return squares * (-0.5 / self._variance) - constant
+
+    def gradient(self, natural: Array, targets: Array, /) -> Array:
+        """Return ``(m - y) / variance``."""
+        m, xp = wide_natural(natural, targets=targets)
+        y = wide_companion(targets, m.shape, "targets", dtype=m.dtype, xp=xp)
+        return (m - y) * (1.0 / self._variance)
+
+    def sample(self, natural: Array, noise: Array, /) -> Array:
+        """Return ``m + sqrt(variance) e`` for standard normal e."""
+        m, xp = wide_natural(natural, noise=noise)
+        e = wide_companion(noise, m.shape, "noise", dtype=m.dtype, xp=xp)
+        return m + e * math.sqrt(self._variance)
+
+    def sampled_gradient(self, natural: Array, noise: Array, /) -> Array:
+        """Return ``-e / sqrt(variance)``, which adding e to a large mean would round."""
+        m, xp = wide_natural(natural, noise=noise)
+        e = wide_companion(noise, m.shape, "noise", dtype=m.dtype, xp=xp)
+        return e * (-1.0 / math.sqrt(self._variance))
+
+    def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
+        """Return ``F v = v / variance``."""
+        return self._scaled(natural, v, 1.0 / self._variance)
+
+    def fisher_factor_multiply(self, natural: Array, v: Array, /) -> Array:
+        """Return ``B v = v / sqrt(variance)``."""
+        return self._scaled(natural, v, 1.0 / math.sqrt(self._variance))
+
+    def _scaled(self, natural: Array, v: Array, factor: float) -> Array:
+        m, xp = wide_natural(natural, v=v)
+        return wide_companion(v, m.shape, "v", dtype=m.dtype, xp=xp) * factor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gaussian:
+class Gaussian(_OfVariance):
     """Least squares, ``-log p = |y - m|^2 / (2 variance) + D/2 log(2 pi variance)``.
 
     See `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
@@ -40,68 +96,54 @@ class Gaussian:
     References
     ----------
     Martens (2020), arXiv:1412.1193: squared error as a likelihood.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> loss = kc.losses.Gaussian(variance=1.0)
+    >>> outputs, targets = np.array([[1.0, 3.0]]), np.array([[0.0, 1.0]])
+    >>> loss.gradient(outputs, targets)
+    array([[1., 2.]])
     """
 
     variance: float
 
-    noise_distribution: ClassVar[NoiseDistribution] = "normal"
-
     def __post_init__(self) -> None:
         require_positive(self.variance, "variance")
 
-    def output_size(self, target_size: int, /) -> int:
-        """Return the number of targets itself."""
-        return target_size
+    @property
+    def _variance(self) -> float:
+        return self.variance
 
-    def inner_shape(self, natural: Array, /) -> tuple[int, ...]:
-        """Return ``(N, ..., D)``."""
-        return tuple(natural.shape)
 
-    def noise_shape(self, natural: Array, /) -> tuple[int, ...]:
-        """Return ``(N, ..., D)``: one standard normal number a target."""
-        return tuple(natural.shape)
+@dataclass(frozen=True, kw_only=True)
+class SquaredError(_OfVariance):
+    """``scale |y - z|^2``, with outputs and targets of shape ``(N, ..., D)``.
 
-    def log_probability(self, natural: Array, targets: Array, /) -> Array:
-        """Return ``-|y - m|^2 / (2 variance) - D/2 log(2 pi variance)``."""
-        m, xp = wide_natural(natural, targets=targets)
-        y = wide_companion(targets, m.shape, "targets", dtype=m.dtype, xp=xp)
-        squares = xp.sum((y - m) * (y - m), axis=-1)
-        constant = 0.5 * m.shape[-1] * math.log(2.0 * math.pi * self.variance)
-        return squares * (-0.5 / self.variance) - constant
+    See `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
 
-    def gradient(self, natural: Array, targets: Array, /) -> Array:
-        """Return ``(m - y) / variance``."""
-        m, xp = wide_natural(natural, targets=targets)
-        y = wide_companion(targets, m.shape, "targets", dtype=m.dtype, xp=xp)
-        return (m - y) * (1.0 / self.variance)
+    Parameters
+    ----------
+    scale : float
+        Finite and positive.  It has no default, since frameworks differ.
 
-    def sample(self, natural: Array, noise: Array, /) -> Array:
-        """Return ``m + sqrt(variance) e`` for standard normal e."""
-        m, xp = wide_natural(natural, noise=noise)
-        e = wide_companion(noise, m.shape, "noise", dtype=m.dtype, xp=xp)
-        return m + e * math.sqrt(self.variance)
+    Raises
+    ------
+    ConventionError
+        For any other scale.
 
-    def sampled_gradient(self, natural: Array, noise: Array, /) -> Array:
-        """Return ``-e / sqrt(variance)``, which adding e to a large mean would round."""
-        m, xp = wide_natural(natural, noise=noise)
-        e = wide_companion(noise, m.shape, "noise", dtype=m.dtype, xp=xp)
-        return e * (-1.0 / math.sqrt(self.variance))
+    Examples
+    --------
+    >>> from kfac_core.losses import SquaredError
+    >>> mean_over_3_outputs = SquaredError(scale=1 / 3)
+    """
 
-    def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
-        """Return ``F v = v / variance``."""
-        return self._scaled(natural, v, 1.0 / self.variance)
+    scale: float
 
-    def fisher_factor_multiply(self, natural: Array, v: Array, /) -> Array:
-        """Return ``B v = v / sqrt(variance)``."""
-        return self._scaled(natural, v, 1.0 / math.sqrt(self.variance))
+    def __post_init__(self) -> None:
+        require_positive(self.scale, "scale")
 
-    # The mean is a natural parameter up to scale: the Hessian of the loss is the Fisher
-    # matrix, and the factor is symmetric.
-    fisher_factor_transpose_multiply = fisher_factor_multiply
-    ggn_multiply = fisher_multiply
-    ggn_factor_multiply = fisher_factor_multiply
-    ggn_factor_transpose_multiply = fisher_factor_multiply
-
-    def _scaled(self, natural: Array, v: Array, factor: float) -> Array:
-        m, xp = wide_natural(natural, v=v)
-        return wide_companion(v, m.shape, "v", dtype=m.dtype, xp=xp) * factor
+    @property
+    def _variance(self) -> float:
+        return 0.5 / self.scale

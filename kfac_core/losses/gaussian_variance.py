@@ -24,6 +24,7 @@ from typing import ClassVar, NoReturn
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.errors import UnsupportedError
+from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import wide_companion, wide_natural
 
@@ -31,7 +32,7 @@ __all__ = ["GaussianLearnedVariance"]
 
 
 @dataclass(frozen=True)
-class GaussianLearnedVariance:
+class GaussianLearnedVariance(Loss):
     """``-log p = sum_d [ (y - m)^2 exp(-s) / 2 + s / 2 ] + D/2 log(2 pi)``.
 
     See `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
@@ -47,10 +48,6 @@ class GaussianLearnedVariance:
     def output_size(self, target_size: int, /) -> int:
         """Return twice the number of targets."""
         return 2 * target_size
-
-    def inner_shape(self, natural: Array, /) -> tuple[int, ...]:
-        """Return ``(N, ..., 2 D)``."""
-        return tuple(natural.shape)
 
     def noise_shape(self, natural: Array, /) -> tuple[int, ...]:
         """Return ``(N, ..., D)``: one standard normal number a target."""
@@ -94,7 +91,6 @@ class GaussianLearnedVariance:
         return xp.concat([for_mean, v[..., half:] * math.sqrt(0.5)], axis=-1)
 
     # The factor is diagonal.
-    fisher_factor_transpose_multiply = fisher_factor_multiply
 
     def ggn_multiply(self, natural: Array, v: Array, /) -> NoReturn:
         """Raise `UnsupportedError`: the Hessian is never positive definite."""

@@ -1,4 +1,4 @@
-"""The `Loss` protocol.
+"""The interface of a loss, and what most losses have in common.
 
 Conventions.  ``z`` stands for a network's outputs, which parametrize a distribution
 ``p(y | z)`` of targets: ``natural``, of shape ``(N, ..., P)``, one *row* of P numbers for
@@ -21,6 +21,7 @@ in, the dtype of ``natural``, or float32 where that is narrower.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar, Protocol
 
 from kfac_core.array.backend import Array
@@ -32,7 +33,9 @@ __all__ = ["Loss"]
 class Loss(Protocol):
     """A negative log-probability: its gradients, its samples and its curvature.
 
-    A loss holds no arrays; it is a frozen description.
+    A loss holds no arrays; it is a frozen description.  What follows for one whose outputs
+    are natural parameters, with a symmetric factor of the Fisher matrix, is written here;
+    others override it.
 
     Attributes
     ----------
@@ -48,7 +51,7 @@ class Loss(Protocol):
     noise_distribution: ClassVar[NoiseDistribution]
 
     def output_size(self, target_size: int, /) -> int:
-        """Return P, the number of outputs that a target needs.
+        """Return P, the number of outputs that a target needs: by default its own size.
 
         Parameters
         ----------
@@ -60,16 +63,23 @@ class Loss(Protocol):
         int
             The width of the network's last layer.
         """
-        ...
+        return target_size
 
     def inner_shape(self, natural: Array, /) -> tuple[int, ...]:
-        """Return the shape ``(N, ..., I)`` of the space that factors map from."""
-        ...
+        """Return the shape ``(N, ..., I)`` of the space that factors map from.
+
+        By default it is as wide as the outputs.
+        """
+        return tuple(natural.shape)
 
     def noise_shape(self, natural: Array, /) -> tuple[int, ...]:
-        """Return the shape of the noise for one sample of every row's target."""
-        ...
+        """Return the shape of the noise for one sample of every row's target.
 
+        By default it is one number an output.
+        """
+        return tuple(natural.shape)
+
+    @abstractmethod
     def log_probability(self, natural: Array, targets: Array, /) -> Array:
         """Return ``log p(y | z)`` of each row.
 
@@ -90,8 +100,8 @@ class Loss(Protocol):
         ShapeError, DtypeError, MixedArraysError
             For invalid arrays; the message names the argument.
         """
-        ...
 
+    @abstractmethod
     def gradient(self, natural: Array, targets: Array, /) -> Array:
         """Return ``-d log p(y | z) / dz`` of each row.
 
@@ -110,8 +120,8 @@ class Loss(Protocol):
         ShapeError, DtypeError, MixedArraysError
             For invalid arrays; the message names the argument.
         """
-        ...
 
+    @abstractmethod
     def sample(self, natural: Array, noise: Array, /) -> Array:
         """Return targets that are distributed as ``p(y | z)``.
 
@@ -132,12 +142,12 @@ class Loss(Protocol):
         ShapeError, DtypeError, MixedArraysError
             For invalid arrays; the message names the argument.
         """
-        ...
 
     def sampled_gradient(self, natural: Array, noise: Array, /) -> Array:
         """Return `gradient` at the targets of `sample`, without rounding them."""
-        ...
+        return self.gradient(natural, self.sample(natural, noise))
 
+    @abstractmethod
     def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``F v`` of each row.
 
@@ -158,8 +168,8 @@ class Loss(Protocol):
         ShapeError, DtypeError, MixedArraysError
             For invalid arrays; the message names the argument.
         """
-        ...
 
+    @abstractmethod
     def fisher_factor_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``B v`` with ``B B^T = F``, from the inner space.
 
@@ -180,26 +190,25 @@ class Loss(Protocol):
         ShapeError, DtypeError, MixedArraysError
             For invalid arrays; the message names the argument.
         """
-        ...
 
     def fisher_factor_transpose_multiply(self, natural: Array, v: Array, /) -> Array:
-        """Return ``B^T v``, to the inner space; see `fisher_factor_multiply`."""
-        ...
+        """Return ``B^T v``, to the inner space; by default B is symmetric."""
+        return self.fisher_factor_multiply(natural, v)
 
     def ggn_multiply(self, natural: Array, v: Array, /) -> Array:
-        """Return ``H v`` of each row, as `fisher_multiply`.
+        """Return ``H v`` of each row: by default ``F v``, as for natural parameters.
 
         Raises
         ------
         UnsupportedError
             If H depends on the targets, or is not positive semidefinite.
         """
-        ...
+        return self.fisher_multiply(natural, v)
 
     def ggn_factor_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``B v`` with ``B B^T = H``; see `ggn_multiply`."""
-        ...
+        return self.fisher_factor_multiply(natural, v)
 
     def ggn_factor_transpose_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``B^T v`` with ``B B^T = H``; see `ggn_multiply`."""
-        ...
+        return self.fisher_factor_transpose_multiply(natural, v)

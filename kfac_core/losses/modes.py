@@ -25,9 +25,10 @@ example, ``natural`` of shape (N, P), that is exact for every statistic made of 
 products of single examples: any layer's, with Kronecker factors, diagonal or full.  It is
 **biased** for an estimator that squares gradients which were summed over several rows of
 a loss: over the batch (the square of a batch's parameter gradient), or over the time
-steps of a sequence whose steps all have a loss and influence each other.  For those use
-`kfac_core.losses.sources.with_random_signs`, which takes the bias away in expectation, or
-a sampled mode.
+steps of a sequence whose steps all have a loss and influence each other.  For the steps
+``positions="separate"`` of `kfac_core.losses.vectors` is exact, at T times the sources;
+`kfac_core.losses.sources.with_random_signs` takes either bias away in expectation, and so
+does a sampled mode.
 """
 
 from __future__ import annotations
@@ -94,6 +95,12 @@ def source_reduction_of(mode: EstimationMode, /) -> SourceReduction:
     ------
     ConventionError
         For an unknown mode.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> [kc.losses.source_reduction_of(mode) for mode in ("gradients", "exact")]
+    ['mean', 'sum']
     """
     require_one_of("mode", mode, get_args(EstimationMode))
     return _PROPERTIES[mode].reduction
@@ -128,6 +135,17 @@ def noise_spec(
         For an unknown mode.
     ShapeError
         For fewer than one sample.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> loss, outputs = kc.losses.Categorical(), np.zeros((8, 3))
+    >>> spec = kc.losses.noise_spec(loss, outputs, mode="gradients")
+    >>> noise = np.random.default_rng(0).uniform(size=spec.shape)
+    >>> v = kc.losses.vectors(loss, outputs, mode="gradients", noise=noise)
+    >>> v.vectors.shape
+    (1, 8, 3)
     """
     require_one_of("mode", mode, get_args(EstimationMode))
     if samples < 1:

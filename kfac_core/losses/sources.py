@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from kfac_core.array.backend import Array, Namespace, backend_of
 from kfac_core.array.namespaces import (
@@ -70,6 +70,7 @@ def vectors(
     targets: Array | None = None,
     noise: Array | None = None,
     weight: Scalar | Array = 1.0,
+    positions: Literal["together", "separate"] = "together",
     source_reduction: SourceReduction | None = None,
 ) -> SourceVectors:
     """Return the vectors that an estimation mode backpropagates.
@@ -91,6 +92,10 @@ def vectors(
         The weight of the loss, >= 0: a number, a 0-d array, one number for each
         example, shape (N,), or for each row, shape (N, ...).  Rows of weight zero have
         vectors of zero, whatever else they hold.
+    positions : {"together", "separate"}
+        In the exact modes, whether a source has a vector at every row of an example, or at
+        one: T positions of rows are then T times as many sources, T I of them, and exact
+        for layers that mix positions, as attention does.
     source_reduction : {"sum", "mean"}, optional
         To have the vectors scaled for an estimator with that convention; by default
         the mode's own, `source_reduction_of`.
@@ -103,7 +108,8 @@ def vectors(
     Raises
     ------
     ConventionError
-        For an unknown mode or reduction, missing targets or noise, or a weight that is
+        For an unknown mode, reduction or `positions`, ``positions="separate"`` with a mode
+        that is not exact, missing targets or noise, or a weight that is
         negative or not finite.  (In arrays such a weight gives NaN, which the
         statistics refuse.)
     UnsupportedError
@@ -113,7 +119,8 @@ def vectors(
 
     Notes
     -----
-    The exact modes make ``I N P`` numbers and need I backward passes.  Several losses of
+    The exact modes make ``I N P`` numbers and need I backward passes; with T separate
+    positions ``T^2 I N P``, and T I passes.  Several losses of
     one network are independent, and their curvatures add up: with sampled modes
     backpropagate one vector of each together, with exact modes one loss at a time.
 
@@ -138,6 +145,13 @@ def vectors(
     own = source_reduction_of(mode)
     reduction = source_reduction or own
     require_one_of("source_reduction", reduction, get_args(SourceReduction))
+    require_one_of("positions", positions, ("together", "separate"))
+    exact = mode in ("exact", "exact_GGN")
+    if positions == "separate" and not exact:
+        raise ConventionError(
+            f"positions='separate' is for the exact modes, got {mode!r}. The noise of the "
+            "sampled modes is independent at every position already."
+        )
     xp = namespace_of(natural=natural)
     detach = backend_of(xp).detach
     natural, _ = wide_natural(detach(natural))
@@ -147,8 +161,10 @@ def vectors(
         )
     if mode == "empirical":
         made = _empirical(loss, natural, targets)
-    elif mode in ("exact", "exact_GGN"):
+    elif exact:
         made = _exact(loss, natural, curvature_matrix(mode), xp)
+        if positions == "separate":
+            made = _at_each_position(made, xp)
     else:
         made = _sampled(loss, natural, noise, mode)
     made = _weighted(made, weight, xp)
@@ -209,6 +225,17 @@ def _exact(loss: Loss, natural: Array, matrix: CurvatureMatrix, xp: Namespace) -
     unit = xp.reshape(unit, (inner, *(1 for _ in rows), inner))
     unit = xp.broadcast_to(unit, (inner, *rows, inner))
     return _factor(loss, matrix)(natural, unit)
+
+
+def _at_each_position(made: Array, xp: Namespace) -> Array:
+    """Return the vectors of one position of the rows at a time, (T M, N, ..., P)."""
+    sources, N, *shared, P = made.shape
+    T = math.prod(shared)
+    flat = xp.reshape(made, (1, sources, N, T, P))
+    eye = xp.eye(T, dtype=made.dtype, device=device_of(made))
+    kept = eye[:, None, None, :, None] > 0
+    apart = xp.where(kept, flat, xp.zeros_like(flat))
+    return xp.reshape(apart, (T * sources, N, *shared, P))
 
 
 def _sampled(

@@ -6,9 +6,11 @@ class, and the operators that are names of `kfac_core`.
 
 from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.example_gram import ExampleGramOperator
-from kfac_core.operators.kronecker import FactoredKronecker
+from kfac_core.operators.kronecker import FactoredKronecker, kronecker_operator
+from kfac_core.operators.linear_map import LinearMap
 from kfac_core.operators.low_rank import LowRankOperator
-from kfac_core.operators.operator import raise_for
+from kfac_core.operators.operator import MatrixPower, raise_for
+from kfac_core.operators.separate_bias import SeparateBias
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 from kfac_core.operators.tridiagonal import TridiagonalOperator
 
@@ -16,9 +18,13 @@ __all__ = [
     "DenseOperator",
     "ExampleGramOperator",
     "FactoredKronecker",
+    "LinearMap",
     "LowRankOperator",
+    "MatrixPower",
+    "SeparateBias",
     "SpectralOperator",
     "TridiagonalOperator",
+    "kronecker_operator",
     "raise_for",
     "spectral_operator",
 ]

@@ -15,7 +15,7 @@ from kfac_core.operators.spectral import SpectralOperator
 __all__ = ["DenseOperator"]
 
 
-@structure(static=("vector_shape",))
+@structure(static=("matrix_shape",))
 class DenseOperator(CurvatureOperator):
     """The snapshot ``F + lam I`` of a full matrix F; see `CurvatureOperator`.
 
@@ -26,22 +26,22 @@ class DenseOperator(CurvatureOperator):
     ----------
     block : ShiftedMatrix
         ``F + lam I``, of as many rows as the vector has numbers.
-    vector_shape : tuple of int
+    matrix_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     """
 
     block: ShiftedMatrix
-    vector_shape: tuple[int, int]
+    matrix_shape: tuple[int, int]
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
-        return self.vector_shape
+        return self.matrix_shape
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
         """The shape ``(*lead, n, m)`` of one vector for each part of a stack."""
-        return (*self.block.lead, *self.vector_shape)
+        return (*self.block.lead, *self.matrix_shape)
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
@@ -80,16 +80,21 @@ class DenseOperator(CurvatureOperator):
             block.eigenvalues(shifted=False)[..., :, None],
             xp.zeros_like(self.like[..., 0, 0]),
             block.status(),
-            self.vector_shape,
+            self.matrix_shape,
         )
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace, 0-d."""
         return self.block.trace(shifted=damped)
 
-    def logdet(self) -> Array:
+    def _logdet(self) -> Array:
         """Return ``log det (F + lam I)``, 0-d."""
         return self.block.logdet()
+
+    def frobenius_norm(self, *, damped: bool = True) -> Array:
+        """Return the Frobenius norm, 0-d, of the matrix itself."""
+        dense = self.to_dense(damped=damped)
+        return own_namespace(dense).linalg.vector_norm(dense)
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues, ascending."""

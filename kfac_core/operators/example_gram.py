@@ -107,7 +107,7 @@ class ExampleGramOperator(CurvatureOperator):
         return NO_TRIANGLE
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
         return int(self.inputs.shape[-1]), int(self.output_grads.shape[-1])
 
@@ -173,7 +173,7 @@ class ExampleGramOperator(CurvatureOperator):
         trace = self.gram.trace(shifted=False)
         return trace + self._numbers() * self._lam() if damped else trace
 
-    def logdet(self) -> Array:
+    def _logdet(self) -> Array:
         """Return ``log det (H + lam I) + (n m - K) log lam``, 0-d."""
         made = self._seen()
         xp = own_namespace(self.inputs)
@@ -219,15 +219,15 @@ class ExampleGramOperator(CurvatureOperator):
         made = self._seen()
         if made.gram.inverse is None and made.gram.basis is not None:
             return made._power(V, xp, -1.0)
-        inner = made.gram.solve(self._products(V, xp)[:, None])[:, 0]
+        inner = made.gram.solve(self._products(V, xp)[..., None])[..., 0]
         return (V - self._combined(inner, xp)) / self._lam()
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         made, lam = self._seen(), self._lam()
         h = made.gram.eigenvalues(shifted=False)
-        inner = made.gram.to_basis(self._products(V, xp)[:, None])[:, 0]
+        inner = made.gram.to_basis(self._products(V, xp)[..., None])[..., 0]
         quotient, unit = divided_difference(h, lam, exponent, xp=xp)
-        scaled = made.gram.from_basis((inner * quotient)[:, None])[:, 0]
+        scaled = made.gram.from_basis((inner * quotient)[..., None])[..., 0]
         return lam**exponent * V + unit * self._combined(scaled, xp)
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
@@ -251,7 +251,7 @@ class ExampleGramOperator(CurvatureOperator):
         return combined_gradients(self.inputs, self.output_grads, c, xp=xp)
 
     def _numbers(self) -> int:
-        n, m = self.shape
+        n, m = self.vector_shape
         return n * m
 
     def _lam(self) -> Array:

@@ -101,7 +101,7 @@ class LowRankOperator(CurvatureOperator):
         return NO_CHOLESKY
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
         return self.input.size, self.output.size
 
@@ -148,7 +148,7 @@ class LowRankOperator(CurvatureOperator):
         sums = [number * xp.sum(values) for values, number in parts if number]
         return sum(sums[1:], start=sums[0])
 
-    def logdet(self) -> Array:
+    def _logdet(self) -> Array:
         """Return the log-determinant of the damped block, 0-d."""
         xp = own_namespace(self.scale)
         spectrum = self._seen()._spectrum(True)

@@ -19,7 +19,12 @@ from kfac_core.array.structure import replaced, structure
 from kfac_core.linalg.certificate import positive_eigenvalues
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
-from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator, raise_for
+from kfac_core.operators.operator import (
+    EVERY_PRODUCT,
+    CurvatureOperator,
+    log_sum,
+    raise_for,
+)
 from kfac_core.operators.parts import accurate_bases
 
 __all__ = ["ManyKronecker"]
@@ -73,7 +78,7 @@ class ManyKronecker(CurvatureOperator):
         return _NO_CHOLESKY if self.exact else EVERY_PRODUCT
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(n_1 ... n_k, 1)`` of the vectors."""
         return math.prod(self.inner_shape), 1
 
@@ -141,17 +146,44 @@ class ManyKronecker(CurvatureOperator):
         trace = self.scale
         for part in self.factors.values():
             trace = trace * part.trace(shifted=shifted)
-        return trace + self.shape[0] * self.damping if damped and self.exact else trace
+        return (
+            trace + self.vector_shape[0] * self.damping
+            if damped and self.exact
+            else trace
+        )
 
-    def logdet(self) -> Array:
+    def _logdet(self) -> Array:
         """Return the log-determinant of the damped block, 0-d."""
         xp = own_namespace(self.scale)
         if self.exact:
             return xp.sum(xp.log(self._ready("inverse")._spectrum(True)))
-        total = self.shape[0] * xp.log(self.scale)
+        total = self.vector_shape[0] * xp.log(self.scale)
         for part in self.factors.values():
-            total = total + (self.shape[0] // part.size) * part.logdet()
+            total = total + (self.vector_shape[0] // part.size) * part.logdet()
         return total
+
+    def _undamped_logdet(self) -> Array:
+        """Return the sum of the factors' log-determinants, each as often as it counts."""
+        p, xp = self.vector_shape[0], own_namespace(self.scale)
+        total = p * xp.log(self.scale)
+        for part in self.factors.values():
+            w = part.eigenvalues(shifted=False)
+            roundoff = part.size * float(xp.finfo(w.dtype).eps)
+            total = total + (p // part.size) * log_sum(w, roundoff=roundoff)
+        return total
+
+    def frobenius_norm(self, *, damped: bool = True) -> Array:
+        """Return the Frobenius norm, 0-d: the product of those of the factors."""
+        xp = own_namespace(self.scale)
+        shifted = damped and not self.exact
+        norm = self.scale
+        for part in self.factors.values():
+            norm = norm * xp.linalg.vector_norm(part.dense(shifted=shifted))
+        if not (damped and self.exact):
+            return norm
+        mixed = 2.0 * self.damping * self.trace(damped=False)
+        p = self.vector_shape[0]
+        return xp.sqrt(norm * norm + mixed + p * self.damping * self.damping)
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues, ascending."""
@@ -166,7 +198,9 @@ class ManyKronecker(CurvatureOperator):
         dense = self.scale * kronecker_dense(parts)
         if damped and self.exact:
             xp = own_namespace(dense)
-            eye = xp.eye(self.shape[0], dtype=dense.dtype, device=device_of(dense))
+            eye = xp.eye(
+                self.vector_shape[0], dtype=dense.dtype, device=device_of(dense)
+            )
             dense = dense + self.damping * eye
         return dense
 
@@ -233,8 +267,9 @@ class ManyKronecker(CurvatureOperator):
     def _along(
         self, v: Array, function: Callable[[ShiftedMatrix, Array], Array], xp: Namespace
     ) -> Array:
-        """Apply a function of each factor along its own axis."""
-        for axis, part in enumerate(self.factors.values()):
+        """Apply a function of each factor along its own axis, of one vector or many."""
+        first = v.ndim - len(self.factors)
+        for axis, part in enumerate(self.factors.values(), start=first):
             moved = moved_axis(v, axis, 0, xp=xp)
             flat = function(part, xp.reshape(moved, (part.size, -1)))
             v = moved_axis(xp.reshape(flat, moved.shape), 0, axis, xp=xp)

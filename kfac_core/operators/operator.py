@@ -13,6 +13,7 @@ blocks that are computed together.  Its arrays then have leading axes ``lead``.
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, get_args
@@ -43,14 +44,17 @@ from kfac_core.errors import (
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
 from kfac_core.linalg.groups import join_groups, split_groups
 from kfac_core.linalg.shifted import Factorization, Solving, real_exponent
+from kfac_core.operators.linear_map import LinearMap
 
 __all__ = [
     "EVERY_PRODUCT",
     "FACTORIZATION_OF",
     "VECTOR_PRODUCTS",
     "CurvatureOperator",
+    "MatrixPower",
     "entering",
     "leaving",
+    "log_sum",
     "raise_for",
 ]
 
@@ -76,7 +80,7 @@ EVERY_PRODUCT: Mapping[str, str] = MappingProxyType({})
 """The `unsupported_products` of an operator that has every product."""
 
 
-class CurvatureOperator(abc.ABC):
+class CurvatureOperator(LinearMap):
     """An immutable damped curvature block, with its inverse and matrix functions.
 
     The public functions check a vector, cast it to the operator's dtype, and call the
@@ -85,17 +89,38 @@ class CurvatureOperator(abc.ABC):
 
     Notes
     -----
-    A vector has the shape `shape`, or `stack_shape` if the operator is a stack; the
-    result has the same shape and dtype.  Every product raises `ShapeError`,
-    `DtypeError` or `MixedArraysError` for an incompatible vector, `UnsupportedError`
-    for a product that the operator does not have, `FactorizationError` if a factorization
-    that was not prepared fails, and `NotReadyError` if it would have to be computed while
-    a program is traced.
+    A vector has the shape `vector_shape`, or `stack_shape` if the operator is a stack,
+    with further axes in front where there are many: every product is with one vector or
+    with many at once.  The result has the same shape and dtype.  ``operator @ v`` is
+    ``F_damped v`` of flat vectors and ``operator**p @ v`` that of a power; see
+    `kfac_core.operators.LinearMap`.
+
+    Every product raises `ShapeError`, `DtypeError` or `MixedArraysError` for an
+    incompatible vector, `UnsupportedError` for a product that the operator does not have,
+    `FactorizationError` if a factorization that was not prepared fails, and
+    `NotReadyError` if it would have to be computed while a program is traced.
 
     A product that is not finite raises `NotFiniteError` for NumPy arrays and for PyTorch
     tensors on the CPU without gradients.  On a device, under a tracer and on JAX looking
     would synchronize, and nothing is looked at: check the result with
     ``xp.all(xp.isfinite(result))`` where you synchronize anyway.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> rng = np.random.default_rng(0)
+    >>> batch = kc.Batch(rng.normal(size=(16, 3)), rng.normal(size=(16, 2)))
+    >>> layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+    >>> block = kc.Block(layer, kc.Kronecker())
+    >>> conventions = kc.Conventions(reduction="sum", sources="mean")
+    >>> statistics = block.moments(batch, conventions=conventions)
+    >>> F = block.operator(statistics, damping=0.1, rule="exact")
+    >>> V = np.ones((4, 2))
+    >>> np.allclose(F.multiply(F.multiply_inverse(V)), V)
+    True
+    >>> bool(np.isclose(F.logdet(), np.linalg.slogdet(F.to_dense())[1]))
+    True
     """
 
     @property
@@ -109,9 +134,9 @@ class CurvatureOperator(abc.ABC):
         cls.__repr__ = CurvatureOperator.__repr__  # type: ignore[method-assign]
 
     @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """The shape ``(in(+1), out)`` of the vectors."""
+    def dtype(self) -> Any:
+        """The dtype in which products are computed."""
+        return self.like.dtype
 
     @property
     @abc.abstractmethod
@@ -121,11 +146,14 @@ class CurvatureOperator(abc.ABC):
     @property
     def stack_shape(self) -> tuple[int, ...]:
         """The shape ``(*lead, n, m)`` of one vector for each part of a stack."""
-        return self.shape
+        return self.vector_shape
 
     @property
     def inner_shape(self) -> tuple[int, ...] | None:
-        """The shape of a vector inside the formulas; None where it is `stack_shape`."""
+        """The shape of a vector inside the formulas; None where it is `stack_shape`.
+
+        Axes in front of it are over many vectors.
+        """
         return None
 
     @property
@@ -208,9 +236,32 @@ class CurvatureOperator(abc.ABC):
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F_damped, or of F, 0-d."""
 
-    @abc.abstractmethod
-    def logdet(self) -> Array:
-        """Return the log-determinant of ``F_damped``, 0-d."""
+    def logdet(self, *, damped: bool = True) -> Array:
+        """Return the log-determinant of F_damped, or of F, 0-d.
+
+        That of F is minus infinity where an eigenvalue is zero, up to roundoff.
+        """
+        return self._logdet() if damped else self._undamped_logdet()
+
+    def det(self, *, damped: bool = True) -> Array:
+        """Return the determinant of F_damped, or of F, 0-d.
+
+        It leaves the range of numbers early, since it is a product of p eigenvalues: it
+        is then infinite or zero, and `logdet` is to be used.
+        """
+        logdet = self.logdet(damped=damped)
+        xp = own_namespace(logdet)
+        largest = math.log(float(xp.finfo(logdet.dtype).max))
+        return xp.where(
+            logdet > largest,
+            xp.full_like(logdet, math.inf),
+            xp.exp(xp.where(logdet > largest, xp.zeros_like(logdet), logdet)),
+        )
+
+    def frobenius_norm(self, *, damped: bool = True) -> Array:
+        """Return the Frobenius norm ``sqrt(sum_ij F_ij^2)`` of F_damped, or of F, 0-d."""
+        w = self.eigenvalues(damped=damped)
+        return own_namespace(w).linalg.vector_norm(w)
 
     @abc.abstractmethod
     def eigenvalues(self, *, damped: bool = True) -> Array:
@@ -308,6 +359,23 @@ class CurvatureOperator(abc.ABC):
             return self.prepared(factorization)
         return self
 
+    def __pow__(self, exponent: float, /) -> MatrixPower:
+        """Return ``F_damped^p``, to multiply with: ``operator**-1 @ v``."""
+        return MatrixPower(self, real_exponent(exponent))
+
+    def _of_vectors(self, vectors: Array) -> Array:
+        return self.multiply(vectors)
+
+    @abc.abstractmethod
+    def _logdet(self) -> Array:
+        """Return the log-determinant of ``F_damped``, 0-d."""
+
+    def _undamped_logdet(self) -> Array:
+        """Return the log-determinant of F, 0-d."""
+        w = self.eigenvalues(damped=False)
+        roundoff = float(own_namespace(w).finfo(w.dtype).eps)
+        return log_sum(w, roundoff=self.shape[0] * roundoff)
+
     @abc.abstractmethod
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         """Return ``F_damped V``, or ``F V``."""
@@ -341,22 +409,28 @@ class CurvatureOperator(abc.ABC):
                 f"{type(self).__name__} has no {product}: "
                 f"{self.unsupported_products[product]}."
             )
-        stack = self.stack_shape
-        stacked = getattr(vector, "ndim", None) == len(stack)
-        shape = stack if stacked else self.shape
-        V, xp = entering(vector, shape, self.like, name=name)
-        if not stacked:
+        stack: tuple[int, ...] = self.stack_shape
+        own: tuple[int, ...] = self.vector_shape
+        given = tuple(getattr(vector, "shape", ()))
+        if stack != own and given[-len(stack) :] == stack:
+            own = stack
+        many = given[: -len(own)] if given[-len(own) :] == own else ()
+        V, xp = entering(vector, (*many, *own), self.like, name=name)
+        if own != stack:
             # The columns of a layer's groups stand side by side in its vector.
             V = split_groups(V, stack[:-2], xp=xp)
         inner = self.inner_shape
-        return V if inner is None else xp.reshape(V, inner), xp
+        return V if inner is None else xp.reshape(V, (*many, *inner)), xp
 
     def _leave(self, result: Array, vector: Array, /) -> Array:
         """Return a formula's result in the form and dtype of the vector."""
         xp = own_namespace(result)
         if tuple(result.shape) != tuple(vector.shape):
-            result = xp.reshape(result, self.stack_shape)
-            if vector.ndim == 2:
+            inner = self.inner_shape
+            if inner is not None:
+                many = result.shape[: -len(inner)]
+                result = xp.reshape(result, (*many, *self.stack_shape))
+            if tuple(result.shape) != tuple(vector.shape):
                 result = join_groups(result, xp=xp)
         if result.dtype != vector.dtype:
             result = xp.astype(result, vector.dtype)
@@ -367,7 +441,7 @@ class CurvatureOperator(abc.ABC):
 
     def __repr__(self) -> str:
         """Return a short description, without reading values from a device."""
-        told = {"shape": str(self.shape), "dtype": str(self.like.dtype)}
+        told = {"vector_shape": str(self.vector_shape), "dtype": str(self.like.dtype)}
         if len(self.stack_shape) > 2:
             told["stack"] = str(self.stack_shape[:-2])
         for label, value in self._dampings().items():
@@ -383,6 +457,70 @@ class CurvatureOperator(abc.ABC):
     def _dampings(self) -> dict[str, Array]:
         """Return the dampings by the names that `repr` should use."""
         return {}
+
+
+class MatrixPower(LinearMap):
+    """A real power ``F_damped^p`` of an operator, to multiply with; see `LinearMap`.
+
+    Parameters
+    ----------
+    operator : CurvatureOperator
+        The operator, whose factorizations are used.
+    exponent : float
+        p.
+
+    Raises
+    ------
+    KFACError
+        As `CurvatureOperator.multiply_matpower`, by each product.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.operators import kronecker_operator
+    >>> A, G = np.diag([1.0, 3.0]), np.diag([2.0])
+    >>> operator = kronecker_operator(A, G, damping=2.0, rule="exact")
+    >>> root = operator**0.5
+    >>> root @ (root @ np.ones(2))
+    array([4., 8.])
+    """
+
+    def __init__(self, operator: CurvatureOperator, exponent: float) -> None:
+        self.operator, self.exponent = operator, exponent
+
+    @property
+    def vector_shape(self) -> tuple[int, int]:
+        """The shape ``(in(+1), out)`` of a vector as a matrix."""
+        return self.operator.vector_shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which products are computed."""
+        return self.operator.dtype
+
+    def _of_vectors(self, vectors: Array) -> Array:
+        return self.operator.multiply_matpower(vectors, self.exponent)
+
+
+def log_sum(w: Array, /, *, roundoff: float = 0.0) -> Array:
+    """Return the sum of logarithms of eigenvalues; minus infinity where one is zero.
+
+    Parameters
+    ----------
+    w : array
+        Eigenvalues, nonnegative up to rounding.
+    roundoff : float
+        Relative to the largest of them, what counts as zero.
+
+    Returns
+    -------
+    array, 0-d
+        ``sum log w``.
+    """
+    xp = own_namespace(w)
+    positive = w > roundoff * xp.max(w)
+    logs = xp.log(xp.where(positive, w, xp.ones_like(w)))
+    return xp.sum(xp.where(positive, logs, xp.full_like(logs, -math.inf)))
 
 
 def entering(

@@ -85,7 +85,7 @@ class SeriesOperator(CurvatureOperator):
     fallback: Array
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
         return self.input.size, self.output.size
 
@@ -138,16 +138,21 @@ class SeriesOperator(CurvatureOperator):
         self._require_small()
         return xp.linalg.trace(chain.dense(xp=xp))
 
-    def logdet(self) -> Array:
+    def _logdet(self) -> Array:
         """Return ``log det F_damped``; from the dense matrix for the infinite variant.
 
         ``m log det(A_0 + a I) + n log det(G_0 + b I) + sum log W`` if symmetric.
         """
         if not isinstance(self.chain, WeightedRoots):
             return self._dense_matrix().logdet()
-        n, m = self.shape
+        n, m = self.vector_shape
         logdets = m * self.input.logdet() + n * self.output.logdet()
         return logdets + self.chain.logdet(xp=own_namespace(self.scale))
+
+    def frobenius_norm(self, *, damped: bool = True) -> Array:
+        """Return the Frobenius norm, 0-d, of the dense matrix."""
+        dense = self.to_dense(damped=damped)
+        return own_namespace(dense).linalg.vector_norm(dense)
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues of the dense matrix, ascending."""
@@ -210,11 +215,11 @@ class SeriesOperator(CurvatureOperator):
     def _dense_matrix(self, *, damped: bool = True) -> DenseOperator:
         """Return F as an operator without structure, prepared or not yet."""
         if damped and self.dense is not None:
-            return DenseOperator(self.dense, self.shape)
+            return DenseOperator(self.dense, self.vector_shape)
         self._require_small()
         matrix = SymmetricMatrix(self.to_dense(damped=damped), full_storage=True)
         zero = full_of(own_namespace(self.scale), 0.0, matrix.array)
-        return DenseOperator(shifted_matrix(matrix, zero), self.shape)
+        return DenseOperator(shifted_matrix(matrix, zero), self.vector_shape)
 
     def _require_small(self) -> None:
         if self._rows() > DENSE_LIMIT:

@@ -21,32 +21,38 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import truth_of
 from kfac_core.array.namespaces import (
+    Scalar,
     any_status,
+    as_scalar,
     cast,
     device_of,
+    full_of,
     moved_axis,
     namespace_of,
     own_namespace,
     require_floating,
+    require_matrix,
     status_unless,
+    wide_dtype,
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype, replaced, structure
-from kfac_core.errors import ShapeError, UnsupportedError
-from kfac_core.linalg.certificate import positive_eigenvalues
+from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
+from kfac_core.linalg.certificate import positive_eigenvalues, probe
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
-from kfac_core.operators.operator import CurvatureOperator, raise_for
+from kfac_core.operators.operator import CurvatureOperator, log_sum, raise_for
 from kfac_core.operators.parts import accurate_bases
 
 __all__ = ["SpectralOperator", "spectral_operator"]
 
 
-@structure(static=("vector_shape", "definite"))
+@structure(static=("matrix_shape", "definite"))
 class SpectralOperator(CurvatureOperator):
     """The operator ``F_damped = (Q_A (x) Q_G) diag(s + lam) (Q_A (x) Q_G)^T``.
 
@@ -68,7 +74,7 @@ class SpectralOperator(CurvatureOperator):
         Damping ``lam``.
     flags : array of int32, 0-d
         `Status` flags.
-    vector_shape : tuple of int
+    matrix_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     factors : CurvatureOperator or None
         ``S A (x) G`` without damping, if the block is that product.  ``F v`` is then
@@ -90,22 +96,22 @@ class SpectralOperator(CurvatureOperator):
     spectrum: Array | None
     damping: Array
     flags: Array
-    vector_shape: tuple[int, int]
+    matrix_shape: tuple[int, int]
     factors: CurvatureOperator | None = None
     lower: KroneckerCholesky | None = None
     definite: bool = False
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(in(+1), out)`` of the vectors."""
-        return self.vector_shape
+        return self.matrix_shape
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
         """The shape ``(*lead, n, m)`` of one vector for each part of a stack."""
         inner = self.inner_shape
-        if inner[-2] != self.vector_shape[0]:  # a vector is one column
-            return (*inner[:-2], *self.vector_shape)
+        if inner[-2] != self.matrix_shape[0]:  # a vector is one column
+            return (*inner[:-2], *self.matrix_shape)
         return inner
 
     @property
@@ -128,12 +134,7 @@ class SpectralOperator(CurvatureOperator):
     @property
     def dimension(self) -> int:
         """The number of the block's parameters."""
-        return self.vector_shape[0] * self.vector_shape[1]
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype in which everything is computed."""
-        return self.damping.dtype
+        return self.matrix_shape[0] * self.matrix_shape[1]
 
     @property
     def namespace(self) -> Namespace:
@@ -189,9 +190,9 @@ class SpectralOperator(CurvatureOperator):
         if made.input is not None or not made.is_kronecker:
             return super().at_rows(indices)
         spectrum = self.namespace.take(made._values(), indices, axis=-2)
-        shape = int(indices.shape[0]), self.vector_shape[1]
+        shape = int(indices.shape[0]), self.matrix_shape[1]
         return replaced(
-            made, spectrum=spectrum, vector_shape=shape, factors=None, lower=None
+            made, spectrum=spectrum, matrix_shape=shape, factors=None, lower=None
         )
 
     def to_basis(self, vectors: Array, /) -> Array:
@@ -218,8 +219,8 @@ class SpectralOperator(CurvatureOperator):
         """
         xp = namespace_of(vectors=vectors, block=self.damping)
         require_floating(xp, vectors, "vectors")
-        if tuple(vectors.shape[-2:]) != self.shape:
-            n, m = self.shape
+        if tuple(vectors.shape[-2:]) != self.vector_shape:
+            n, m = self.vector_shape
             raise ShapeError(
                 f"Expected vectors of shape (..., {n}, {m}), got {tuple(vectors.shape)}."
             )
@@ -242,10 +243,32 @@ class SpectralOperator(CurvatureOperator):
             trace = self.factors.trace(damped=False)
         return trace + self.dimension * self._one_damping() if damped else trace
 
-    def logdet(self) -> Array:
+    def _logdet(self) -> Array:
         """Return ``sum log(s + lam)``, 0-d."""
         xp = self.namespace
         return xp.sum(xp.log(self._ready("inverse")._damped()))
+
+    def _undamped_logdet(self) -> Array:
+        """Return ``sum log s``, of the factors where there are."""
+        if self.factors is not None:
+            return self.factors.logdet(damped=False)
+        return log_sum(self._values())
+
+    def frobenius_norm(self, *, damped: bool = True) -> Array:
+        """Return the Frobenius norm, 0-d; of factors without decomposing them.
+
+        ``|F + lam I|^2 = |F|^2 + 2 lam tr F + p lam^2``.
+        """
+        xp = self.namespace
+        if self.factors is None:
+            values = self._damped() if damped else self._values()
+            return xp.linalg.vector_norm(values)
+        norm = self.factors.frobenius_norm(damped=False)
+        if not damped:
+            return norm
+        lam = self._one_damping()
+        mixed = 2.0 * lam * self.factors.trace(damped=False)
+        return xp.sqrt(norm * norm + mixed + self.dimension * lam * lam)
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return ``s + lam``, or s, ascending, shape (n m,)."""
@@ -468,9 +491,9 @@ class SpectralOperator(CurvatureOperator):
     def _joined(self, V: Array, xp: Namespace) -> Array:
         """Return vectors in the shape of the block; undoes `_split`."""
         if not self.lead:
-            return xp.reshape(V, (*V.shape[:-2], *self.shape))
+            return xp.reshape(V, (*V.shape[:-2], *self.vector_shape))
         moved = moved_axis(V, -3, -2, xp=xp)
-        return xp.reshape(moved, (*V.shape[:-3], *self.shape))
+        return xp.reshape(moved, (*V.shape[:-3], *self.vector_shape))
 
     def _dampings(self) -> dict[str, Array]:
         return {"damping": self.damping}
@@ -480,35 +503,39 @@ def spectral_operator(
     spectrum: Array,
     /,
     *,
-    damping: Array,
-    vector_shape: tuple[int, int],
-    input: Eigendecomposition | None = None,
-    output: Eigendecomposition | None = None,
-    factorizations: tuple[Factorization, ...],
-    check: Check,
-    name: str,
-    dtype: Any,
+    damping: Scalar,
+    vector_shape: tuple[int, int] | None = None,
+    input: Eigendecomposition | Array | None = None,
+    output: Eigendecomposition | Array | None = None,
+    factorizations: tuple[Factorization, ...] = ("inverse",),
+    check: Check = "raise",
+    name: str = "block",
+    dtype: Any = None,
 ) -> SpectralOperator:
     """Make ``(Q_A (x) Q_G) diag(s + lam) (Q_A (x) Q_G)^T`` from its parts.
+
+    That is EKFAC, from the squares of gradients in given bases; K-FAC with exact damping,
+    from products of eigenvalues; and a diagonal block, without bases.
 
     Parameters
     ----------
     spectrum : array, shape ((Q,) n, m)
         s; negative entries count as zero.
-    damping : array, 0-d
+    damping : float or array, 0-d
         Damping ``lam``, finite and >= 0.
-    vector_shape : tuple of int
-        The shape ``(in(+1), out)`` of the vectors.
-    input, output : Eigendecomposition, optional
-        With the eigenvectors Q_A and Q_G; the coordinate basis by default.
+    vector_shape : tuple of int, optional
+        The shape ``(in(+1), out)`` of the vectors; by default that of the spectrum.
+    input, output : array of shape (n, n) and (m, m), or Eigendecomposition, optional
+        The eigenvectors Q_A and Q_G in their columns, orthogonal; the coordinate basis by
+        default.
     factorizations : tuple of str
         Factorizations to prepare now.
     check : {"raise", "status"}
         Whether failures raise, or are reported in the operator's status.
     name : str
         Name of the block in error messages.
-    dtype : dtype
-        Dtype of the arrays.
+    dtype : dtype, optional
+        Dtype of the arrays; that of the spectrum, or float32 where that is narrower.
 
     Returns
     -------
@@ -517,13 +544,42 @@ def spectral_operator(
 
     Raises
     ------
+    ShapeError, DtypeError, MixedArraysError
+        For arrays of incompatible shape, dtype, library or device.
+    ConventionError
+        For bases that are not orthogonal to four digits (``check="raise"``).
     NotFiniteError, DampingError, FactorizationError
         For NaN or infinity in the block, an invalid damping, and a block that is not
         positive definite where it has to be (``check="raise"``).
+
+    Examples
+    --------
+    EKFAC with the second moments of gradients in the eigenbases of two factors:
+
+    >>> import numpy as np
+    >>> from kfac_core.operators import spectral_operator
+    >>> rng = np.random.default_rng(0)
+    >>> x, g = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
+    >>> (_, Q_A), (_, Q_G) = np.linalg.eigh(x.T @ x), np.linalg.eigh(g.T @ g)
+    >>> squares = ((x @ Q_A) ** 2).T @ (g @ Q_G) ** 2 / len(x)
+    >>> operator = spectral_operator(squares, input=Q_A, output=Q_G, damping=0.1)
+    >>> operator.multiply_inverse(np.ones((3, 2))).shape
+    (3, 2)
     """
-    xp = own_namespace(spectrum)
+    xp = namespace_of(spectrum=spectrum)
+    require_floating(xp, spectrum, "spectrum")
+    if dtype is None:
+        dtype = wide_dtype(xp, spectrum.dtype)
+    if vector_shape is None:
+        n, m = _matrix_shape(spectrum)
+        vector_shape = n, m
     # Looked at in the dtype in which it is used.
-    spectrum, damping = cast(xp, spectrum, dtype), cast(xp, damping, dtype)
+    spectrum = cast(xp, spectrum, dtype)
+    damping = full_of(xp, as_scalar(xp, damping, dtype, "damping"), spectrum)
+    if input is not None and not isinstance(input, Eigendecomposition):
+        input = _given_basis(input, spectrum, -2, "input", check)
+    if output is not None and not isinstance(output, Eigendecomposition):
+        output = _given_basis(output, spectrum, -1, "output", check)
     spectrum = xp.where(spectrum < 0, xp.zeros_like(spectrum), spectrum)
     input, output = in_dtype(input, dtype, xp), in_dtype(output, dtype, xp)
     finite = xp.all(xp.isfinite(spectrum))
@@ -545,3 +601,41 @@ def spectral_operator(
         input, output, spectrum, damping, flags, vector_shape, definite=definite
     )
     return made.prepared(*factorizations, check=check, name=name)
+
+
+_ORTHOGONAL = 1e-4
+"""How far the columns of a given basis may be from orthonormal, at a probe."""
+
+
+def _matrix_shape(spectrum: Array) -> tuple[int, int]:
+    if spectrum.ndim != 2:
+        raise ShapeError(
+            f"Expected `spectrum` of shape (n, m), got {tuple(spectrum.shape)}."
+        )
+    n, m = spectrum.shape
+    return int(n), int(m)
+
+
+def _given_basis(
+    Q: Array, spectrum: Array, axis: int, side: str, check: Check
+) -> Eigendecomposition:
+    """Return given eigenvectors as an eigendecomposition, or raise."""
+    xp = namespace_of(**{side: Q, "spectrum": spectrum})
+    require_floating(xp, Q, side)
+    size = int(spectrum.shape[axis])
+    require_matrix(Q, (size, size), side)
+    Q = cast(xp, Q, spectrum.dtype)
+    nothing = xp.zeros_like(spectrum[..., 0, 0])
+    none = xp.astype(nothing, xp.int32)
+    z = probe(size, dtype=Q.dtype, device=device_of(Q), xp=xp)
+    back = xp.matmul(Q, xp.matmul(xp.matrix_transpose(Q), z))
+    residual = xp.linalg.vector_norm(back - z) / xp.linalg.vector_norm(z)
+    orthogonal = residual <= _ORTHOGONAL
+    if check == "raise" and truth_of(orthogonal, xp=xp) is False:
+        raise ConventionError(
+            f"Expected `{side}` to be orthogonal, with eigenvectors in its columns; "
+            f"Q Q^T z differs from z by {float(residual):.1e} of it."
+        )
+    status = none | status_unless(xp, orthogonal, Status.INACCURATE)
+    zeros = xp.zeros((size,), dtype=Q.dtype, device=device_of(Q))
+    return Eigendecomposition(zeros, Q, status, residual, nothing, none)

@@ -49,7 +49,7 @@ def row_coordinates(block: SpectralOperator, rows: Any, /) -> Array:
     if not _is_rotated_apart(block, rows):
         vectors = rows.vectors(block.dtype, xp=xp)
         lead = rows.sources, rows.examples
-        return block.to_basis(xp.reshape(vectors, (*lead, *block.shape)))
+        return block.to_basis(xp.reshape(vectors, (*lead, *block.vector_shape)))
     rotated = _in_basis(block, rows, xp)
     R = rotated.per_example(block.dtype, xp=xp)
     return moved_axis(R, 0, 2, xp=xp) if block.lead else R

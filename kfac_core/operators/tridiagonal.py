@@ -29,7 +29,6 @@ from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import UnsupportedError
-from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
 from kfac_core.linalg.conditional import Link
 from kfac_core.linalg.series_chain import WeightedRoots
 from kfac_core.linalg.shifted import Factorization
@@ -89,7 +88,7 @@ class TridiagonalOperator(CurvatureOperator):
         return TRIDIAGONAL_LACKS
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def vector_shape(self) -> tuple[int, int]:
         """The shape ``(p, 1)`` of the vectors."""
         return sum(n * m for n, m in self._shapes().values()), 1
 
@@ -120,7 +119,7 @@ class TridiagonalOperator(CurvatureOperator):
             total = total + block.trace()
         return total
 
-    def logdet(self) -> Array:
+    def _logdet(self) -> Array:
         """Return ``log det F``, 0-d: that of the layers' blocks, less what links take."""
         xp = own_namespace(self.scale)
         total = xp.zeros_like(self.scale)
@@ -128,6 +127,11 @@ class TridiagonalOperator(CurvatureOperator):
             reduction = self.conditionals[place].logdet(xp=xp)
             total = total + self.layers[place].logdet() + reduction
         return total
+
+    def frobenius_norm(self, *, damped: bool = True) -> Array:
+        """Return the Frobenius norm, 0-d, of the dense matrix."""
+        dense = self.to_dense(damped=damped)
+        return own_namespace(dense).linalg.vector_norm(dense)
 
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Raise `UnsupportedError`: they are no products of eigenvalues of factors."""
@@ -175,7 +179,7 @@ class TridiagonalOperator(CurvatureOperator):
 
     def _multiply(self, V: Array, xp: Namespace, damped: bool) -> Array:
         _require_damped(damped)
-        v = unflatten_parameters(V, self._shapes())
+        v = self._apart(V, xp)
         # F = Xi^-1 Lambda^-1 Xi^-T: forwards, on the spot, and backwards.
         for place, following in self._pairs():
             guess = self.links[place].multiply(v[place], transpose=True, xp=xp)
@@ -187,7 +191,7 @@ class TridiagonalOperator(CurvatureOperator):
         return self._joined(v, self.scale)
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        v = unflatten_parameters(V, self._shapes())
+        v = self._apart(V, xp)
         for place, following in self._pairs():
             guess = self.links[place].multiply(v[following], transpose=False, xp=xp)
             v[place] = v[place] - guess
@@ -198,7 +202,7 @@ class TridiagonalOperator(CurvatureOperator):
         raise NotImplementedError
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
-        z = unflatten_parameters(Z, self._shapes())
+        z = self._apart(Z, xp)
         z = {p: self.conditionals[p].solve_root(V, xp=xp) for p, V in z.items()}
         return self._joined(self._spread(z, xp), 1.0 / xp.sqrt(self.scale))
 
@@ -217,11 +221,22 @@ class TridiagonalOperator(CurvatureOperator):
 
     def _shapes(self) -> dict[str, tuple[int, int]]:
         """Return the shapes of the layers' matrices."""
-        return {place: self.layers[place].shape for place in self._places}
+        return {place: self.layers[place].vector_shape for place in self._places}
 
     def _joined(self, v: dict[str, Array], factor: Array) -> Array:
         """Return matrices of the layers as one vector, multiplied by a number."""
-        return factor * flatten_parameters(v, self._shapes())
+        xp = own_namespace(factor)
+        flat = [xp.reshape(V, (*V.shape[:-2], -1, 1)) for V in v.values()]
+        return factor * xp.concat(flat, axis=-2)
+
+    def _apart(self, V: Array, xp: Namespace) -> dict[str, Array]:
+        """Return a vector, or many, as matrices of the layers."""
+        parts, start = {}, 0
+        for place, (n, m) in self._shapes().items():
+            part = V[..., start : start + n * m, :]
+            parts[place] = xp.reshape(part, (*V.shape[:-2], n, m))
+            start += n * m
+        return parts
 
     def _pairs(self) -> list[tuple[str, str]]:
         """Return the places of neighbors, from the first layer on."""

@@ -174,7 +174,7 @@ class GradientFactors:
         require_decay(decay)
         require_weight(weight)
         xp, dtype = statistics.namespace, statistics.dtype
-        namespace_of(statistics=statistics.any_weight, **{name: gradient})
+        namespace_of(statistics=statistics.like, **{name: gradient})
         require_floating(xp, gradient, name)
         lead = () if samples is None else (samples,)
         require_matrix(gradient, (*lead, *self.shape), name)
@@ -195,7 +195,7 @@ class GradientFactors:
                 tail=None,
                 decay=decay,
                 scale=weight / (others * V.shape[0]),
-                weight=full_of(xp, weight, statistics.any_weight),
+                weight=full_of(xp, weight, statistics.like),
                 xp=xp,
             )
         new = Statistics(averages, xp.zeros_like(statistics.status))

@@ -101,6 +101,15 @@ def curvature_of_outputs(
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, appendix C: the factored Fisher matrix.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> J = np.random.default_rng(0).normal(size=(4, 8, 3))  # of four directions
+    >>> C = kc.steps.curvature_of_outputs([*J], [*J], examples=8)
+    >>> np.allclose(C, np.einsum("ank,bnk->ab", J, J) / 8)
+    True
     """
     k = _same_number(changes, multiplied, "changes", "multiplied")
     if isinstance(examples, numbers.Real) and not float(examples) > 0.0:

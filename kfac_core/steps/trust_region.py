@@ -18,14 +18,13 @@ from __future__ import annotations
 import numbers
 from typing import get_args
 
-import array_api_compat
-
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import (
     Scalar,
     cast,
     full_of,
     namespace_of,
+    own_namespace,
     require_floating,
     status_unless,
     wide_dtype,
@@ -37,7 +36,7 @@ from kfac_core.errors import ConventionError, NotFiniteError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, inner_product, scalar_of
 
-__all__ = ["TrustRegion", "kl_clip", "trust_region_rate"]
+__all__ = ["TrustRegion", "clip_of_product", "kl_clip", "trust_region_rate"]
 
 
 @structure()
@@ -126,7 +125,32 @@ def kl_clip(
     0.5
     """
     size = inner_product(gradient, preconditioned)
-    xp = array_api_compat.array_namespace(size)
+    return clip_of_product(size, learning_rate=learning_rate, bound=bound, check=check)
+
+
+def clip_of_product(
+    product: Array,
+    /,
+    *,
+    learning_rate: Scalar,
+    bound: Scalar,
+    check: Check = "raise",
+) -> TrustRegion:
+    """Return `kl_clip` from ``grad . P grad``.
+
+    Parameters
+    ----------
+    product : array, 0-d
+        Inner product of a gradient and the preconditioned gradient.
+    learning_rate, bound, check
+        See `kl_clip`.
+
+    Returns
+    -------
+    TrustRegion
+        With a scale in [0, 1].
+    """
+    size, xp = product, own_namespace(product)
     rate = scalar_of(xp, learning_rate, size.dtype, "learning_rate")
     size = rate * (rate * size)
     _require_positive(bound=bound)
@@ -182,7 +206,7 @@ def trust_region_rate(
 def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustRegion:
     """Return ``min(largest, sqrt(bound / size))``, the largest where size <= 0."""
     require_one_of("check", check, get_args(Check))
-    xp = array_api_compat.array_namespace(size)
+    xp = own_namespace(size)
     finite = xp.isfinite(size)
     if check == "raise" and not bool(finite):
         raise NotFiniteError(
@@ -190,12 +214,15 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
             "or infinity in the gradient and the direction; a preconditioner with a "
             "larger damping may be needed."
         )
-    length = xp.sqrt(xp.where(size > 0, size, xp.zeros_like(size)))
+    length = xp.sqrt(xp.where(size > 0, size, 0.0))
     longest = xp.sqrt(bound)
     # Without a quotient where it is not wanted: it could overflow.
     beyond = largest * length > longest
-    clipped = longest / xp.where(beyond, length, xp.ones_like(length))
+    clipped = longest / xp.where(beyond, length, 1.0)
     scale = xp.where(beyond, clipped, largest)
+    if check == "raise":
+        negative = status_unless(xp, size >= 0, Status.NOT_POSITIVE)
+        return TrustRegion(scale, size, negative)
     return TrustRegion(
         xp.where(finite, scale, xp.zeros_like(scale)),
         size,

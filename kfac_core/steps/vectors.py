@@ -191,22 +191,29 @@ def dot(
 
     Where `only` is given it says which parameters, by block and name, are summed over.
     """
-    example = next(x for arrays in left.values() for x in arrays.values())
-    total = xp.zeros((), dtype=dtype, device=device_of(example))
+    total: Any = None
     for block, parameters in left.items():
         for name, x in parameters.items():
             if only is None or only(block, name):
                 y = right[block][name]
-                wide = wide_dtype(xp, xp.result_type(x, y))
-                product = cast(xp, x, wide) * cast(xp, y, wide)
-                total = total + cast(xp, xp.sum(product), dtype)
+                if x.dtype != dtype or y.dtype != dtype:
+                    wide = wide_dtype(xp, xp.result_type(x, y))
+                    x, y = cast(xp, x, wide), cast(xp, y, wide)
+                part = cast(xp, xp.sum(x * y), dtype)
+                total = part if total is None else total + part
+    if total is None:
+        example = next(x for arrays in left.values() for x in arrays.values())
+        return xp.zeros((), dtype=dtype, device=device_of(example))
     return total
 
 
 def widest(*vectors: Vector, xp: Namespace) -> Any:
     """Return the widest dtype among the arrays of vectors, float32 at least."""
     arrays = [x for v in vectors for block in v.values() for x in block.values()]
-    return wide_dtype(xp, xp.result_type(*arrays))
+    dtype = arrays[0].dtype
+    if any(x.dtype != dtype for x in arrays):
+        dtype = xp.result_type(*arrays)
+    return wide_dtype(xp, dtype)
 
 
 def scalar_of(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:

@@ -61,6 +61,11 @@ class KFAC:
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them,
         ``"empirical"`` takes the gradients of the loop's own loss; see
         `kfac_core.losses.EstimationMode`.
+    samples : int
+        Labels drawn for each row, with as many vectors; of the sampled `fisher`.
+    positions : {"signs", "separate", "together"}
+        What ``fisher="exact"`` does with the rows of one example, such as tokens; see
+        `kfac_core.losses.drawn_vectors`.
     reduction : {"mean", "sum"}
         Reduction over the rows of outputs, in the loss whose gradients `step` takes, and of
         which the output gradients are with ``fisher="empirical"``.
@@ -85,6 +90,23 @@ class KFAC:
     ------
     KFACError
         For layers that do not match their parameters, and invalid options.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> from kfac_core_shims.numpy import KFAC
+    >>> rng = np.random.default_rng(0)
+    >>> x, y = rng.normal(size=(32, 3)), rng.normal(size=(32, 2))
+    >>> parameters = {"fc": {"weight": np.zeros((3, 2)), "bias": np.zeros(2)}}
+    >>> optimizer = KFAC(parameters, likelihood="gaussian")
+    >>> z = x @ parameters["fc"]["weight"] + parameters["fc"]["bias"]
+    >>> drawn = optimizer.vectors(z)
+    >>> optimizer.observe("fc", kc.Batch(x, drawn, sources=len(drawn)))
+    >>> g = (z - y) / len(x)
+    >>> change = optimizer.step({"fc": {"weight": x.T @ g, "bias": g.sum(axis=0)}})
+    >>> bool(np.any(parameters["fc"]["weight"]))
+    True
     """
 
     def __init__(
@@ -93,6 +115,8 @@ class KFAC:
         *,
         likelihood: Any = None,
         fisher: kc.losses.EstimationMode = "gradients",
+        samples: int = 1,
+        positions: kc.losses.Positions = "signs",
         reduction: Literal["mean", "sum"] = "mean",
         learning_rate: Schedule = 0.1,
         momentum: float = 0.9,
@@ -133,6 +157,7 @@ class KFAC:
         if likelihood is not None:
             self.row_loss = kc.integration.row_loss(likelihood)
         self.fisher, self.reduction = fisher, reduction
+        self.samples, self.positions = samples, positions
         self.learning_rate, self.momentum, self.kl_clip = (
             learning_rate,
             momentum,
@@ -175,8 +200,8 @@ class KFAC:
         Returns
         -------
         array, shape (M, N, ..., P)
-            M vectors, one with ``fisher="gradients"``; what comes back to a layer has the
-            leading axis too, and goes to `observe` with ``Batch(x, g, sources=M)``.
+            M vectors, `samples` with ``fisher="gradients"``; what comes back to a layer has
+            the leading axis too, and goes to `observe` with ``Batch(x, g, sources=M)``.
 
         Raises
         ------
@@ -204,6 +229,8 @@ class KFAC:
             # A seed of its own for each part of each step, the same in a resumed run.
             seed=(self.steps << 40) + self._drawn,
             shared=rows != len(outputs),
+            samples=self.samples,
+            positions=self.positions,
         )
         self._rows, self._drawn = rows, self._drawn + rows
         weight = self.row_loss.weight(outputs.shape[-1])
@@ -259,6 +286,25 @@ class KFAC:
         moments = block.moments(given, **options, name=name)
         seen = self._seen.get(name)
         self._seen[name] = block.merge(seen, moments) if seen else moments
+
+    def update(self) -> None:
+        """Accumulate the observed batches, and take no step: no parameter changes.
+
+        With ``decay=1`` updates add up; ``estimator.refresh()`` after them makes operators
+        of the statistics.
+
+        Raises
+        ------
+        NotReadyError
+            If nothing was observed.
+        """
+        if not self._seen:
+            raise kc.NotReadyError(
+                "No layer was observed: call `observe` before `update`."
+            )
+        self.estimator.decay = kc.integration.value_at(self.decay, self.steps)
+        self.estimator.absorb(self._seen)
+        self._seen, self._rows = {}, 0
 
     def step(
         self,

@@ -24,7 +24,7 @@ SUMMARY = "check another K-FAC library against identities and records"
 EXAMPLES = (
     "kfac-core conformance --adapter kfac_core_conformance.own:Own",
     "kfac-core conformance --adapter my_adapter.py:MyLibrary --only B1 A4",
-    "kfac-core conformance --adapter my_adapter.py:MyLibrary --records *.safetensors",
+    "kfac-core conformance --adapter my_adapter.py:Mine --records *.safetensors",
 )
 EXIT_CODES = {
     0: "every check that the library supports holds",

@@ -84,7 +84,7 @@ def _condition(reference: Recomputation, index: int) -> float:
     if isinstance(check, MultiplyMatpower):
         return float(k * max(1.0, abs(check.exp)))
     if isinstance(check, Logdet):
-        n, m = operator.shape
+        n, m = operator.vector_shape
         return n * m * k / expected
     return k
 

@@ -25,8 +25,6 @@ def options(text: str, holders: str = "1") -> argparse.Namespace:
     parser.add_argument(
         "--holders", default=holders, help="a divisor of P, auto or all"
     )
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

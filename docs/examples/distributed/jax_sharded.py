@@ -1,13 +1,13 @@
-"""K-FAC in JAX on several devices, beside one: `shard_map`, and `jit` with shardings.
+"""K-FAC in JAX on several devices, beside one: `shard_map`, `pmap`, `jit` with shardings.
 
 Needs `pip install scikit-learn jax`.  ``--processes`` is the number of virtual devices of
 the CPU, which are made in this process.  Shards have unequal numbers of rows: all are
 padded to the batch's size, and what is padding is masked.  One device gets the same padded
 batch, since an example that is masked counts as an example of no rows.
 
-Inside `shard_map` each device runs the program on its own rows.  `SummedOver` adds up the
-statistics of an update over the mapped axis, and `psum` the gradients.  With arrays that
-have shardings `jit` divides the program itself, and nothing is added to it.
+Inside `shard_map` and `pmap` each device runs the program on its own rows.  `SummedOver`
+adds up the statistics of an update over the mapped axis, and `psum` the gradients.  With
+arrays that have shardings `jit` divides the program itself, and nothing is added to it.
 """
 
 from __future__ import annotations
@@ -150,9 +150,23 @@ def main():
             check_vma=False,
         )
     )
+    by_device = jax.pmap(
+        functools.partial(
+            step, psum=functools.partial(jax.lax.psum, axis_name="shards")
+        ),
+        axis_name="shards",
+        in_axes=(None, None, 0, 0, 0, None),
+    )
+
+    def pmapped(weights, state, images, labels, mask, refresh):
+        shards = [x.reshape(size, BATCH, *x.shape[1:]) for x in (images, labels, mask)]
+        # What comes back is the same on all devices.
+        return jax.tree.map(lambda x: x[0], by_device(weights, state, *shards, refresh))
+
     alone = functools.cache(lambda: train(jax.jit(step), size, chosen.dtype))
     ways = {
         "shard_map": lambda: train(mapped, size, chosen.dtype, mesh),
+        "pmap": lambda: train(pmapped, size, chosen.dtype),
         "jit with shardings": lambda: train(jax.jit(step), size, chosen.dtype, mesh),
     }
     for name, run in ways.items():

@@ -11,9 +11,8 @@ over that of all rows.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 
@@ -39,8 +38,11 @@ def network(dtype):
     ).to(dtype)
 
 
-def train(communicator, holders, dtype):
-    """Return the parameters after 20 steps, and the last directions."""
+def train(communicator, holders, dtype, wrap=DistributedDataParallel, divided=True):
+    """Return the parameters after 20 steps, and the last directions.
+
+    ``wrap`` divides a model among processes; with ``divided`` also the rows are.
+    """
     images, labels = (torch.as_tensor(x) for x in digits(dtype))
     model = network(images.dtype)
     options = {"likelihood": "categorical", "fisher": "exact", "lr": RATE}
@@ -50,7 +52,7 @@ def train(communicator, holders, dtype):
         # Other processes run, which this one does without.
         kfac = KFAC(model, communicator="alone", **options)
     else:
-        parallel = DistributedDataParallel(model)
+        parallel = wrap(model)
         if holders != "auto":
             options["execution"] = Distributed(
                 communicator=communicator, holders=holders, like=images
@@ -59,7 +61,7 @@ def train(communicator, holders, dtype):
         kfac = KFAC(parallel, **options)
     for step in range(STEPS):
         rows, N, scale = batch(step), len(labels[batch(step)]), 1.0
-        if communicator is not None:
+        if communicator is not None and divided:
             rows = shard(step, communicator.rank, communicator.size)
             scale = communicator.size
         model.zero_grad()
@@ -67,65 +69,63 @@ def train(communicator, holders, dtype):
         logits = parallel(images[rows])
         loss = torch.nn.functional.cross_entropy(logits, labels[rows], reduction="sum")
         (loss * (scale / N)).backward()
-        # 2. The gradients, which DistributedDataParallel has averaged, become directions.
+        # 2. The gradients, averaged over the parts of the data, become directions.
         kfac.step()
         with torch.no_grad():
             for p in model.parameters():
                 p.sub_(RATE * p.grad)
-    directions = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    named = dict(model.named_parameters())
+    directions = {name: whole(p.grad).numpy() for name, p in named.items()}
+    parameters = {name: whole(p.detach()) for name, p in named.items()}
     if communicator is not None:
-        kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
-    parameters = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    return parameters, directions
+        kfac.estimator.check_replicas(parameters=parameters)
+    return {name: p.numpy() for name, p in parameters.items()}, directions
 
 
-def main():
+def whole(x):
+    """Return a tensor with the parts of all processes."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def main(**how):
+    """Start the ranks, and exit with 1 if one of them fails."""
     chosen = options(__doc__, holders="auto")
-    if chosen.rank is None:
-        start(chosen.processes)
-    communicator = joined(chosen)
-    with ended():
-        compared(
-            lambda: train(communicator, holders_of(chosen.holders), chosen.dtype),
-            lambda: train(None, None, chosen.dtype),
-            rank=chosen.rank,
-            size=chosen.processes,
-            dtype=chosen.dtype,
-        )
+    # What was imported need not be imported by each rank.
+    method = "fork" if sys.platform == "linux" else "spawn"
+    context = multiprocessing.get_context(method)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=on_a_rank, args=(chosen, rank, folder, how))
+            for rank in range(chosen.processes)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    sys.exit(int(any(rank.exitcode for rank in ranks)))
 
 
-def joined(chosen):
-    """Join the other processes, and return the communicator."""
+def on_a_rank(chosen, rank, folder, how):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{chosen.store}",
-        rank=chosen.rank,
+        init_method=f"file://{folder}/store",
+        rank=rank,
         world_size=chosen.processes,
         timeout=datetime.timedelta(seconds=TIMEOUT),
     )
-    return connect("torch", timeout=TIMEOUT)
-
-
-@contextlib.contextmanager
-def ended():
-    """Leave the process group at the end."""
+    communicator = connect("torch", timeout=TIMEOUT)
+    holders = holders_of(chosen.holders)
     try:
-        yield
+        compared(
+            lambda: train(communicator, holders, chosen.dtype, **how),
+            lambda: train(None, None, chosen.dtype),
+            rank=rank,
+            size=chosen.processes,
+            dtype=chosen.dtype,
+        )
     finally:
         dist.destroy_process_group()
-
-
-def start(processes):
-    """Start this program once for each rank, and exit with the first failure."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *sys.argv, "--store", f"{folder}/store"]
-        ranks = [
-            subprocess.Popen([*command, "--rank", str(rank)])
-            for rank in range(processes)
-        ]
-        codes = [rank.wait() for rank in ranks]
-    sys.exit(next((1 for code in codes if code), 0))
 
 
 if __name__ == "__main__":

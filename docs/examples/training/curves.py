@@ -65,9 +65,15 @@ def best(runs: dict[float, list[Curve]]) -> float:
 
 
 def table(
-    curves: list[Curve], *, test: str = "test error", baseline: str = "Adam"
+    curves: list[Curve],
+    *,
+    test: str = "test error",
+    baseline: str = "Adam",
+    loss: str = ".3g",
 ) -> str:
     """Return a Markdown table: medians over seeds, one row a method.
+
+    `loss` is the format of losses, with as many digits as hold.
 
     The last two columns say when a method reached the least loss that every run of
     `baseline`, the first method whose name begins so, came to.
@@ -76,14 +82,14 @@ def table(
     runs = next(r for name, r in groups.items() if name.startswith(baseline))
     target = max(min(run.losses) for run in runs)
     heads = ["method", "training loss", test, "steps", "seconds"]
-    heads += [f"steps to {target:.3g}", f"seconds to {target:.3g}"]
+    heads += [f"steps to {target:{loss}}", f"seconds to {target:{loss}}"]
     lines = [heads, ["---"] * len(heads)]
     for name, runs in groups.items():
         reached = [run.reached(target) for run in runs]
         lines.append(
             [
                 name,
-                f"{statistics.median(run.losses[-1] for run in runs):.3g}",
+                f"{statistics.median(run.losses[-1] for run in runs):{loss}}",
                 f"{statistics.median(run.test for run in runs):.4f}",
                 f"{statistics.median(run.steps[-1] for run in runs):g}",
                 f"{statistics.median(run.seconds[-1] for run in runs):.1f}",
@@ -109,7 +115,9 @@ def colors_of(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def plot(curves: list[Curve], path: str | Path, *, title: str = "") -> None:
+def plot(
+    curves: list[Curve], path: str | Path, *, title: str = "", steps: str = "steps"
+) -> None:
     """Draw the training loss against steps and against seconds, a line a run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -129,7 +137,7 @@ def plot(curves: list[Curve], path: str | Path, *, title: str = "") -> None:
                     alpha=1.0 if number_of_run == 0 else 0.4,
                     label=name if number_of_run == 0 else None,
                 )
-        axes.set_xlabel(against)
+        axes.set_xlabel(steps if against == "steps" else "seconds")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     by_steps.set_ylabel("training loss")

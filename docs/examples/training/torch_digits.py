@@ -31,13 +31,13 @@ OPTIONS = {
     "refresh_every": 10,
 }
 
+PROBLEM = {
+    "build": build,
+    "data": digits(),
+    "steps": 150,
+    "size": 128,
+    "options": OPTIONS,
+}
+
 if __name__ == "__main__":
-    main(
-        "A convolutional classifier on digits",
-        "torch_digits.png",
-        build=build,
-        data=digits(),
-        steps=150,
-        size=128,
-        options=OPTIONS,
-    )
+    main("A convolutional classifier on digits", "torch_digits.png", **PROBLEM)

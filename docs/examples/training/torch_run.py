@@ -66,30 +66,37 @@ def loss_and_error(model, inputs, targets):
     outputs = model(torch.from_numpy(inputs)).flatten(0, -2)
     targets = torch.from_numpy(targets).flatten()
     model.train()
-    error = (outputs.argmax(-1) != targets).float().mean()
+    read = targets >= 0  # The loss ignores labels of -100.
+    error = (outputs.argmax(-1) != targets)[read].float().mean()
     return float(cross_entropy(outputs, targets)), float(error)
 
 
+def runs(*, seeds, **problem):
+    """Search both grids, and return the curves of the best rate of each method."""
+    torch.set_num_threads(1)
+    curves = []
+    for method, rates in GRIDS.items():
+        tried = {}
+        for rate in rates:
+            tried[rate] = [train(method, rate, 0, **problem)]
+            if sys.stderr.isatty():
+                loss = tried[rate][0].losses[-1]
+                print(f"{method}, {rate:g}: training loss {loss:.4f}", file=sys.stderr)
+        rate = best(tried)
+        tried[rate] += [
+            train(method, rate, seed, **problem) for seed in range(1, seeds)
+        ]
+        curves += tried[rate]
+    return curves
+
+
 def main(title, picture, *, steps, **problem):
-    """Search both grids, print the table of the best runs, and draw them."""
+    """Print the table of the best runs, and draw them."""
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--seeds", type=int, default=2, help="runs of the best rates")
     parser.add_argument("--output", default=picture, help="where the picture goes")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    curves = []
-    for method, rates in GRIDS.items():
-        runs = {}
-        for rate in rates:
-            runs[rate] = [train(method, rate, 0, steps=arguments.steps, **problem)]
-            if sys.stderr.isatty():
-                loss = runs[rate][0].losses[-1]
-                print(f"{method}, {rate:g}: training loss {loss:.4f}", file=sys.stderr)
-        rate = best(runs)
-        for seed in range(1, arguments.seeds):
-            more = train(method, rate, seed, steps=arguments.steps, **problem)
-            runs[rate].append(more)
-        curves += runs[rate]
+    curves = runs(seeds=arguments.seeds, steps=arguments.steps, **problem)
     print(table(curves))
     plot(curves, arguments.output, title=title)

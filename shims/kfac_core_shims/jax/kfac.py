@@ -64,6 +64,25 @@ class KFAC:
     ConventionError
         For an interval that is no whole number of updates >= 1, or a `kl_clip` or
         `learning_rate` that is not positive.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import kfac_core as kc
+    >>> from kfac_core_shims.jax import KFAC, Network
+    >>> x, y = jnp.ones((8, 4)), jnp.zeros((8, 3))
+    >>> params = {"W": jnp.ones((4, 3))}
+    >>> network = Network(lambda params, x: x @ params["W"], params, x)
+    >>> kfac = KFAC(network, reduction="sum", sources="sum")
+    >>> loss = kc.losses.Gaussian(variance=1.0)
+    >>> state = kfac.init(params)
+    >>> outputs, pull = network.vjp(params, x)
+    >>> gradients, _ = pull(loss.gradient(outputs, y) / 8, reduction="mean")
+    >>> captured = pull(kc.losses.vectors(loss, outputs, mode="exact"))
+    >>> direction, state = kfac.update(gradients, state, captured=captured)
+    >>> direction["W"].shape
+    (4, 3)
     """
 
     def __init__(

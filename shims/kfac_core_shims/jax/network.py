@@ -59,6 +59,20 @@ class Network:
         For a parameter of no block (``rest="refuse"``), or of two.
     ConventionError
         For a layer whose rows are not those of examples.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from kfac_core_shims.jax import Network
+    >>> params = {"fc": {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}}
+    >>> network = Network(
+    ...     lambda params, x: x @ params["fc"]["w"] + params["fc"]["b"],
+    ...     params,
+    ...     jnp.ones((8, 4)),
+    ... )
+    >>> [*network.blocks]
+    ['fc']
     """
 
     def __init__(

@@ -106,6 +106,21 @@ def kfac_optimizer(
     -------
     Optimizer
         With the methods ``init`` and ``step``.
+
+    Examples
+    --------
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> from kfac_core_shims.jax import kfac_optimizer
+    >>> x, y = jax.random.normal(jax.random.key(0), (32, 4)), jnp.arange(32) % 3
+    >>> params = {"W": jnp.zeros((4, 3))}
+    >>> optimizer = kfac_optimizer(
+    ...     lambda params, x: x @ params["W"], params, x, likelihood="categorical"
+    ... )
+    >>> state = optimizer.init(params)
+    >>> params, state, progress = optimizer.step(params, state, x, y, jax.random.key(1))
+    >>> round(float(progress.loss), 2)
+    1.1
     """
     network = Network(
         function,

@@ -76,6 +76,18 @@ class KFAC(kc.integration.NaturalGradient):
         For options out of range, and those that do not agree with the compiled losses.
     UnsupportedError
         For a model, an optimizer or a backend that cannot be used.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import numpy as np
+    >>> from kfac_core_shims.keras import KFAC
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    >>> loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    >>> model.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss)
+    >>> kfac = KFAC(model)
+    >>> x, y = np.random.normal(size=(32, 4)), np.arange(32) % 3
+    >>> history = model.fit(x, y, verbose=0)
     """
 
     def __init__(

@@ -2,11 +2,13 @@
 
 `KFAC` replaces the gradients of a model by natural gradients, between
 ``loss.backward()`` and ``optimizer.step()``.  `KFACOptimizer` is an optimizer without a
-learning rate.  `register_layer` covers modules of other libraries.
+learning rate.  `register_layer` covers modules of other libraries, and `DistributedState`
+is for ``torch.distributed.checkpoint``.
 """
 
 from kfac_core_shims.torch.kfac import KFAC
 from kfac_core_shims.torch.layers import register_layer
 from kfac_core_shims.torch.optimizer import KFACOptimizer
+from kfac_core_shims.torch.saving import DistributedState
 
-__all__ = ["KFAC", "KFACOptimizer", "register_layer"]
+__all__ = ["KFAC", "DistributedState", "KFACOptimizer", "register_layer"]

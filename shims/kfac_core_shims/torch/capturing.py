@@ -9,9 +9,9 @@ than its modules has used is either read there too (a matrix product), or left a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from weakref import ref
 
@@ -40,15 +40,22 @@ class Reached:
         Its inputs.
     columns : slice or None
         Which features of that gradient are the block's; None for all.
+    share : callable, optional
+        Returns this process's examples of that gradient, where all have the same.
     """
 
-    edge: GradientEdge
+    edge: Any
     call: kc.integration.LayerCall
     columns: slice | None = None
+    share: Callable[[Any], Any] | None = None
 
     def take(self, g: Any) -> Any:
         """Return the block's features of a gradient that came back."""
-        return g if g is None or self.columns is None else g[..., self.columns]
+        if g is None:
+            return None
+        if self.share is not None:
+            g = self.share(g)
+        return g if self.columns is None else g[..., self.columns]
 
 
 @dataclass(eq=False)
@@ -65,6 +72,8 @@ class Observation:
         Whether a backward pass went through any of the calls.
     weight : torch.Tensor or None
         Weights of the rows.
+    scale : float or None
+        What the loss multiplied each row's cross-entropy by; None where it was not told.
     replay : tuple or None
         Arguments of the model's call, positional and by name, and the state of the random
         numbers before it; where these are kept.
@@ -74,18 +83,15 @@ class Observation:
     rows: float = 0.0
     differentiated: bool = False
     weight: Any = None
+    scale: float | None = None
     replay: Any = None
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:
         """Note when a backward pass reaches a call, and take its gradient if empirical."""
         # A hook that held the node that it is of would keep the graph for ever.
-        noted = partial(
-            _note,
-            self,
-            reached.call if empirical else None,
-            reached.edge.output_nr,
-            reached.columns,
-        )
+        call = reached.call if empirical else None
+        take = Reached(None, reached.call, reached.columns, reached.share).take
+        noted = partial(_note, self, call, reached.edge.output_nr, take)
         reached.edge.node.register_prehook(noted)
 
     def take(self, reached: Reached, gradients: Any) -> None:
@@ -101,15 +107,14 @@ class Observation:
 
 
 def _note(
-    observation: Observation, call: Any, index: int, columns: Any, grads: Any
+    observation: Observation, call: Any, index: int, take: Any, grads: Any
 ) -> None:
     # A pass that makes a graph, as for a penalty, is not the loss's own.
     if torch.is_grad_enabled():
         return
     observation.differentiated = True
     if call is not None and call.inputs is not None:
-        g = grads[index]
-        call.add_to_source(g if g is None or columns is None else g[..., columns])
+        call.add_to_source(take(grads[index]))
 
 
 # Forward hooks.
@@ -137,13 +142,9 @@ class _CallHook(_Inert):
     def __call__(self, module: Any, a: Any, k: Any, y: Any) -> None:
         """Record a call, in the graph node of its output."""
         kfac = self.kfac()
-        recorded = (
-            kfac is not None
-            and isinstance(y, torch.Tensor)
-            and y.requires_grad
-            and kfac.wants_statistics
-        )
-        if not recorded:
+        if kfac is None or not isinstance(y, torch.Tensor):
+            return
+        if not (y.requires_grad and kfac.wants_statistics):
             return
         edge = None
         for site in self.sites:
@@ -151,6 +152,10 @@ class _CallHook(_Inert):
                 continue
             arguments = tuple(x.detach() if _is_tensor(x) else x for x in a)
             arguments += tuple(x.detach() if _is_tensor(x) else x for x in k.values())
+            examples = None
+            if kfac.share is not None:
+                examples = len(arguments[0])
+                arguments = kfac.share(arguments[0]), *arguments[1:]
             read: Any = site.part.read
             with torch.no_grad():
                 reading = read(module, arguments, y)
@@ -162,6 +167,9 @@ class _CallHook(_Inert):
                 mask=reading.mask,
                 grad_shape=reading.grad_shape,
                 grad_scale=reading.grad_scale,
+                transposed=reading.transposed,
+                examples=examples,
+                bias=not site.some_biases or module.bias is not None,
             )
             edge = edge or get_gradient_edge(y)
             held = edge.node.metadata.setdefault(id(kfac), [])
@@ -244,7 +252,11 @@ def install(kfac: Any, found: Found, /) -> list[Any]:
         read = [site for site in read if site.part.read is not None]
         if read:
             hook = _CallHook(kfac, read)
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            # Before the hooks that make whole parameters, or whole outputs, parts again.
+            first = kfac.divides_parameters
+            handles.append(
+                module.register_forward_hook(hook, with_kwargs=True, prepend=first)
+            )
         if context is not None:
             around = _Around(kfac, context)
             handles.append(module.register_forward_pre_hook(_Before(around)))
@@ -262,7 +274,13 @@ def _is_tensor(x: Any) -> bool:
 
 
 def calls_below(
-    root: Any, /, *, token: int, sites: Mapping[str, Site]
+    root: Any,
+    /,
+    *,
+    token: int,
+    sites: Mapping[str, Site],
+    share: Callable[[Any], Any] | None = None,
+    keep_empty: bool = False,
 ) -> tuple[list[Reached], dict[str, str]]:
     """Return the calls that outputs depend on, of weights with no other use.
 
@@ -274,6 +292,10 @@ def calls_below(
         Key of the calls in the nodes' metadata.
     sites : mapping of str to Site
         Blocks by name.
+    share : callable, optional
+        As of `Reached`.
+    keep_empty : bool
+        Whether calls without examples are returned too.
 
     Returns
     -------
@@ -286,11 +308,11 @@ def calls_below(
     own = Counter(call.block for _, call in walk.recorded)
     whole: dict[str, list[Reached]] = {name: [] for name in own}
     for edge, call in walk.recorded:
-        whole[call.block].append(Reached(edge, call))
+        whole[call.block].append(Reached(edge, call, share=share))
     reached: list[Reached] = []
     reasons: dict[str, str] = {}
     for name, site in sites.items():
-        uses = [0, *(walk.uses[id(p)] for p in site.parameters.values())]
+        uses = [0, *(walk.uses[id(site.read_as(role))] for role in site.parameters)]
         if max(uses) == 0 and name not in own:
             continue
         if site.part.rows or max(uses) > own[name]:
@@ -302,7 +324,7 @@ def calls_below(
         else:
             reached += whole[name]
     # Experts that got no token have nothing to say.
-    return [r for r in reached if r.call.inputs.shape[0]], reasons
+    return [r for r in reached if keep_empty or r.call.examples], reasons
 
 
 class _Walk:
@@ -312,7 +334,7 @@ class _Walk:
         self.recorded: list[tuple[GradientEdge, Any]] = []
         self.leaves: dict[int, Any] = {}
         self.seen: set[Any] = set()
-        incoming: Counter[Any] = Counter()
+        incoming: dict[Any, int] = defaultdict(int)
         readers: list[tuple[Any, int]] = []
         todo = [root]
         while todo:
@@ -326,10 +348,11 @@ class _Walk:
                 if below is None:
                     continue
                 incoming[below] += 1
-                variable = getattr(below, "variable", None)
-                if variable is None:
+                kind: Any = type(below)
+                if not _is_leaf(kind):
                     todo.append(below)
                 else:
+                    variable = below.variable
                     readers.append((node, id(variable)))
                     self.leaves[id(variable)] = below
         self.uses: Counter[int] = Counter()
@@ -353,6 +376,11 @@ class _Walk:
     def products_of(self, site: Site) -> list[Reached] | str:
         """Return the matrix products that read a weight, or what else reads it."""
         layer = site.layer
+        if site.kind == "embedding":
+            return (
+                "it is an embedding whose weight something else reads; to make logits, "
+                "give nn.Linear this weight before KFAC is made"
+            )
         if layer.kind != "dense" or "weight" not in site.parameters:
             return "its weight is used outside of its module's forward"
         found: list[Reached] = []
@@ -364,11 +392,14 @@ class _Walk:
             x = getattr(node, saved).detach()
             call = kc.integration.LayerCall(site.name, x)
             found.append(Reached(GradientEdge(node, 0), call, rows))
-        biases = 0
         if "bias" in site.parameters:
-            biases = len(list(self._consumers(site, "bias")))
-            if biases != len(found):
-                return f"its weight has {len(found)} uses, and its bias {biases}"
+            adding = [node for node, *_ in self._consumers(site, "bias")]
+            nodes = [reached.edge.node for reached in found]
+            if len(adding) != len(found):
+                if any(node not in nodes for node in adding):
+                    return f"its weight has {len(found)} uses, its bias {len(adding)}"
+                for reached in found:
+                    reached.call.bias = reached.edge.node in adding
         return found
 
     def _consumers(
@@ -378,7 +409,7 @@ class _Walk:
 
         Each is ``(node, its argument, the block's rows among those read, transposed)``.
         """
-        leaf = self.leaves.get(id(site.parameters[role]))
+        leaf = self.leaves.get(id(site.read_as(role)))
         size = site.parameters[role].shape[0]
         own = site.rows_of(role) or slice(0, size)
         todo: list[tuple[Any, int, int, bool, int | None]] = []
@@ -402,6 +433,12 @@ class _Walk:
                     exact = (start, stop) == (own.start, own.stop)
                     rows = slice(own.start - start, own.stop - start)
                     yield parent, place, None if exact else rows, flipped
+
+
+@cache
+def _is_leaf(kind: Hashable) -> bool:
+    """Whether nodes of a class accumulate the gradient of a tensor."""
+    return hasattr(kind, "variable")
 
 
 def _swaps(node: Any, name: str) -> bool:

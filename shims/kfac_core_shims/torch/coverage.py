@@ -38,16 +38,31 @@ def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:
     Approximation or None
         That which was chosen, or the default of its kind; diagonal on sides of more than
         `LARGEST_FACTOR` features, such as the logits of a large vocabulary.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For another approximation of a weight that embeds ids and makes logits too.
     """
+    found = _chosen_or_default(site, chosen)
+    if site.part.tied and found is not None and found != APPROXIMATIONS["embedding"]:
+        raise kc.ConventionError(
+            f"{site.name!r} is an embedding whose weight makes logits too: expected "
+            f"{APPROXIMATIONS['embedding']!r} or None in `approximations`, got {found!r}."
+        )
+    return found
+
+
+def _chosen_or_default(site: Any, chosen: Mapping[Any, Any]) -> Any:
     if site.name in chosen:
         return chosen[site.name]
     for kind in type(site.module).__mro__:
         if kind in chosen:
             return chosen[kind]
-    if site.layer.kind in chosen:
-        return chosen[site.layer.kind]
-    if site.layer.kind != "dense":
-        return APPROXIMATIONS[site.layer.kind]
+    if site.kind in chosen:
+        return chosen[site.kind]
+    if site.kind != "dense":
+        return APPROXIMATIONS[site.kind]
     sides = zip(("input", "output"), site.layer.matrix_shape, strict=True)
     large = {side: "diagonal" for side, n in sides if n > LARGEST_FACTOR}
     return replace(APPROXIMATIONS["dense"], **large)
@@ -65,7 +80,7 @@ def require_known(chosen: Mapping[Any, Any], sites: Mapping[str, Any], /) -> Non
     """
     for key, approximation in chosen.items():
         matches = any(
-            key in (site.name, site.layer.kind) or key in type(site.module).__mro__
+            key in (site.name, site.kind) or key in type(site.module).__mro__
             for site in sites.values()
         )
         if not matches and key not in APPROXIMATIONS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 from warnings import warn
 
@@ -40,8 +40,8 @@ class KFAC(kc.integration.NaturalGradient):
     Parameters
     ----------
     model : torch.nn.Module
-        Model on its device, or its ``DistributedDataParallel``; if compiled, before its
-        first call.
+        Model on its device, or its ``DistributedDataParallel``, also after `fully_shard`
+        or `parallelize_module` over all processes; if compiled, before its first call.
     likelihood : str, kfac_core.losses.Loss or torch.nn.Module, optional
         Likelihood of one row of outputs: ``"categorical"`` (cross-entropy of logits),
         ``"bernoulli"``, ``"gaussian"`` (half the squared error, summed over outputs), an
@@ -54,6 +54,11 @@ class KFAC(kc.integration.NaturalGradient):
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of
         them, ``"empirical"`` uses the gradients of the caller's backward pass.
+    samples : int
+        Labels drawn for each row, with as many backward passes; of the sampled `fisher`.
+    positions : {"signs", "separate", "together"}
+        What ``fisher="exact"`` does with the rows of one example, such as tokens; see
+        `kfac_core.losses.drawn_vectors`.
     lr : float, callable of int, or torch.optim.Optimizer
         Learning rate that the KL clip reckons with; of an optimizer, its current one.
     kl_clip : float or callable of int, optional
@@ -84,6 +89,9 @@ class KFAC(kc.integration.NaturalGradient):
         Processes that train one model on parts of each batch, or the name of their engine;
         ``"alone"`` for a model of this process's own.  By default all processes of
         ``torch.distributed``, if it is initialized.
+    overlap : bool
+        Whether statistics are taken, exchanged and factorized while the backward pass of
+        the loss runs, in a thread.  For steps of one pass each; the result is the same.
     execution : kfac_core.Execution or kfac_core.distributed.Distributed, optional
         How blocks are computed; with `Distributed`, also by whom.
     **options
@@ -106,8 +114,8 @@ class KFAC(kc.integration.NaturalGradient):
     kfac_core.ConventionError
         For an option that cannot be, with its name.
     kfac_core.UnsupportedError
-        For a model without a covered layer, with sharded parameters, or on processes that
-        nobody mentioned.
+        For a model without a covered layer, with parameters that are divided over a mesh of
+        several dimensions, or on processes that nobody mentioned.
     kfac_core.distributed.ReplicaError
         If processes have different models or options.
 
@@ -146,6 +154,8 @@ class KFAC(kc.integration.NaturalGradient):
         likelihood: Any = None,
         reduction: Literal["mean", "sum"] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
+        samples: int = 1,
+        positions: kc.losses.Positions = "signs",
         lr: Any = 0.1,
         kl_clip: Any = 1e-3,
         damping: Any = 3e-2,
@@ -160,12 +170,18 @@ class KFAC(kc.integration.NaturalGradient):
         grad_scaler: Any = None,
         keep: bool = False,
         communicator: Any = None,
+        overlap: bool = False,
         execution: Any = None,
         **options: Any,
     ) -> None:
+        if overlap and (keep or fisher == "empirical" or output is None):
+            raise kc.ConventionError(
+                "`overlap` takes statistics when the outputs' gradients come, which is too "
+                "early for fisher='empirical', `observe` and KFACOptimizer. Leave it out."
+            )
+        self.overlap = overlap
         self.model = parallel.inner(model)
-        parallel.require_plain_parameters(self.model)
-        execution, processes = parallel.execution_of(
+        execution, processes, self._division = parallel.execution_of(
             model,
             communicator,
             execution,
@@ -176,6 +192,8 @@ class KFAC(kc.integration.NaturalGradient):
         sources = kc.losses.source_reduction_of(fisher)
         self.criterion, self.output, self.grad_scaler = criterion, output, grad_scaler
         found = find_sites(self.model, skip_layers=skip_layers)
+        if self._division is not None:
+            self._division.install(found)
         chosen = dict(approximations or {})
         coverage.require_known(chosen, found.sites)
         kept = {n: coverage.approximation_of(s, chosen) for n, s in found.sites.items()}
@@ -205,11 +223,14 @@ class KFAC(kc.integration.NaturalGradient):
             learning_rate=_rate_of(lr),
             communicator=processes,
         )
+        self._collects = False
+        self.samples, self.positions = samples, positions
         self.skipped: dict[str, str] = {}
         self._reasons, self._notes = dict(found.reasons), dict[str, None]()
         self._observations: list[Observation] = []
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
+        self._equal_rows = False
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
@@ -258,9 +279,26 @@ class KFAC(kc.integration.NaturalGradient):
         self.estimator.damping = kc.integration.value_at(damping, self.steps)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether parameters are divided among processes."""
+        return self._division is not None
+
+    @property
     def wants_outputs(self) -> bool:
         """Whether a forward pass now is to be observed."""
         return self.wants_statistics or self.reduction == "sum" or self._keep
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether parameters are divided among processes."""
+        return self._division is not None
+
+    @property
+    def share(self) -> Callable[[Any], Any] | None:
+        """What returns this process's examples, where all have the same rows."""
+        if self._division is None or not self._division.tensor_parallel:
+            return None
+        return self._division.share
 
     @property
     def differentiated(self) -> list[Observation]:
@@ -299,6 +337,11 @@ class KFAC(kc.integration.NaturalGradient):
             raise kc.ConventionError(
                 "The loss has class weights: pass those of the rows, "
                 "observe(outputs, weight=loss.weight[labels])."
+            )
+        if self.overlap:
+            raise kc.ConventionError(
+                "Whether outputs that are observed by hand are differentiated is not known "
+                "in time. Make KFAC without `overlap`."
             )
         if self.criterion.assumed:
             raise kc.ConventionError(
@@ -356,12 +399,103 @@ class KFAC(kc.integration.NaturalGradient):
         finally:
             self.discard()
 
+    def update(self, passes: Iterable[Any] | None = None, /) -> None:
+        """Update the statistics, and take no step: gradients and counts stay as they are.
+
+        For curvature that is not an optimizer's: posteriors, influence, a data set's
+        factors.  With ``decay=1`` updates add up, and with ``estimator.refresh()`` after
+        them ``estimator.operator(name)`` has the products.
+
+        Parameters
+        ----------
+        passes : iterable, optional
+            Outputs of forward passes, made one after the other, as by a generator; they
+            are parts of one batch, of any sizes, and their graphs are let go of as they
+            are read.  Nothing needs to be differentiated, except for
+            ``fisher="empirical"``: there the loop differentiates each loss itself and
+            gives None.  Where left out, the passes that were differentiated or observed
+            by hand since the last step are the batch.
+
+        Raises
+        ------
+        kfac_core.NotReadyError
+            If no pass was observed.
+        kfac_core.ConventionError
+            For outputs with ``fisher="empirical"``.
+        kfac_core.UnsupportedError
+            With ``overlap``.
+        kfac_core.NotFiniteError
+            For a row that is not finite.  Nothing was changed then.
+
+        Examples
+        --------
+        The Fisher matrix of a data set, summed over labels, in batches:
+
+        >>> import torch
+        >>> from kfac_core_shims.torch import KFAC
+        >>> model = torch.nn.Linear(4, 3)
+        >>> kfac = KFAC(model, likelihood="categorical", fisher="exact", decay=1.0)
+        >>> batches = torch.randn(10, 4).split(4)
+        >>> kfac.update(model(x) for x in batches)
+        >>> kfac.estimator.refresh()
+        >>> kfac.steps, kfac.estimator.operator("").vector_shape
+        (0, (5, 3))
+        """
+        if self.overlap:
+            raise kc.UnsupportedError(
+                "With `overlap` a pass belongs to a step from the moment that it is "
+                "differentiated. Make KFAC without `overlap`."
+            )
+        found: dict[str, kc.Statistics] | None = None
+        if isinstance(passes, torch.Tensor):
+            passes = [passes]
+        self._collects = True
+        try:
+            for outputs in [None] if passes is None else passes:
+                if outputs is not None:
+                    self._observe_alone(outputs)
+                seen = self._observations if self._by_hand else self.differentiated
+                calls = [call for o in seen for call in o.calls]
+                rows = sum(o.rows for o in seen)
+                with torch.no_grad():
+                    found = self.moments(calls, rows=rows, before=found)
+                self._forget()
+            if found is not None:
+                self.estimator.absorb(found)
+        finally:
+            self._collects = False
+            self._forget()
+
+    def _observe_alone(self, outputs: Any) -> None:
+        """Observe outputs by hand, in the place of the model's own hook."""
+        if self.estimator.mode == "empirical":
+            raise kc.ConventionError(
+                "fisher='empirical' takes the gradients of the loop's own loss: "
+                "differentiate it, and give None in the place of the outputs."
+            )
+        for started in self._passes:
+            started.drop()
+        self._passes = []
+        self.observe(outputs)
+
+    @property
+    def wants_statistics(self) -> bool:
+        """Whether the next step needs calls with output gradients."""
+        return self._collects or super().wants_statistics
+
     def discard(self) -> None:
         """Forget the passes since the last step, as for a batch that is left out.
 
         Not needed where the batch's loss was never differentiated: such passes do not
         count.
         """
+        self._forget()
+        self._drawn = 0
+        self._notes.clear()
+        self.give_up()
+
+    def _forget(self) -> None:
+        """Let go of the passes, and not of the count of random numbers."""
         for observation in self._observations:
             observation.clear()
         for started in self._passes:
@@ -369,8 +503,7 @@ class KFAC(kc.integration.NaturalGradient):
         for site in self._sites.values():
             site.forget()
         self._observations, self._passes = [], []
-        self._drawn, self._by_hand = 0, False
-        self._notes.clear()
+        self._by_hand = False
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -438,17 +571,28 @@ class KFAC(kc.integration.NaturalGradient):
                 f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. Pick or reshape "
                 "them with `output`, or call `observe`."
             )
+        if hasattr(z, "placements"):
+            raise kc.UnsupportedError(
+                "The model's outputs are a DTensor. Say output=lambda y: y.full_tensor(), "
+                "or make the last layer return a plain tensor."
+            )
         if not z.numel():
             self.note("the outputs had no rows")
-            return
+            if self._division is None:
+                if self.overlap:
+                    self._begin([], 0.0)
+                return
         reached = self._reached(edge)
-        if not self._checked:
+        if not self._checked and z.numel():
             self._checked = self._check(z, gradient)
-        weight = None
-        if gradient is not None:
+        weight = scale = None
+        if gradient is not None and z.numel():
             unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
             weight = None if unread is None else (~unread).to(z.dtype)
+            if not self._equal_rows or self._processes > 1:
+                weight, scale = self._weighted(z, gradient, weight)
         observation = self._record(edge, z, reached, weight)
+        observation.scale = scale
         observation.differentiated = observation.rows > 0 or self._processes > 1
         observation.replay = replay
         if self.estimator.mode == "empirical":
@@ -458,13 +602,70 @@ class KFAC(kc.integration.NaturalGradient):
                     observation.take(r, passing)
                 else:
                     observation.watch(r, empirical=True)
+        elif self.overlap:
+            self._begin(observation.calls, observation.rows)
+
+    def _begin(self, calls: Any, rows: float) -> None:
+        """Take the statistics of the step, whose only pass is being differentiated."""
+        device = next(self.model.parameters()).device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            self.begin(calls, rows=rows)
+
+    def _weighted(self, z: Any, gradient: Any, weight: Any) -> tuple[Any, float | None]:
+        """Return the weights of rows that the loss has, and its scale where there are none.
+
+        Once a pass with hard labels has had none, further passes are not looked at.
+        """
+        scales = likelihoods.row_scales(self.criterion.row, z, gradient)
+        if scales is None:
+            return weight, None
+        read = scales[scales > 0] if weight is None else scales[weight > 0]
+        if len(read) < 2:
+            return weight, None
+        mean = read.mean()
+        coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
+        if bool(((read - mean).abs() <= coarse * mean).all()):
+            self._equal_rows = True
+            return weight, float(mean)
+        if self.estimator.mode == "empirical":
+            raise kc.UnsupportedError(
+                "The loss has weights of classes or rows, and fisher='empirical' would "
+                "square them. Take fisher='gradients' or 'exact'."
+            )
+        found = scales if self.reduction == "sum" else scales / mean
+        return (found if weight is None else found * weight), None
+
+    def _require_equal_scales(self, seen: list[Observation]) -> None:
+        """Raise on all processes if each averages over rows of its own, of unequal number.
+
+        Collective.  Gradients are averages over processes, and so would be of another loss
+        than the mean over all rows.
+        """
+        own = [o.scale for o in seen if o.scale is not None]
+        values = [len(own), sum(own), sum(c * c for c in own)]
+        assert self.communicator is not None
+        count, total, squares = kc.distributed.Agreement(self.communicator).vote(
+            f"scales of the loss at step {self.steps}", values
+        )
+        if count * squares > (1 + 1e-4) * total * total:
+            raise kc.ConventionError(
+                "The loss gives rows of one process another weight than those of another: "
+                "each averages over rows of its own, which are not equally many. Of a "
+                "process's mean take n p / R times, n of its rows, p processes and R rows "
+                "of all; or see that all processes have equally many rows."
+            )
 
     def _reached(self, edge: Any) -> list[capturing.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
         if not self.wants_statistics:
             return []
         reached, reasons = capturing.calls_below(
-            edge.node, token=id(self), sites=self._sites
+            edge.node,
+            token=id(self),
+            sites=self._sites,
+            share=self.share,
+            # With fully_shard all processes go back through all layers.
+            keep_empty=self._division is not None,
         )
         for name, reason in reasons.items():
             for parameter in self._names(self._sites[name]):
@@ -485,6 +686,9 @@ class KFAC(kc.integration.NaturalGradient):
         rows = z[..., 0].numel() if weight is None else float(weight.sum())
         self._drawn += z[..., 0].numel()
         calls = [r.call for r in reached]
+        if self.share is not None and self.communicator is not None:
+            # All processes have the same rows.
+            rows = float(rows) / self.communicator.size
         observation = Observation(calls, float(rows), weight=weight)
         self._observations.append(observation)
         row = self.criterion.row
@@ -497,15 +701,23 @@ class KFAC(kc.integration.NaturalGradient):
                 r.call.grad_scale /= scale
         elif reached and (rows or self._processes > 1):
             # Where the rows of one example share a source, they must not add up.
-            fewest = min(len(r.call.inputs) for r in reached)
+            fewest = min(r.call.examples for r in reached)
             shared = z.ndim > 2 or fewest < len(z)
             # A seed of its own for each pass of each step on each process, and the same in
             # a resumed run.
-            rank = 0 if self.communicator is None else self.communicator.rank
+            rank = 0
+            if self.communicator is not None and self.share is None:
+                rank = self.communicator.rank
             seed = (rank << 96) + (self.steps << 40) + self._drawn
             with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
                 made = kc.losses.drawn_vectors(
-                    row.likelihood, z, mode=mode, seed=seed, shared=shared
+                    row.likelihood,
+                    z,
+                    mode=mode,
+                    seed=seed,
+                    shared=shared,
+                    samples=self.samples,
+                    positions=self.positions,
                 )
                 vectors = made.vectors
                 if share != 1.0:
@@ -519,11 +731,13 @@ class KFAC(kc.integration.NaturalGradient):
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
-        given = {}
-        for name, site in self._sites.items():
-            gradients = site.gradients()
-            if gradients is not None:
-                given[name] = gradients
+        if self._division is not None:
+            given = self._division.gradients()
+        else:
+            of_sites = {name: s.gradients() for name, s in self._sites.items()}
+            given = {name: g for name, g in of_sites.items() if g is not None}
+        if self.communicator is not None and self.reduction == "mean":
+            self._require_equal_scales(seen)
         calls = itertools.chain.from_iterable(o.calls for o in seen)
         refreshes = self.wants_refresh
         device = next(self.model.parameters()).device.type
@@ -537,12 +751,29 @@ class KFAC(kc.integration.NaturalGradient):
                 )
                 error.args = (f"{error.args[0]} What was seen: {why}.",)
                 raise
-            for name, direction in found.items():
-                self._sites[name].write(direction)
+            if self._division is not None:
+                self._division.write(found)
+            else:
+                for name, direction in found.items():
+                    self._sites[name].write(direction)
         own = [p for name in found for p in self._sites[name].trained]
         self.preconditioned = frozenset(map(id, own))
         if refreshes:
             self._name_others(found)
+
+    def _clipped(self, gradients: Any, rate: Any, bound: Any) -> Any:
+        if self._division is None:
+            return super()._clipped(gradients, rate, bound)
+        return self._division.directions(
+            self.estimator, gradients, learning_rate=rate, bound=bound
+        )
+
+    @property
+    def _processes(self) -> int:
+        """Number of processes that gradients are averages over."""
+        if self._division is None:
+            return super()._processes
+        return self._division.data_parts
 
     # Names of what is left alone.
 
@@ -579,6 +810,14 @@ class KFAC(kc.integration.NaturalGradient):
         told = True
         if self.criterion.assumed:
             told = self._check_assumed(z, gradient)
+        if gradient is not None and likelihoods.has_weighted_outputs(
+            self.criterion.row, z, gradient
+        ):
+            raise kc.ConventionError(
+                "The sigmoid cross-entropy has weights (`weight`, `pos_weight` or rows "
+                "that count more), with which it is no likelihood of the outputs. Leave "
+                "them out; weights of rows may be passed to observe(outputs, weight)."
+            )
         if likelihoods.looks_like_probabilities(self.criterion.row, z):
             warn(
                 "The observed outputs look like probabilities, but the likelihood reads "
@@ -614,7 +853,7 @@ class KFAC(kc.integration.NaturalGradient):
     def _require_examples_first(self, z: Any, reached: list[capturing.Reached]) -> None:
         """Refuse time-first inputs of approximations that sum over each example."""
         for r in reached:
-            shape = tuple(r.call.inputs.shape)
+            shape = r.call.examples, *r.call.inputs.shape[1:]
             block = self.estimator.network.blocks.get(r.call.block)
             if block is None or block.layer.kind not in ("dense", "embedding"):
                 continue

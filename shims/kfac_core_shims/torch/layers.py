@@ -13,7 +13,7 @@ weights itself, the inputs are those of the matrix products in the graph (``read
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ __all__ = [
     "Reading",
     "covered_modules",
     "describe",
+    "describe_tied",
     "register_layer",
     "without_fused_kernels",
 ]
@@ -50,12 +51,15 @@ class Reading:
         Shape that gradients of the module's output are brought into; empty to keep theirs.
     grad_scale : float
         What these gradients are multiplied by.
+    transposed : bool
+        Whether the call multiplied by the transpose of the block's weight.
     """
 
     inputs: Any
     mask: Any = None
     grad_shape: tuple[int, ...] = ()
     grad_scale: float = 1.0
+    transposed: bool = False
 
 
 Reader = Callable[[Any, tuple[Any, ...], Any], Reading | None]
@@ -82,6 +86,8 @@ class Part:
         Reads a call; None where the graph's matrix products are read instead.
     to_layer, to_module : callable
         Bring a weight into the layer's layout and back.
+    tied : bool
+        Whether the weight is an embedding's, and makes logits too.
     """
 
     layer: Any
@@ -90,6 +96,7 @@ class Part:
     read: Reader | None = None
     to_layer: Callable[[Any], Any] = _same
     to_module: Callable[[Any], Any] = _same
+    tied: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -360,6 +367,81 @@ def _embedding(module: Any, owns: Owns) -> Parts | str:
     return _whole(layer, read, bias=False)
 
 
+def describe_tied(module: Any, users: Sequence[Any], /) -> Parts | None:
+    """Return the parts of a module whose weight both embeds ids and makes logits.
+
+    With the weight W of shape (V, d), an embedding multiplies one-hot vectors by W, and a
+    linear layer its inputs by the transpose of W.  The gradient of W is the sum of
+    ``x g^T`` over the rows of both, where the linear layer has as x what comes back to its
+    logits, and as g its inputs.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        One of `users`.
+    users : sequence of torch.nn.Module
+        All modules with this weight.
+
+    Returns
+    -------
+    Parts or None
+        The block of the weight, and one of the linear layer's own bias.  None where the
+        modules are anything else.
+    """
+    kinds = {id(user): _tied_kind(user) for user in users}
+    if set(kinds.values()) != {"embedding", "dense"}:
+        return None
+    vocabulary, features = module.weight.shape
+    layer = kc.Dense(
+        in_features=vocabulary, out_features=features, bias=False, weight_layout="io"
+    )
+    names = {"weight": "weight"}
+    parts = {"": Part(layer=layer, parameters=names, read=_read_tied, tied=True)}
+    bias = getattr(module, "bias", None)
+    if isinstance(bias, nn.Parameter) and bias.requires_grad:
+        shift = kc.ScaleShift(scale_shape=None, shift_shape=tuple(bias.shape))
+        parts["bias"] = Part(
+            layer=shift, parameters={"shift": "bias"}, read=_read_shift
+        )
+    return Parts(of=parts)
+
+
+def _tied_kind(user: Any) -> str:
+    """Return the kind of a module that may share an embedding's weight."""
+    found = describe(user, owns=lambda name: name == "weight")
+    part = found.of.get("") if isinstance(found, Parts) else None
+    if part is None or part.parameters != {"weight": "weight"}:
+        return ""
+    layer = part.layer
+    if layer.kind == "embedding" and not layer.bag:
+        return "embedding"
+    transposed = layer.kind == "dense" and layer.weight_layout == "oi"
+    return "dense" if transposed else ""
+
+
+def _read_tied(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    x = arguments[0]
+    vocabulary, features = module.weight.shape
+    if x.is_floating_point():
+        return Reading(
+            inputs=x.reshape(-1, features),
+            grad_shape=(y[..., 0].numel(), vocabulary),
+            transposed=True,
+        )
+    ids = x.reshape(-1)
+    padding = module.padding_idx
+    return Reading(
+        inputs=fn.one_hot(ids, vocabulary).to(module.weight.dtype),
+        mask=None if padding is None else ids != padding,
+        grad_shape=(len(ids), features),
+    )
+
+
+def _read_shift(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
+    rows = y.detach().reshape(-1, y.shape[-1])
+    return Reading(inputs=rows, grad_shape=tuple(rows.shape))
+
+
 def _embedding_bag(module: Any, owns: Owns) -> Parts | str:
     if module.sparse or module.scale_grad_by_freq or module.padding_idx is not None:
         return "it has sparse gradients, scale_grad_by_freq or padding_idx"
@@ -394,28 +476,43 @@ class _Unit:
     between scales of one and zero is taken.
     """
 
-    def __init__(self, module: Any, weight: str, bias: str, *, plain: bool) -> None:
+    def __init__(self, module: Any, weight: str, *, plain: bool) -> None:
         values = (1.0,) if plain else (1.0, 0.0)
-        self.copies = [_filled(module, weight, bias, value) for value in values]
+        self.copies = [_filled(module, weight, value) for value in values]
+        self.weight, self.buffers = weight, any(True for _ in module.buffers())
 
     def __call__(self, module: Any, x: Any) -> Any:
         found = []
         for copied in self.copies:
-            copied.training = module.training
-            if next(copied.parameters()).device != x.device:
+            if copied.training != module.training:
+                copied.training = module.training
+            if getattr(copied, self.weight).device != x.device:
                 copied.to(x.device)
-            for mine, buffer in zip(copied.buffers(), module.buffers(), strict=True):
-                mine.copy_(buffer)
+            if self.buffers:
+                pairs = zip(copied.buffers(), module.buffers(), strict=True)
+                for mine, buffer in pairs:
+                    mine.copy_(buffer)
             found.append(copied.forward(x))
         return found[0] if len(found) == 1 else found[0] - found[1]
 
 
-def _filled(module: Any, weight: str, bias: str, value: float) -> Any:
-    copied = deepcopy(module).requires_grad_(False)
-    with torch.no_grad():
-        getattr(copied, weight).fill_(value)
-        if getattr(copied, bias, None) is not None:
-            getattr(copied, bias).zero_()
+def _filled(module: Any, weight: str, value: float) -> Any:
+    # Not a deep copy: fully_shard forbids it, and divides the parameters.  It puts
+    # classes of its own before the module's.
+    made_by = "torch.distributed."
+    kind: Any = next(
+        t for t in type(module).__mro__ if not t.__module__.startswith(made_by)
+    )
+    copied = kind.__new__(kind)
+    vars(copied).update(vars(module))
+    copied._buffers = {name: deepcopy(x) for name, x in module._buffers.items()}
+    copied._parameters = {}
+    for name, p in module._parameters.items():
+        scale = value if name == weight else 0.0
+        if p is not None:
+            made = torch.full(tuple(p.shape), scale, dtype=p.dtype, device=p.device)
+            p = nn.Parameter(made, requires_grad=False)
+        copied._parameters[name] = p
     return copied
 
 
@@ -425,7 +522,7 @@ def _norm_of(weight: str, bias: str, *, plain: bool = False) -> Describe:
     def described(module: Any, owns: Owns) -> Parts | str:
         own_bias = owns(bias)
         shape = tuple(getattr(module, weight).shape)
-        unit = _Unit(module, weight, bias, plain=plain)
+        unit = _Unit(module, weight, plain=plain)
         layer = kc.ScaleShift(
             scale_shape=shape, shift_shape=shape if own_bias else None
         )
@@ -445,7 +542,7 @@ def _channel_norm(module: Any, owns: Owns) -> Parts | str:
     """Norms with one scale a channel, which is the axis after the examples."""
     bias = owns("bias")
     channels = len(module.weight)
-    unit = _Unit(module, "weight", "bias", plain=True)
+    unit = _Unit(module, "weight", plain=True)
     shape = (channels, 1)
     layer = kc.ScaleShift(scale_shape=shape, shift_shape=shape if bias else None)
 
@@ -534,21 +631,26 @@ _LAYER_NORM = _norm_of("weight", "bias", plain=True)
 
 _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
     ((nn.Linear,), _linear_of("weight", "bias", "oi"), "dense", ""),
-    ((nn.Bilinear,), _bilinear, "dense", "of all products of the two inputs"),
+    ((nn.Bilinear,), _bilinear, "dense", "its input is all products of the two inputs"),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), _conv, "conv", "any padding mode, groups"),
     (
         (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
         _transposed_conv,
         "conv",
-        "as the convolution of inputs with zeros between them",
+        "as a convolution of the input with zeros inserted",
     ),
-    ((nn.Embedding,), _embedding, "embedding", "`padding_idx` is no row; not sparse"),
+    (
+        (nn.Embedding,),
+        _embedding,
+        "embedding",
+        "`padding_idx` does not count; not sparse; an `nn.Linear` may share its weight",
+    ),
     ((nn.EmbeddingBag,), _embedding_bag, "embedding", "2-D ids; sum and mean"),
     (
         (nn.LayerNorm, nn.RMSNorm),
         _LAYER_NORM,
         "scale_shift",
-        "every position is an example, so that no axis is trusted",
+        "every position counts as an example",
     ),
     (
         (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
@@ -563,7 +665,7 @@ _TORCH: tuple[tuple[tuple[Any, ...], Any, str, str], ...] = (
         "scale_shift",
         "",
     ),
-    ((nn.PReLU,), _prelu, "scale_shift", "a scale of the negative part"),
+    ((nn.PReLU,), _prelu, "scale_shift", "the slope scales the negative part"),
     (
         (nn.MultiheadAttention,),
         _attention,

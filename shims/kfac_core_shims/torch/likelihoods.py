@@ -10,7 +10,14 @@ from torch import nn
 
 import kfac_core as kc
 
-__all__ = ["Criterion", "criterion_of", "looks_like_probabilities", "unread_rows"]
+__all__ = [
+    "Criterion",
+    "criterion_of",
+    "has_weighted_outputs",
+    "looks_like_probabilities",
+    "row_scales",
+    "unread_rows",
+]
 
 _CATEGORICAL, _BERNOULLI = kc.losses.Categorical(), kc.losses.Bernoulli()
 
@@ -141,7 +148,8 @@ def unread_rows(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
     """
     if row.likelihood not in (_CATEGORICAL, _BERNOULLI):
         return None
-    zero = (g == 0).all(-1)
+    # A fifth of the time of ``(g == 0).all(-1)``.
+    zero = g.abs().amax(-1) == 0
     if not bool(zero.any()):
         return None
     if row.likelihood == _CATEGORICAL:
@@ -149,3 +157,92 @@ def unread_rows(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
     else:
         certain = (z.float().abs() > 7.0).all(-1)
     return zero & ~certain
+
+
+def row_scales(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
+    """Return what the loss multiplied each row's cross-entropy by, where labels are hard.
+
+    With probabilities p and the label y, ``g = c (p - e_y)``: the entries other than the
+    label's are proportional to p, and c is their ratio.  It is ``1/R`` in a mean over R
+    rows, and has the weights of classes or rows as factors.
+
+    Parameters
+    ----------
+    row : RowLoss
+        The loss of a row.
+    z, g : torch.Tensor, shape (N, ..., P)
+        The outputs and the gradient that the loss sent back to them.
+
+    Returns
+    -------
+    torch.Tensor, shape (N, ...), or None
+        Zero for rows that the loss did not read.  None if it cannot be told: for another
+        likelihood, fewer than three classes, or soft labels.
+    """
+    if row.likelihood != _CATEGORICAL or z.shape[-1] < 3:
+        return None
+    g = g.to(torch.promote_types(g.dtype, torch.float32))
+    label = g.argmin(-1, keepdim=True)
+    p = torch.softmax(z.to(g.dtype), -1).scatter(-1, label, 0.0)
+    others = g.scatter(-1, label, 0.0)
+    scale = others.sum(-1, keepdim=True) / p.sum(-1, keepdim=True)
+    coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
+    largest = (scale * p).amax(-1)
+    apart = (others - scale * p).abs().amax(-1)
+    if not bool(((apart <= coarse * largest) & (scale[..., 0] >= 0)).all()):
+        return None
+    return scale[..., 0]
+
+
+def has_weighted_outputs(row: kc.integration.RowLoss, z: Any, g: Any, /) -> bool:
+    """Return whether a sigmoid cross-entropy has weights, where its labels are hard.
+
+    With hard labels ``g = c (p - y)``, and c is found from g and p.  Weights make it differ
+    between positive and negative labels, between outputs, or between rows, and equal
+    within each; soft labels make it differ everywhere.
+
+    Parameters
+    ----------
+    row : RowLoss
+        The loss of a row.
+    z, g : torch.Tensor, shape (N, ..., P)
+        The outputs and the gradient that the loss sent back to them.
+
+    Returns
+    -------
+    bool
+        False also where it cannot be told.
+    """
+    if row.likelihood != _BERNOULLI:
+        return False
+    z = z.reshape(-1, z.shape[-1])
+    g = g.reshape(z.shape).double()
+    p = torch.sigmoid(z.double())
+    positive = g < 0
+    scale = torch.where(positive, -g / (1 - p), g / p)
+    rows, outputs = torch.meshgrid(
+        torch.arange(len(z), device=z.device),
+        torch.arange(z.shape[1], device=z.device),
+        indexing="ij",
+    )
+    read = (g != 0) & (z.abs() < 7.0)
+    scale, sign = scale[read], positive[read].long()
+    rows, outputs = rows[read], outputs[read]
+    coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
+    if len(scale) < 8 or _spread(scale, torch.zeros_like(sign)) <= coarse:
+        return False
+    groups = sign, outputs, 2 * outputs + sign, rows
+    return any(
+        2 * len(group.unique()) <= len(scale) and _spread(scale, group) <= coarse
+        for group in groups
+    )
+
+
+def _spread(values: Any, group: Any) -> float:
+    """Return the largest relative range of positive values within a group."""
+    names, place = group.unique(return_inverse=True)
+    least = torch.full((len(names),), torch.inf, dtype=values.dtype).to(values.device)
+    most = torch.zeros_like(least)
+    least = least.scatter_reduce(0, place, values, "amin")
+    most = most.scatter_reduce(0, place, values, "amax")
+    return float(((most - least) / most).max())

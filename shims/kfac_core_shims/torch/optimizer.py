@@ -8,6 +8,7 @@ loss.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +33,9 @@ Vectors = list[Any]
 
 REJECTED = 4.0
 """What the damping is multiplied by after a step that was taken back."""
+
+_FORWARD_DERIVATIVES = threading.Lock()
+"""PyTorch has one level of forward derivatives for all threads."""
 
 ATTENTION = SDPBackend.MATH
 """Of the attention kernels, the only one with forward derivatives."""
@@ -92,7 +96,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     kfac_core.ConventionError
         For an option that cannot be, with its name.
     kfac_core.UnsupportedError
-        As `KFAC`, and on more than one process.
+        As `KFAC`, and for parameters that are divided among processes.
 
     Notes
     -----
@@ -101,6 +105,10 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     it has to compute the same batch.  With small batches
     the minimum of M is that of the batch and not of the data; shorter steps are better
     then (``lr=0.3``).  Synchronizes with the device.
+
+    On several processes losses and the model of M are summed over them, with `reduction`
+    as for `KFAC`: all take the same step.  Each process calls `step`, also one whose batch
+    has no rows.
 
     References
     ----------
@@ -131,18 +139,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         refresh_every: Any = 5,
         **options: Any,
     ) -> None:
-        if options.get("communicator") != "alone":
-            parallel.require_one_process(
-                "KFACOptimizer's quadratic model has the rows of one. Use KFAC beside "
-                "another optimizer"
-            )
-        if options.get("communicator") not in (None, "alone") or isinstance(
-            options.get("execution"), kc.distributed.Distributed
-        ):
-            raise kc.UnsupportedError(
-                "KFACOptimizer's quadratic model has the rows of one process: leave "
-                "`communicator` out, or use KFAC beside another optimizer."
-            )
         if options.get("fisher") == "empirical":
             raise kc.ConventionError(
                 "The quadratic model has the Fisher matrix of the outputs, and "
@@ -167,7 +163,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 f"Expected `adapt_factor` between 0 and 1, got {adapt_factor!r}."
             )
         kc.integration.interval_at("adapt_every", adapt_every, 0)
-        plain = getattr(model, "_orig_mod", model)
+        plain = parallel.inner(model)
         self._names = {id(p): n for n, p in plain.named_parameters()}
         super().__init__(
             plain.parameters() if params is None else params,
@@ -185,6 +181,13 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             keep=True,
             **options,
         )
+        if self.kfac.is_divided:
+            self.kfac.remove()
+            raise kc.UnsupportedError(
+                "KFACOptimizer needs whole parameters, and those of the model are divided "
+                "among processes. Use KFAC beside another optimizer, or "
+                "DistributedDataParallel."
+            )
 
     def __repr__(self) -> str:
         return f"KFACOptimizer(damping={self._damping:.3g})\n{self.kfac!r}"
@@ -254,25 +257,29 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         loss, differentiates = self._differentiated(closure)
         # The step forgets its passes; what the model was called with is needed after it.
         passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
-        if not passes:
+        rows, mean = self._summed("loss", [sum(o.rows for o in passes), float(loss)])
+        if not rows:
             self.kfac.discard()
             raise kc.NotReadyError(
                 "The closure differentiated no loss of the model's outputs. Compute the "
                 "loss from model(inputs) within the closure."
             )
-        rows = sum(o.rows for o in passes)
+        # Gradients are averages over processes, and so are losses here.
+        mean /= self._processes
         # All that follows is of the mean over rows.
-        total = rows if self.kfac.reduction == "sum" else 1.0
+        total = rows / self._processes if self.kfac.reduction == "sum" else 1.0
         trained = self._given()
         with torch.no_grad():
-            before = float(loss) / total + _penalty(trained)
+            before = mean / total + _penalty(trained)
             gradient = [p.grad / total + decay * p for p, decay in trained]
             for (p, _), g in zip(trained, gradient, strict=True):
                 p.grad.copy_(g * total)
             self.kfac.damping = self._damping + max(decay for _, decay in trained)
             self.kfac.step()
             directions = self._directions(trained, gradient)
-            model = self._model(trained, gradient, list(directions.values()), passes)
+            model = self._model(
+                trained, gradient, list(directions.values()), passes, rows
+            )
             coefficients = lr * model.minimize().coefficients
             kept = [p.clone() for p, _ in trained]
             changes = [
@@ -283,11 +290,12 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 p.add_(change)
         chosen = dict(zip(directions, map(float, coefficients), strict=True))
         self._metrics = {
-            "loss": float(loss) / total,
+            "loss": mean / total,
             "damping": self._damping,
             **chosen,
         }
-        after = self._repeated(closure, start, differentiates) / total
+        own = self._repeated(closure, start, differentiates)
+        after = self._summed("loss after the step", [own])[0] / self._processes / total
         after += _penalty(trained)
         accepted = kc.steps.is_accepted(before, after)
         with torch.no_grad():
@@ -376,6 +384,25 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             loss.backward()
         return loss.detach(), differentiates
 
+    def _summed(
+        self, what: str, own: Any, *, error: Exception | None = None
+    ) -> list[float]:
+        """Return numbers summed over the processes; raise on all what failed on one."""
+        communicator = self.kfac.communicator
+        if communicator is None:
+            if error is not None:
+                raise error
+            return [float(x) for x in own]
+        agreement = kc.distributed.Agreement(communicator)
+        total = agreement.vote(f"{what} of step {self.kfac.steps}", own, error=error)
+        found: list[float] = total.tolist()
+        return found
+
+    @property
+    def _processes(self) -> int:
+        communicator = self.kfac.communicator
+        return 1 if communicator is None else communicator.size
+
     def _given(self) -> list[tuple[Any, float]]:
         """Return the parameters that have a gradient, each with its weight decay."""
         return [
@@ -409,18 +436,23 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         gradient: Vectors,
         directions: list[Vectors],
         passes: Sequence[Observation],
+        rows: float,
     ) -> kc.steps.QuadraticModel:
-        """Return the quadratic model of the mean loss and its penalty."""
-        rows = sum(o.rows for o in passes)
-        curvature: Any = 0.0
-        for observed in passes:
-            changes = [
-                self._output_change(observed, trained, direction)
-                for direction in directions
-            ]
-            curvature = curvature + kc.steps.curvature_of_outputs(
-                changes, changes, examples=rows
-            )
+        """Return the quadratic model of the mean loss over `rows` and its penalty."""
+        error: Exception | None = None
+        own = torch.zeros((len(directions), len(directions)), dtype=torch.float64)
+        try:
+            for observed in passes:
+                changes = [
+                    self._output_change(observed, trained, direction)
+                    for direction in directions
+                ]
+                found = kc.steps.curvature_of_outputs(changes, changes, examples=rows)
+                own += found.double().cpu()
+        except kc.KFACError as raised:
+            error = raised
+        summed = self._summed("quadratic model", own.ravel().tolist(), error=error)
+        curvature: Any = gradient[0].new_tensor(summed).reshape(own.shape)
         flat = [torch.cat([x.reshape(-1) for x in d]) for d in directions]
         if any(decay for _, decay in trained):
             root = torch.cat(
@@ -454,6 +486,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         random.restore()
         try:
             with (
+                _FORWARD_DERIVATIVES,
                 forward_ad.dual_level(),
                 sdpa_kernel(ATTENTION),
                 without_fused_kernels(),

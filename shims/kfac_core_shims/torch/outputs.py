@@ -203,7 +203,8 @@ def _viewed(returned: Any, started: Pass) -> Any:
         if x.grad_fn is None:
             return x
         views += x.grad_fn is own.node
-        view = x.view_as(x)
+        # A loss may be scaled in place (`loss *= 2`), which a view's hook would not see.
+        view = x.view_as(x) if x.ndim > 1 else x.clone()
         view.register_hook(started.arrived)
         return view
 

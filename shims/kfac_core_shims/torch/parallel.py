@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import kfac_core as kc
 
-__all__ = ["execution_of", "inner", "require_one_process", "require_plain_parameters"]
+if TYPE_CHECKING:
+    from kfac_core_shims.torch.sharded import Division
+
+__all__ = ["execution_of", "inner", "require_one_process"]
 
 TIMEOUT = 1800.0
 """Seconds to wait for other processes: those of ``torch.distributed`` by default."""
@@ -37,7 +39,7 @@ def inner(model: Any, /) -> Any:
 
 def execution_of(
     model: Any, communicator: Any, execution: Any, /, *, interval: int
-) -> tuple[Any, kc.distributed.Communicator | None]:
+) -> tuple[Any, kc.distributed.Communicator | None, Division | None]:
     """Return an estimator's execution, and the processes that it is of.
 
     Parameters
@@ -58,6 +60,8 @@ def execution_of(
         For the estimator.
     communicator : Communicator or None
         None for one process.
+    division : Division or None
+        How parameters are divided among the processes.
 
     Raises
     ------
@@ -73,12 +77,19 @@ def execution_of(
                 "Distributed has a communicator, and `communicator` was given too. Leave "
                 "one of the two out."
             )
-        return execution, execution.communicator
-    if communicator is None and _processes() > 1:
+        processes = execution.communicator
+        return execution, processes, _division(model, processes)
+    divided = any(hasattr(p, "placements") for p in model.parameters())
+    if communicator is None and (divided or _processes() > 1):
         _require_all_processes(getattr(model, "_orig_mod", model))
         communicator = "torch"
     options: dict[str, Any] = {"loss": "ddp", "interval": interval}
-    options["like"] = next((p.detach() for p in model.parameters()), None)
+    like: Any = next((p.detach() for p in model.parameters()), None)
+    if divided:
+        # Of an operator only one process has a copy.
+        options["holders"] = 1
+        like = like.to_local() if hasattr(like, "placements") else like
+    options["like"] = like
     if execution is not None:
         options["execution"] = execution
     found = kc.distributed.execution_for(
@@ -87,14 +98,32 @@ def execution_of(
         **options,
     )
     if found is None:
-        return execution, None
+        return execution, None, _division(model, None)
     if not isinstance(found.execution, kc.Execution):
         raise kc.UnsupportedError(
             f"Several processes divide the blocks, and `execution` is a "
             f"{type(execution).__name__}. Pass a kfac_core.Execution, or "
             "communicator='alone'."
         )
-    return found, found.communicator
+    return found, found.communicator, _division(model, found.communicator)
+
+
+def _division(
+    model: Any, communicator: kc.distributed.Communicator | None
+) -> Division | None:
+    """Return how parameters are divided; refuse what cannot be."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise kc.UnsupportedError(
+                f"The module {name!r} is a FullyShardedDataParallel, which hides its "
+                "parameters. Use fully_shard."
+            )
+    if not any(hasattr(p, "placements") for p in model.parameters()):
+        return None
+    # What imports DTensor takes a second, and most models have none.
+    from kfac_core_shims.torch import sharded
+
+    return sharded.division_of(model, communicator)
 
 
 def require_one_process(why: str, /) -> None:
@@ -107,32 +136,6 @@ def require_one_process(why: str, /) -> None:
     """
     if (ranks := _processes()) > 1:
         raise kc.UnsupportedError(f"torch.distributed has {ranks} ranks, and {why}.")
-
-
-def require_plain_parameters(model: Any, /) -> None:
-    """Raise `UnsupportedError` for sharded parameters (FSDP, tensor parallelism).
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Model to check.
-    """
-    for name, module in model.named_modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise kc.UnsupportedError(
-                f"The module {name!r} is a FullyShardedDataParallel: sharded parameters "
-                "are not supported. Use DistributedDataParallel."
-            )
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is not torch.Tensor and hasattr(
-            parameter, "placements"
-        ):
-            raise kc.UnsupportedError(
-                f"The parameter {name!r} is a DTensor (placements "
-                f"{parameter.placements}): sharded parameters are not supported. Make KFAC "
-                "of a model whose parameters are whole, as DistributedDataParallel leaves "
-                "them, without fully_shard or parallelize_module."
-            )
 
 
 def _processes() -> int:

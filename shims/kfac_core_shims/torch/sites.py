@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 import kfac_core as kc
-from kfac_core_shims.torch.layers import Part, Parts, describe
+from kfac_core_shims.torch.layers import Part, Parts, describe, describe_tied
 
 __all__ = ["Found", "Site", "find_sites"]
 
@@ -30,17 +30,28 @@ class Site:
         Parameters by the layer's names for them.
     module : torch.nn.Module
         The first module that uses it.
+    gathered : dict of str to torch.Tensor
+        What its module reads in the place of parameters that are divided among processes.
+    some_biases : bool
+        Whether other modules share the weight that have no bias.
     """
 
     name: str
     part: Part
     parameters: dict[str, Any]
     module: Any
+    gathered: dict[str, Any] = field(default_factory=dict)
+    some_biases: bool = False
 
     @property
     def layer(self) -> Any:
         """Geometry of the block."""
         return self.part.layer
+
+    @property
+    def kind(self) -> str:
+        """Kind of layer, by which approximations are chosen."""
+        return "embedding" if self.part.tied else str(self.layer.kind)
 
     @property
     def trained(self) -> list[Any]:
@@ -57,7 +68,7 @@ class Site:
             g = self._own(role, parameter.grad)
             if role == "weight":
                 g = self.part.to_layer(g)
-            found[role] = g.reshape(shape)
+            found[role] = g if g.shape == shape else g.reshape(shape)
         return found
 
     def write(self, direction: Mapping[str, Any]) -> None:
@@ -66,15 +77,24 @@ class Site:
             target = self._own(role, self.parameters[role].grad)
             if role == "weight":
                 x = self.part.to_module(x)
-            target.copy_(x.reshape(target.shape))
+            target.copy_(x if x.shape == target.shape else x.reshape(target.shape))
 
     def is_in(self, module: Any) -> bool:
         """Return whether a module still holds these very parameters."""
         names = self.part.parameters
-        return all(
-            getattr(module, names[role], None) is parameter
-            for role, parameter in self.parameters.items()
-        )
+        for role, parameter in self.parameters.items():
+            held = getattr(module, names[role], None)
+            if held is parameter or (held is None and self.some_biases):
+                continue
+            if not hasattr(parameter, "placements") or held is None:
+                return False
+            # During its forward pass a module has its parameters whole.
+            self.gathered[role] = held
+        return True
+
+    def read_as(self, role: str) -> Any:
+        """Return a parameter as it is in the graph."""
+        return self.gathered.get(role, self.parameters[role])
 
     def forget(self) -> None:
         """Forget what belongs to the last step; here nothing."""
@@ -166,6 +186,15 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
                 found.sites[name] = Site(
                     name=name, part=part, parameters=parameters, module=module
                 )
+            elif (
+                "bias" in parameters
+                and "bias" not in found.sites[of_key[key]].parameters
+            ):
+                # Of tied modules one has the bias, and it is not the first.
+                first = found.sites[of_key[key]]
+                found.sites[of_key[key]] = replace(
+                    first, part=part, parameters=parameters, module=module
+                )
             names.append(of_key[key])
         if names:
             found.users.append((module, names, parts.around))
@@ -174,6 +203,11 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
         if not names:
             reason = "its weight is frozen, or computed from other parameters"
         _explain(found, prefix, others, reason)
+    for site in found.sites.values():
+        weight, bias = (site.parameters.get(role) for role in ("weight", "bias"))
+        if weight is not None and bias is not None and not site.part.rows:
+            modules = users[id(weight)]
+            site.some_biases = any(getattr(m, "bias", bias) is None for m in modules)
     if not found.sites:
         reasons = sorted(set(found.reasons.values()))
         raise kc.UnsupportedError(
@@ -188,6 +222,9 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
     weight = next(module.parameters(recurse=False))
     alike = users[id(weight)]
     if len({_kind(user) for user in alike}) > 1:
+        tied = describe_tied(module, alike)
+        if tied is not None:
+            return tied
         names = sorted({type(user).__name__ for user in alike})
         return (
             f"its weight is shared by modules of different kinds ({', '.join(names)})"
@@ -197,7 +234,12 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
         parameter = getattr(module, name, None)
         if not isinstance(parameter, nn.Parameter) or not parameter.requires_grad:
             return False
-        return users[id(parameter)] == alike
+        own = users[id(parameter)]
+        others = [user for user in alike if user not in own]
+        if name == "bias" and others:
+            # Tied modules of which some have this bias, and the others none.
+            return all(getattr(user, "bias", None) is None for user in others)
+        return own == alike
 
     parts = describe(module, owns=owns)
     if parts is None:

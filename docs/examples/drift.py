@@ -1,0 +1,101 @@
+"""An eigenbasis that follows a drifting matrix by one QR step a refresh, in float32.
+
+A population of spectrum i^-a, whose eigenbasis turns by 0.05 radians a step, is observed
+through 256 rows a step and a moving average.  `kfac_core.roots.refreshed_basis` keeps the
+columns in descending order; beside it stands the same step in ascending order, which
+eigensolvers return.  Run it by
+
+    python docs/examples/drift.py
+"""
+
+import numpy as np
+
+from kfac_core.roots import ordered_basis, refreshed_basis
+
+SIZE, STEPS, ROWS, ANGLE, LAST = 64, 200, 256, 0.05, 50
+STREAMS = (("1", 1, 0.01), ("1", 1, 0.1), ("2", 2, 0.01), ("2", 2, 0.1))
+DAMPINGS = (0.1, 0.01, 0.001)  # of the largest eigenvalue
+
+
+def averages(power, share, seed=5):
+    """Yield the moving averages, the first from before any step."""
+    rng = np.random.default_rng(seed)
+    spectrum = np.arange(1.0, SIZE + 1) ** -power
+    Q = np.linalg.qr(rng.normal(size=(SIZE, SIZE)))[0]
+    average = (Q * spectrum) @ Q.T
+    yield average.astype(np.float32)
+    for _ in range(STEPS):
+        turn = rng.normal(size=(SIZE, SIZE))
+        turn -= turn.T
+        Q = np.linalg.qr(Q + ANGLE * Q @ turn / np.linalg.norm(turn, 2))[0]
+        x = rng.normal(size=(ROWS, SIZE)) @ (Q * np.sqrt(spectrum)).T
+        average = (1.0 - share) * average + share * x.T @ x / ROWS
+        yield average.astype(np.float32)
+
+
+def ratio(A, Q):
+    """Return what is off the diagonal of ``Q^T A Q``, relative to the whole."""
+    B = Q.T.astype(np.float64) @ A @ Q
+    return np.linalg.norm(B - np.diag(np.diag(B))) / np.linalg.norm(B)
+
+
+def inverse_error(A, Q, damping):
+    """Return the relative error of the damped inverse in a basis."""
+    A, Q = A.astype(np.float64), Q.astype(np.float64)
+    shift = damping * np.linalg.eigvalsh(A)[-1]
+    exact = np.linalg.inv(A + shift * np.eye(SIZE))
+    found = (Q / (np.diag(Q.T @ A @ Q) + shift)) @ Q.T
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+def measured(power, share):
+    """Return the columns of the table, and how many refreshes were refused."""
+    first, *rest = averages(power, share)
+    basis, refused = ordered_basis(first), 0
+    ascending = np.linalg.eigh(first)[1]
+    before, after, wrong, wrong_errors = [], [], [], []
+    errors = {damping: [] for damping in DAMPINGS}
+    for A in rest:
+        before.append(ratio(A, basis.eigenvectors))
+        basis = refreshed_basis(basis, A)
+        refused += int(basis.refused)
+        after.append(ratio(A, basis.eigenvectors))
+        for damping, found in errors.items():
+            found.append(inverse_error(A, basis.eigenvectors, damping))
+        ascending = np.linalg.qr(A @ ascending)[0]
+        ascending = ascending[:, np.argsort(np.diag(ascending.T @ A @ ascending))]
+        wrong.append(ratio(A, ascending))
+        wrong_errors.append(inverse_error(A, ascending, 0.01))
+    means = [np.mean(values[-LAST:]) for values in (before, after, wrong, wrong_errors)]
+    return means, {damping: max(found) for damping, found in errors.items()}, refused
+
+
+def rows():
+    """Return the cells of a row for each stream, and all refused refreshes."""
+    found, refused = [], 0
+    for name, power, share in STREAMS:
+        (before, after, wrong, wrong_error), errors, more = measured(power, share)
+        refused += more
+        found.append(
+            [
+                f"$i^{{-{name}}}$, {100 * share:g}%",
+                *(f"{x:.1e}".replace("e-0", "e-") for x in (before, after)),
+                *(f"{100 * errors[damping]:.1f}%" for damping in DAMPINGS),
+                f"{wrong:.1f}",
+                f"{100 * wrong_error:.0f}%",
+            ]
+        )
+    return found, refused
+
+
+def main():
+    """Print the table."""
+    found, refused = rows()
+    print("stream; r before, after; errors at three dampings; ascending: r, error")
+    for cells in found:
+        print("  ".join(f"{cell:>12}" for cell in cells))
+    print(f"{refused} refreshes were refused")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Structures and directions that some processes have, sent to all of a communicator."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import device_of, own_namespace
+from kfac_core.distributed.agreement import Agreement
+from kfac_core.distributed.communicator import Communicator
+from kfac_core.distributed.transport import lengths_of, pack, unpack
+from kfac_core.operators.sparse_rows import SparseRows
+
+__all__ = ["Exchange", "SentDirections"]
+
+Vectors = Mapping[str, Any]
+"""Arrays, or `SparseRows`, by parameter."""
+
+
+class Exchange:
+    """Sends structures of arrays to all ranks of a communicator.
+
+    What they are made of is sent only where it has changed.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of the ranks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._agreement = Agreement(communicator)
+        self._known: tuple[tuple[int, ...], list[Any]] | None = None
+
+    def __call__(self, own: Mapping[str, Any], like: Array, /) -> dict[str, Any]:
+        """Return the values of all ranks, by name.
+
+        Parameters
+        ----------
+        own : mapping of str to structure
+            This rank's values, of names that no other rank has.
+        like : array
+            Array of their library and device.
+
+        Returns
+        -------
+        dict of str to structure
+            Those of this rank are the given ones.
+        """
+        communicator = self._agreement.communicator
+        packed = pack(dict(own), shared=True)
+        forms = self._forms_of_all(packed.form)
+        lengths = [lengths_of(form) for form in forms]
+        handles = {}
+        for dtype in sorted({dtype for found in lengths for dtype in found}):
+            counts = [found.get(dtype, 0) for found in lengths]
+            flat = packed.flat(dtype, like)
+            handles[dtype] = counts, communicator.all_gather(flat, counts)
+        arrived = {
+            dtype: _parts(handle.wait(), counts)
+            for dtype, (counts, handle) in handles.items()
+        }
+        found: dict[str, Any] = {}
+        for member, form in enumerate(forms):
+            if member == communicator.rank:
+                found |= own
+            else:
+                arrays = {dtype: parts[member] for dtype, parts in arrived.items()}
+                found |= unpack(form, arrays)
+        return found
+
+    def _forms_of_all(self, form: Any) -> list[Any]:
+        """Return the forms of all ranks, which are sent only where they are new."""
+        text = json.dumps(form)
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.int64)
+        digests = tuple(
+            int(part[0]) for part in self._agreement.gathered(digest, length=1)
+        )
+        if self._known is None or self._known[0] != digests:
+            # All ranks see the same digests, so that all of them send or none.
+            texts = self._agreement.texts(text)
+            self._known = digests, [json.loads(text) for text in texts]
+        return self._known[1]
+
+
+class SentDirections:
+    """Directions of some blocks on their way to all ranks of a communicator.
+
+    Collective: every rank makes one of the same blocks.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of the ranks, which together hold all operators.
+    names : sequence of sequence of str
+        Blocks whose directions each rank has.
+    given : mapping of str to mapping of str to array
+        Vectors of all these blocks, which have the forms of the directions.
+    own : mapping of str to mapping of str to array
+        Directions of this rank.
+    failed : bool
+        Whether there are none, since something failed.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        names: Sequence[Sequence[str]],
+        given: Mapping[str, Vectors],
+        own: Mapping[str, Vectors],
+        *,
+        failed: bool,
+    ) -> None:
+        # By dtype, for each rank: the arrays that it sends, as (name, parameter, array).
+        self._given = given
+        parts: dict[str, list[list[tuple[str, str, Array]]]] = {}
+        for rank, blocks in enumerate(names):
+            for name in blocks:
+                for key, vector in (own.get(name) or given[name]).items():
+                    x = vector.rows if isinstance(vector, SparseRows) else vector
+                    of_ranks = parts.setdefault(str(x.dtype), [[] for _ in names])
+                    of_ranks[rank].append((name, key, x))
+        self._sent = []
+        for _, of_ranks in sorted(parts.items()):
+            like = next(x for entries in of_ranks for *_, x in entries)
+            # One more number says whether the rank failed.
+            counts = [1 + sum(_size(x) for *_, x in sent) for sent in of_ranks]
+            flat = _flat_with_flag(of_ranks[communicator.rank], like, failed)
+            self._sent.append((of_ranks, counts, communicator.all_gather(flat, counts)))
+
+    def wait(self) -> tuple[dict[str, dict[str, Any]], bool]:
+        """Return the directions by block and parameter, and whether a rank failed."""
+        found: dict[str, dict[str, Any]] = {}
+        failed = False
+        for of_ranks, counts, handle in self._sent:
+            arrived = _parts(handle.wait(), counts)
+            for entries, flat in zip(of_ranks, arrived, strict=True):
+                failed = failed or bool(flat[0] != 0)
+                start = 1
+                for name, key, x in entries:
+                    stop = start + _size(x)
+                    vector = self._given[name][key]
+                    made = _shaped(flat[start:stop], x, vector)
+                    found.setdefault(name, {})[key] = made
+                    start = stop
+        return found, failed
+
+
+def _flat_with_flag(
+    entries: Sequence[tuple[str, str, Array]], like: Array, failed: bool
+) -> Array:
+    xp = own_namespace(like)
+    flag = xp.full((1,), float(failed), dtype=like.dtype, device=device_of(like))
+    return xp.concat([flag, *(xp.reshape(x, (-1,)) for *_, x in entries)])
+
+
+def _shaped(flat: Array, like: Array, vector: Any) -> Any:
+    x = own_namespace(flat).reshape(flat, tuple(like.shape))
+    return SparseRows(vector.indices, x) if isinstance(vector, SparseRows) else x
+
+
+def _parts(flat: Array, counts: Sequence[int]) -> list[Array]:
+    starts = [sum(counts[:k]) for k in range(len(counts))]
+    return [flat[a : a + n] for a, n in zip(starts, counts, strict=True)]
+
+
+def _size(x: Array) -> int:
+    return math.prod(int(n) for n in x.shape)

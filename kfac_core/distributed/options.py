@@ -1,0 +1,102 @@
+"""Options of an estimator whose blocks are divided among processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from kfac_core.array.backend import Array
+from kfac_core.constraints import require_one_of
+from kfac_core.distributed.communicator import Communicator
+from kfac_core.distributed.placement import divisors
+from kfac_core.errors import ConventionError
+from kfac_core.options import Execution
+
+__all__ = ["Distributed", "LossScale"]
+
+LossScale = Literal["shard", "batch", "ddp"]
+"""What each process's output gradients are gradients of; see `Distributed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distributed:
+    """How an estimator divides its work among processes.
+
+    ``Estimator(..., execution=Distributed(communicator=c))`` then gives, on every rank, the
+    results of one process with the rows of all ranks.  Every rank makes the estimator with
+    the same options and calls the same methods in the same order, with its own part of each
+    batch; a rank without rows gives ``{}``.  `Estimator.precondition` takes the gradient of
+    the whole batch, the same on all ranks.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of all ranks, such as from `kfac_core.distributed.connect`.
+    holders : int or {"auto", "all"}
+        How many ranks hold each operator, a divisor g of the number of ranks p.  With 1 a
+        block's owner sends directions at every step: least memory.  With ``"all"`` every
+        rank gets every operator at a refresh: least talk where refreshes are rare.
+        ``"auto"`` takes the g that sends the fewest numbers for refreshes every `interval`
+        steps.
+    interval : int
+        Steps between refreshes, for ``holders="auto"``.
+    reduce : {"refresh", "update"}
+        When statistics are added up: at a refresh, at the owners; or at every update, so
+        that every rank has the statistics of all rows.
+    loss : {"shard", "batch", "ddp"}
+        What the output gradients are of, where the estimator's reduction is a mean: the
+        mean over this rank's rows; this rank's part of the mean over all rows; or p times
+        that, so that the mean of gradients over ranks is the gradient of the whole batch.
+        The last two cost one more exchange an update.
+    dtype : {"float32", "float64"}, optional
+        Dtype of messages with statistics; by default that of the statistics.
+    bucket_bytes : int
+        Size from which a message is sent, while the rest of the sums is packed, or the rest
+        of the directions computed.
+    memory : int, optional
+        How many numbers of statistics and operators an owner has room for.
+    like : array, optional
+        Array of the library, device and dtype of the batches.  Needed on a rank whose
+        first update has no rows at all.
+    execution : Execution
+        How each rank runs its own blocks.
+
+    Raises
+    ------
+    ConventionError
+        For an option out of range.
+
+    Notes
+    -----
+    Of an n x n and an m x m factor ``n (n + 1) / 2 + m (m + 1) / 2`` numbers are sent at a
+    refresh, to one rank.  An update keeps the sums of one batch beside the running sums
+    until the ranks have agreed, and copies both once.
+    """
+
+    communicator: Communicator
+    holders: int | Literal["auto", "all"] = "auto"
+    interval: int = 10
+    reduce: Literal["refresh", "update"] = "refresh"
+    loss: LossScale = "shard"
+    dtype: Literal["float32", "float64"] | None = None
+    bucket_bytes: int = 25 * 2**20
+    memory: int | None = None
+    like: Array = None
+    execution: Execution = field(default_factory=Execution)
+
+    def __post_init__(self) -> None:
+        require_one_of("reduce", self.reduce, ("refresh", "update"))
+        require_one_of("loss", self.loss, get_args(LossScale))
+        if self.dtype is not None:
+            require_one_of("dtype", self.dtype, ("float32", "float64"))
+        for name in ("interval", "bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise ConventionError(
+                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
+                )
+        possible = divisors(self.communicator.size)
+        if self.holders not in ("auto", "all", *possible):
+            raise ConventionError(
+                "Expected `holders` to be 'auto', 'all' or one of "
+                f"{possible}, the divisors of the number of ranks, got {self.holders!r}."
+            )

@@ -1,0 +1,69 @@
+"""Whether processes hold the same of what must be the same."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kfac_core.array.backend import backend_of
+from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.structure import leaves
+from kfac_core.distributed.agreement import Agreement
+from kfac_core.distributed.communicator import Communicator
+from kfac_core.errors import ReplicaError
+
+__all__ = ["code_digest", "require_same"]
+
+
+def require_same(communicator: Communicator, values: Mapping[str, Any], /) -> None:
+    """Raise `ReplicaError` unless values are equal on all ranks, to the bit.
+
+    Collective.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of the ranks.
+    values : mapping of str to object
+        Texts, arrays and structures of arrays, by what an error calls them.
+    """
+    own = {name: _digest(value) for name, value in values.items()}
+    found = [json.loads(t) for t in Agreement(communicator).texts(json.dumps(own))]
+    for rank, other in enumerate(found):
+        names = [n for n in {**found[0], **other} if found[0].get(n) != other.get(n)]
+        if names:
+            raise ReplicaError(
+                f"Rank {rank} differs from rank 0 in {', '.join(names[:5])}"
+                f"{' and more' if len(names) > 5 else ''}. All ranks need the same "
+                "code, options and parameters, and must call the same methods."
+            )
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a text that is equal for equal code of this library: of all its files."""
+    made = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        made.update(path.relative_to(folder).as_posix().encode())
+        made.update(path.read_bytes())
+    return made.hexdigest()
+
+
+def _digest(value: Any) -> str:
+    """Return a text that is equal for equal values."""
+    made = hashlib.sha256()
+    if isinstance(value, str):
+        made.update(value.encode())
+        return made.hexdigest()
+    for path, x in leaves(value):
+        host = backend_of(own_namespace(x)).to_numpy(x)
+        made.update(f"{path} {host.dtype} {host.shape}".encode())
+        made.update(np.ascontiguousarray(host).tobytes())
+    return made.hexdigest()

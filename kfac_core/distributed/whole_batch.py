@@ -1,0 +1,184 @@
+"""What an update needs of the whole batch before a process reads its own rows.
+
+Where a loss is a mean, its gradients depend on the number of all rows; and the gradients of
+bare parameters have no rows, but are added up themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import device_of, namespace_of, own_namespace
+from kfac_core.array.structure import replaced
+from kfac_core.distributed.agreement import Agreement
+from kfac_core.distributed.communicator import Communicator
+from kfac_core.distributed.options import LossScale
+from kfac_core.errors import NotReadyError
+from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.network import Network
+
+__all__ = ["counts_first", "in_whole_batch", "no_arrays"]
+
+
+def counts_first(network: Network, loss: LossScale, /) -> bool:
+    """Return whether an update needs the numbers of examples before anything else.
+
+    Parameters
+    ----------
+    network : Network
+        The blocks.
+    loss : {"shard", "batch", "ddp"}
+        As of `Distributed`.
+
+    Returns
+    -------
+    bool
+        True where gradients have to be scaled, or are added up themselves.
+    """
+    if any(block.layer.kind == "parameters" for block in network.blocks.values()):
+        return True
+    return network.conventions.reduction != "sum" and loss != "shard"
+
+
+def in_whole_batch(
+    agreement: Agreement,
+    network: Network,
+    batches: Mapping[str, Any],
+    /,
+    *,
+    loss: LossScale,
+    like: Array,
+) -> dict[str, Any]:
+    """Return batches with the output gradients of the loss of the whole batch.
+
+    Collective.
+
+    Parameters
+    ----------
+    agreement : Agreement
+        Between all ranks.
+    network : Network
+        The blocks.
+    batches : mapping of str to Batch
+        This rank's, without empty ones.
+    loss : {"shard", "batch", "ddp"}
+        What their gradients are of; see `Distributed`.
+    like : array
+        Array of the library and the device of the batches.
+
+    Returns
+    -------
+    dict of str to Batch
+        Rank 0 has the gradients of bare parameters, of all ranks.
+    """
+    names = list(network.blocks)
+    counts = np.zeros((len(names), 3))
+    error: Exception | None = None
+    try:
+        for i, name in enumerate(names):
+            if name in batches:
+                counts[i] = _counts_of(network.blocks[name], batches[name])
+    except Exception as raised:
+        error = raised
+    agreement.vote("count", np.zeros(0), error=error)
+    of_ranks = np.stack(agreement.gathered(counts.reshape(-1)))
+    of_ranks = of_ranks.reshape(-1, len(names), 3)
+    reduction = network.conventions.reduction
+    column = 1 if reduction == "mean_rows" else 0
+    made: dict[str, Any] = {}
+    for i, name in enumerate(names):
+        total = float(of_ranks[:, i, column].sum())
+        own = float(counts[i, column])
+        factor = 1.0
+        if reduction != "sum" and loss != "shard" and own:
+            factor = total / own
+            if loss == "ddp":
+                factor /= agreement.communicator.size
+        batch = batches.get(name)
+        if network.blocks[name].layer.kind == "parameters":
+            share = factor if reduction == "sum" else factor * own / max(total, 1.0)
+            batch = _summed_gradients(
+                agreement.communicator,
+                network.blocks[name].layer.parameter_shapes,
+                batch,
+                of_ranks[:, i],
+                share,
+                like,
+            )
+        elif batch is not None and factor != 1.0:
+            batch = _scaled(batch, factor)
+        if batch is not None:
+            made[name] = batch
+    return made
+
+
+def no_arrays(rank: int, /) -> NotReadyError:
+    """Return the error of a rank that does not know the library of its arrays."""
+    return NotReadyError(
+        f"Rank {rank} has neither rows nor statistics, so that it is unknown of which "
+        "library its arrays are. Give `like`, an array such as the batches', to "
+        "`Distributed`, or a batch of zero examples."
+    )
+
+
+def _summed_gradients(
+    communicator: Communicator,
+    shapes: Mapping[str, tuple[int, ...]],
+    batch: GradientBatch | None,
+    counts: np.ndarray[Any, Any],
+    share: float,
+    like: Array,
+) -> GradientBatch | None:
+    """Return the gradient of the whole batch, on rank 0 alone."""
+    if not counts[:, 0].any():
+        return None
+    sources = int(counts[:, 2].max())
+    lead = (sources,) if sources else ()
+    if batch is None:
+        if like is None:
+            raise no_arrays(communicator.rank)
+        xp = own_namespace(like)
+        zeros = {
+            key: xp.zeros((*lead, *shape), dtype=like.dtype, device=device_of(like))
+            for key, shape in shapes.items()
+        }
+        batch = GradientBatch(zeros, 0, sources or None)
+    gradients = dict(sorted(batch.gradients.items()))
+    xp = namespace_of(**gradients)
+    flat = xp.concat([xp.reshape(x, (-1,)) for x in gradients.values()])
+    total = communicator.all_reduce(flat * share).wait()
+    if communicator.rank != 0:
+        return None
+    made, start = {}, 0
+    for key, x in gradients.items():
+        made[key] = xp.reshape(total[start : start + math.prod(x.shape)], x.shape)
+        start += math.prod(x.shape)
+    return GradientBatch(made, int(counts[:, 0].sum()), sources or None)
+
+
+def _counts_of(block: Any, batch: Any) -> tuple[float, float, float]:
+    """Return the numbers of examples, of rows that count, and of sources (or 0)."""
+    if isinstance(batch, GradientBatch):
+        return (
+            float(batch.batch_size),
+            float(batch.batch_size),
+            float(batch.sources or 0),
+        )
+    rows = block.rows(batch)
+    rows = rows.layers[0] if hasattr(rows, "layers") else rows
+    xp = own_namespace(rows.like)
+    return float(rows.examples), float(rows.kept(rows.like.dtype, xp=xp)), 0.0
+
+
+def _scaled(batch: Any, factor: float) -> Any:
+    """Return a batch, or several, with output gradients times a number."""
+    if isinstance(batch, list | tuple):
+        return tuple([_scaled(use, factor) for use in batch])
+    if isinstance(batch, dict):
+        return {name: _scaled(own, factor) for name, own in batch.items()}
+    return replaced(batch, output_grads=batch.output_grads * factor)
