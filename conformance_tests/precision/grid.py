@@ -10,7 +10,7 @@ right
     at least ``|F| / lam``; a block that is applied by parts (`Series`,
     `BlockTridiagonal`) has the condition number of these parts.  A sample is right where
     the root of the inverse that makes it is; the log-determinant if it is off by no more
-    than all its eigenvalues may be.
+    than all its eigenvalues may be, and the roundoff of the logarithms that it sums.
 refused
     A named error, or with ``check="status"`` a flag.
 silently wrong
