@@ -1024,7 +1024,7 @@ def _finite_status(
         if name not in options.skip and isinstance(total, SymmetricMatrix):
             summed.add(argument)
             names.add(name)
-            traces = traces + xp.linalg.trace(total.array)
+            traces = traces + total.trace()
     if not (summed and known_true(xp.isfinite(traces), xp=xp)):
         summed, names = set(), set()
     if stack:
@@ -1057,7 +1057,7 @@ def _with_overflow(
             continue
         total = getattr(average, "sum", average)
         if isinstance(total, SymmetricMatrix):
-            total = xp.linalg.diagonal(total.array)
+            total = total.diagonal()
         for _, leaf in leaves(total):
             if leaf.ndim > len(stack) and xp.isdtype(leaf.dtype, "real floating"):
                 squares.append(leaf)

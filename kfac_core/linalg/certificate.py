@@ -18,7 +18,11 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.finite import is_plain, known_true
 from kfac_core.array.namespaces import device_of
-from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.symmetric import (
+    SymmetricMatrix,
+    matrix_diagonal,
+    multiply_symmetric,
+)
 from kfac_core.linalg.triangular import multiply_triangular
 
 __all__ = [
@@ -158,7 +162,7 @@ def pivot_error(lower: Array, diagonal: Array, /, *, xp: Namespace) -> Array:
     array, shape (...)
         The estimate.
     """
-    smallest = xp.min(xp.linalg.diagonal(lower), axis=-1)
+    smallest = xp.min(matrix_diagonal(lower, xp=xp), axis=-1)
     unit = xp.where(smallest > 0, smallest, xp.ones_like(smallest))
     largest = xp.max(diagonal, axis=-1)
     largest = xp.where(largest > 0, largest, xp.zeros_like(largest))
