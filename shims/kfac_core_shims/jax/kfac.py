@@ -12,9 +12,6 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
-from kfac_core.array.namespaces import Scalar
-from kfac_core.constraints import validated
-from kfac_core.integration.schedules import Schedule
 from kfac_core_shims.jax.mapped import averaged, mapped_axes, summed_over
 from kfac_core_shims.jax.network import Network
 
@@ -91,20 +88,20 @@ class KFAC:
     (4, 3)
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         network: Network,
         *,
         reduction: Literal["sum", "mean", "mean_rows"],
-        damping: Scalar | Mapping[str, Scalar] = 0.03,
+        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] = 0.03,
         decay: float = 0.95,
         refresh_every: int = 10,
         bases_every: int = 100,
         moments: Literal["kronecker", "carried"] = "kronecker",
         axis_name: Any = None,
-        kl_clip: Schedule | None = 1e-3,
-        learning_rate: Schedule = 0.1,
+        kl_clip: kc.integration.Schedule | None = 1e-3,
+        learning_rate: kc.integration.Schedule = 0.1,
         **options: Any,
     ) -> None:
         kc.integration.interval_at("refresh_every", refresh_every, 0)
@@ -143,7 +140,7 @@ class KFAC:
         )
         return self.curvature.initial(like, damping=self.damping)
 
-    @validated
+    @kc.integration.validated
     def update(
         self,
         updates: Any,
@@ -226,7 +223,7 @@ class KFAC:
                 "`shard_map`, or leave `axis_name` out."
             )
 
-    @validated
+    @kc.integration.validated
     def absorbed(
         self,
         state: kc.NetworkState,

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
-from kfac_core.constraints import validated
 from kfac_core_shims.jax.examples import (
     Counts,
     ExampleAxis,
@@ -76,7 +75,7 @@ class Network:
     ['fc']
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         function: Callable[..., Any],

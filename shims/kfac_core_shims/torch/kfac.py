@@ -14,8 +14,6 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
-from kfac_core.constraints import validated
-from kfac_core.integration.schedules import Interval, Schedule
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook
@@ -156,7 +154,7 @@ class KFAC(kc.integration.NaturalGradient):
     >>> optimizer.step()
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         model: Any,
@@ -166,14 +164,14 @@ class KFAC(kc.integration.NaturalGradient):
         fisher: kc.losses.EstimationMode = "gradients",
         samples: int = 1,
         positions: kc.losses.Positions = "signs",
-        lr: Schedule | torch.optim.Optimizer = 0.1,
-        kl_clip: Schedule | None = 1e-3,
-        damping: Schedule = 3e-2,
-        decay: Schedule = 0.95,
+        lr: kc.integration.Schedule | torch.optim.Optimizer = 0.1,
+        kl_clip: kc.integration.Schedule | None = 1e-3,
+        damping: kc.integration.Schedule = 3e-2,
+        decay: kc.integration.Schedule = 0.95,
         damping_rule: kc.damping.DampingRule = "factored_unit_pi",
-        update_every: Interval = 5,
-        refresh_every: Interval = 25,
-        bases_every: Interval = 100,
+        update_every: kc.integration.Interval = 5,
+        refresh_every: kc.integration.Interval = 25,
+        bases_every: kc.integration.Interval = 100,
         approximations: Mapping[Any, Any] | None = None,
         skip_layers: Sequence[str] = (),
         output: Any = "auto",

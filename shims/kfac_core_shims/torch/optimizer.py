@@ -20,8 +20,6 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
-from kfac_core.constraints import validated
-from kfac_core.integration.schedules import Interval
 from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.kfac import KFAC
@@ -128,7 +126,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     >>> loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         model: Any,
@@ -142,8 +140,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
         damping_rule: kc.damping.DampingRule = "factored",
-        update_every: Interval = 1,
-        refresh_every: Interval = 5,
+        update_every: kc.integration.Interval = 1,
+        refresh_every: kc.integration.Interval = 5,
         **options: Any,
     ) -> None:
         if options.get("fisher") == "empirical":
