@@ -803,7 +803,8 @@ def test_overlap_changes_no_bit():
 
     def run(overlap):
         model = copy.deepcopy(first)
-        options = {"refresh_every": 2, "approximations": {"one": kc.Eigen()}}
+        options = {"update_every": 1, "refresh_every": 2}
+        options["approximations"] = {"one": kc.Eigen()}
         kfac = KFAC(model, likelihood="categorical", overlap=overlap, **options)
         found = []
         for i, (x, y) in enumerate(batches):
