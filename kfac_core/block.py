@@ -1100,7 +1100,12 @@ def _checked_damping(
         value = float(detached_array(damping))
         require_damping(value, name=f"damping` of block `{name}")
         _require_normal(value, dtypes, xp)
-    return as_scalar(xp, damping, dtypes[0], "damping")
+        return as_scalar(xp, damping, dtypes[0], "damping")
+    smallest = max(float(xp.finfo(dtype).smallest_normal) for dtype in dtypes)
+    good = (damping <= 0) | (damping >= smallest)
+    own = as_scalar(xp, damping, dtypes[0], "damping")
+    # NaN is flagged as an invalid damping, where a number would have raised.
+    return xp.where(good, own, xp.full_like(own, xp.nan))
 
 
 def _require_normal(damping: float, dtypes: tuple[Any, ...], xp: Namespace) -> None:

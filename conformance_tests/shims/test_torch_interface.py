@@ -265,6 +265,7 @@ def test_approximations_by_name_class_and_kind():
             nn.Linear: kc.Kronecker(output="diagonal"),
             "scale_shift": None,
         },
+        update_every=1,
     )
     found = {n: b.approximation.name for n, b in kfac.estimator.blocks.items()}
     assert found == {"0": "kronecker", "1": "eigen"}

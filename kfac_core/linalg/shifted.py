@@ -36,7 +36,12 @@ from kfac_core.errors import (
     FactorizationError,
     NotReadyError,
 )
-from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, spectrum_error
+from kfac_core.linalg.certificate import (
+    RESIDUAL_LIMIT,
+    Spectrum,
+    positive_eigenvalues,
+    spectrum_error,
+)
 from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.damped import (
     DampedMatrix,
@@ -287,7 +292,8 @@ class ShiftedMatrix:
         """
         xp = self._xp()
         basis = self._eigenbasis()
-        damped = basis.eigenvalues + self._shift()[..., None]
+        shift = self._shift()[..., None]
+        damped = positive_eigenvalues(basis.eigenvalues, shift, xp=xp)
         # What was inverted was found definite then; only free looks are taken twice.
         known = self.inverse is not None or self.cholesky is not None
         looks = exponent < 0 and (not known or is_plain(damped, xp=xp))
@@ -338,7 +344,9 @@ class ShiftedMatrix:
     def eigenvalues(self, *, shifted: bool) -> Array:
         """Return the eigenvalues of M, or of A, ascending, shape (..., n)."""
         w = self._eigenbasis().eigenvalues
-        return w + self._shift()[..., None] if shifted else w
+        if not shifted:
+            return w
+        return positive_eigenvalues(w, self._shift()[..., None], xp=self._xp())
 
     def eigenvectors(self) -> Array:
         """Return Q, whose columns go with the eigenvalues, shape (..., n, n)."""

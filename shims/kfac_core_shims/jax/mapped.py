@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from kfac_core.distributed import SummedOver
+import kfac_core as kc
 
 __all__ = ["averaged", "mapped_axes", "summed_over"]
 
@@ -31,6 +31,8 @@ def averaged(tree: Any, axis_name: Any, /) -> Any:
     return jax.tree.map(lambda x: jax.lax.pmean(x, axis_name), tree)
 
 
-def summed_over(axis_name: Any, /) -> SummedOver:
+def summed_over(axis_name: Any, /) -> kc.distributed.SummedOver:
     """Return the executor of an update with the rows of all devices of an axis."""
-    return SummedOver(functools.partial(jax.lax.psum, axis_name=axis_name))
+    return kc.distributed.SummedOver(
+        functools.partial(jax.lax.psum, axis_name=axis_name)
+    )

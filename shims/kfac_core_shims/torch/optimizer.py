@@ -79,8 +79,10 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         ``adapt_factor ** adapt_every``.
     min_damping, max_damping : float
         Bounds of the damping.
-    refresh_every : int or callable of int
-        Steps between factorizations.
+    damping_rule : {"factored", "factored_unit_pi", "exact"}
+        See `kfac_core.Estimator`.
+    update_every, refresh_every : int or callable of int
+        Steps between statistics, and between factorizations.
     **options
         Options of `KFAC`: ``likelihood``, ``reduction``, ``fisher``, ``decay``,
         ``approximations``, ``skip_layers``, ``output`` and so on; none about the length
@@ -136,6 +138,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         adapt_factor: float = 0.95,
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
+        damping_rule: Any = "factored",
+        update_every: Any = 1,
         refresh_every: Any = 5,
         **options: Any,
     ) -> None:
@@ -176,7 +180,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.kfac = KFAC(
             model,
             damping=damping,
+            damping_rule=damping_rule,
             kl_clip=None,
+            update_every=update_every,
             refresh_every=refresh_every,
             keep=True,
             **options,
