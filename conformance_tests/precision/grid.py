@@ -39,9 +39,9 @@ C = 64.0
 CAP = 0.05
 SUMMED = kc.Conventions(reduction="sum", sources="sum")
 
-RANKS = (0, 1, 2, 4, 8, 20)
+RANKS = (0, 1, 4, 20)
 SCALES = (1.0, 1e-8, 1e7)
-DAMPINGS = (1e-40, 1e-20, 1e-14, 1e-10, 1e-6, 1e-3, 1.0, 1e10, 1e30)
+DAMPINGS = (1e-40, 1e-14, 1e-10, 1e-6, 1e-3, 1.0, 1e30)
 
 PRECISIONS = {
     "float64": ("float64", kc.Precision()),
@@ -85,32 +85,39 @@ def cases(
                 yield case
 
 
-def verdict(case: Case, xp_name: str) -> tuple[str, str]:
+def verdict(case: Case, backend: str) -> tuple[str, str]:
     """Return ``"right"``, ``"refused"`` or ``"silently wrong"``, and what was found."""
     with np.errstate(all="ignore"):
         try:
-            operator, answer, dtype = _operator(case, xp_name)
+            operator = _operator(case, backend)
         except kc.KFACError as error:
             return "refused", str(error)
         if case.check == "status" and int(operator.status()):
             return "refused", "status"
-        if answer.singular:
-            return "silently wrong", "a singular block was inverted"
-        limits = _limits(case, answer)
-        refused = ""
-        for name, error in _errors(operator, answer, dtype, KINDS[case.kind].shape):
-            try:
-                worst = error(limits[name])
-            except kc.UnsupportedError:
-                continue
-            except kc.KFACError as told:
-                refused = f"{name}: {told}"
-                continue
-            if not worst <= limits[name]:
-                return (
-                    "silently wrong",
-                    f"{name}: off by {worst:.1e} (limit {limits[name]:.1e})",
-                )
+        return judged(case, operator, answer_of(case, backend), vector_dtype(case))
+
+
+def judged(case: Case, operator: Any, answer: Answer, dtype: str) -> tuple[str, str]:
+    """Return the verdict on an operator, and what was found."""
+    if case.check == "status" and int(operator.status()):
+        return "refused", "status"
+    if answer.singular:
+        return "silently wrong", "a singular block was inverted"
+    limits = _limits(case, answer)
+    refused = ""
+    for name, error in _errors(operator, answer, dtype, KINDS[case.kind].shape):
+        try:
+            worst = error(limits[name])
+        except kc.UnsupportedError:
+            continue
+        except kc.KFACError as told:
+            refused = f"{name}: {told}"
+            continue
+        if not worst <= limits[name]:
+            return (
+                "silently wrong",
+                f"{name}: off by {worst:.1e} (limit {limits[name]:.1e})",
+            )
     return ("refused", refused) if refused else ("right", "")
 
 
@@ -243,33 +250,46 @@ def _statistics(kind: str, rank: int, scale: float, dtype: str, backend: str) ->
     return statistics
 
 
-def _operator(case: Case, backend: str) -> tuple[Any, Answer, str]:
-    """Return the operator of a case, its reference and the dtype of its vectors."""
-    dtype, precision = PRECISIONS[case.precision]
-    key = (case.kind, case.rank, case.scale, dtype)
-    statistics = _statistics(*key, backend)
-    operator = KINDS[case.kind].block.operator(
-        statistics,
-        damping=case.damping,
-        rule=case.rule,
-        factorizations=_factorizations(case),
-        check=case.check,
-        precision=precision,
-    )
-    wide = "float64" if "float64" in (dtype, precision.apply) else "float32"
+def statistics_of(case: Case, backend: str) -> Any:
+    """Return the statistics of a case."""
+    dtype, _ = PRECISIONS[case.precision]
+    return _statistics(case.kind, case.rank, case.scale, dtype, backend)
+
+
+def answer_of(case: Case, backend: str) -> Answer:
+    """Return the reference of a case."""
     if case.rank == GRADED:
-        answer = references.answer(
-            stored(statistics), case.rule, case.damping, _vectors(case.kind)
-        )
-    else:
-        answer = _answer(case.kind, case.rule, *key[1:], case.damping)
-    return operator, answer, wide
+        curvature = stored(statistics_of(case, backend))
+        vectors = _vectors(case.kind)
+        return references.answer(curvature, case.rule, case.damping, vectors)
+    dtype, _ = PRECISIONS[case.precision]
+    rows = (case.rank, case.scale, dtype)
+    return _answer(case.kind, case.rule, *rows, case.damping)
 
 
-def _factorizations(case: Case) -> tuple[Any, ...]:
+def vector_dtype(case: Case) -> str:
+    """Return the dtype of the vectors of a case."""
+    dtype, precision = PRECISIONS[case.precision]
+    return "float64" if "float64" in (dtype, precision.apply) else "float32"
+
+
+def factorizations(case: Case) -> tuple[Any, ...]:
     """Return what is prepared; with ``check="raise"`` the rest is made when asked for."""
     if case.check == "raise":
         return ("inverse", "eigenbasis")
     unsupported = KINDS[case.kind].block.approximation.unsupported_products
     made = ("inverse", "eigenbasis", "cholesky")
     return made[:2] if "multiply_cholesky" in unsupported else made
+
+
+def _operator(case: Case, backend: str) -> Any:
+    """Return the operator of a case."""
+    _, precision = PRECISIONS[case.precision]
+    return KINDS[case.kind].block.operator(
+        statistics_of(case, backend),
+        damping=case.damping,
+        rule=case.rule,
+        factorizations=factorizations(case),
+        check=case.check,
+        precision=precision,
+    )

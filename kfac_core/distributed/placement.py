@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import array_api_compat
@@ -98,6 +98,33 @@ class Placement:
     def owned_by(self, rank: int, /) -> list[str]:
         """Return the blocks that a rank factorizes."""
         return [name for name, owner in self.owners.items() if owner == rank]
+
+    def messages(
+        self, names: Iterable[str], bucket_bytes: int, /
+    ) -> list[list[list[str]]]:
+        """Return whose directions each message has, by the rank of a row that sends them.
+
+        Parameters
+        ----------
+        names : iterable of str
+            Blocks.
+        bucket_bytes : int
+            Size from which a message is sent, with 8 bytes a number.
+
+        Returns
+        -------
+        list of list of list of str
+            Messages in their order.
+        """
+        messages: list[list[list[str]]] = []
+        size = bucket_bytes
+        for name in names:
+            if size >= bucket_bytes:
+                messages.append([[] for _ in range(self.size // self.holders)])
+                size = 0
+            messages[-1][self.group_of(name)].append(name)
+            size += 8 * self.loads[name].direction
+        return messages
 
     def flops(self) -> list[float]:
         """Return the flops of a refresh on each rank."""

@@ -5,13 +5,12 @@ from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
 from kfac_core.integration.likelihoods import RowLoss, row_loss
 from kfac_core.integration.natural_gradient import NaturalGradient
 from kfac_core.integration.schedules import interval_at, require_positive, value_at
-from kfac_core.integration.wiring import Captured, Recorder, Wiring, usual_approximation
+from kfac_core.integration.wiring import Captured, Wiring, usual_approximation
 
 __all__ = [
     "Captured",
     "LayerCall",
     "NaturalGradient",
-    "Recorder",
     "RowLoss",
     "Wiring",
     "batches_of_calls",

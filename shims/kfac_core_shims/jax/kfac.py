@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
-from kfac_core_shims.jax.mapped import Summed, averaged, mapped_axes
+from kfac_core_shims.jax.mapped import averaged, mapped_axes, summed_over
 from kfac_core_shims.jax.network import Network
 
-__all__ = ["KFAC"]
+__all__ = ["KFAC", "started"]
+
+T = TypeVar("T")
 
 
 class KFAC:
@@ -122,6 +125,9 @@ class KFAC:
 
         Directions are zero before the first refresh.
         """
+        return started(self._initial, params)
+
+    def _initial(self, params: Any) -> kc.NetworkState:
         like = next(
             leaf
             for leaf in jax.tree.leaves(params)
@@ -243,7 +249,9 @@ class KFAC:
                 "same in both."
             )
         updates = next(iter(state.blocks.values())).updates
-        how = {} if self.axis_name is None else {"executor": Summed(self.axis_name)}
+        how: dict[str, Any] = {}
+        if self.axis_name is not None:
+            how["executor"] = summed_over(self.axis_name)
         state = network.update(
             state, captured.batches, decay=self.decay, check="status", **how
         )
@@ -333,6 +341,39 @@ class KFAC:
             return self.update(updates, state, params, **own)
 
         return optax.GradientTransformationExtraArgs(self.init, update)
+
+
+def started(initial: Callable[[Any], T], params: Any, /) -> T:
+    """Return a first state, from one program, where the parameters are.
+
+    A state that is bound to a device, beside parameters that are not, would have the first
+    step compiled twice: its results are bound.
+
+    Parameters
+    ----------
+    initial : callable
+        Returns the state for the parameters.
+    params : pytree
+        The parameters.
+
+    Returns
+    -------
+    pytree
+        The state.
+    """
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return initial(params)
+    made: T = jax.jit(initial)(params)
+    bound = {
+        leaf.sharding
+        for leaf in leaves
+        if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True)
+    }
+    devices = [sharding.device_set for sharding in bound]
+    if len(devices) == 1 and len(devices[0]) == 1:
+        made = jax.device_put(made, *devices[0])
+    return made
 
 
 _ARGUMENTS: tuple[str, ...] = ("captured", "damping")

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
-from kfac_core_shims.jax.kfac import KFAC
+from kfac_core_shims.jax.kfac import KFAC, started
 from kfac_core_shims.jax.mapped import averaged
 from kfac_core_shims.jax.network import Network
 
@@ -240,6 +240,9 @@ class Optimizer:
 
     def init(self, params: Any, /) -> OptimizerState:
         """Return the state before the first step."""
+        return started(self._initial, params)
+
+    def _initial(self, params: Any) -> OptimizerState:
         curvature = self.kfac.init(params)
         statistics = next(iter(curvature.blocks.values())).statistics
         assert statistics is not None

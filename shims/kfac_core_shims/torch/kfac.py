@@ -485,6 +485,68 @@ class KFAC(kc.integration.NaturalGradient):
             self._collects = False
             self._forget()
 
+    def factors(self, name: str, /) -> tuple[Any, Any, Any]:
+        """Return both factors of a layer's block, in PyTorch's order of its weight.
+
+        Parameters
+        ----------
+        name : str
+            Name of a linear layer, or of a convolution without groups.
+
+        Returns
+        -------
+        input : torch.Tensor, shape (n, n)
+            A, with rows in the order of ``weight.flatten(1)``, the bias last.
+        output : torch.Tensor, shape (m, m)
+            G.
+        scale : torch.Tensor, 0-d
+            S: the block of the mean over rows of outputs is ``S A (x) G``.
+
+        Raises
+        ------
+        kfac_core.UnknownBlockError
+            For a name that no block has.
+        kfac_core.UnsupportedError
+            For a block that is no product of two whole factors of one weight.
+        kfac_core.NotReadyError
+            Before the first update.
+        """
+        self.estimator.network.known(name)
+        site, held = self._sites[name], self.estimator.state[name].statistics
+        if held is None:
+            raise kc.NotReadyError(
+                f"Layer {name!r} has no statistics yet. Call `update`."
+            )
+        weight, layer = site.parameters.get("weight"), site.layer
+        averages = held.averages
+        whole = {"input", "output", "repeats"} <= {*averages} and layer.groups == 1
+        shape = () if weight is None else tuple(weight.shape)
+        kinds = getattr(self.estimator.blocks[name].approximation, "factor_kinds", {})
+        full = all(kind.startswith("full") for kind in kinds.values())
+        if (
+            not (whole and full)
+            or shape[:1] != layer.matrix_shape[1:]
+            or site.part.rows
+        ):
+            raise kc.UnsupportedError(
+                f"Layer {name!r} is no product of two whole factors of one weight. Ask "
+                "kfac.estimator.operator(name)."
+            )
+        A, G = (
+            averages[side].value(debias=True).full() for side in ("input", "output")
+        )
+        # Which of PyTorch's inputs each row of the block's matrix is of.
+        n = len(A) - ("bias" in site.parameters)
+        places = torch.arange(n, dtype=A.dtype, device=A.device)
+        rows = shape[0]
+        places = places.expand(rows, n).reshape(shape)
+        given = {"weight": site.part.to_layer(places)}
+        given["weight"] = given["weight"].reshape(layer.parameter_shapes["weight"])
+        if "bias" in site.parameters:
+            given["bias"] = torch.full((rows,), n, dtype=A.dtype, device=A.device)
+        order = torch.argsort(layer.parameters_to_matrix(given)[:, 0])
+        return A[order][:, order], G, averages["repeats"].value(debias=True)
+
     def _observe_alone(self, outputs: Any) -> None:
         """Observe outputs by hand, in the place of the model's own hook."""
         if self.estimator.mode == "empirical":
