@@ -154,6 +154,7 @@ class KFAC(kc.integration.NaturalGradient):
     >>> optimizer.step()
     """
 
+    @kc.integration.validated
     def __init__(
         self,
         model: Any,
@@ -163,14 +164,14 @@ class KFAC(kc.integration.NaturalGradient):
         fisher: kc.losses.EstimationMode = "gradients",
         samples: int = 1,
         positions: kc.losses.Positions = "signs",
-        lr: Any = 0.1,
-        kl_clip: Any = 1e-3,
-        damping: Any = 3e-2,
-        decay: Any = 0.95,
-        damping_rule: Any = "factored_unit_pi",
-        update_every: Any = 5,
-        refresh_every: Any = 25,
-        bases_every: Any = 100,
+        lr: kc.integration.Schedule | torch.optim.Optimizer = 0.1,
+        kl_clip: kc.integration.Schedule | None = 1e-3,
+        damping: kc.integration.Schedule = 3e-2,
+        decay: kc.integration.Schedule = 0.95,
+        damping_rule: kc.damping.DampingRule = "factored_unit_pi",
+        update_every: kc.integration.Interval = 5,
+        refresh_every: kc.integration.Interval = 25,
+        bases_every: kc.integration.Interval = 100,
         approximations: Mapping[Any, Any] | None = None,
         skip_layers: Sequence[str] = (),
         output: Any = "auto",
@@ -519,31 +520,25 @@ class KFAC(kc.integration.NaturalGradient):
             )
         weight, layer = site.parameters.get("weight"), site.layer
         averages = held.averages
-        whole = {"input", "output", "repeats"} <= {*averages} and layer.groups == 1
-        shape = () if weight is None else tuple(weight.shape)
-        kinds = getattr(self.estimator.blocks[name].approximation, "factor_kinds", {})
-        full = all(kind.startswith("full") for kind in kinds.values())
-        if (
-            not (whole and full)
-            or shape[:1] != layer.matrix_shape[1:]
-            or site.part.rows
-        ):
+        sides = [s for s in ("input", "output") if s in averages]
+        values = [averages[side].value(debias=True) for side in sides]
+        whole = len(values) == 2 and all(hasattr(value, "full") for value in values)
+        plain = layer.groups == 1 and not site.part.rows
+        outputs = layer.matrix_shape[1]
+        if weight is None or not (whole and plain) or weight.shape[0] != outputs:
             raise kc.UnsupportedError(
                 f"Layer {name!r} is no product of two whole factors of one weight. Ask "
                 "kfac.estimator.operator(name)."
             )
-        A, G = (
-            averages[side].value(debias=True).full() for side in ("input", "output")
-        )
+        A, G = (value.full() for value in values)
         # Which of PyTorch's inputs each row of the block's matrix is of.
         n = len(A) - ("bias" in site.parameters)
         places = torch.arange(n, dtype=A.dtype, device=A.device)
-        rows = shape[0]
-        places = places.expand(rows, n).reshape(shape)
+        places = places.expand(outputs, n).reshape(weight.shape)
         given = {"weight": site.part.to_layer(places)}
         given["weight"] = given["weight"].reshape(layer.parameter_shapes["weight"])
         if "bias" in site.parameters:
-            given["bias"] = torch.full((rows,), n, dtype=A.dtype, device=A.device)
+            given["bias"] = torch.full((outputs,), n, dtype=A.dtype, device=A.device)
         order = torch.argsort(layer.parameters_to_matrix(given)[:, 0])
         return A[order][:, order], G, averages["repeats"].value(debias=True)
 
