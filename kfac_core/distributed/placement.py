@@ -32,6 +32,7 @@ import numpy as np
 from kfac_core.array.place import Place
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
+from kfac_core.constraints import validated
 from kfac_core.errors import ConventionError, UnsupportedError
 from kfac_core.execution.costs import Rates, block_costs
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -169,7 +170,9 @@ class Placement:
         lines = [f"{self.size} ranks, {self.holders} hold each operator"]
         for rank, flops in enumerate(self.flops()):
             names = self.owned_by(rank)
-            lines.append(f"  rank {rank}: {flops:.1e} flops, {', '.join(names) or '-'}")
+            kept = sum(self.loads[n].statistics + self.loads[n].operator for n in names)
+            costs = f"{flops:.1e} flops, {kept:,} numbers kept"
+            lines.append(f"  rank {rank}: {costs}, {', '.join(names) or '-'}")
         lines.append(f"  imbalance {self.imbalance():.2f}")
         for exchange, numbers in self.numbers_sent().items():
             each = "step" if exchange == "directions" else "refresh"
@@ -182,6 +185,7 @@ def divisors(size: int, /) -> list[int]:
     return [g for g in range(1, size + 1) if size % g == 0]
 
 
+@validated
 def block_loads(
     network: Network, /, *, rates: Rates | None = None
 ) -> dict[str, BlockLoad]:
@@ -236,6 +240,7 @@ def _numbers(block: Block, taken: frozenset[str]) -> int:
     return total
 
 
+@validated
 def place(
     loads: Mapping[str, BlockLoad],
     size: int,
