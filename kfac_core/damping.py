@@ -83,7 +83,8 @@ def factored_shifts(
     # A negative damping becomes NaN or stays negative; the factorization reports it.
     share = _root(damping, k, xp) / _root(scale, k, xp)
     if unit_pi:
-        return _raised([share + xp.zeros_like(n) for n in mean_eigenvalues], least, xp)
+        shifts = [share + xp.zeros_like(n) for n in mean_eigenvalues]
+        return _raised(shifts, least, xp) if least else shifts
     positive = mean_eigenvalues[0] > 0
     for n in mean_eigenvalues[1:]:
         positive = positive & (n > 0)
@@ -92,13 +93,12 @@ def factored_shifts(
     center = _root(safe[0], k, xp)
     for n in safe[1:]:
         center = center * _root(n, k, xp)
-    return _raised([share * (n / center) for n in safe], least, xp)
+    shifts = [share * (n / center) for n in safe]
+    return _raised(shifts, least, xp) if least else shifts
 
 
 def _raised(shifts: list[Array], least: float, xp: Namespace) -> list[Array]:
     """Return shifts of which none is below a bound; NaN stays NaN."""
-    if least == 0:
-        return shifts
     return [
         xp.where(shift < least, xp.full_like(shift, least), shift) for shift in shifts
     ]

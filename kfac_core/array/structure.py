@@ -260,21 +260,20 @@ def without_scalars(value: T, /) -> T:
     structure
         With the same parts where these hold no scalar.
     """
-    if isinstance(value, np.generic):
-        array: Any = np.asarray(value)
-        return array  # type: ignore[no-any-return]
-    changed: dict[str, Any] = {}
-    for name in value if isinstance(value, dict) else _arrays.get(type(value), ()):
-        part = value[name] if isinstance(value, dict) else getattr(value, name)
-        if type(part) in _arrays or isinstance(part, dict | np.generic):
-            new = without_scalars(part)
-            if new is not part:
-                changed[name] = new
-    if not changed:
-        return value
-    if isinstance(value, dict):
-        return {**value, **changed}  # type: ignore[return-value]
-    return replaced(value, **changed)
+    todo: list[Any] = [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, np.generic):
+            return map_structure(_no_scalar, value)
+        if isinstance(part, dict):
+            todo.extend(part.values())
+        elif type(part) in _arrays:
+            todo.extend(vars(part).values())
+    return value
+
+
+def _no_scalar(x: Any) -> Any:
+    return np.asarray(x) if isinstance(x, np.generic) else x
 
 
 def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:

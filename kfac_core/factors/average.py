@@ -47,13 +47,13 @@ class Average:
         if not debias:
             return self.sum
         total, factor = self.sum, self.factor(debias=True)
+        if not is_structure(total):
+            return total * _beside(factor, total)
         if isinstance(total, SymmetricMatrix):
             return total.scaled(_beside(factor, total.array))
         if _is_compressed(total):
             return total.scaled(factor)
-        if is_structure(total):
-            return map_structure(lambda x: x * _beside(factor, x), total)
-        return total * _beside(factor, total)
+        return map_structure(lambda x: x * _beside(factor, x), total)
 
     def factor(self, *, debias: bool) -> Array:
         """Return the factor that turns the sum into the average, or 1, 0-d."""

@@ -102,7 +102,8 @@ class ScaledMatrix:
 
     def trace(self) -> Array:
         """Return the trace of ``c B``, shape (...)."""
-        return self.factor * self.matrix.trace()
+        xp = own_namespace(self.factor)
+        return self.factor * matrix_trace(self.matrix.array, xp=xp)
 
     def multiplied(self) -> SymmetricMatrix:
         """Return ``c B`` as a matrix of its own."""
