@@ -55,6 +55,7 @@ from kfac_core.constraints import (
     require_one_of,
     require_options,
     require_range,
+    validated,
 )
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
@@ -92,7 +93,7 @@ __all__ = [
     "emptied",
 ]
 
-BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch]
+BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Batch]
 """A batch of one block: inputs and output gradients, or several uses of one layer."""
 
 _FULL_PRECISION = Precision()
@@ -137,6 +138,7 @@ class Block:
                 f"{self.layer.kind}: {problem}."
             )
 
+    @validated
     def initial(
         self, like: Array, /, *, precision: Precision = _FULL_PRECISION
     ) -> Statistics:
@@ -161,6 +163,7 @@ class Block:
         place = Place(xp, dtype, device_of(like))
         return self.approximation.initial(self.layer, place)
 
+    @validated
     def update(
         self,
         statistics: Statistics,
@@ -227,6 +230,7 @@ class Block:
         raise_for_flags(int(new.status), name=name)
         return new
 
+    @validated
     def moments(
         self,
         batch: BatchLike,
@@ -288,6 +292,7 @@ class Block:
         """Return the statistics of both data sets together."""
         return without_scalars(first.merged(second))
 
+    @validated
     def absorb(
         self,
         statistics: Statistics,
@@ -324,6 +329,7 @@ class Block:
         )
         return without_scalars(absorbed)
 
+    @validated
     def operator(
         self,
         statistics: Statistics,
@@ -408,6 +414,7 @@ class Block:
             raise made
         return made[0]
 
+    @validated
     def rebased(
         self, statistics: Statistics, /, *, moments: Any, check: Check = "raise"
     ) -> Statistics:
@@ -448,7 +455,7 @@ class Block:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
         if not isinstance(batch, list | tuple):
-            if not isinstance(batch, dict) and not is_structure(batch):
+            if not isinstance(batch, Batch | dict) and not is_structure(batch):
                 what = "a `Batch`, a `GradientBatch` or a sequence of `Batch`"
                 require_kind("batch", batch, Batch, what)
             return self.approximation.rows(self.layer, batch)
@@ -460,6 +467,7 @@ class Block:
             )
         return join_uses(uses)
 
+    @validated
     def mean_gradient(self, batch: BatchLike, /, *, conventions: Conventions) -> Array:
         """Return the mean gradient over the examples, summed over sources.
 
@@ -499,6 +507,7 @@ class Block:
         layer: Any = self.layer
         return self.approximation.stacks and layer.groups == 1
 
+    @validated
     def row_parts(
         self, batch: BatchLike, /, *, max_patch_elements: int | None
     ) -> Iterator[Any]:

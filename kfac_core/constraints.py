@@ -7,9 +7,9 @@ name alone.  A boolean is no number.  An option that is a Python number or a 0-d
 its number checked here; the value of an array is not read, since it may be traced or on a
 device.
 
-Every public constructor, setter and call passes its options to `require` or
-`require_options`, and what they raise names the option, shows what came, and says what is
-expected.
+Every public constructor, setter and call has its options checked by this table: a class of
+options by `checked`, a function or method by `validated`, and what runs in every step by
+`require`.  What they raise names the option, shows what came, and says what is expected.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ __all__ = [
     "require_options",
     "require_range",
     "shown",
+    "validated",
 ]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
@@ -124,7 +126,7 @@ def _integer(least: int, error: type[KFACError] = ConventionError) -> Constraint
             return False
         try:
             return operator.index(value) >= least
-        except TypeError:
+        except (TypeError, ValueError):  # also of arrays of other libraries
             return False
 
     return Constraint(f"an integer >= {least}", accepts, error)
@@ -147,6 +149,18 @@ def _is_weight(x: float) -> bool:
     return 1e-20 <= x <= 1e20
 
 
+def _is_between(x: float) -> bool:
+    return 0.0 < x < 1.0
+
+
+def _is_momentum(x: float) -> bool:
+    return 0.0 <= x < 1.0
+
+
+def _is_positive_or_infinite(x: float) -> bool:
+    return x > 0.0
+
+
 _WEIGHTS = "a finite number > 0, in [1e-20, 1e20]"
 _DAMPING = _number("a finite number >= 0", _is_not_negative, DampingError, arrays=True)
 _DECAY = _number("a number in [0, 1]", _is_in_unit_interval, DecayError, arrays=True)
@@ -154,7 +168,45 @@ _NUMBER_OF_DECAY = _number("a number in [0, 1]", _is_in_unit_interval, DecayErro
 _WEIGHT = _number(_WEIGHTS, _is_weight, DecayError, arrays=True)
 _NOT_NEGATIVE = _number("a finite number >= 0", _is_not_negative)
 _POSITIVE = _number("a finite number > 0", _is_positive)
+_NOT_NEGATIVE_SCALAR = _number("a finite number >= 0", _is_not_negative, arrays=True)
+_POSITIVE_SCALAR = _number("a finite number > 0", _is_positive, arrays=True)
+_LIMIT = _number("a number > 0", _is_positive_or_infinite)
+_LIMIT_SCALAR = _number("a number > 0", _is_positive_or_infinite, arrays=True)
+_NUMBER_OR_ARRAY = Constraint(
+    "a finite number >= 0 or an array",
+    lambda value: _NOT_NEGATIVE.accepts(value) or hasattr(value, "dtype"),
+)
+# Numbers that are looked at where the matrix has a name, for one matrix or many.
+_OF_A_STACK = Constraint(
+    "a number or an array",
+    lambda value: _is_number(value) or hasattr(value, "dtype"),
+    DampingError,
+)
+# Losses may overflow, and a step is refused then.
+_ANY_NUMBER = _number("a number", lambda _: True)
+_FRACTION = _number("a number in (0, 1)", _is_between)
+_FINITE_SCALAR = _number("a finite number", math.isfinite, arrays=True)
+# Options of the search for gamma, which is the root of a damping.
+_OF_GAMMA = {
+    f"{name}.{option}": constraint
+    for name in ("gamma_candidates", "search_gamma")
+    for option, constraint in (
+        ("gamma", _number("a number > 0", _is_positive, DampingError, arrays=True)),
+        ("factor", _number("a number in (0, 1)", _is_between, DampingError)),
+        ("minimum", _number("a number >= 0", _is_not_negative, DampingError)),
+        ("maximum", _number("a number > 0", _is_positive_or_infinite, DampingError)),
+    )
+}
+_OF_MARQUARDT = {
+    f"levenberg_marquardt.{option}": constraint
+    for option, constraint in (
+        ("decay", _number("a number in (0, 1)", _is_between, DampingError)),
+        ("minimum", _number("a number >= 0", _is_not_negative, DampingError)),
+        ("maximum", _number("a number > 0", _is_positive_or_infinite, DampingError)),
+    )
+}
 _COUNT = _integer(1)
+_WHOLE = _integer(0)
 _SIZE = _integer(1, ShapeError)
 
 RANGES: Mapping[str, Constraint] = {
@@ -164,11 +216,13 @@ RANGES: Mapping[str, Constraint] = {
     "moment_decay": _NUMBER_OF_DECAY,
     "weight": _WEIGHT,
     "Averaging.weight": _number(_WEIGHTS, _is_weight, DecayError),
+    "vectors.weight": _NUMBER_OR_ARRAY,
     "burn_in": _integer(0),
     "failure_budget": _integer(0),
     "threshold": _NOT_NEGATIVE,
     "least_shift": _NOT_NEGATIVE,
     "interval": _POSITIVE,
+    "Distributed.interval": _COUNT,
     "workers": _COUNT,
     "max_patch_elements": _COUNT,
     "iterations": _COUNT,
@@ -183,8 +237,8 @@ RANGES: Mapping[str, Constraint] = {
     "input_rank": _SIZE,
     "output_rank": _SIZE,
     "rows_at_once": _SIZE,
-    "gradients": _SIZE,
-    "positions": _SIZE,
+    "ExampleGram.gradients": _SIZE,
+    "ExampleGram.positions": _SIZE,
     "kernel_size": _SIZE,
     "strides": _SIZE,
     "dilation": _SIZE,
@@ -196,6 +250,64 @@ RANGES: Mapping[str, Constraint] = {
     "scale": _POSITIVE,
     "ScaledIdentity.scale": _NOT_NEGATIVE,
     "variance": _POSITIVE,
+    # Steps.
+    "learning_rate": _NOT_NEGATIVE_SCALAR,
+    "NaturalGradient.learning_rate": _POSITIVE_SCALAR,
+    "momentum": _number("a number in [0, 1)", _is_momentum, arrays=True),
+    "weight_decay": _FINITE_SCALAR,
+    "bound": _POSITIVE_SCALAR,
+    "trust_region_rate.maximum": _LIMIT_SCALAR,
+    **_OF_GAMMA,
+    **_OF_MARQUARDT,
+    "KFAC.adapt_damping.factor": _FRACTION,
+    "minimum": _NOT_NEGATIVE,
+    "maximum": _LIMIT,
+    "lower": _NOT_NEGATIVE,
+    "upper": _NOT_NEGATIVE,
+    "KFAC.adapt_damping.loss_before": _ANY_NUMBER,
+    "KFAC.adapt_damping.loss_after": _ANY_NUMBER,
+    "examples": _number(
+        "a finite number >= 0", _is_not_negative, DampingError, arrays=True
+    ),
+    "curvature_of_outputs.examples": _number(
+        "a finite number > 0", _is_positive, ShapeError, arrays=True
+    ),
+    "prior_precision": _number(
+        "a finite number > 0", _is_positive, DampingError, arrays=True
+    ),
+    "inverse_root.damping": _OF_A_STACK,
+    "ikfac_updated.step": _POSITIVE_SCALAR,
+    "FactorRoot.moved.step": _POSITIVE_SCALAR,
+    "ikfac_updated.scale": _POSITIVE_SCALAR,
+    "degree": _COUNT,
+    "samples": _SIZE,
+    **dict.fromkeys(("factor_root.size", "place.size", "run_ranks.size"), _COUNT),
+    "max_elements": _COUNT,
+    # Options of integrations.
+    "seed": _WHOLE,
+    "grad_scale": _POSITIVE,
+    "kernel_shape": _SIZE,
+    "fewest": _COUNT,
+    "target_size": _SIZE,
+    "RowLoss.weight.outputs": _COUNT,
+    **dict.fromkeys(("KFAC.observe.rows", "KFAC.step.rows"), _COUNT),
+    "lr": _NOT_NEGATIVE,
+    "KFACOptimizer.damping": _NOT_NEGATIVE,
+    "l2": _NOT_NEGATIVE,
+    "adapt_factor": _FRACTION,
+    "min_damping": _NOT_NEGATIVE,
+    "max_damping": _LIMIT,
+    "kl_clip": _POSITIVE_SCALAR,
+    **dict.fromkeys(
+        ("update_every", "refresh_every", "bases_every", "adapt_every"), _COUNT
+    ),
+    # Processes.
+    "rank": _WHOLE,
+    "source": _WHOLE,
+    "timeout": _POSITIVE,
+    "holders": _COUNT,
+    "bucket_bytes": _COUNT,
+    "memory": _COUNT,
     **dict.fromkeys(("syrk", "potrf", "potri", "symm", "trsm", "eigh"), _POSITIVE),
 }
 """The numbers that an option may be, by its name."""
@@ -219,6 +331,7 @@ NAMES = Constraint(
     "an iterable of names, and no string",
     lambda value: not isinstance(value, (str, bytes)) and _can_be_iterated(value),
 )
+_FUNCTION = Constraint("a function", callable)
 _NONE = Constraint("None", lambda value: value is None)
 
 
@@ -350,6 +463,51 @@ def require_kind(name: str, value: Any, kind: type[Any], expected: str, /) -> No
         )
 
 
+def validated(function: F, /) -> F:
+    """Check the options of a function or method by the table, whenever it is called.
+
+    Defaults are not checked, and arguments that are missing or unknown are left to Python.
+
+    Parameters
+    ----------
+    function : callable
+        Function, method or ``__init__``.
+
+    Returns
+    -------
+    callable
+        The same with the check before it.
+    """
+    kinds = inspect.Parameter
+    parameters = inspect.signature(function).parameters
+    positional = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+    ]
+    rest = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind is kinds.VAR_POSITIONAL
+    ]
+    constraints = constraints_of(function)
+    if not constraints:
+        return function
+
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        names = [*positional, *rest * (len(arguments) - len(positional))]
+        for name, value in (*zip(names, arguments, strict=False), *options.items()):
+            constraint = constraints.get(name)
+            if constraint is not None and value is not defaults[name]:
+                require_range(name, value, constraint)
+        return function(*arguments, **options)
+
+    return call  # type: ignore[return-value]
+
+
 @functools.cache
 def constraints_of(owner: Callable[..., Any], /) -> Mapping[str, Constraint]:
     """Return the constraint of each parameter of a class or function that has one.
@@ -370,14 +528,29 @@ def constraints_of(owner: Callable[..., Any], /) -> Mapping[str, Constraint]:
     else:
         names = [*inspect.signature(owner).parameters]
         function: Any = vars(owner)["__init__"] if isinstance(owner, type) else owner
-        hints = get_type_hints(function)
+        hints = _hints_of_parameters(function)
+    label = owner.__qualname__.removesuffix(".__init__")
     found: dict[str, Constraint] = {}
     for name in names:
-        numbers_allowed = RANGES.get(f"{owner.__name__}.{name}", RANGES.get(name))
+        numbers_allowed = RANGES.get(f"{label}.{name}", RANGES.get(name))
         constraint = _constraint(hints.get(name, Any), numbers_allowed)
         if constraint is not None:
             found[name] = constraint
     return found
+
+
+def _hints_of_parameters(function: Any) -> dict[str, Any]:
+    """Return the annotations of parameters; what is returned may not be defined yet."""
+
+    def parameters() -> None: ...
+
+    parameters.__annotations__ = {
+        name: hint
+        for name, hint in function.__annotations__.items()
+        if name != "return"
+    }
+    own = inspect.unwrap(function)
+    return get_type_hints(parameters, globalns=own.__globals__)
 
 
 def _constraint(hint: Any, allowed: Constraint | None) -> Constraint | None:
@@ -405,6 +578,8 @@ def _constraint(hint: Any, allowed: Constraint | None) -> Constraint | None:
         return _several(_constraint(inner[0], allowed), Sequence, "a sequence")
     if origin is Iterable:
         return NAMES
+    if origin is Callable or hint is Callable:
+        return _FUNCTION
     if origin is not None and issubclass(origin, Mapping):
         keys, values = (_constraint(part, allowed) for part in inner)
         return _mapping_of(keys, values)

@@ -16,7 +16,7 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import NUMBER, Scalar, full_of
-from kfac_core.constraints import RANGES, require_range
+from kfac_core.constraints import RANGES, require_range, validated
 from kfac_core.errors import DampingError
 
 __all__ = [
@@ -111,6 +111,7 @@ def _root(x: Scalar, k: int, xp: Namespace) -> Scalar:
     return x ** (1.0 / k)
 
 
+@validated
 def levenberg_marquardt(
     damping: Scalar,
     reduction_ratio: Scalar,

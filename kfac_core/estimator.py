@@ -23,7 +23,7 @@ from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
 from kfac_core.block import BatchLike, Block, Prepare
-from kfac_core.constraints import require, require_check, require_one_of
+from kfac_core.constraints import require, require_check, require_one_of, validated
 from kfac_core.conventions import (
     Conventions,
     LossReduction,
@@ -368,6 +368,7 @@ class Estimator:
         finally:
             self._changing = None
 
+    @validated
     def reset(self, name: str, /) -> None:
         """Make one block as it was before its first batch; the others are unchanged.
 
@@ -553,6 +554,7 @@ class Estimator:
 
         return BackgroundRefresh(refreshed, install)
 
+    @validated
     def operator(self, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh.
 

@@ -17,6 +17,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of
 from kfac_core.array.structure import replaced
 from kfac_core.block import Block
+from kfac_core.constraints import validated
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.condition import estimated_norm, measured_residual
@@ -118,6 +119,7 @@ class Report(dict[str, BlockReport]):
     __repr__ = __str__
 
 
+@validated
 def report_of(block: Block, state: BlockState, /) -> BlockReport:
     """Return the report of one block; this synchronizes with the device.
 

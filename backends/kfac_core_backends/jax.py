@@ -68,11 +68,6 @@ def to_numpy(x: Any, /) -> np.ndarray[Any, Any]:
     return np.array(x)
 
 
-def detach(x: Any, /) -> Any:
-    """Return the array as a constant of differentiation."""
-    return jax.lax.stop_gradient(x)
-
-
 def enable_float64() -> None:
     """Switch 64-bit floats on, for the whole process."""
     jax.config.update("jax_enable_x64", True)

@@ -103,7 +103,7 @@ def test_negative_eigenvalues_have_one_rule_for_all_powers(backend, kind, negati
     if backend.name == "jax" and (kind, negative) != ("exact", "slightly"):
         pytest.skip("one kind is enough where each is compiled")
     operator, matrices = operator_of(backend, kind, NEGATIVE[negative])
-    v = np.random.default_rng(3).normal(size=operator.shape)
+    v = np.random.default_rng(3).normal(size=operator.vector_shape)
 
     for exponent in POWERS:
         got = backend.to_numpy(

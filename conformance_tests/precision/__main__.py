@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> int:
         found: dict[grid.Case, str] = {}
         with kc.use_backend(backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            points = QUICK if options.quick else {}
+            points = dict(QUICK) if options.quick else {}
+            if options.kinds:
+                points["kinds"] = options.kinds
             for case, result, told in verdicts(backend, options.check, points):
                 found[case] = result
                 if result == "silently wrong":
@@ -72,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("backends", nargs="*", help="numpy, torch, jax")
     made.add_argument("--quick", action="store_true", help="fewer scales and dampings")
     made.add_argument("--check", nargs="+", default=["raise", "status"])
+    made.add_argument("--kinds", nargs="+", metavar="NAME", help="some approximations")
     made.add_argument("--cost", action="store_true", help="what the checks cost")
     made.add_argument("--save", type=Path, help="write the counts to a file")
     made.add_argument("--read", type=Path, nargs="+", default=[], help="add such files")

@@ -10,7 +10,7 @@ right
     at least ``|F| / lam``; a block that is applied by parts (`Series`,
     `BlockTridiagonal`) has the condition number of these parts.  A sample is right where
     the root of the inverse that makes it is; the log-determinant if it is off by no more
-    than all its eigenvalues may be.
+    than all its eigenvalues may be, and the roundoff of the logarithms that it sums.
 refused
     A named error, or with ``check="status"`` a flag.
 silently wrong
@@ -89,7 +89,7 @@ def verdict(case: Case, backend: str) -> tuple[str, str]:
     """Return ``"right"``, ``"refused"`` or ``"silently wrong"``, and what was found."""
     with np.errstate(all="ignore"):
         try:
-            operator = _operator(case, backend)
+            operator = operator_of(case, backend)
         except kc.KFACError as error:
             return "refused", str(error)
         if case.check == "status" and int(operator.status()):
@@ -103,9 +103,9 @@ def judged(case: Case, operator: Any, answer: Answer, dtype: str) -> tuple[str, 
         return "refused", "status"
     if answer.singular:
         return "silently wrong", "a singular block was inverted"
-    limits = _limits(case, answer)
+    limits = limits_of(case, answer)
     refused = ""
-    for name, error in _errors(operator, answer, dtype, KINDS[case.kind].shape):
+    for name, error in errors_of(operator, answer, dtype, KINDS[case.kind].shape):
         try:
             worst = error(limits[name])
         except kc.UnsupportedError:
@@ -121,7 +121,7 @@ def judged(case: Case, operator: Any, answer: Answer, dtype: str) -> tuple[str, 
     return ("refused", refused) if refused else ("right", "")
 
 
-def _limits(case: Case, answer: Answer) -> dict[str, float]:
+def limits_of(case: Case, answer: Answer) -> dict[str, float]:
     """Return the largest error of each product, relative to ``|f(F)| |v|``."""
     dtype, precision = PRECISIONS[case.precision]
     widths = (dtype, precision.compute or dtype, precision.apply or dtype)
@@ -141,7 +141,7 @@ def _limits(case: Case, answer: Answer) -> dict[str, float]:
     return found
 
 
-def _errors(
+def errors_of(
     operator: Any, answer: Answer, dtype: str, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Callable[[float], float]]]:
     """Yield the products by name, each with a function that returns its error."""
@@ -282,7 +282,7 @@ def factorizations(case: Case) -> tuple[Any, ...]:
     return made[:2] if "multiply_cholesky" in unsupported else made
 
 
-def _operator(case: Case, backend: str) -> Any:
+def operator_of(case: Case, backend: str) -> Any:
     """Return the operator of a case."""
     _, precision = PRECISIONS[case.precision]
     return KINDS[case.kind].block.operator(

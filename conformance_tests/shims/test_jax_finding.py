@@ -506,7 +506,14 @@ def test_uses_outside_of_layers_are_refused_by_name(rng):
     # A second use that is a layer is a second use of the block.
     network = shim.Network(lambda p, x: shim.dense("a", x, p["W"]) @ p["W"], W, x)
     _, captured = network.vjp(W, x)[1](jnp.ones((8, 2)), reduction="sum")
-    assert len(captured.batches["a"]) == 2
+    first, second = captured.batches["a"]
+    matrix, ones = np.asarray(W["W"]), np.ones((8, 2))
+    for use, inputs, grads in (
+        (first, np.asarray(x), ones @ matrix.T),
+        (second, x @ matrix, ones),
+    ):
+        np.testing.assert_allclose(use.inputs, inputs, rtol=1e-12)
+        np.testing.assert_allclose(use.output_grads, grads, rtol=1e-12)
 
 
 def test_merged_rows_are_refused_where_examples_must_be_known(shared):
@@ -580,6 +587,30 @@ def test_gradients_are_matched_by_path(stepped):
         kfac.update(list(gradients.values()), state, captured=None)
     with pytest.raises(kc.ShapeError, match=r"\['V'\]"):
         kfac.update(gradients | {"V": gradients["V"].T}, state, captured=None)
+
+
+def test_a_partition_gives_each_transformation_its_own_gradients(trained, stepped):
+    """K-FAC of one layer and gradient descent of the other, in one optax partition."""
+    optax = pytest.importorskip("optax")
+    network, params, x, options = trained
+    _, (direction, _, gradients) = stepped
+    kfac = shim.KFAC(network, refresh_every=1, **options)
+    both = {"kfac": kfac.optax(), "descent": optax.sgd(1.0)}
+    labels = {"W": "descent", "b": "descent", "V": "kfac"}
+    optimizer = optax.partition(both, labels)
+
+    @jax.jit
+    def step(params, x, y):
+        z, pull = network.vjp(params, x)
+        gradients, captured = pull(jax.grad(nll)(z, y), reduction="sum")
+        gradients = jax.tree.map(lambda g: g / len(x), gradients)
+        state = optimizer.init(params)
+        return optimizer.update(gradients, state, params, captured=captured)[0]
+
+    found = step(params, x, LABELS)
+    np.testing.assert_allclose(found["V"], direction["V"], rtol=1e-12)
+    for name in ("W", "b"):
+        np.testing.assert_allclose(found[name], -gradients[name], rtol=1e-12)
 
 
 def test_a_step_before_any_statistics_is_no_silent_one(trained):

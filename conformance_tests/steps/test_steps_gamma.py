@@ -66,7 +66,9 @@ def test_arguments_that_cannot_be_used_are_named():
     """Each message has the argument."""
     with pytest.raises(DampingError, match="`gamma`"):
         gamma_candidates(-1.0, factor=0.5)
-    with pytest.raises(DampingError, match=r"`factor` in \(0, 1\), got 1"):
+    with pytest.raises(
+        DampingError, match=r"`factor` to be a number in \(0, 1\), got 1"
+    ):
         gamma_candidates(1.0, factor=1.0)
     with pytest.raises(DampingError, match="`minimum`"):
         gamma_candidates(1.0, factor=0.5, minimum=2.0, maximum=1.0)

@@ -264,7 +264,7 @@ def test_an_empty_batch_has_no_curvature():
 
     assert got == 12.0
     assert quadratic_model(vector, [vector], curvature=got, damping=0.0).slope == 4.0
-    with pytest.raises(ShapeError, match="`examples` to be positive"):
+    with pytest.raises(ShapeError, match="`examples` to be a finite number > 0"):
         curvature_of_outputs([np.zeros((0, 3))], [np.zeros((0, 3))], examples=0)
 
 

@@ -118,7 +118,9 @@ def test_arguments_that_cannot_be_used_are_named():
         trust_region_rate(np.eye(2), bound=1.0, maximum=1.0)
     with pytest.raises(DtypeError, match=r"`curvature`.*int"):
         trust_region_rate(np.ones((), int), bound=1.0, maximum=1.0)
-    with pytest.raises(ConventionError, match=r"`bound` to be positive, got -1"):
+    with pytest.raises(
+        ConventionError, match=r"`bound` to be a finite number > 0.*got -1"
+    ):
         trust_region_rate(np.ones(()), bound=-1.0, maximum=1.0)
     with pytest.raises(ConventionError, match="`maximum`"):
         trust_region_rate(np.ones(()), bound=1.0, maximum=0.0)

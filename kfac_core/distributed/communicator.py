@@ -23,6 +23,7 @@ import numpy as np
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.array.optional import entry_points_of
+from kfac_core.constraints import validated
 from kfac_core.errors import (
     BackendUnavailableError,
     CommunicationError,
@@ -372,6 +373,7 @@ def require_groups(groups: Sequence[Sequence[int]], size: int, /) -> None:
         )
 
 
+@validated
 def connect(name: str | None = None, /, *, timeout: float = 60.0) -> Communicator:
     """Return the communicator of all processes, by the name of its engine.
 

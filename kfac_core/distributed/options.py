@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from kfac_core.array.backend import Array
-from kfac_core.constraints import require_one_of
+from kfac_core.constraints import checked, require_options
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.model import Machine
 from kfac_core.distributed.placement import divisors
@@ -19,6 +19,7 @@ LossScale = Literal["shard", "batch", "ddp"]
 """What each process's output gradients are gradients of; see `Distributed`."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
     """How an estimator divides its work among processes.
@@ -91,15 +92,7 @@ class Distributed:
     execution: Execution = field(default_factory=Execution)
 
     def __post_init__(self) -> None:
-        require_one_of("reduce", self.reduce, ("refresh", "update"))
-        require_one_of("loss", self.loss, get_args(LossScale))
-        if self.dtype is not None:
-            require_one_of("dtype", self.dtype, ("float32", "float64"))
-        for name in ("interval", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ConventionError(
-                    f"Expected `{name}` to be at least 1, got {getattr(self, name)}."
-                )
+        require_options(self)
         possible = divisors(self.communicator.size)
         if self.holders not in ("auto", "all", *possible):
             raise ConventionError(

@@ -32,6 +32,7 @@ import numpy as np
 from kfac_core.array.place import Place
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
+from kfac_core.constraints import validated
 from kfac_core.errors import ConventionError, UnsupportedError
 from kfac_core.execution.costs import Rates, block_costs
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -184,6 +185,7 @@ def divisors(size: int, /) -> list[int]:
     return [g for g in range(1, size + 1) if size % g == 0]
 
 
+@validated
 def block_loads(
     network: Network, /, *, rates: Rates | None = None
 ) -> dict[str, BlockLoad]:
@@ -238,6 +240,7 @@ def _numbers(block: Block, taken: frozenset[str]) -> int:
     return total
 
 
+@validated
 def place(
     loads: Mapping[str, BlockLoad],
     size: int,

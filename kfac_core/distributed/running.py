@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kfac_core.constraints import validated
 from kfac_core.distributed.communicator import (
     Communicator,
     communicator_names,
@@ -22,6 +23,7 @@ from kfac_core.errors import KFACError, UnsupportedError
 __all__ = ["execution_for", "running_processes"]
 
 
+@validated
 def execution_for(
     communicator: Communicator | str | None, /, *, timeout: float = 60.0, **options: Any
 ) -> Distributed | None:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kfac_core.array.namespaces import own_namespace
+from kfac_core.constraints import validated
 from kfac_core.distributed.communicator import (
     Communicator,
     Operation,
@@ -27,6 +28,7 @@ __all__ = ["VirtualRank", "run_ranks"]
 T = TypeVar("T")
 
 
+@validated
 def run_ranks(
     size: int, function: Callable[[Communicator], T], /, *, timeout: float = 60.0
 ) -> list[T]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kfac_core.block import Block
-from kfac_core.constraints import checked, require_one_of, require_options
+from kfac_core.constraints import checked, require_one_of, require_options, validated
 from kfac_core.errors import ConventionError
 from kfac_core.linalg.shifted import Solving
 
@@ -92,6 +92,7 @@ class BlockCosts:
         each = self.precondition["triangular"] - self.precondition["inverse"]
         return once / each if each > 0 else math.inf
 
+    @validated
     def cheaper(self, interval: float, /) -> Solving:
         """Return the cheaper method of solving for a number of steps between refreshes."""
         return "triangular" if interval < self.break_even else "inverse"

@@ -22,6 +22,7 @@ from kfac_core.array.structure import (
     is_plain,
     is_structure,
 )
+from kfac_core.constraints import validated
 from kfac_core.network import Executor, Tasks, plain
 
 __all__ = ["Hosted", "from_host", "host_computes", "host_view"]
@@ -97,6 +98,7 @@ class Hosted:
         Executor that runs the tasks.
     """
 
+    @validated
     def __init__(self, inner: Executor = plain) -> None:
         self._inner = inner
         # By the block and the class of a structure, the last one and its view.

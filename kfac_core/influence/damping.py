@@ -14,6 +14,7 @@ from typing import Any
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, as_scalar, full_of
+from kfac_core.constraints import validated
 from kfac_core.damping import require_damping
 from kfac_core.errors import DampingError
 from kfac_core.operators.spectral import SpectralOperator
@@ -22,6 +23,7 @@ from kfac_core.posterior.spectra import require_same_blocks
 __all__ = ["given_damping", "mean_eigenvalue_damping"]
 
 
+@validated
 def mean_eigenvalue_damping(
     blocks: Mapping[str, SpectralOperator], /, *, fraction: Scalar
 ) -> dict[str, Array]:

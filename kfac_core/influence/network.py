@@ -22,6 +22,7 @@ from kfac_core.array.namespaces import Scalar, status_unless
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
 from kfac_core.block import Block
+from kfac_core.constraints import validated
 from kfac_core.conventions import LossReduction
 from kfac_core.errors import (
     ConventionError,
@@ -98,6 +99,7 @@ class Influence:
         require_same_blocks(self.blocks, self.damping, "damping")
 
     @classmethod
+    @validated
     def of_statistics(
         cls,
         blocks: Mapping[str, Block],
@@ -156,6 +158,7 @@ class Influence:
             made._require_definite()
         return made
 
+    @validated
     def precondition(
         self,
         gradients: Gradients,
@@ -204,6 +207,7 @@ class Influence:
             }
         )
 
+    @validated
     def scores(
         self,
         queries: Queries,
@@ -258,6 +262,7 @@ class Influence:
             total = part if total is None else total + part
         return total
 
+    @validated
     def self_scores(
         self,
         gradients: Gradients,

@@ -19,7 +19,7 @@ import numpy as np
 from kfac_core.array.backend import backend_of
 from kfac_core.array.finite import all_finite
 from kfac_core.array.namespaces import Scalar, cast, namespace_of, own_namespace
-from kfac_core.constraints import require_one_of
+from kfac_core.constraints import require_one_of, validated
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.errors import (
@@ -109,6 +109,7 @@ class NaturalGradient:
     Ba, Grosse and Martens (2017): the KL clip, in the form of `kfac_core.steps.kl_clip`.
     """
 
+    @validated
     def __init__(
         self,
         estimator: Estimator,
@@ -118,9 +119,9 @@ class NaturalGradient:
         update_every: Interval = 1,
         refresh_every: Interval = 1,
         bases_every: Interval = 100,
-        damping: Schedule = None,
-        decay: Schedule = None,
-        kl_clip: Schedule = None,
+        damping: Schedule | None = None,
+        decay: Schedule | None = None,
+        kl_clip: Schedule | None = None,
         learning_rate: Schedule = 1.0,
         communicator: Communicator | None = None,
     ) -> None:
@@ -152,6 +153,7 @@ class NaturalGradient:
         """Whether the next step makes new operators."""
         return self._due("refresh_every", self.refresh_every)
 
+    @validated
     def directions(
         self,
         gradients: Mapping[str, Mapping[str, Any]],

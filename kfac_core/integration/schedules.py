@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from kfac_core.array.namespaces import Scalar
 from kfac_core.errors import ConventionError
 
 __all__ = ["Interval", "Schedule", "interval_at", "require_positive", "value_at"]
 
-Schedule: TypeAlias = Any
+Schedule: TypeAlias = Scalar | Callable[[int], Scalar]
 """A number or a 0-d array, or a callable ``step -> number`` of the steps taken so far."""
 
-Interval: TypeAlias = Any
+Interval: TypeAlias = int | Callable[[int], int]
 """A number of steps, at least 1, or a callable ``step -> number of steps``."""
 
 
@@ -62,7 +64,7 @@ def interval_at(name: str, interval: Interval, step: int, /) -> int:
     ConventionError
         For anything but a whole number of steps >= 1.
     """
-    found = interval(step) if callable(interval) else interval
+    found: Any = interval(step) if callable(interval) else interval
     whole = isinstance(found, int | numbers.Integral) and not isinstance(found, bool)
     if not whole or operator.index(found) < 1:
         raise ConventionError(

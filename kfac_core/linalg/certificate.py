@@ -414,8 +414,9 @@ def spectrum_error(
         error = product * (factor.roundoff * largest)
         bottom = product * factor.smallest_uncertain(xp) + damping
         # A negative eigenvalue that stays; see `positive_eigenvalues`.
-        least = product * xp.min(factor.eigenvalues, axis=-1) + damping
-        bottom = xp.where((least > 0) & (least < bottom), least, bottom)
+        least = xp.min(factor.eigenvalues, axis=-1)
+        stays = (least < 0) & (product * least + damping > 0)
+        bottom = xp.where(stays, product * least + damping, bottom)
         positive = bottom > 0
         ratio = error / xp.where(positive, bottom, xp.ones_like(bottom))
         # A factor of zeros has no error.

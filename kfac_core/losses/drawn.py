@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from kfac_core.array.backend import Array
-from kfac_core.constraints import require_one_of
+from kfac_core.constraints import require_one_of, validated
 from kfac_core.errors import ConventionError
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import EstimationMode, noise_spec
@@ -18,6 +18,7 @@ Positions = Literal["signs", "separate", "together"]
 """What exact sources do with rows that share an example; see `drawn_vectors`."""
 
 
+@validated
 def drawn_vectors(
     loss: Loss,
     natural: Array,

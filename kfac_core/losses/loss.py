@@ -25,6 +25,7 @@ from abc import abstractmethod
 from typing import ClassVar, Protocol
 
 from kfac_core.array.backend import Array
+from kfac_core.constraints import validated
 from kfac_core.losses.noise import NoiseDistribution
 
 __all__ = ["Loss"]
@@ -50,6 +51,7 @@ class Loss(Protocol):
 
     noise_distribution: ClassVar[NoiseDistribution]
 
+    @validated
     def output_size(self, target_size: int, /) -> int:
         """Return P, the number of outputs that a target needs: by default its own size.
 

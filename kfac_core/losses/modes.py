@@ -36,7 +36,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 from kfac_core.array.backend import Array
-from kfac_core.constraints import require_one_of
+from kfac_core.constraints import require_one_of, validated
 from kfac_core.conventions import SourceReduction
 from kfac_core.errors import ShapeError
 from kfac_core.losses.loss import Loss
@@ -76,6 +76,7 @@ _PROPERTIES: dict[str, _Properties] = {
 }
 
 
+@validated
 def curvature_matrix(mode: EstimationMode, /) -> CurvatureMatrix:
     """Return which matrix a mode estimates: Fisher, empirical Fisher or Gauss-Newton.
 
@@ -88,6 +89,7 @@ def curvature_matrix(mode: EstimationMode, /) -> CurvatureMatrix:
     return _PROPERTIES[mode].matrix
 
 
+@validated
 def source_reduction_of(mode: EstimationMode, /) -> SourceReduction:
     """Return how a mode's sources are combined, by default.
 
@@ -106,6 +108,7 @@ def source_reduction_of(mode: EstimationMode, /) -> SourceReduction:
     return _PROPERTIES[mode].reduction
 
 
+@validated
 def noise_spec(
     loss: Loss, natural: Array, /, *, mode: EstimationMode, samples: int = 1
 ) -> NoiseSpec | None:

@@ -21,6 +21,7 @@ from kfac_core.array.namespaces import (
     require_floating,
     wide_dtype,
 )
+from kfac_core.constraints import validated
 from kfac_core.errors import DtypeError
 
 __all__ = ["NoiseDistribution", "NoiseSpec", "draw_noise"]
@@ -44,6 +45,7 @@ class NoiseSpec:
     shape: tuple[int, ...]
 
 
+@validated
 def draw_noise(
     spec: NoiseSpec, /, *, like: Array, rng: np.random.Generator | int
 ) -> Array:

@@ -22,7 +22,7 @@ from kfac_core.array.namespaces import (
     require_matrix,
 )
 from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import require_one_of
+from kfac_core.constraints import require_one_of, validated
 from kfac_core.conventions import SourceReduction
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.losses.loss import Loss
@@ -61,6 +61,7 @@ class SourceVectors:
     source_reduction: SourceReduction
 
 
+@validated
 def vectors(
     loss: Loss,
     natural: Array,
@@ -174,6 +175,7 @@ def vectors(
     return SourceVectors(detach(made), mode, sources, reduction)
 
 
+@validated
 def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
     """Multiply each row of each source by a random sign.
 

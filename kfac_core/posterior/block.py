@@ -22,6 +22,7 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
+from kfac_core.constraints import validated
 from kfac_core.errors import DampingError
 from kfac_core.operators.spectral import SpectralOperator
 
@@ -48,10 +49,12 @@ class BlockPosterior:
     name: str
     check: Check
 
+    @validated
     def with_prior(self, prior_precision: Scalar, /) -> BlockPosterior:
         """Return the posterior for another tau, with the same decomposition."""
         return self._with("prior_precision", prior_precision)
 
+    @validated
     def with_examples(self, examples: Scalar, /) -> BlockPosterior:
         """Return the posterior for another N, with the same decomposition."""
         return self._with("examples", examples)
@@ -119,6 +122,7 @@ class BlockPosterior:
         return cast(self.curvature.namespace, result, vectors.dtype)
 
 
+@validated
 def block_posterior(
     operator: Any,
     /,

@@ -19,6 +19,7 @@ from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, own_nam
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.block import Block
+from kfac_core.constraints import validated
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
@@ -93,6 +94,7 @@ class Posterior:
         require_same_blocks(self.blocks, self.posteriors, "posteriors")
 
     @classmethod
+    @validated
     def of_statistics(
         cls,
         blocks: Mapping[str, Block],
@@ -159,6 +161,7 @@ class Posterior:
         """Return ``log det P``, 0-d."""
         return reduce(add, (p.logdet() for p in self.posteriors.values()))
 
+    @validated
     def evidence(
         self,
         log_likelihood: Scalar,
@@ -208,6 +211,7 @@ class Posterior:
             full_of(xp, value, total), total, reduce(add, prior), self.logdet()
         )
 
+    @validated
     def sample(
         self, mean: Parameters, noise: Parameters, /
     ) -> dict[str, dict[str, Array]]:
@@ -244,6 +248,7 @@ class Posterior:
             }
         return samples
 
+    @validated
     def functional_covariance(self, jacobians: Jacobians, /) -> Array:
         """Return the covariance of the linearized outputs, ``J P^-1 J^T``.
 
@@ -264,6 +269,7 @@ class Posterior:
         """
         return self._functional(jacobians, functional_covariance, covariance_of_rows)
 
+    @validated
     def functional_variance(self, jacobians: Jacobians, /) -> Array:
         """Return the diagonals of `functional_covariance`, shape (N, K)."""
         return self._functional(jacobians, functional_variance, variance_of_rows)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.block import Block
+from kfac_core.constraints import validated
 from kfac_core.errors import UnknownBlockError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.operators.spectral import SpectralOperator
@@ -21,6 +22,7 @@ __all__ = ["require_same_blocks", "spectral_blocks"]
 _FULL_PRECISION = Precision()
 
 
+@validated
 def spectral_blocks(
     blocks: Mapping[str, Block],
     statistics: Mapping[str, Statistics],

@@ -25,7 +25,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
-from kfac_core.constraints import require_one_of
+from kfac_core.constraints import require_one_of, validated
 from kfac_core.errors import ShapeError
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.gram import updated_gram
@@ -82,6 +82,7 @@ class FactorRoot:
             product = xp.matmul(K, xp.matmul(xp.matrix_transpose(K), columns))
         return cast(xp, product, v.dtype)
 
+    @validated
     def moment(self, rows: Array, scale: Scalar, /) -> Array:
         """Return ``H = scale K^T rows^T rows K``, or its diagonal."""
         xp = array_api_compat.array_namespace(self.root)
@@ -93,6 +94,7 @@ class FactorRoot:
             None, rotated, tail=None, decay=0.0, scale=scale, xp=xp
         ).full()
 
+    @validated
     def direction(self, moment: Array, damping: Scalar, /) -> Array:
         """Return ``m = 1/2 (H + lam K^T K - I)``, in the form that K is kept in."""
         xp = array_api_compat.array_namespace(self.root)
@@ -104,6 +106,7 @@ class FactorRoot:
         m = 0.5 * (moment + damping * inner - eye)
         return m if self.form == "dense" else xp.tril(m) + xp.tril(m, k=-1)
 
+    @validated
     def moved(self, direction: Array, step: Scalar, /) -> FactorRoot:
         """Return ``K (I - b m)``; if the step is too long, the old root with a flag.
 
@@ -139,6 +142,7 @@ class FactorRoot:
         return growth - 0.5
 
 
+@validated
 def factor_root(
     size: int, /, *, form: RootForm, scale: float, like: Array
 ) -> FactorRoot:

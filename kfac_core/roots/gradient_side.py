@@ -45,6 +45,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.place import Place
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced
+from kfac_core.constraints import checked, require_options, validated
 from kfac_core.errors import DecayError, NotFiniteError, ShapeError
 from kfac_core.factors.average import require_decay, require_weight
 from kfac_core.factors.full import FullFactor
@@ -54,6 +55,7 @@ from kfac_core.linalg.symmetric import SymmetricMatrix
 __all__ = ["GradientFactors"]
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class GradientFactors:
     """The factors of one array by its gradients: a description, without arrays.
@@ -83,8 +85,9 @@ class GradientFactors:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        require_options(self)
         object.__setattr__(self, "shape", tuple(self.shape))
-        if not self.shape or any(n < 1 for n in self.shape):
+        if not self.shape:
             raise ShapeError(
                 f"Expected `shape` with at least one axis and positive lengths, got "
                 f"{self.shape}."
@@ -117,6 +120,7 @@ class GradientFactors:
         }
         return Statistics(averages, place.flags())
 
+    @validated
     def updated(
         self,
         statistics: Statistics,
@@ -204,6 +208,7 @@ class GradientFactors:
         kept = map_structure(lambda a, b: xp.where(flags == 0, a, b), new, statistics)
         return replaced(kept, status=flags)
 
+    @validated
     def values(
         self, statistics: Statistics, /, *, debias: bool
     ) -> tuple[SymmetricMatrix, ...]:

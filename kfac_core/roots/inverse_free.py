@@ -33,6 +33,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced
+from kfac_core.constraints import validated
 from kfac_core.damping import require_damping
 from kfac_core.errors import FactorizationError, NotFiniteError, ShapeError
 from kfac_core.roots.factor_root import FactorRoot
@@ -40,6 +41,7 @@ from kfac_core.roots.factor_root import FactorRoot
 __all__ = ["ikfac_updated", "precondition_by_roots"]
 
 
+@validated
 def ikfac_updated(
     root: FactorRoot,
     rows: Array,
@@ -105,6 +107,7 @@ def ikfac_updated(
     return _accepted(root, moved, finite, check, name, xp)
 
 
+@validated
 def precondition_by_roots(
     input_root: FactorRoot, output_root: FactorRoot, vector: Array, /
 ) -> Array:

@@ -35,6 +35,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
+from kfac_core.constraints import validated
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
@@ -78,6 +79,7 @@ class OrderedBasis:
     status: Array
     order: Array
 
+    @validated
     def multiply_matpower(
         self, v: Array, exponent: float, /, *, damping: Array
     ) -> Array:
@@ -104,6 +106,7 @@ class OrderedBasis:
         return xp.matmul(self.eigenvectors, powers[..., None] * in_basis)
 
 
+@validated
 def ordered_basis(
     matrix: SymmetricMatrix | Array,
     /,
@@ -150,6 +153,7 @@ def ordered_basis(
     return replaced(made, order=places)
 
 
+@validated
 def refreshed_basis(
     basis: OrderedBasis,
     matrix: SymmetricMatrix | Array,

@@ -23,6 +23,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, device_of
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
+from kfac_core.constraints import validated
 from kfac_core.errors import ConventionError, FactorizationError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe_of, relative_norm
 from kfac_core.linalg.damped import (
@@ -68,6 +69,7 @@ class InverseRoot:
     degree: int
 
 
+@validated
 def inverse_root(
     matrix: SymmetricMatrix | Array,
     /,

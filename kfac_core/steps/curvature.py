@@ -27,6 +27,7 @@ from kfac_core.array.namespaces import (
     require_floating,
     wide_dtype,
 )
+from kfac_core.constraints import validated
 from kfac_core.errors import ShapeError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
@@ -34,6 +35,7 @@ from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
 __all__ = ["curvature_of_outputs", "curvature_of_products"]
 
 
+@validated
 def curvature_of_products(
     directions: Sequence[Vector], products: Sequence[Vector], /
 ) -> Array:
@@ -72,6 +74,7 @@ def curvature_of_products(
     return xp.stack(rows)
 
 
+@validated
 def curvature_of_outputs(
     changes: Sequence[Array], multiplied: Sequence[Array], /, *, examples: Scalar
 ) -> Array:

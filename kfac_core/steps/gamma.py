@@ -18,6 +18,7 @@ import array_api_compat
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, full_of, is_finite_number
+from kfac_core.constraints import validated
 from kfac_core.damping import require_damping
 from kfac_core.errors import DampingError, ShapeError
 from kfac_core.layers.feeding import detached_array
@@ -46,6 +47,7 @@ class Trial(NamedTuple, Generic[Step]):
     step: Step
 
 
+@validated
 def gamma_candidates(
     gamma: Scalar,
     /,
@@ -93,6 +95,7 @@ def gamma_candidates(
     return low, middle, high
 
 
+@validated
 def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scalar:
     """Return the gamma whose step the quadratic model predicts to be best.
 
@@ -123,6 +126,7 @@ def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scal
     return _best([Trial(gamma, change, None) for gamma, change in pairs]).gamma
 
 
+@validated
 def search_gamma(
     attempt: Callable[[Scalar], tuple[Scalar, Step]],
     gamma: Scalar,

@@ -15,7 +15,6 @@ The bounds differ between papers by that factor of two: ACKTR's is of the diverg
 
 from __future__ import annotations
 
-import numbers
 from typing import get_args
 
 from kfac_core.array.backend import Array
@@ -31,8 +30,8 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
-from kfac_core.constraints import require_one_of
-from kfac_core.errors import ConventionError, NotFiniteError
+from kfac_core.constraints import require_one_of, validated
+from kfac_core.errors import NotFiniteError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, inner_product, scalar_of
 
@@ -59,6 +58,7 @@ class TrustRegion:
     status: Array
 
 
+@validated
 def kl_clip(
     gradient: Vector,
     preconditioned: Vector,
@@ -128,6 +128,7 @@ def kl_clip(
     return clip_of_product(size, learning_rate=learning_rate, bound=bound, check=check)
 
 
+@validated
 def clip_of_product(
     product: Array,
     /,
@@ -153,11 +154,11 @@ def clip_of_product(
     size, xp = product, own_namespace(product)
     rate = scalar_of(xp, learning_rate, size.dtype, "learning_rate")
     size = rate * (rate * size)
-    _require_positive(bound=bound)
     kappa = full_of(xp, scalar_of(xp, bound, size.dtype, "bound"), size)
     return _within(size, kappa, xp.ones_like(size), check)
 
 
+@validated
 def trust_region_rate(
     curvature: Array, /, *, bound: Scalar, maximum: Scalar, check: Check = "raise"
 ) -> TrustRegion:
@@ -197,7 +198,6 @@ def trust_region_rate(
     dtype = wide_dtype(xp, curvature.dtype)
     like = cast(xp, curvature, dtype)
     size = full_of(xp, scalar_of(xp, curvature, dtype, "curvature"), like)
-    _require_positive(bound=bound, maximum=maximum)
     limit = full_of(xp, scalar_of(xp, bound, dtype, "bound"), size)
     largest = full_of(xp, scalar_of(xp, maximum, dtype, "maximum"), size)
     return _within(size, limit, largest, check)
@@ -229,9 +229,3 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
         status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
         | status_unless(xp, (size >= 0) | ~finite, Status.NOT_POSITIVE),
     )
-
-
-def _require_positive(**options: Scalar) -> None:
-    for name, value in options.items():
-        if isinstance(value, numbers.Real) and not float(value) > 0.0:
-            raise ConventionError(f"Expected `{name}` to be positive, got {value}.")

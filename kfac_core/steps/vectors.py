@@ -211,12 +211,7 @@ def dot(
 
 
 def dots(
-    pairs: Sequence[tuple[Vector, Vector]],
-    /,
-    *,
-    dtype: Any,
-    xp: Namespace,
-    only: Callable[[str, str], bool] | None = None,
+    pairs: Sequence[tuple[Vector, Vector]], /, *, dtype: Any, xp: Namespace
 ) -> Array:
     """Return `dot` of each pair of vectors, shape (k,)."""
     first = pairs[0][0]
@@ -224,9 +219,8 @@ def dots(
     total = xp.zeros(len(pairs), dtype=dtype, device=device_of(example))
     for block, parameters in first.items():
         for name in parameters:
-            if only is None or only(block, name):
-                arrays = [(x[block][name], y[block][name]) for x, y in pairs]
-                total = total + cast(xp, sums_of_products(arrays, xp=xp), dtype)
+            arrays = [(x[block][name], y[block][name]) for x, y in pairs]
+            total = total + cast(xp, sums_of_products(arrays, xp=xp), dtype)
     return total
 
 

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, as_scalar, cast, wide_dtype
+from kfac_core.constraints import validated
 from kfac_core.errors import ShapeError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
@@ -30,6 +31,7 @@ Decayed: TypeAlias = Callable[[str, str], bool]
 """Takes the names of a block and of a parameter; says whether that decays."""
 
 
+@validated
 def l2_penalty(
     parameters: Vector, /, *, weight_decay: Scalar, only: Decayed | None = None
 ) -> Array:
@@ -60,6 +62,7 @@ def l2_penalty(
     return 0.5 * eta * dot(theta, theta, dtype=dtype, xp=xp, only=only)
 
 
+@validated
 def add_l2(
     vector: Vector,
     parameters: Vector,
@@ -114,6 +117,7 @@ def add_l2(
     }
 
 
+@validated
 def l2_curvature(
     directions: Sequence[Vector],
     /,
@@ -156,6 +160,7 @@ def l2_curvature(
     return eta * xp.stack(rows)
 
 
+@validated
 def decay_decoupled(
     step: Vector,
     parameters: Vector,

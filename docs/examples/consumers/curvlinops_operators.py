@@ -153,15 +153,22 @@ class KFACInverseLinearOperator(curvlinops.KFACInverseLinearOperator):
     """The inverse of a damped `KFACLinearOperator`, by every rule of curvlinops."""
 
     def _matmat(self, X: list[torch.Tensor]) -> list[torch.Tensor]:
+        blocks = list(self._inverse_gradient_covariances.values()) or list(
+            self._blocks()
+        )
+        if self._cache:
+            kept = dict(enumerate(blocks))
+            self._inverse_input_covariances = self._inverse_gradient_covariances = kept
+        return _products(blocks, X, lambda F, V: F.multiply_inverse(V))
+
+    def _blocks(self) -> Iterator[Any]:
         options = {"damping": self._damping, "factorizations": ("inverse",)}
         if self._use_heuristic_damping:
             make = _Heuristic(self._min_damping)
-            blocks = self._A.blocks(make, **options | {"rule": "factored"})
-        elif self._use_exact_damping:
-            blocks = self._A.blocks(**options)
-        else:
-            blocks = self._A.blocks(self._damped_apart, factorizations=("inverse",))
-        return _products(blocks, X, lambda F, V: F.multiply_inverse(V))
+            return self._A.blocks(make, **options | {"rule": "factored"})
+        if self._use_exact_damping:
+            return self._A.blocks(**options)
+        return self._A.blocks(self._damped_apart, factorizations=("inverse",))
 
     def _damped_apart(self, A: Any, B: torch.Tensor, **options: Any) -> Any:
         """Return the operator of two factors that each have a damping of their own."""

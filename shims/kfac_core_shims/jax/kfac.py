@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -88,26 +88,31 @@ class KFAC:
     (4, 3)
     """
 
+    @kc.integration.validated
     def __init__(
         self,
         network: Network,
         *,
         reduction: Literal["sum", "mean", "mean_rows"],
-        damping: Any = 0.03,
+        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] = 0.03,
         decay: float = 0.95,
         refresh_every: int = 10,
         bases_every: int = 100,
         moments: Literal["kronecker", "carried"] = "kronecker",
         axis_name: Any = None,
-        kl_clip: Any = 1e-3,
-        learning_rate: Any = 0.1,
+        kl_clip: kc.integration.Schedule | None = 1e-3,
+        learning_rate: kc.integration.Schedule = 0.1,
         **options: Any,
     ) -> None:
         kc.integration.interval_at("refresh_every", refresh_every, 0)
         kc.integration.interval_at("bases_every", bases_every, 0)
         kc.integration.require_positive("kl_clip", kl_clip, optional=True)
         kc.integration.require_positive("learning_rate", learning_rate)
-        made = {"reduction": reduction, "damping": damping, "decay": decay}
+        made: dict[str, Any] = {
+            "reduction": reduction,
+            "damping": damping,
+            "decay": decay,
+        }
         made |= options
         self._made = functools.partial(kc.Estimator, network.blocks, **made)
         estimator = self._made()
@@ -135,6 +140,7 @@ class KFAC:
         )
         return self.curvature.initial(like, damping=self.damping)
 
+    @kc.integration.validated
     def update(
         self,
         updates: Any,
@@ -217,6 +223,7 @@ class KFAC:
                 "`shard_map`, or leave `axis_name` out."
             )
 
+    @kc.integration.validated
     def absorbed(
         self,
         state: kc.NetworkState,

@@ -75,6 +75,7 @@ class Network:
     ['fc']
     """
 
+    @kc.integration.validated
     def __init__(
         self,
         function: Callable[..., Any],

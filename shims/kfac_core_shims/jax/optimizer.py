@@ -80,6 +80,7 @@ class Progress(NamedTuple):
     aux: Any = None
 
 
+@kc.integration.validated
 def kfac_optimizer(
     function: Callable[..., Any],
     params: Any,
@@ -181,6 +182,7 @@ class Optimizer:
     Martens and Grosse (2015), arXiv:1503.05671, sections 6 and 7.
     """
 
+    @kc.integration.validated
     def __init__(
         self,
         network: Network,
@@ -188,8 +190,8 @@ class Optimizer:
         *,
         likelihood: Any,
         fisher: Any = "gradients",
-        learning_rate: Any = None,
-        momentum: Any = None,
+        learning_rate: kc.integration.Schedule | None = None,
+        momentum: kc.integration.Schedule | None = None,
         damping: float = 1e-2,
         adapt_damping: bool = True,
         adapt_every: int = 5,

@@ -90,6 +90,7 @@ class KFAC(kc.integration.NaturalGradient):
     >>> history = model.fit(x, y, verbose=0)
     """
 
+    @kc.integration.validated
     def __init__(
         self,
         model: Any,
@@ -97,11 +98,11 @@ class KFAC(kc.integration.NaturalGradient):
         likelihood: Any = None,
         reduction: Literal["mean", "sum"] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
-        kl_clip: Any = 1e-3,
-        damping: Any = 0.03,
-        decay: Any = 0.95,
-        update_every: Any = 1,
-        refresh_every: Any = 10,
+        kl_clip: kc.integration.Schedule | None = 1e-3,
+        damping: kc.integration.Schedule = 0.03,
+        decay: kc.integration.Schedule = 0.95,
+        update_every: kc.integration.Interval = 1,
+        refresh_every: kc.integration.Interval = 10,
         **options: Any,
     ) -> None:
         self._jax = keras.backend.backend() == "jax"

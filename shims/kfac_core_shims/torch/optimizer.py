@@ -126,6 +126,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     >>> loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
     """
 
+    @kc.integration.validated
     def __init__(
         self,
         model: Any,
@@ -138,9 +139,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         adapt_factor: float = 0.95,
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
-        damping_rule: Any = "factored",
-        update_every: Any = 1,
-        refresh_every: Any = 5,
+        damping_rule: kc.damping.DampingRule = "factored",
+        update_every: kc.integration.Interval = 1,
+        refresh_every: kc.integration.Interval = 5,
         **options: Any,
     ) -> None:
         if options.get("fisher") == "empirical":

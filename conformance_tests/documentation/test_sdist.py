@@ -1,0 +1,27 @@
+"""The sdist holds what its noxfile and its script of all checks name."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", ["noxfile.py", ".ci/run", "CONTRIBUTING.md"])
+def test_the_sdist_holds_what_is_named(name):
+    """Each file or folder of the source tree, by its first part."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    build = settings["tool"]["hatch"]["build"]["targets"]["sdist"]
+    included = {path.strip("/").partition("/")[0] for path in build["include"]}
+    included |= {"pyproject.toml", "LICENSE"}  # which every sdist has
+
+    words = set(re.findall(r"[\w./-]+", (ROOT / name).read_text()))
+    tops = {word.removeprefix("./").partition("/")[0] for word in words}
+    named = {top for top in tops if top and (ROOT / top).exists()} - {".", ".."}
+
+    assert named - included - {".venv", ".nox"} == set()
+    assert "README.md" in included
