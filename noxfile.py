@@ -28,6 +28,13 @@ PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 # As many processes as there are cores; a later `-n` among the arguments wins.
 PARALLEL = ("-n", "auto", "--dist", "worksteal")
 TORCH_CPU = ("-c", "constraints/torch-cpu.txt")
+# Libraries that two examples stand below, without what these have for CUDA and vision.
+CONSUMERS = (
+    "laplace-torch==0.3",
+    "curvlinops-for-pytorch==3.0.1",
+    *("backpack-for-pytorch", "unfoldNd", "einconv", "linear_operator"),
+    *("torchmetrics", "lightning-utilities"),
+)
 
 # Kernels of OpenBLAS for processors of 64-bit Intel and AMD, newest first.  Each adds in
 # an order of its own.
@@ -156,13 +163,16 @@ def tests_shims(session: nox.Session) -> None:
 def loops(session: nox.Session) -> None:
     """Run PyTorch's training loops: plain ones, Lightning, accelerate, Hugging Face."""
     session.install(
-        *("-e", ".[scipy,torch,sklearn]", *group("test"), "matplotlib"),
+        *("-e", ".[scipy,torch,sklearn]", *group("test")),
         *("accelerate", "lightning", "peft", "transformers>=5", *TORCH_CPU),
     )
     folder = ROOT / "docs" / "examples" / "loops"
     for path in sorted(folder.glob("*.py")):
         if path.name != "problem.py":
             session.run("python", str(path), env={"HF_HUB_OFFLINE": "1"})
+    for name in "torch_models.py", "torch_recurrent.py":
+        path = ROOT / "docs" / "examples" / "training" / name
+        session.run("python", str(path), "--quick", env={"HF_HUB_OFFLINE": "1"})
     tests = "conformance_tests/shims/test_torch_libraries.py"
     session.run("pytest", "--backend=numpy", tests, *session.posargs)
 
@@ -228,6 +238,19 @@ def third_party(session: nox.Session) -> None:
     )
 
 
+@nox.session(venv_backend="virtualenv")
+def consumers(session: nox.Session) -> None:
+    """Compare the examples below laplace-torch and curvlinops with these libraries."""
+    session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
+    session.install("einops", "jaxtyping", "opt_einsum", "packaging", "tqdm")
+    session.install("--no-deps", *CONSUMERS)
+    session.run(
+        *("pytest", "--backend=numpy", "conformance_tests/shims/test_consumers.py"),
+        *("conformance_tests/conformance/test_curvlinops_beside.py", *session.posargs),
+        env={"KFAC_CORE_TEST_CONSUMERS": "1"},
+    )
+
+
 @nox.session(name="cupy-signatures")
 def cupy_signatures(session: nox.Session) -> None:
     """Bind every call of the CuPy backend to CuPy's signatures; needs no GPU."""
@@ -255,7 +278,8 @@ def types(session: nox.Session) -> None:
 @nox.session(name="types-of-pages", venv_backend="virtualenv")
 def types_of_pages(session: nox.Session) -> None:
     """Check the README's and quick starts' programs as a user's, by mypy and pyright."""
-    session.install(".[scipy,torch]", "mypy>=2.4,<3", "pyright[nodejs]", *TORCH_CPU)
+    frameworks = ".[scipy,torch,flax,keras,sklearn]"
+    session.install(frameworks, "mypy>=2.4,<3", "pyright[nodejs]", *TORCH_CPU)
     session.run("python", "docs/check_types.py", *session.posargs)
 
 
@@ -269,10 +293,10 @@ def docs(session: nox.Session) -> None:
     )
 
 
-@nox.session
+@nox.session(venv_backend="virtualenv")
 def tables(session: nox.Session) -> None:
-    """Recompute the tables of pages, and compare them: four minutes."""
-    session.install("-e", ".[demo]")
+    """Recompute the tables of pages, and compare them; `-- --check --quick` is short."""
+    session.install("-e", ".[demo,records,torch,sklearn]", *TORCH_CPU)
     session.run("python", "docs/tables.py", *(session.posargs or ["--check"]))
 
 

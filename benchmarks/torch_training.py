@@ -276,6 +276,7 @@ def preconditioner(model: Any, method: str) -> Any:
             likelihood="categorical",
             damping=DAMPING,
             decay=DECAY,
+            update_every=1,
             refresh_every=INTERVAL,
             lr=RATE,
             skip_layers=skipped,

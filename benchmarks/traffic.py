@@ -26,6 +26,7 @@ import numpy as np
 
 import kfac_core as kc
 from kfac_core.distributed import Communicator, Distributed, run_ranks
+from kfac_core.distributed.model import MACHINES
 
 STEPS, INTERVAL, ROWS, BYTES = 20, 10, 8, 4
 
@@ -60,7 +61,10 @@ def measured(
     def run(communicator: Communicator) -> tuple[float, float, int]:
         rng = np.random.default_rng(communicator.rank)
         execution = Distributed(
-            communicator=communicator, holders=holders, interval=INTERVAL
+            communicator=communicator,
+            holders=holders,
+            interval=INTERVAL,
+            machine=MACHINES["h100"],
         )
         estimator = kc.Estimator(
             blocks, reduction="sum", damping=1.0, execution=execution
@@ -133,7 +137,7 @@ def main() -> int:
             for label, holders in (
                 ("owners send directions", 1),
                 ("everybody has operators", "all"),
-                ("chosen", "auto"),
+                ("chosen for nodes of H100", "auto"),
             ):
                 sent, predicted, g = measured(shapes, size, holders)
                 print(

@@ -13,24 +13,37 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/index.md", "docs/quickstart_numpy.md")
+PAGES = (
+    "README.md",
+    "docs/index.md",
+    *(f"docs/quickstart_{name}.md" for name in ("numpy", "torch", "jax", "keras")),
+)
 MYPY = ("-m", "mypy", "--config-file", "mypy.ini")
-# PyTorch has no types for some of its own functions, such as `Tensor.backward`, and
-# scikit-learn has none.
+# PyTorch has no types for some of its own functions, such as `Tensor.backward`;
+# scikit-learn, Keras and optax have none.
 MYPY_CONFIG = """\
 [mypy]
 strict = True
 untyped_calls_exclude = torch
 [mypy-sklearn.*]
 ignore_missing_imports = True
+[mypy-keras.*]
+ignore_missing_imports = True
+[mypy-optax.*]
+ignore_missing_imports = True
 """
 PYRIGHT = ("-m", "pyright", "--pythonpath", sys.executable)
+# What would be inferred from the code of a library without types is often wrong: Keras's
+# `fit` would take only text as `verbose`.
+PYRIGHT_CONFIG = '{"useLibraryCodeForTypes": false}\n'
 
 # Each line with a name of the package has a letter too few.
 MISSPELT = """\
 import kfac_core as kc
 from kfac_core_shims.numpy import KFA
-from kfac_core_shims.torch import KFA as OtherKFA
+from kfac_core_shims.torch import KFA as TorchKFA
+from kfac_core_shims.jax import KFA as JaxKFA
+from kfac_core_shims.keras import KFA as KerasKFA
 kc.Kroneker()
 kc.losses.Categoricl()
 kc.Dense(in_feature=1, out_features=1, bias=True, weight_layout="io")
@@ -44,6 +57,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "mypy.ini").write_text(MYPY_CONFIG, encoding="utf-8")
+        (folder / "pyrightconfig.json").write_text(PYRIGHT_CONFIG, encoding="utf-8")
         programs = [_written(page, folder) for page in PAGES]
         for command in (MYPY, PYRIGHT):
             ran = _run(command, folder, *programs)

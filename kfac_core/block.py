@@ -455,7 +455,7 @@ class Block:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
         if not isinstance(batch, list | tuple):
-            if not isinstance(batch, dict) and not is_structure(batch):
+            if not isinstance(batch, Batch | dict) and not is_structure(batch):
                 what = "a `Batch`, a `GradientBatch` or a sequence of `Batch`"
                 require_kind("batch", batch, Batch, what)
             return self.approximation.rows(self.layer, batch)
@@ -1033,7 +1033,7 @@ def _finite_status(
         if name not in options.skip and isinstance(total, SymmetricMatrix):
             summed.add(argument)
             names.add(name)
-            traces = traces + xp.linalg.trace(total.array)
+            traces = traces + total.trace()
     if not (summed and known_true(xp.isfinite(traces), xp=xp)):
         summed, names = set(), set()
     if stack:
@@ -1066,7 +1066,7 @@ def _with_overflow(
             continue
         total = getattr(average, "sum", average)
         if isinstance(total, SymmetricMatrix):
-            total = xp.linalg.diagonal(total.array)
+            total = total.diagonal()
         for _, leaf in leaves(total):
             if leaf.ndim > len(stack) and xp.isdtype(leaf.dtype, "real floating"):
                 squares.append(leaf)
@@ -1109,7 +1109,12 @@ def _checked_damping(
         value = float(detached_array(damping))
         require_damping(value, name=f"damping` of block `{name}")
         _require_normal(value, dtypes, xp)
-    return as_scalar(xp, damping, dtypes[0], "damping")
+        return as_scalar(xp, damping, dtypes[0], "damping")
+    smallest = max(float(xp.finfo(dtype).smallest_normal) for dtype in dtypes)
+    good = (damping <= 0) | (damping >= smallest)
+    own = as_scalar(xp, damping, dtypes[0], "damping")
+    # NaN is flagged as an invalid damping, where a number would have raised.
+    return xp.where(good, own, xp.full_like(own, xp.nan))
 
 
 def _require_normal(damping: float, dtypes: tuple[Any, ...], xp: Namespace) -> None:

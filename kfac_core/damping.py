@@ -81,7 +81,7 @@ def factored_shifts(
     """
     k = len(mean_eigenvalues)
     # A negative damping becomes NaN or stays negative; the factorization reports it.
-    share = damping ** (1.0 / k) / scale ** (1.0 / k)
+    share = _root(damping, k, xp) / _root(scale, k, xp)
     if unit_pi:
         return _raised([share + xp.zeros_like(n) for n in mean_eigenvalues], least, xp)
     positive = mean_eigenvalues[0] > 0
@@ -89,9 +89,9 @@ def factored_shifts(
         positive = positive & (n > 0)
     safe = [xp.where(positive, n, xp.ones_like(n)) for n in mean_eigenvalues]
     # A product of roots, since that of the n_i may overflow or underflow.
-    center = safe[0] ** (1.0 / k)
+    center = _root(safe[0], k, xp)
     for n in safe[1:]:
-        center = center * n ** (1.0 / k)
+        center = center * _root(n, k, xp)
     return _raised([share * (n / center) for n in safe], least, xp)
 
 
@@ -102,6 +102,13 @@ def _raised(shifts: list[Array], least: float, xp: Namespace) -> list[Array]:
     return [
         xp.where(shift < least, xp.full_like(shift, least), shift) for shift in shifts
     ]
+
+
+def _root(x: Scalar, k: int, xp: Namespace) -> Scalar:
+    """Return the k-th root; compilers make much of a power."""
+    if k == 2 and not isinstance(x, NUMBER):
+        return xp.sqrt(x)
+    return x ** (1.0 / k)
 
 
 @validated

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from kfac_core.array.backend import Array, backend_of
+from kfac_core.array.choice import choose
 from kfac_core.array.finite import is_plain
 from kfac_core.array.namespaces import (
     Scalar,
@@ -526,13 +527,11 @@ class Network:
             return state
         xp = next(iter(found.values())).namespace
         good = xp.all(xp.stack([new.status for new in found.values()]) == 0)
+        had = {name: tasks[name][1] for name in found if tasks[name][1] is not None}
+        kept = found | choose(good, {name: found[name] for name in had}, had, xp=xp)
         for name, new in found.items():
-            old = tasks[name][1]
-            kept = new
-            if old is not None:
-                kept = map_structure(lambda a, b: xp.where(good, a, b), new, old)
-                kept = replaced(kept, status=new.status)
-            blocks[name] = _after_update(state.blocks[name], kept, good)
+            own = replaced(kept[name], status=new.status)
+            blocks[name] = _after_update(state.blocks[name], own, good)
         return state.updated(blocks)
 
     def absorb(
@@ -1245,7 +1244,7 @@ def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockSta
             failures = held.failures + 1
             return replaced(held, failures=failures, status=held.status | status)
     else:
-        operator = map_structure(lambda a, b: xp.where(good, a, b), operator, previous)
+        operator = choose(good, operator, previous, xp=xp)
         if held.damping is not None and type(held.damping) not in (int, float):
             damping = xp.where(good, damping, held.damping)
     refreshes, age, failures = held.refreshes + 1, held.age * 0, held.failures * 0

@@ -68,11 +68,6 @@ def to_numpy(x: Any, /) -> np.ndarray[Any, Any]:
     return np.array(x)
 
 
-def detach(x: Any, /) -> Any:
-    """Return the array as a constant of differentiation."""
-    return jax.lax.stop_gradient(x)
-
-
 def enable_float64() -> None:
     """Switch 64-bit floats on, for the whole process."""
     jax.config.update("jax_enable_x64", True)
@@ -126,14 +121,39 @@ def gram_update(
 ) -> Any:
     """Return ``decay total + scale rows^T rows``, lower triangle.
 
-    In half of the flops of a product, and without what mirroring takes.
+    Without what mirroring takes; of large ones in half of the flops of a product.
     """
-    if rows.ndim != 2 or rows.shape[1] < _PANELS_FROM:
-        return NotImplemented
     if tail is not None:
-        rows = jnp.concatenate([rows, tail[:, None]], axis=1)
-    updated = _compiled_gram(rows) * scale
+        rows = jnp.concatenate([rows, tail[..., None]], axis=-1)
+    by_panels = rows.ndim == 2 and rows.shape[1] >= _PANELS_FROM
+    product = _compiled_gram(rows) if by_panels else rows.mT @ rows
+    updated = product * scale
     return updated if total is None else updated + total.array * decay, False
+
+
+def matrix_diagonal(x: Any, /, *, xp: Any) -> Any:
+    """Return the diagonal as a slice, which is compiled faster than a gather."""
+    n = x.shape[-1]
+    flat = x.reshape(*x.shape[:-2], n * n)
+    return jax.lax.slice_in_dim(flat, 0, n * n, n + 1, axis=flat.ndim - 1)
+
+
+def matrix_trace(x: Any, /, *, xp: Any) -> Any:
+    """Return the sum of the diagonal."""
+    return matrix_diagonal(x, xp=xp).sum(-1)
+
+
+def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
+    """Return ``|error| / |scale|``, in few operations."""
+    largest = jnp.max(jnp.abs(scale), axis=(-2, -1), keepdims=True)
+    unit = jnp.where(largest > 0, largest, 1.0)
+    top, bottom = _squares(error / unit), _squares(scale / unit)
+    ratio = jnp.sqrt(top / jnp.where(bottom == 0, 1.0, bottom))
+    return jnp.where(jnp.isfinite(ratio), ratio, jnp.inf)
+
+
+def _squares(column: Any) -> Any:
+    return (column.mT @ column)[..., 0, 0]
 
 
 def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -> Any:
@@ -159,7 +179,7 @@ def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
 
 def _inverse_by_panels(lower: Any) -> Any:
     """Return ``L^-T L^-1`` by panels of the triangular inverse."""
-    root = _triangular_inverse(lower, max(128, lower.shape[0] // 8))
+    root = _triangular_inverse(lower, max(256, lower.shape[0] // 4))
     panels = [root[a:, a:b].T @ root[a:, :b] for a, b in _panels(lower.shape[0])]
     inverse = _stacked_up(panels)
     return jnp.tril(inverse) + jnp.tril(inverse, -1).T
@@ -187,6 +207,43 @@ def solve_triangular(
 ) -> Any:
     """Solve with L or its transpose."""
     return jax_solve_triangular(lower, b, lower=True, trans="T" if transpose else "N")
+
+
+def sums_of_products(pairs: Any, /, *, xp: Any) -> Any:
+    """Return all sums from one pass over the arrays, rows first."""
+    products = [_wide(x) * _wide(y) for x, y in pairs]
+    dtype = jnp.result_type(*products)
+    products = [p.astype(dtype) for p in products]
+    if products[0].ndim > 1:
+        zeros = (jnp.zeros((), dtype),) * len(products)
+        products = jax.lax.reduce(tuple(products), zeros, _added, (0,))
+    return jnp.stack([p.reshape(-1) for p in products]).sum(-1)
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _added(left: Any, right: Any) -> Any:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
+
+
+def choose(condition: Any, new: Any, old: Any, /, *, xp: Any) -> Any:
+    """Return one of two structures, in a program by a branch.
+
+    The compiler would repeat what a condition is made of in each selection.
+    """
+    if not isinstance(condition, jax.core.Tracer):
+        return NotImplemented
+    return jax.lax.cond(condition, _first, _second, new, old)
+
+
+def _first(new: Any, old: Any) -> Any:
+    return new
+
+
+def _second(new: Any, old: Any) -> Any:
+    return old
 
 
 def count_indices(indices: Any, weights: Any, /, *, size: int, xp: Any) -> Any:

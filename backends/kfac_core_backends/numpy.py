@@ -247,11 +247,12 @@ if lapack is not None:
             return _inverse_of_stack(lower), True
         n, ours = lower.shape[0], overwrite and _is_ours(lower)
         if n <= _LEAF:
-            root = _POTRI[lower.dtype](lower, lower=1, overwrite_c=ours)[0]
-        else:
-            root = lower if ours else _lower_copy(lower)
-            _invert_lower(root)
-            lauum(root)
+            inverse = _POTRI[lower.dtype](lower, lower=1, overwrite_c=ours)[0]
+            np.copyto(inverse, inverse.T, where=_ABOVE[:n, :n])
+            return inverse, True
+        root = lower if ours else _lower_copy(lower)
+        _invert_lower(root)
+        lauum(root)
         _mirror(root)
         return root, True
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from kfac_core.distributed.communicator import (
 )
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["TorchCommunicator", "connect", "problem", "running", "versions"]
+__all__ = ["TorchCommunicator", "connect", "join", "problem", "running", "versions"]
 
 
 class TorchCommunicator(Communicator):
@@ -216,6 +217,14 @@ def running() -> int:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return 0
     return int(dist.get_world_size())
+
+
+def join() -> None:
+    """Join the processes that ``torchrun`` started, if it did and none was joined."""
+    import torch.distributed as dist
+
+    if "RANK" in os.environ and not dist.is_initialized():
+        dist.init_process_group("gloo")
 
 
 def connect(*, timeout: float) -> TorchCommunicator:

@@ -10,6 +10,11 @@ import kfac_core as kc
 from ..builders.adapters import WITHOUT_ADAPTERS
 from ..builders.states import differences, frozen
 
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
 N, n, m = 5, 3, 2
 RNG = np.random.default_rng(3)
 X, G = RNG.normal(size=(N, n)), RNG.normal(size=(N, m))
@@ -57,6 +62,13 @@ NUMPY = {
         "floating",
     ),
 }
+
+if ml_dtypes is not None:
+    NUMPY["bfloat16"] = (
+        lambda x: x.astype(ml_dtypes.bfloat16),
+        kc.DtypeError,
+        "floating.*bfloat16",
+    )
 
 
 def torch_cases():

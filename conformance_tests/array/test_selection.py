@@ -72,6 +72,14 @@ def test_an_empty_variable_is_no_choice(monkeypatch):
     assert kc.array.selected_backend().name == "numpy"
 
 
+def test_a_device_without_a_backend_is_refused(monkeypatch):
+    """``:cpu`` names no backend, and is not taken for NumPy."""
+    monkeypatch.setenv(VARIABLE, ":cpu")
+
+    with pytest.raises(kc.UnknownBackendError, match="registered are"):
+        kc.array.selected_backend()
+
+
 def test_the_import_does_not_read_the_variable():
     """A wrong variable is no error before the backend is needed."""
     program = (

@@ -281,12 +281,14 @@ def test_alone_it_prints_its_help(capsys):
     ],
 )
 def test_what_is_close_is_suggested(arguments, meant, capsys):
-    """The last line of the complaint has the word that was meant."""
+    """The complaint ends with the word that was meant, within 80 columns."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
 
     assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith(f"; did you mean {meant!r}?\n")
+    written = capsys.readouterr().err
+    assert " ".join(written.split()).endswith(f"; did you mean {meant!r}?")
+    assert max(map(len, written.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_all_agree(run, backend):
     assert count > 20
     assert total.startswith(f"{count} of {count} answers in 1 file agree (")
     assert lines[0].endswith(f"{count} of {count} agree")
-    head = ["block", "operation", "damping", "error", "limit", "verdict"]
+    head = ["block", "operation", "damping", "error", "limit", "result"]
     assert lines[1].split() == head
     assert all(line.endswith("  agrees") for line in rows)
     assert max(map(len, lines[1:])) <= 80

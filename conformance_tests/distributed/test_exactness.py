@@ -119,29 +119,32 @@ def test_every_strategy_gives_the_same(holders, reduce):
         assert error < LIMIT, where
 
 
-def test_the_placement_changes_no_bit():
-    """Sums are in the order of the ranks, whoever owns a block."""
+@pytest.mark.parametrize("size", [1, 2, 4, 6, 16])
+def test_the_placement_changes_no_bit(size):
+    """Sums are in the order of the ranks, whoever owns a block and whoever holds it."""
     backend = HOST
     rng = np.random.default_rng(0)
-    blocks = _several()
-    schedule = schedule_of(rng, blocks, 4)
+    blocks = every_block()
+    schedule = schedule_of(rng, blocks, size, steps=2)
     gradients = gradients_of(backend, rng, blocks)
     like = backend.asarray(np.zeros(1))
 
-    def run(communicator, holders):
-        made = estimator_of(
-            blocks, communicator, like=like, options={"holders": holders}
-        )
-        return schedule.run(backend, made, communicator.rank, gradients)
+    def run(communicator):
+        made = []
+        for holders in divisors(size):
+            options = {
+                "holders": holders,
+                "bucket_bytes": 25 * 2 ** (20 * (holders % 2)),
+            }
+            estimator = estimator_of(blocks, communicator, like=like, options=options)
+            made += [schedule.run(backend, estimator, communicator.rank, gradients)]
+        return made
 
-    found = [
-        directions
-        for holders in (1, 2, 4)
-        for directions in run_ranks(4, lambda c, g=holders: run(c, g))
-    ]
+    found = [directions for made in run_ranks(size, run) for directions in made]
 
     for directions in found:
-        assert largest_difference(directions, found[0])[0] == 0.0
+        error, where = largest_difference(directions, found[0])
+        assert error == 0.0, where
 
 
 def test_shards_without_the_whole_count_are_wrong():

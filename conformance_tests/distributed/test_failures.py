@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import time
 
 import numpy as np
@@ -19,6 +20,7 @@ from kfac_core.errors import (
     ReplicaError,
     ShapeError,
     StateError,
+    UnsupportedError,
 )
 
 BLOCKS = {
@@ -274,3 +276,26 @@ def _out_of_order(communicator):
         estimator.refresh()
     else:
         estimator.update(fed(np.random.default_rng(0)))
+
+
+def test_the_part_of_another_number_of_ranks_is_refused():
+    """A rank's own state is no checkpoint, and neither is an estimator."""
+
+    def first(communicator):
+        estimator = estimator_of(communicator)
+        estimator.update(fed(np.random.default_rng(communicator.rank)))
+        estimator.refresh()
+        with pytest.raises(UnsupportedError, match="loads on any number of processes"):
+            pickle.dumps(estimator)
+        return estimator.state
+
+    states = run_ranks(3, first)
+
+    def second(communicator):
+        estimator = estimator_of(communicator)
+        estimator.state = states[2 - communicator.rank]
+        estimator.precondition(ones())
+
+    for error in caught(2, second):
+        assert isinstance(error, UnsupportedError)
+        assert "Estimator.state_dict" in str(error)

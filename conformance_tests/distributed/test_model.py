@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 
+import numpy as np
 import pytest
 
 import kfac_core as kc
+from conformance_tests.builders.shards import (
+    batch_of,
+    every_block,
+    gradients_of,
+    shard,
+)
 from kfac_core.cli import main
+from kfac_core.distributed import Distributed, predicted_traffic, run_ranks
 from kfac_core.distributed.model import (
     MACHINES,
     Machine,
     known_networks,
+    measured_machine,
+    network_of,
     predicted_steps,
+    read_machine,
     read_shapes,
 )
+from kfac_core.distributed.placement import divisors
 
 PLAIN = Machine(
     flops=1e9, node=4, near=(1e-6, 1e9), far=(1e-5, 1e8), base=1e-4, bytes=4
@@ -55,10 +69,20 @@ def test_a_step_is_what_its_parts_are(tmp_path):
     file.write_text(json.dumps({"name": "one", "layers": layers}))
 
     alone = predicted_steps(
-        read_shapes(str(file)), 1, machine=PLAIN, examples=7, interval=10
+        read_shapes(str(file)).network(),
+        1,
+        rows={"fc": 5},
+        machine=PLAIN,
+        examples=7,
+        interval=10,
     )[0]
     owner, everybody = predicted_steps(
-        read_shapes(str(file)), 2, machine=PLAIN, examples=7, interval=10
+        read_shapes(str(file)).network(),
+        2,
+        rows={"fc": 5},
+        machine=PLAIN,
+        examples=7,
+        interval=10,
     )
 
     assert math.isclose(alone.seconds["statistics"], 7 * 5 * 13 / 0.85 / 1e9)
@@ -92,7 +116,7 @@ def test_the_networks_have_their_numbers_of_parameters():
 def test_more_holders_compute_more_and_send_less(ranks):
     """Products take longer, and directions fewer bytes, with the number of holders."""
     steps = predicted_steps(
-        read_shapes("resnet50"), ranks, machine=MACHINES["h100"], examples=32
+        read_shapes("resnet50").network(), ranks, machine=MACHINES["h100"], examples=32
     )
 
     applied = [step.seconds["apply"] for step in steps]
@@ -135,3 +159,111 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     assert [step["holders"] for step in found["steps"]] == [1, 2, 4]
     assert text.count("  *\n") == 2
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("reduce", "size"),
+    [*(("refresh", size) for size in (2, 3, 4, 8, 16)), ("update", 3)],
+)
+def test_calls_and_bytes_are_those_that_were_predicted(reduce, size):
+    """Of an update, a refresh and a step, on each rank and for each number of holders."""
+    rng = np.random.default_rng(size)
+    blocks = {
+        name: block
+        for name, block in every_block().items()
+        if block.layer.kind == "dense"
+        and not block.approximation.has_bases
+        and block.approximation.reduction == "sum"
+    }
+    batches = {
+        name: shard(_HOST, batch_of(rng, block, 4), 0, 4)
+        for name, block in blocks.items()
+    }
+    gradients = gradients_of(_HOST, rng, blocks)
+
+    def run(communicator):
+        for holders in divisors(size)[:: 2 if size > 4 else 1]:
+            options = Distributed(
+                communicator=communicator,
+                holders=holders,
+                reduce=reduce,
+                bucket_bytes=1000,
+                like=np.zeros(1),
+            )
+            estimator = kc.Estimator(
+                blocks, reduction="sum", damping=0.3, execution=options
+            )
+            expected = predicted_traffic(
+                estimator.network,
+                options,
+                estimator.placement,
+                rank=communicator.rank,
+                like=np.zeros(1),
+            )
+            stages = {
+                "update": functools.partial(estimator.update, batches),
+                "refresh": estimator.refresh,
+                "precondition": functools.partial(estimator.precondition, gradients),
+            }
+            for stage in stages.values():
+                stage()
+            for name, stage in stages.items():
+                communicator.traffic.reset()
+                stage()
+                found = communicator.traffic
+                assert found.calls == expected[name].calls, (name, holders)
+                assert found.payload == expected[name].payload, (name, holders)
+                total = sum(run_total(communicator, found.total))
+                assert math.isclose(
+                    total, sum(run_total(communicator, expected[name].total))
+                )
+
+    def run_total(communicator, sent):
+        flat = np.asarray([sent])
+        return communicator.all_gather(flat, [1] * size).wait().tolist()
+
+    run_ranks(size, run)
+
+
+def test_constants_are_measured_and_read(tmp_path):
+    """All ranks have the same; a file of them is a machine; others are refused."""
+    first, second = run_ranks(2, lambda c: measured_machine(c, repeats=1))
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(dataclasses.asdict(first)))
+
+    assert first == second == read_machine(str(file))
+    numbers = first.flops, first.near[1], first.gather(1, 2), first.all_reduce(1, 2)
+    assert min(numbers) > 0
+    with pytest.raises(kc.RecordError, match="h100, gloo, mpi"):
+        read_machine(str(tmp_path / "none.json"))
+    file.write_text('{"flops": 0}')
+    with pytest.raises(kc.RecordError, match="no file of a machine"):
+        read_machine(str(file))
+
+
+def test_the_plan_of_a_program(tmp_path):
+    """An estimator that a program makes; what has no blocks is refused."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import kfac_core as kc\n"
+        "layer = kc.Dense(in_features=3, out_features=2, bias=False, "
+        "weight_layout='io')\n"
+        "def make():\n"
+        "    return kc.Estimator({'fc': kc.Block(layer, kc.Kronecker())}, "
+        "reduction='sum')\n"
+    )
+
+    name, network, rows = network_of(f"{program}:make")
+
+    assert name == "make"
+    assert network.blocks["fc"].layer.matrix_shape == (3, 2)
+    assert rows == {}
+    assert main(["plan", f"{program}:make", "--ranks", "2", "--rows", "5"]) == 0
+    assert main(["plan", f"{program}:nothing"]) == 2
+    assert main(["plan", f"{program}:layer"]) == 2
+    assert main(["plan"]) == 2
+    assert main(["plan", "--measure", "alone"]) == 0
+
+
+class _HOST:
+    asarray = staticmethod(np.asarray)

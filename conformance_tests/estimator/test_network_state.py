@@ -404,21 +404,6 @@ def test_what_cannot_be_wired_is_refused():
         wiring.names([USES[0], USES[2]])
 
 
-def test_a_recorder_adds_its_zeros_and_knows_its_leaves(rng):
-    """Outputs carry what is differentiated by; arrays of elsewhere are refused."""
-    w, b = rng.normal(size=(n, m)), rng.normal(size=(m,))
-    x = rng.normal(size=(4, n))
-    zeros = [rng.normal(size=(4, m))]
-    recorder = kc.integration.Recorder([w, b], zeros)
-
-    y = recorder.met("one", DENSE, {"weight": w, "bias": b}, x=x, y=x @ w + b)
-
-    np.testing.assert_array_equal(y, x @ w + b + zeros[0])
-    assert recorder.uses == [("one", DENSE, {"weight": 0, "bias": 1})]
-    with pytest.raises(kc.ConventionError, match="leaf of the parameters"):
-        recorder.met("two", DENSE, {"weight": w.copy(), "bias": b}, x=x, y=y)
-
-
 @pytest.mark.parametrize(
     ("layer", "kind", "input"),
     [

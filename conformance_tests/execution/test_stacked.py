@@ -426,7 +426,7 @@ def test_each_operator_is_that_of_its_block(backend, dtype, rng, rule, debias):
         ours, reference = got.blocks[name].operator, expected.blocks[name].operator
         assert forms(ours) == forms(reference)
         assert got[name].damping is damping[name]
-        V = backend.asarray(rng.normal(size=reference.shape), dtype)
+        V = backend.asarray(rng.normal(size=reference.vector_shape), dtype)
         for product, kind in PRODUCTS.items():
             if len(wanted) > 1 or product == "multiply_inverse":
                 pair = (getattr(made, product)(V) for made in (ours, reference))

@@ -150,3 +150,17 @@ def test_factors_that_cannot_be_are_refused_by_name(backend, rng):
         spectral_operator(E, input=A, damping=0.1)
     with pytest.raises(kc.ShapeError, match=r"`?output`?.*\(4, 4\)"):
         spectral_operator(E, output=A, damping=0.1)
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e4])
+def test_the_determinant_of_factors_in_float32_is_that_of_their_numbers(
+    backend, rng, condition
+):
+    """The smallest eigenvalues too, which single precision alone would not give."""
+    Q = np.linalg.qr(rng.normal(size=(8, 8)))[0]
+    A = ((Q * np.geomspace(1.0, 1.0 / condition, 8)) @ Q.T).astype(np.float32)
+    A = (A + A.T) / 2
+    given = backend.asarray(A, "float32")
+    operator = kronecker_operator(given, given, damping=0.0, factorizations=())
+    expected = 16 * np.linalg.slogdet(A.astype(np.float64))[1]
+    assert float(operator.logdet(damped=False)) == pytest.approx(expected, rel=2e-6)

@@ -1,15 +1,19 @@
 """Print the grid: ``python -m conformance_tests.precision [--quick] numpy torch jax``.
 
-``--cost`` prints instead what the checks of a block of 1000 x 1000 add to its refresh.
+``--page docs/precision.md`` writes the counts into the page.  ``--cost`` prints instead
+what the checks of a block of 1000 x 1000 add to its refresh.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,34 +23,134 @@ from kfac_core.damping import DampingRule
 from kfac_core.linalg import damped
 from kfac_core.operators import spectral
 
-from . import grid
+from . import compiled, grid
 
-QUICK = {"scales": (1.0,), "dampings": (1e-40, 1e-14, 1e-6, 1.0, 1e30)}
+QUICK: dict[str, Any] = {"scales": (1.0,), "dampings": (1e-40, 1e-14, 1e-6, 1.0, 1e30)}
+Counts = dict[str, dict[str, dict[str, int]]]
+"""Verdicts by backend and approximation."""
 
 
 def main(arguments: list[str]) -> int:
     """Walk the grid on each backend; return how many cases are silently wrong."""
-    if "--cost" in arguments:
+    options = _parser().parse_args(arguments)
+    if options.cost:
         print_cost()
         return 0
-    quick = "--quick" in arguments
-    backends = [name for name in arguments if not name.startswith("-")] or ["numpy"]
-    wrong = 0
-    for backend in backends:
+    counts: Counts = {}
+    for path in options.read:
+        merge(counts, json.loads(path.read_text(encoding="utf-8")))
+    walked = options.backends or ([] if options.read else ["numpy"])
+    for backend in walked:
         started = time.perf_counter()
         if backend.startswith("jax"):
             kc.enable_float64(backend="jax")
         found: dict[grid.Case, str] = {}
         with kc.use_backend(backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for case in grid.cases(**QUICK) if quick else grid.cases():
-                found[case], told = grid.verdict(case, backend)
-                if found[case] == "silently wrong":
-                    wrong += 1
-                    print(f"{case}: {told}")
+            points = dict(QUICK) if options.quick else {}
+            if options.kinds:
+                points["kinds"] = options.kinds
+            for case, result, told in verdicts(backend, options.check, points):
+                found[case] = result
+                if result == "silently wrong":
+                    print(f"{case}: {told}", flush=True)
         print(f"\n{backend} ({time.perf_counter() - started:.0f} s)\n")
-        print(aligned(grid.table(found)))
-    return wrong
+        print(aligned(grid.table(found)), flush=True)
+        for case, result in found.items():
+            merge(counts, {backend: {case.kind: {result: 1}}})
+    if options.save:
+        options.save.write_text(json.dumps(counts) + "\n", encoding="utf-8")
+    if options.page:
+        write_page(options.page, counts)
+    return sum(
+        found.get("silently wrong", 0)
+        for kinds in counts.values()
+        for found in kinds.values()
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m conformance_tests.precision")
+    made.add_argument("backends", nargs="*", help="numpy, torch, jax")
+    made.add_argument("--quick", action="store_true", help="fewer scales and dampings")
+    made.add_argument("--check", nargs="+", default=["raise", "status"])
+    made.add_argument("--kinds", nargs="+", metavar="NAME", help="some approximations")
+    made.add_argument("--cost", action="store_true", help="what the checks cost")
+    made.add_argument("--save", type=Path, help="write the counts to a file")
+    made.add_argument("--read", type=Path, nargs="+", default=[], help="add such files")
+    made.add_argument("--page", type=Path, help="write the table into a page")
+    return made
+
+
+def verdicts(
+    backend: str, checks: Sequence[str], points: dict[str, Any]
+) -> Iterator[tuple[grid.Case, str, str]]:
+    """Yield the cases of a backend with their verdicts.
+
+    On JAX those with ``check="status"`` are compiled, see `compiled`; those with
+    ``check="raise"`` read values and are not, and are walked at scale 1.
+    """
+    if not backend.startswith("jax"):
+        for case in grid.cases(checks=checks, **points):
+            yield (case, *grid.verdict(case, backend))
+        return
+    if "status" in checks:
+        yield from compiled.verdicts(grid.cases(checks=("status",), **points))
+    if "raise" in checks:
+        points = {**points, "scales": (1.0,)}
+        for case in grid.cases(checks=("raise",), **points):
+            yield (case, *grid.verdict(case, backend))
+
+
+def merge(counts: Counts, others: Counts) -> None:
+    """Add counts to counts."""
+    for backend, kinds in others.items():
+        for kind, found in kinds.items():
+            own = counts.setdefault(backend, {}).setdefault(kind, {})
+            for result, number in found.items():
+                own[result] = own.get(result, 0) + number
+
+
+def page_table(counts: Counts) -> str:
+    """Return the counts as a table of Markdown."""
+    backends = list(counts)
+    heads = [
+        f"{_TITLES.get(name, name)}: cases | right | refused | wrong"
+        for name in backends
+    ]
+    lines = [
+        f"| approximation | {' | '.join(heads)} |",
+        f"| --- {'| ---: ' * 4 * len(backends)}|",
+    ]
+    kinds = list(dict.fromkeys(kind for found in counts.values() for kind in found))
+    total: Counts = {name: {"all": {}} for name in backends}
+    for name in backends:
+        for found in counts[name].values():
+            merge(total, {name: {"all": found}})
+    for kind in [*kinds, "all"]:
+        source = total if kind == "all" else counts
+        cells = []
+        for name in backends:
+            found = source[name].get(kind, {})
+            numbers = [found.get(verdict, 0) for verdict in grid.VERDICTS]
+            cells += [f"{number:,}" for number in (sum(numbers), *numbers)]
+        label = "all" if kind == "all" else f"`{kind}`"
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+_TITLES = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX"}
+_BEGIN, _END = "<!-- grid -->", "<!-- end of grid -->"
+
+
+def write_page(path: Path, counts: Counts) -> None:
+    """Write the table between the two comments of a page."""
+    text = path.read_text(encoding="utf-8")
+    before, rest = text.split(_BEGIN)
+    _, after = rest.split(_END)
+    table = page_table(counts)
+    whole = f"{before}{_BEGIN}\n\n{table}\n\n{_END}{after}"
+    path.write_text(whole, encoding="utf-8")
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:

@@ -10,7 +10,7 @@ right
     at least ``|F| / lam``; a block that is applied by parts (`Series`,
     `BlockTridiagonal`) has the condition number of these parts.  A sample is right where
     the root of the inverse that makes it is; the log-determinant if it is off by no more
-    than all its eigenvalues may be.
+    than all its eigenvalues may be, and the roundoff of the logarithms that it sums.
 refused
     A named error, or with ``check="status"`` a flag.
 silently wrong
@@ -39,9 +39,9 @@ C = 64.0
 CAP = 0.05
 SUMMED = kc.Conventions(reduction="sum", sources="sum")
 
-RANKS = (0, 1, 2, 4, 8, 20)
+RANKS = (0, 1, 4, 20)
 SCALES = (1.0, 1e-8, 1e7)
-DAMPINGS = (1e-40, 1e-20, 1e-14, 1e-10, 1e-6, 1e-3, 1.0, 1e10, 1e30)
+DAMPINGS = (1e-40, 1e-14, 1e-10, 1e-6, 1e-3, 1.0, 1e30)
 
 PRECISIONS = {
     "float64": ("float64", kc.Precision()),
@@ -85,36 +85,43 @@ def cases(
                 yield case
 
 
-def verdict(case: Case, xp_name: str) -> tuple[str, str]:
+def verdict(case: Case, backend: str) -> tuple[str, str]:
     """Return ``"right"``, ``"refused"`` or ``"silently wrong"``, and what was found."""
     with np.errstate(all="ignore"):
         try:
-            operator, answer, dtype = _operator(case, xp_name)
+            operator = operator_of(case, backend)
         except kc.KFACError as error:
             return "refused", str(error)
         if case.check == "status" and int(operator.status()):
             return "refused", "status"
-        if answer.singular:
-            return "silently wrong", "a singular block was inverted"
-        limits = _limits(case, answer)
-        refused = ""
-        for name, error in _errors(operator, answer, dtype, KINDS[case.kind].shape):
-            try:
-                worst = error(limits[name])
-            except kc.UnsupportedError:
-                continue
-            except kc.KFACError as told:
-                refused = f"{name}: {told}"
-                continue
-            if not worst <= limits[name]:
-                return (
-                    "silently wrong",
-                    f"{name}: off by {worst:.1e} (limit {limits[name]:.1e})",
-                )
+        return judged(case, operator, answer_of(case, backend), vector_dtype(case))
+
+
+def judged(case: Case, operator: Any, answer: Answer, dtype: str) -> tuple[str, str]:
+    """Return the verdict on an operator, and what was found."""
+    if case.check == "status" and int(operator.status()):
+        return "refused", "status"
+    if answer.singular:
+        return "silently wrong", "a singular block was inverted"
+    limits = limits_of(case, answer)
+    refused = ""
+    for name, error in errors_of(operator, answer, dtype, KINDS[case.kind].shape):
+        try:
+            worst = error(limits[name])
+        except kc.UnsupportedError:
+            continue
+        except kc.KFACError as told:
+            refused = f"{name}: {told}"
+            continue
+        if not worst <= limits[name]:
+            return (
+                "silently wrong",
+                f"{name}: off by {worst:.1e} (limit {limits[name]:.1e})",
+            )
     return ("refused", refused) if refused else ("right", "")
 
 
-def _limits(case: Case, answer: Answer) -> dict[str, float]:
+def limits_of(case: Case, answer: Answer) -> dict[str, float]:
     """Return the largest error of each product, relative to ``|f(F)| |v|``."""
     dtype, precision = PRECISIONS[case.precision]
     widths = (dtype, precision.compute or dtype, precision.apply or dtype)
@@ -134,7 +141,7 @@ def _limits(case: Case, answer: Answer) -> dict[str, float]:
     return found
 
 
-def _errors(
+def errors_of(
     operator: Any, answer: Answer, dtype: str, shape: tuple[int, int]
 ) -> Iterator[tuple[str, Callable[[float], float]]]:
     """Yield the products by name, each with a function that returns its error."""
@@ -243,33 +250,46 @@ def _statistics(kind: str, rank: int, scale: float, dtype: str, backend: str) ->
     return statistics
 
 
-def _operator(case: Case, backend: str) -> tuple[Any, Answer, str]:
-    """Return the operator of a case, its reference and the dtype of its vectors."""
-    dtype, precision = PRECISIONS[case.precision]
-    key = (case.kind, case.rank, case.scale, dtype)
-    statistics = _statistics(*key, backend)
-    operator = KINDS[case.kind].block.operator(
-        statistics,
-        damping=case.damping,
-        rule=case.rule,
-        factorizations=_factorizations(case),
-        check=case.check,
-        precision=precision,
-    )
-    wide = "float64" if "float64" in (dtype, precision.apply) else "float32"
+def statistics_of(case: Case, backend: str) -> Any:
+    """Return the statistics of a case."""
+    dtype, _ = PRECISIONS[case.precision]
+    return _statistics(case.kind, case.rank, case.scale, dtype, backend)
+
+
+def answer_of(case: Case, backend: str) -> Answer:
+    """Return the reference of a case."""
     if case.rank == GRADED:
-        answer = references.answer(
-            stored(statistics), case.rule, case.damping, _vectors(case.kind)
-        )
-    else:
-        answer = _answer(case.kind, case.rule, *key[1:], case.damping)
-    return operator, answer, wide
+        curvature = stored(statistics_of(case, backend))
+        vectors = _vectors(case.kind)
+        return references.answer(curvature, case.rule, case.damping, vectors)
+    dtype, _ = PRECISIONS[case.precision]
+    rows = (case.rank, case.scale, dtype)
+    return _answer(case.kind, case.rule, *rows, case.damping)
 
 
-def _factorizations(case: Case) -> tuple[Any, ...]:
+def vector_dtype(case: Case) -> str:
+    """Return the dtype of the vectors of a case."""
+    dtype, precision = PRECISIONS[case.precision]
+    return "float64" if "float64" in (dtype, precision.apply) else "float32"
+
+
+def factorizations(case: Case) -> tuple[Any, ...]:
     """Return what is prepared; with ``check="raise"`` the rest is made when asked for."""
     if case.check == "raise":
         return ("inverse", "eigenbasis")
     unsupported = KINDS[case.kind].block.approximation.unsupported_products
     made = ("inverse", "eigenbasis", "cholesky")
     return made[:2] if "multiply_cholesky" in unsupported else made
+
+
+def operator_of(case: Case, backend: str) -> Any:
+    """Return the operator of a case."""
+    _, precision = PRECISIONS[case.precision]
+    return KINDS[case.kind].block.operator(
+        statistics_of(case, backend),
+        damping=case.damping,
+        rule=case.rule,
+        factorizations=factorizations(case),
+        check=case.check,
+        precision=precision,
+    )

@@ -55,6 +55,7 @@ class Damped:
     w: list[Any]
     Q: Any
     parts: Any = 1
+    logs: Any = 0
 
 
 class Curvature(Protocol):
@@ -78,7 +79,7 @@ class Answer:
     covariance : array, shape (p, p)
         ``F^-1``.
     logdet, logs : float
-        ``log det F``, and the sum of the absolute logarithms of its eigenvalues.
+        ``log det F``, and the sum of the absolute logarithms that it is a sum of.
     condition, norm, inverse_norm : float
         Condition number, and the 2-norms of F and of its inverse.
     parts : float
@@ -125,7 +126,12 @@ class Product:
         added = lam if rule == "exact" else mp.mpf(0)
         products = itertools.product(*spectra)
         w = [self.scale * mp.fprod(values) + added for values in products]
-        return Damped(w, _kron([side.Q for side in self.sides]))
+        logs = mp.mpf(0)
+        if rule != "exact" and min(w) > 0:
+            logs = len(w) * abs(mp.log(self.scale))
+            for values in spectra:
+                logs += len(w) / len(values) * mp.fsum(abs(mp.log(x)) for x in values)
+        return Damped(w, _kron([side.Q for side in self.sides]), logs=logs)
 
 
 @dataclass(frozen=True)
@@ -308,7 +314,7 @@ def answer(
         ),
         covariance=_rounded(_matrix(Q, inverse)),
         logdet=_float(mp.fsum(mp.log(x) for x in w)),
-        logs=_float(mp.fsum(abs(mp.log(x)) for x in w)),
+        logs=_float(max(made.logs, mp.fsum(abs(mp.log(x)) for x in w))),
         condition=_float(largest / smallest),
         norm=_float(largest),
         inverse_norm=_float(1 / smallest),

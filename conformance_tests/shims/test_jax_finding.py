@@ -336,6 +336,100 @@ def test_models_of_all_libraries_need_no_marks(rng, library):
         )
 
 
+@pytest.mark.parametrize("vectors", ["sum", "mean", "exact"])
+def test_an_embedding_may_make_logits_too(rng, vectors):
+    """One block with a diagonal input factor; the output layer swaps its two sides."""
+    V, d = 5, 3
+    W, b = rng.normal(size=(V, d)), rng.normal(size=V)
+    ids, y = rng.integers(0, V, size=(N, T)), rng.integers(0, V, size=N)
+    params = {"W": jnp.asarray(W), "b": jnp.asarray(b)}
+
+    def function(params, ids):
+        h = jnp.tanh(params["W"][ids]).mean(axis=1)
+        return h @ params["W"].T + params["b"]
+
+    h = np.tanh(W[ids]).mean(1)
+    p = np.exp(h @ W.T + b)
+    p /= p.sum(1, keepdims=True)
+    errors = [p - np.eye(V)[y]]
+    if vectors == "exact":
+        errors = [np.sqrt(p[:, [k]]) * (p - np.eye(V)[k]) for k in range(V)]
+    one_hot = np.eye(V)[ids.ravel()]
+    back = [
+        ((e @ W)[:, None] / T * (1 - np.tanh(W[ids]) ** 2)).reshape(-1, d)
+        for e in errors
+    ]
+    R = N * T + N
+    A = np.diag(((one_hot**2).sum(0) + sum((e**2).sum(0) for e in errors)) / R)
+    G = (sum(g.T @ g for g in back) + h.T @ h) / R
+    gradient = (one_hot.T @ back[0] + errors[0].T @ h) / N
+
+    if vectors == "exact":
+        network = shim.Network(function, params, jnp.asarray(ids))
+        z, pull = network.vjp(params, jnp.asarray(ids))
+        likelihood = kc.losses.Categorical()
+        captured = pull(kc.losses.vectors(likelihood, z, mode="exact"))
+        captured = jax.tree.map(np.asarray, captured)
+    else:
+        network, gradients, captured = captured_by(
+            function, params, jnp.asarray(ids), y=jnp.asarray(y), reduction=vectors
+        )
+        scale = N if vectors == "sum" else 1
+        np.testing.assert_allclose(gradients["W"] / scale, gradient, rtol=1e-9)
+    assert set(network.blocks) == {"W", "b"}
+    reduction = "mean" if vectors == "mean" else "sum"
+    found = directions(network, captured, {"W": {"weight": gradient}}, reduction)["W"]
+    expected = solved(R / N * np.kron(A, G), gradient)
+    np.testing.assert_allclose(flat(found["weight"]), expected, rtol=1e-7)
+    with pytest.raises(kc.ConventionError, match="both embeds ids and makes logits"):
+        shim.Network(
+            function, params, jnp.asarray(ids), approximation=lambda *_: kc.Eigen()
+        )
+
+
+def test_a_transposed_convolution_sees_zeros_between_its_inputs(rng):
+    """Its patches are those of the spread-out inputs, at every output position."""
+    length, c, m, k, stride = 3, 2, 2, 3, 2
+    params = {"k": jnp.asarray(rng.normal(size=(k, c, m))), "b": jnp.zeros(m)}
+    x = rng.normal(size=(N, length, c))
+
+    def function(params, x):
+        y = jax.lax.conv_transpose(
+            x, params["k"], (stride,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        return jnp.tanh(y + params["b"]).sum(axis=1)
+
+    network, gradients, captured = captured_by(
+        function, params, jnp.asarray(x), y=jnp.asarray(LABELS)
+    )
+    wide = np.zeros((N, (length - 1) * stride + 1 + 2 * (k - 1), c))
+    wide[:, k - 1 : 1 - k : stride] = x
+    places = wide.shape[1] - k + 1
+    patches = np.stack([wide[:, t : t + k].reshape(N, -1) for t in range(places)], 1)
+    kernel = np.asarray(params["k"]).reshape(k * c, m)
+    h = np.tanh(patches @ kernel)
+    p = np.exp(h.sum(1))
+    e = p / p.sum(1, keepdims=True) - np.eye(m)[LABELS]
+    g = e[:, None] * (1 - h**2)
+    rows = np.concatenate([patches, np.ones((N, places, 1))], axis=2)
+    V = np.einsum("ntd,ntm->dm", rows, g) / N
+    np.testing.assert_allclose(
+        flat(gradients["k"], gradients["b"]) / N, V.ravel(), rtol=1e-9, atol=1e-12
+    )
+    rows, g, R = rows.reshape(N * places, -1), g.reshape(N * places, m), N * places
+    F = places * np.kron(rows.T @ rows / R, g.T @ g / R)
+    (name,) = network.blocks
+    shapes = network.blocks[name].layer.parameter_shapes
+    found = directions(
+        network,
+        captured,
+        {name: {"weight": V[:-1].reshape(shapes["weight"]), "bias": V[-1]}},
+    )[name]
+    np.testing.assert_allclose(
+        flat(found["weight"], found["bias"]), solved(F, V), rtol=1e-7
+    )
+
+
 def test_layers_that_a_scan_runs_over_are_blocks_of_their_own(rng):
     """A stack of weights (L, n, n) has L blocks, and gradients go back into the stack."""
     params = {
@@ -412,7 +506,14 @@ def test_uses_outside_of_layers_are_refused_by_name(rng):
     # A second use that is a layer is a second use of the block.
     network = shim.Network(lambda p, x: shim.dense("a", x, p["W"]) @ p["W"], W, x)
     _, captured = network.vjp(W, x)[1](jnp.ones((8, 2)), reduction="sum")
-    assert len(captured.batches["a"]) == 2
+    first, second = captured.batches["a"]
+    matrix, ones = np.asarray(W["W"]), np.ones((8, 2))
+    for use, inputs, grads in (
+        (first, np.asarray(x), ones @ matrix.T),
+        (second, x @ matrix, ones),
+    ):
+        np.testing.assert_allclose(use.inputs, inputs, rtol=1e-12)
+        np.testing.assert_allclose(use.output_grads, grads, rtol=1e-12)
 
 
 def test_merged_rows_are_refused_where_examples_must_be_known(shared):
@@ -486,6 +587,30 @@ def test_gradients_are_matched_by_path(stepped):
         kfac.update(list(gradients.values()), state, captured=None)
     with pytest.raises(kc.ShapeError, match=r"\['V'\]"):
         kfac.update(gradients | {"V": gradients["V"].T}, state, captured=None)
+
+
+def test_a_partition_gives_each_transformation_its_own_gradients(trained, stepped):
+    """K-FAC of one layer and gradient descent of the other, in one optax partition."""
+    optax = pytest.importorskip("optax")
+    network, params, x, options = trained
+    _, (direction, _, gradients) = stepped
+    kfac = shim.KFAC(network, refresh_every=1, **options)
+    both = {"kfac": kfac.optax(), "descent": optax.sgd(1.0)}
+    labels = {"W": "descent", "b": "descent", "V": "kfac"}
+    optimizer = optax.partition(both, labels)
+
+    @jax.jit
+    def step(params, x, y):
+        z, pull = network.vjp(params, x)
+        gradients, captured = pull(jax.grad(nll)(z, y), reduction="sum")
+        gradients = jax.tree.map(lambda g: g / len(x), gradients)
+        state = optimizer.init(params)
+        return optimizer.update(gradients, state, params, captured=captured)[0]
+
+    found = step(params, x, LABELS)
+    np.testing.assert_allclose(found["V"], direction["V"], rtol=1e-12)
+    for name in ("W", "b"):
+        np.testing.assert_allclose(found[name], -gradients[name], rtol=1e-12)
 
 
 def test_a_step_before_any_statistics_is_no_silent_one(trained):

@@ -113,6 +113,8 @@ def test_steps_are_those_of_dense_matrices():
     assert not bool(progress.is_good)
     np.testing.assert_array_equal(params["W"], kept)
     np.testing.assert_allclose(state.damping, dense.damping, rtol=1e-10)
+    # A first state that was bound to its device made the second step another program.
+    assert optimizer.step._cache_size() == 1
 
 
 def test_a_given_rate_is_clipped_and_statistics_have_an_interval():

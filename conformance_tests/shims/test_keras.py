@@ -243,6 +243,31 @@ def test_normalizations(kind):
     assert all(map(np.array_equal, before, after))
 
 
+def test_a_normalization_of_padded_sequences():
+    """Of each example the gradients of positions that count are summed."""
+    table, norm = layers.Embedding(6, 4, mask_zero=True), layers.LayerNormalization()
+    model = network(
+        *(table, norm, layers.GlobalAveragePooling1D(), layers.Dense(3)),
+        shape=(5,),
+        dtype="int32",
+    )
+    ids = np.asarray([[1, 2, 0, 0, 0], [3, 1, 5, 0, 0], [4, 4, 2, 1, 0]], "int32")
+
+    _, given, made = directions(model, ids)
+
+    E, gamma, beta, W, b = (host(v.value) for v in model.trainable_variables)
+    kept = (ids != 0)[..., None]
+    x = E[ids]
+    spread = np.sqrt(x.var(2, keepdims=True) + norm.epsilon)
+    normal = (x - x.mean(2, keepdims=True)) / spread
+    share = kept / kept.sum(axis=1, keepdims=True)
+    h = ((normal * gamma + beta) * share).sum(axis=1)
+    g = (roots_of_fisher(h @ W + b) @ W.T)[:, :, None] * share
+    squares = (normal * g).sum(axis=2) ** 2, g.sum(axis=2) ** 2
+    for i, square in enumerate(squares, start=1):
+        close(made[i], given[i] / (square.sum(axis=0).mean(axis=0) + 0.1))
+
+
 def test_a_layer_that_is_used_twice_is_one_block():
     """Its uses are shared positions of one weight."""
     shared, head = layers.Dense(4, activation="tanh"), layers.Dense(3)

@@ -25,6 +25,7 @@ OPTIONS = {
     "decay": 0.9,
     "damping_rule": "exact",
     "kl_clip": None,
+    "update_every": 1,
     "refresh_every": 1,
 }
 

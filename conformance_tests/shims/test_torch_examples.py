@@ -32,7 +32,7 @@ def test_deep_networks_train_with_the_defaults():
     )
     tables = [table.splitlines() for table in ran.stdout.strip().split("\n\n")]
 
-    assert [table[0].split(",")[0] for table in tables] == [
+    assert [table[0].split(" | ")[0] for table in tables] == [
         "| classifier",
         "| autoencoder",
     ]
@@ -41,7 +41,7 @@ def test_deep_networks_train_with_the_defaults():
             row.split(" | ")[0].strip("| "): float(row.split(" | ")[2])
             for row in table[2:]
         }
-        assert len(losses) == 4
+        assert len(losses) >= 4  # and kfac-pytorch, where it is installed
         assert all(math.isfinite(loss) for loss in losses.values())
         assert losses["KFAC(model), SGD 0.1, momentum 0.9"] < start
         assert losses["KFACOptimizer(model)"] < 0.7 * start

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from kfac_core_shims.torch import KFAC  # noqa: E402
 
 from .test_torch import (  # noqa: E402
     DAMPING,
+    OPTIONS,
     Network,
     attached,
     close,
@@ -34,6 +38,7 @@ from .test_torch import (  # noqa: E402
 
 __all__ = ["seeded"]  # used by itself, in every test
 
+COMING = Path(__file__).parents[2] / "docs" / "coming_from.md"
 CATEGORICAL = {"likelihood": "categorical", "fisher": "exact"}
 
 
@@ -137,6 +142,47 @@ def test_a_loss_within_the_outputs_may_be_scaled_in_place(fisher):
     same(*steps)
 
 
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_segmentation_with_classes_on_the_second_axis(fisher):
+    """Pixels are rows, those of ignored labels none; nobody needs to say the likelihood."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Conv2d(4, 3, 1)).double()
+    x, y = doubles(2, 2, 4, 4), torch.randint(3, (2, 3, 3))
+    y[0, 1] = -100
+    twin = copy.deepcopy(model)
+    kfac = KFAC(model, **OPTIONS, fisher=fisher, output=lambda z: z.movedim(1, -1))
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    by_hand = attached(twin, likelihood="categorical", fisher=fisher, output=None)
+    z = twin(x)
+    rows = z.movedim(1, -1)[y >= 0]
+    by_hand.observe(rows)
+    fn.cross_entropy(rows, y[y >= 0]).backward()
+    by_hand.step()
+
+    found = {n: p.grad for n, p in model.named_parameters()}
+    same(found, {n: p.grad for n, p in twin.named_parameters()})
+
+
+def test_mistakes_of_a_first_use_are_named():
+    model, x, y = Network(), torch.randn(6, 4), torch.randint(3, (6,))
+    with pytest.raises(kc.ConventionError, match="`model` to be a torch"):
+        KFAC(model.parameters())
+    with pytest.raises(kc.ConventionError, match="`lr` to be the optimizer"):
+        KFAC(model, lr="0.1")
+    with pytest.raises(
+        TypeError, match=r"no option `dampning`\. Did you mean `damping`"
+    ):
+        KFAC(model, dampning=0.1)
+    with pytest.raises(kc.ConventionError, match="`fisher` to be one of"):
+        KFAC(model, fisher="emprical")
+    kfac = KFAC(model)
+    fn.cross_entropy(model(x), y).backward()
+    model.zero_grad()
+    with pytest.raises(kc.NotReadyError, match=r"before zero_grad"):
+        kfac.step()
+    assert kfac.steps == 0
+
+
 def test_ignored_labels_are_no_rows():
     """Rows that the loss does not read count neither as rows nor with vectors."""
     model, x = Network().double(), doubles(14, 4)
@@ -236,7 +282,7 @@ def test_options_that_cannot_be_are_named_at_once():
         ({"reduction": "average"}, "reduction"),
         ({"fisher": "sampled"}, "fisher"),
         ({"kl_clip": -1}, "kl_clip"),
-        ({"lr": None}, "lr"),
+        ({"lr": None}, "`lr`"),
         ({"damping": -1.0}, "damping"),
         ({"decay": 2.0}, "decay"),
         ({"skip_layers": ["three"]}, "skip_layers.*three"),
@@ -265,6 +311,7 @@ def test_approximations_by_name_class_and_kind():
             nn.Linear: kc.Kronecker(output="diagonal"),
             "scale_shift": None,
         },
+        update_every=1,
     )
     found = {n: b.approximation.name for n, b in kfac.estimator.blocks.items()}
     assert found == {"0": "kronecker", "1": "eigen"}
@@ -802,7 +849,8 @@ def test_overlap_changes_no_bit():
 
     def run(overlap):
         model = copy.deepcopy(first)
-        options = {"refresh_every": 2, "approximations": {"one": kc.Eigen()}}
+        options = {"update_every": 1, "refresh_every": 2}
+        options["approximations"] = {"one": kc.Eigen()}
         kfac = KFAC(model, likelihood="categorical", overlap=overlap, **options)
         found = []
         for i, (x, y) in enumerate(batches):
@@ -828,3 +876,29 @@ def test_overlap_changes_no_bit():
         fn.cross_entropy(kfac.model(x), y).backward()
     with pytest.raises(kc.ConventionError, match="overlap"):
         KFAC(Network(), fisher="empirical", overlap=True)
+
+
+KFAC_PYTORCH = (
+    "model, factor_update_steps, inv_update_steps, damping, factor_decay, kl_clip, lr, "
+    "accumulation_steps, allreduce_bucket_cap_mb, assignment_strategy, colocate_factors, "
+    "compute_method, compute_eigenvalue_outer_product, grad_worker_fraction, "
+    "symmetry_aware, grad_scaler, factor_dtype, inv_dtype, skip_layers, "
+    "update_factors_in_hook, loglevel"
+)
+"""Parameters of ``KFACPreconditioner`` in kfac-pytorch 0.4.1."""
+
+
+@pytest.mark.skipif(not COMING.exists(), reason="the documentation is not here")
+def test_every_option_of_kfac_pytorch_has_a_row():
+    """And what the rows say to write here are options of `KFAC`."""
+    page = COMING.read_text(encoding="utf-8")
+    section = page.split("## kfac-pytorch\n")[1].split("\n## ")[0]
+    table = section.split("| there | here |\n")[1].split("\n\n")[0]
+    rows = [row.split(" | ") for row in table.splitlines()[1:]]
+    there = " ".join(row[0] for row in rows)
+    for option in KFAC_PYTORCH.split(", "):
+        assert re.search(rf"\b{option}\b", there), option
+    own = set(inspect.signature(KFAC).parameters) | {"precision"}
+    here = " ".join(row[1] for row in rows)
+    for option in re.findall(r"`(\w+)=", here):
+        assert option in own | {"storage", "communicator", "holders"}, option

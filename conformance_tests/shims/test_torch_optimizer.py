@@ -69,7 +69,8 @@ def gradient_of(model, loss):
 def natural_gradient(model, loss_of, **options):
     """Return the natural gradient of `KFAC` itself on a copy of the model."""
     twin = copy.deepcopy(model)
-    kfac = KFAC(twin, kl_clip=None, likelihood="categorical", **options)
+    options = {"likelihood": "categorical", "damping_rule": "factored", **options}
+    kfac = KFAC(twin, kl_clip=None, **options)
     loss_of(twin).backward()
     kfac.step()
     return torch.cat([p.grad.reshape(-1) for p in twin.parameters()])

@@ -69,6 +69,7 @@ def trained(model, communicator, *, labels=lambda step, y: y, reduction, **optio
         model,
         likelihood="categorical",
         reduction=reduction,
+        update_every=1,
         refresh_every=2,
         **own,
         **options,

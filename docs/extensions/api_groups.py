@@ -200,6 +200,8 @@ DATA = {
     "kfac_core.factors.FactorKind": "Kinds of factors: ``{choices}``.",
     "kfac_core.linalg.Factorization": "What can be prepared: ``{choices}``.",
     "kfac_core.linalg.Solving": "How a damped matrix is divided by: ``{choices}``.",
+    "kfac_core.integration.Schedule": "A number, or a function of the step.",
+    "kfac_core.integration.Interval": "A number of steps, or a function of the step.",
     "kfac_core.array.Array": "An array of any library that follows the Array API.",
     "kfac_core.array.Namespace": "The namespace of such a library, called ``xp``.",
     "kfac_core.array.Scalar": "A Python number, or a 0-d array.",

@@ -263,14 +263,13 @@ def without_scalars(value: T, /) -> T:
     if isinstance(value, np.generic):
         array: Any = np.asarray(value)
         return array  # type: ignore[no-any-return]
-    parts: Any = value
-    if not isinstance(value, dict):
-        parts = {name: getattr(value, name) for name in _arrays.get(type(value), ())}
     changed: dict[str, Any] = {}
-    for name, part in parts.items():
-        new = without_scalars(part)
-        if new is not part:
-            changed[name] = new
+    for name in value if isinstance(value, dict) else _arrays.get(type(value), ()):
+        part = value[name] if isinstance(value, dict) else getattr(value, name)
+        if type(part) in _arrays or isinstance(part, dict | np.generic):
+            new = without_scalars(part)
+            if new is not part:
+                changed[name] = new
     if not changed:
         return value
     if isinstance(value, dict):

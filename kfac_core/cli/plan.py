@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from kfac_core.cli.options import add_json, positive
 from kfac_core.cli.screen import complain, print_json, print_table, printable
+from kfac_core.distributed.communicator import connect, engine
 from kfac_core.distributed.model import (
     MACHINES,
     PredictedStep,
     known_networks,
+    measured_machine,
+    network_of,
     predicted_steps,
-    read_shapes,
+    read_machine,
 )
 from kfac_core.errors import KFACError
 
@@ -23,6 +27,9 @@ EXAMPLES = (
     "kfac-core plan resnet50",
     "kfac-core plan llama8b --ranks 64 1024 --examples 1 --interval 50",
     "kfac-core plan layers.json --machine mpi --ranks 2 4 --plot plan.png",
+    "kfac-core plan train.py:make_model --rows 128",
+    "mpirun -n 2 kfac-core plan --measure mpi --json > here.json",
+    "kfac-core plan resnet50 --machine here.json",
 )
 EXIT_CODES = {
     0: "the prediction was printed",
@@ -34,7 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Declare the options of the subcommand."""
     parser.add_argument(
         "network",
-        help=f"a JSON file of layer shapes, or one of {', '.join(known_networks())}",
+        nargs="?",
+        help=f"one of {', '.join(known_networks())}; a JSON file of layer shapes; or "
+        "program.py:name, a PyTorch module, a KFAC, or a function that returns one",
+    )
+    parser.add_argument(
+        "--measure",
+        metavar="ENGINE",
+        help="measure the constants of this machine by the processes of an engine",
     )
     parser.add_argument(
         "--ranks",
@@ -44,7 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         help="numbers of processes (1 4 16 64 256 1024)",
     )
     parser.add_argument(
-        "--machine", choices=[*MACHINES], default="h100", help="constants (h100)"
+        "--machine",
+        default="h100",
+        help=f"constants: {', '.join(MACHINES)}, or a file that --measure made (h100)",
+    )
+    parser.add_argument(
+        "--rows", type=positive, default=1, help="rows of an example, if unknown (1)"
     )
     parser.add_argument(
         "--examples", type=positive, default=32, help="examples a rank and step (32)"
@@ -70,18 +89,25 @@ def run(arguments: argparse.Namespace, /) -> int:
     Returns
     -------
     int
-        0, or 2 where the file cannot be read.
+        0, or 2 where a file cannot be read.
     """
+    if (arguments.measure is None) == (arguments.network is None):
+        return complain("plan", "expected a network, or --measure ENGINE")
     try:
-        shapes = read_shapes(arguments.network)
+        if arguments.measure is not None:
+            return _measure(arguments.measure)
+        name, network, rows = network_of(arguments.network)
+        machine = read_machine(arguments.machine)
     except KFACError as error:
         return complain("plan", str(error))
+    rows = {block: rows.get(block, arguments.rows) for block in network.blocks}
     found = {
         ranks: predicted_steps(
-            shapes,
+            network,
             ranks,
-            machine=MACHINES[arguments.machine],
+            machine=machine,
             examples=arguments.examples,
+            rows=rows,
             update_every=arguments.update_every,
             interval=arguments.interval,
         )
@@ -90,15 +116,27 @@ def run(arguments: argparse.Namespace, /) -> int:
     if arguments.json:
         print_json(
             {
-                "network": shapes.name,
+                "network": name,
                 "machine": arguments.machine,
                 "steps": [_as_data(step) for steps in found.values() for step in steps],
             }
         )
     else:
-        _print(shapes.name, len(shapes.layers), found, arguments)
+        _print(name, len(network.blocks), found, arguments)
     if arguments.plot:
         return _plot(found, arguments)
+    return 0
+
+
+def _measure(name: str) -> int:
+    """Print the constants of this machine, on the first process."""
+    join = getattr(engine(name), "join", None)
+    if join is not None:
+        join()
+    communicator = connect(name)
+    machine = measured_machine(communicator)
+    if communicator.rank == 0:
+        print_json(asdict(machine))
     return 0
 
 

@@ -109,7 +109,7 @@ def print_table(
     title = printable(title)
     cells = [[printable(cell) for cell in row] for row in rows]
     if not (cells and sys.stdout.isatty() and _print_pretty(title, columns, cells)):
-        print("\n".join([wrapped(title), *aligned(columns, cells)]))
+        print("\n".join([title, *aligned(columns, cells)]))
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], /) -> list[str]:

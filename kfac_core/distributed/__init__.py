@@ -8,7 +8,9 @@ from kfac_core.distributed.communicator import (
     communicator_names,
     connect,
 )
+from kfac_core.distributed.exchanges import predicted_traffic
 from kfac_core.distributed.executor import DistributedExecutor
+from kfac_core.distributed.model import Machine, measured_machine
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import BlockLoad, Placement, block_loads, place
 from kfac_core.distributed.remote import RemoteOperator
@@ -30,6 +32,7 @@ __all__ = [
     "Distributed",
     "DistributedExecutor",
     "Handle",
+    "Machine",
     "Placement",
     "RemoteOperator",
     "ReplicaError",
@@ -39,7 +42,9 @@ __all__ = [
     "communicator_names",
     "connect",
     "execution_for",
+    "measured_machine",
     "place",
+    "predicted_traffic",
     "run_ranks",
     "running_processes",
 ]

@@ -29,6 +29,7 @@ from kfac_core.errors import (
     CommunicationError,
     ShapeError,
     UnknownBackendError,
+    UnsupportedError,
 )
 
 __all__ = [
@@ -173,6 +174,13 @@ class Communicator(abc.ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    def __reduce__(self) -> Any:
+        raise UnsupportedError(
+            "A communicator belongs to its processes and cannot be copied or saved, and "
+            "neither can an estimator that has one. Save `Estimator.state_dict()`, which "
+            "loads on any number of processes."
+        )
 
     @abc.abstractmethod
     def split(self, groups: Sequence[Sequence[int]], /) -> Communicator:

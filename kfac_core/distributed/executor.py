@@ -28,8 +28,9 @@ from kfac_core.array.structure import leaves, map_structure, replaced
 from kfac_core.block import UpdateBlock, emptied
 from kfac_core.distributed.agreement import Agreement, told, untold
 from kfac_core.distributed.exchange import Exchange, SentDirections
+from kfac_core.distributed.model import MACHINES, predicted_steps
 from kfac_core.distributed.options import Distributed
-from kfac_core.distributed.placement import Placement, block_loads, divisors, place
+from kfac_core.distributed.placement import Placement
 from kfac_core.distributed.reduction import (
     Item,
     absorbed_share,
@@ -402,7 +403,7 @@ class DistributedExecutor:
         made: dict[str, Any] = {}
         error: Exception | None = None
         started = []
-        for names in self._messages(given):
+        for names in self.placement.messages(given, self.options.bucket_bytes):
             own = {n: tasks[n] for of_rank in names for n in of_rank if self._holds(n)}
             if error is None:
                 found, error = self._attempt(function, own)
@@ -419,19 +420,6 @@ class DistributedExecutor:
         if anything_failed:
             Agreement(self._row).vote("product", np.zeros(0), error=error)
         return {name: made.get(name) or results[name] for name in tasks}
-
-    def _messages(self, given: Mapping[str, Any]) -> list[list[list[str]]]:
-        """Return the blocks of each message of directions, for each rank of the row."""
-        members = range(self._row.size)
-        messages: list[list[list[str]]] = []
-        size = self.options.bucket_bytes
-        for name in given:
-            if size >= self.options.bucket_bytes:
-                messages.append([[] for _ in members])
-                size = 0
-            messages[-1][self.placement.group_of(name)].append(name)
-            size += 8 * self.placement.loads[name].direction
-        return messages
 
     def _attempt(
         self, function: Any, tasks: Tasks
@@ -571,23 +559,23 @@ class DistributedExecutor:
 
 def _placement(network: Network, options: Distributed) -> Placement:
     size = options.communicator.size
-    loads = block_loads(network)
-    pairs = network.shared_factors.pairs
-    together = [(taker[0], giver[0]) for taker, giver in pairs.items()]
-
-    def with_holders(g: int) -> Placement:
-        return place(loads, size, holders=g, together=together, memory=options.memory)
-
-    if options.holders == "all":
-        return with_holders(size)
-    if options.holders != "auto":
-        return with_holders(int(options.holders))
-
-    def numbers(placement: Placement) -> float:
-        sent = placement.numbers_sent()
-        return sent["operators"] + options.interval * sent["directions"]
-
-    return min(map(with_holders, divisors(size)), key=numbers)
+    machine = options.machine
+    if machine is None:
+        machine = MACHINES["mpi" if options.communicator.name == "mpi" else "gloo"]
+    steps = {
+        step.holders: step
+        for step in predicted_steps(
+            network,
+            size,
+            machine=machine,
+            interval=options.interval,
+            memory=options.memory,
+        )
+    }
+    if options.holders == "auto":
+        # The first of those that take as long keeps the fewest operators.
+        return min(steps.values(), key=lambda step: step.total).placement
+    return steps[size if options.holders == "all" else int(options.holders)].placement
 
 
 def _require_reducible(network: Network) -> None:

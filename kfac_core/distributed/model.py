@@ -21,17 +21,23 @@ of NCCL.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import runpy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.block import Block
 from kfac_core.conventions import Conventions
+from kfac_core.distributed.communicator import Communicator, Traffic
 from kfac_core.distributed.placement import (
     BlockLoad,
     Placement,
@@ -50,7 +56,10 @@ __all__ = [
     "PredictedStep",
     "Shapes",
     "known_networks",
+    "measured_machine",
+    "network_of",
     "predicted_steps",
+    "read_machine",
     "read_shapes",
 ]
 
@@ -80,6 +89,29 @@ class Machine:
     far: tuple[float, float]
     base: float
     bytes: int = 4
+
+    def time(self, traffic: Traffic, p: int) -> float:
+        """Return the seconds of exchanges among p ranks of one node.
+
+        Parameters
+        ----------
+        traffic : Traffic
+            Calls and bytes; those of one operation count as equally long.
+        p : int
+            Number of ranks.
+
+        Returns
+        -------
+        float
+            Seconds.
+        """
+        found = 0.0
+        for operation, calls in traffic.calls.items():
+            if calls:
+                numbers = traffic.payload[operation] / calls / self.bytes
+                once = self.all_reduce if operation == "all_reduce" else self.gather
+                found += calls * once(numbers, p)
+        return found
 
     def all_reduce(self, numbers: float, p: int) -> float:
         """Return the seconds of a sum of arrays over p ranks, on all of them."""
@@ -163,6 +195,11 @@ class Shapes:
     name: str
     layers: tuple[tuple[str, int, int, int], ...]
 
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of an example, by layer."""
+        return {name: rows for name, _, _, rows in self.layers}
+
     def network(self) -> Network:
         """Return K-FAC blocks of these layers."""
         blocks = {
@@ -206,6 +243,104 @@ class PredictedStep:
     def total(self) -> float:
         """Seconds of a step that K-FAC adds."""
         return sum(self.seconds.values())
+
+
+def measured_machine(communicator: Communicator, /, *, repeats: int = 9) -> Machine:
+    """Return the constants of the machine that this program runs on.
+
+    Collective.  Medians of short and long messages, and of a matrix product, on the slowest
+    rank; a fraction of a second where nothing else runs.
+
+    Parameters
+    ----------
+    communicator : Communicator
+        Of the processes, all on one node.
+    repeats : int
+        How often each is timed.
+
+    Returns
+    -------
+    Machine
+        The same on all ranks.  With one process the messages are those of ``"mpi"``.
+    """
+    p = communicator.size
+    xs = np.ones((_SIDE, _SIDE), np.float32)
+    product = _median(lambda: xs @ xs, repeats)
+
+    def gathered(numbers: int) -> Callable[[], Any]:
+        flat = np.zeros(numbers, np.float32)
+        return lambda: communicator.all_gather(flat, [numbers] * p).wait()
+
+    one = np.zeros(1, np.float32)
+    times = np.asarray(
+        [
+            product,
+            _median(lambda: communicator.all_reduce(one).wait(), repeats),
+            _median(gathered(1), repeats),
+            _median(gathered(_LONG), repeats),
+        ]
+    )
+    counts = [len(times)] * p
+    of_ranks = communicator.all_gather(times, counts).wait().reshape(p, -1)
+    product, summed, short, long = of_ranks.max(axis=0).tolist()
+    flops = 2.0 * _SIDE**3 / product
+    if p == 1:
+        return replace(MACHINES["mpi"], flops=flops)
+    # A sum passes 2 (p - 1) hops, a gather half of these.
+    hop = min(max(summed - short, 0.0), short) / (p - 1)
+    rate = 4.0 * (p - 1) * _LONG / max(long - short, 1e-9)
+    link = hop, rate
+    base = short - (p - 1) * hop
+    return Machine(flops=flops, node=1 << 30, near=link, far=link, base=base)
+
+
+_SIDE, _LONG = 512, 1 << 20
+
+
+def _median(function: Callable[[], Any], repeats: int) -> float:
+    function()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[repeats // 2]
+
+
+def read_machine(name: str, /) -> Machine:
+    """Return a machine by its name, or from a file that ``kfac-core plan --measure`` wrote.
+
+    Parameters
+    ----------
+    name : str
+        One of `MACHINES`, or the path of a JSON file with the attributes of `Machine`.
+
+    Returns
+    -------
+    Machine
+        Constants.
+
+    Raises
+    ------
+    RecordError
+        For a file that is missing or of another form.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    try:
+        data = json.loads(Path(name).read_text(encoding="utf-8"))
+        data |= {link: tuple(map(float, data[link])) for link in ("near", "far")}
+        made = Machine(**data)
+        numbers = made.flops, made.node, *made.near, *made.far, made.base, made.bytes
+        if min(numbers) < 0 or min(made.flops, made.near[1], made.far[1]) <= 0:
+            raise ValueError("expected positive numbers")
+        return made
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecordError(
+            f"{name!r} is no file of a machine's constants ({type(error).__name__}: "
+            f"{error}). Give one that `kfac-core plan --measure` wrote, or one of "
+            f"{', '.join(MACHINES)}."
+        ) from error
 
 
 def known_networks() -> tuple[str, ...]:
@@ -269,53 +404,112 @@ def read_shapes(name: str, /) -> Shapes:
         ) from error
 
 
+def network_of(name: str, /) -> tuple[str, Network, dict[str, int]]:
+    """Return a network by its name, from a file of shapes, or from a program.
+
+    Parameters
+    ----------
+    name : str
+        As of `read_shapes`; or ``"program.py:name"``, where the name is a function without
+        arguments or an object: a PyTorch module, a `KFAC` of any integration, an
+        `Estimator`, or whatever else has ``blocks``.
+
+    Returns
+    -------
+    label : str
+        What to call it.
+    network : Network
+        Its blocks.
+    rows : dict of str to int
+        Rows of an example by block, as far as they are known.
+
+    Raises
+    ------
+    RecordError
+        For a file that is missing or of another form.
+    """
+    path, colon, attribute = name.rpartition(":")
+    if not (colon and path.endswith(".py")):
+        shapes = read_shapes(name)
+        return shapes.name, shapes.network(), shapes.rows
+    try:
+        made = runpy.run_path(path)[attribute]
+    except (OSError, KeyError, SyntaxError) as error:
+        raise RecordError(
+            f"{path!r} is no program that has a {attribute!r} "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    if callable(made) and not hasattr(made, "named_modules"):
+        made = made()
+    if hasattr(made, "named_modules"):
+        integration = importlib.import_module("kfac_core_shims.torch")
+        made = integration.KFAC(made, communicator="alone")
+    for below in ("estimator", "network"):
+        made = made if hasattr(made, "blocks") else getattr(made, below, made)
+    if not hasattr(made, "blocks"):
+        raise RecordError(
+            f"{name!r} is a {type(made).__name__}: expected a PyTorch module, a KFAC or an "
+            "Estimator, or a function that returns one."
+        )
+    summed = Conventions(reduction="sum", sources="sum")
+    return attribute, Network(made.blocks, conventions=summed), {}
+
+
 def predicted_steps(
-    shapes: Shapes,
+    network: Network,
     ranks: int,
     /,
     *,
     machine: Machine,
-    examples: int,
+    examples: int = 1,
+    rows: Mapping[str, int] | None = None,
     update_every: int = 1,
     interval: int = 10,
+    memory: int | None = None,
 ) -> list[PredictedStep]:
     """Return the predicted step for each possible number of holders.
 
     Parameters
     ----------
-    shapes : Shapes
-        Layers.
+    network : Network
+        The blocks.
     ranks : int
         Number of ranks p.
     machine : Machine
         Constants.
     examples : int
         Examples of a step on each rank.
+    rows : mapping of str to int, optional
+        Rows of an example by block; 1 where left out.
     update_every, interval : int
         Steps between updates, and between refreshes.
+    memory : int, optional
+        As of `place`.
 
     Returns
     -------
     list of PredictedStep
         In the order of the holders; the best has the least ``total``.
     """
-    network = shapes.network()
     loads = block_loads(network)
+    pairs = network.shared_factors.pairs
+    together = [(taker[0], giver[0]) for taker, giver in pairs.items()]
     costs = {name: block_costs(b, Rates()) for name, b in network.blocks.items()}
-    rows = {name: count for name, _, _, count in shapes.layers}
+    rows = rows or {}
     gathered = sum(
-        examples * rows[name] * cost.statistics_per_row
+        examples * rows.get(name, 1) * cost.statistics_per_row
         for name, cost in costs.items()
         if cost is not None
     )
     applied = {
-        name: cost.precondition["inverse"]
+        name: loads[name].flops if cost is None else cost.precondition["inverse"]
         for name, cost in costs.items()
-        if cost is not None
     }
     found = []
     for holders in divisors(ranks):
-        placement = place(loads, ranks, holders=holders)
+        placement = place(
+            loads, ranks, holders=holders, together=together, memory=memory
+        )
         found.append(
             _predicted(
                 placement,

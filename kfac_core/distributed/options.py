@@ -8,6 +8,7 @@ from typing import Literal
 from kfac_core.array.backend import Array
 from kfac_core.constraints import checked, require_options
 from kfac_core.distributed.communicator import Communicator
+from kfac_core.distributed.model import Machine
 from kfac_core.distributed.placement import divisors
 from kfac_core.errors import ConventionError
 from kfac_core.options import Execution
@@ -37,7 +38,7 @@ class Distributed:
         How many ranks hold each operator, a divisor g of the number of ranks p.  With 1 a
         block's owner sends directions at every step: least memory.  With ``"all"`` every
         rank gets every operator at a refresh: least talk where refreshes are rare.
-        ``"auto"`` takes the g that sends the fewest numbers for refreshes every `interval`
+        ``"auto"`` takes the g of the least predicted time, for refreshes every `interval`
         steps.
     interval : int
         Steps between refreshes, for ``holders="auto"``.
@@ -54,6 +55,10 @@ class Distributed:
     bucket_bytes : int
         Size from which a message is sent, while the rest of the sums is packed, or the rest
         of the directions computed.
+    machine : Machine, optional
+        Constants for the predicted time, such as from
+        `kfac_core.distributed.measured_machine`; by default those of two processes of the
+        communicator's engine on one machine.
     memory : int, optional
         How many numbers of statistics and operators an owner has room for.
     like : array, optional
@@ -81,6 +86,7 @@ class Distributed:
     loss: LossScale = "shard"
     dtype: Literal["float32", "float64"] | None = None
     bucket_bytes: int = 25 * 2**20
+    machine: Machine | None = None
     memory: int | None = None
     like: Array = None
     execution: Execution = field(default_factory=Execution)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import array_api_compat
@@ -100,6 +100,33 @@ class Placement:
         """Return the blocks that a rank factorizes."""
         return [name for name, owner in self.owners.items() if owner == rank]
 
+    def messages(
+        self, names: Iterable[str], bucket_bytes: int, /
+    ) -> list[list[list[str]]]:
+        """Return whose directions each message has, by the rank of a row that sends them.
+
+        Parameters
+        ----------
+        names : iterable of str
+            Blocks.
+        bucket_bytes : int
+            Size from which a message is sent, with 8 bytes a number.
+
+        Returns
+        -------
+        list of list of list of str
+            Messages in their order.
+        """
+        messages: list[list[list[str]]] = []
+        size = bucket_bytes
+        for name in names:
+            if size >= bucket_bytes:
+                messages.append([[] for _ in range(self.size // self.holders)])
+                size = 0
+            messages[-1][self.group_of(name)].append(name)
+            size += 8 * self.loads[name].direction
+        return messages
+
     def flops(self) -> list[float]:
         """Return the flops of a refresh on each rank."""
         found = [0.0] * self.size
@@ -143,7 +170,9 @@ class Placement:
         lines = [f"{self.size} ranks, {self.holders} hold each operator"]
         for rank, flops in enumerate(self.flops()):
             names = self.owned_by(rank)
-            lines.append(f"  rank {rank}: {flops:.1e} flops, {', '.join(names) or '-'}")
+            kept = sum(self.loads[n].statistics + self.loads[n].operator for n in names)
+            costs = f"{flops:.1e} flops, {kept:,} numbers kept"
+            lines.append(f"  rank {rank}: {costs}, {', '.join(names) or '-'}")
         lines.append(f"  imbalance {self.imbalance():.2f}")
         for exchange, numbers in self.numbers_sent().items():
             each = "step" if exchange == "directions" else "refresh"

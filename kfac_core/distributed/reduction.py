@@ -29,7 +29,14 @@ from kfac_core.distributed.transport import Packed, in_dtype, lengths_of, pack, 
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 
-__all__ = ["Item", "absorbed_share", "merged_at_owners", "summed", "summed_at_owners"]
+__all__ = [
+    "Item",
+    "absorbed_share",
+    "buckets",
+    "merged_at_owners",
+    "summed",
+    "summed_at_owners",
+]
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def summed_at_owners(
         By key, in the layout of this rank's averages.
     """
     started = []
-    for bucket in _buckets(items, bucket_bytes):
+    for bucket in buckets(items, bucket_bytes):
         packed = [
             pack({i.key: i.average for i in bucket if i.owner == rank}, shared=False)
             for rank in range(communicator.size)
@@ -148,7 +155,7 @@ def summed(
 ) -> dict[str, Average]:
     """Return the sums over all ranks on every rank; as `summed_at_owners`."""
     started = []
-    for bucket in _buckets(items, bucket_bytes):
+    for bucket in buckets(items, bucket_bytes):
         packed = pack({i.key: i.average for i in bucket}, shared=False)
         handles = {}
         for name in sorted(packed.arrays):
@@ -209,17 +216,30 @@ def merged_at_owners(
     return found
 
 
-def _buckets(items: Iterable[Item], limit: int) -> list[list[Item]]:
-    """Return items in lists of about so many bytes, in their order."""
-    buckets: list[list[Item]] = []
+def buckets(items: Iterable[Item], limit: int, /) -> list[list[Item]]:
+    """Return items in lists of about so many bytes, in their order.
+
+    Parameters
+    ----------
+    items : iterable of Item
+        Averages.
+    limit : int
+        Bytes from which a list is full.
+
+    Returns
+    -------
+    list of list of Item
+        One for each message.
+    """
+    found: list[list[Item]] = []
     size = limit
     for item in items:
         if size >= limit:
-            buckets.append([])
+            found.append([])
             size = 0
-        buckets[-1].append(item)
+        found[-1].append(item)
         size += sum(math.prod(x.shape) * 8 for _, x in leaves(item.average))
-    return buckets
+    return found
 
 
 def _reduce_scatter(

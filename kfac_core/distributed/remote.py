@@ -107,5 +107,6 @@ class RemoteOperator(CurvatureOperator):
         raise UnsupportedError(
             f"This operator is held by rank {self.owner} and not by this one. Call "
             "`Estimator.precondition` or `Estimator.apply` on all ranks, or give "
-            "`holders='all'` to `Distributed`."
+            "`holders='all'` to `Distributed`. A state that other processes divided is "
+            "saved by `Estimator.state_dict`."
         )

@@ -85,7 +85,8 @@ class SummedOver:
     def _summed(self, moments: Statistics) -> Statistics:
         averages = map_structure(self._psum, moments.averages)
         xp = moments.namespace
-        status = xp.zeros_like(moments.status)
+        # What is made of a sum over the devices is known to be the same on all.
+        status = self._psum(xp.zeros_like(moments.status))
         for flag in Status:
             if flag:
                 own = xp.astype((moments.status & int(flag)) != 0, xp.int32)

@@ -1,18 +1,26 @@
 """Building blocks for the integration of frameworks."""
 
+from kfac_core.constraints import validated
 from kfac_core.integration.framework_conv import framework_conv
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
 from kfac_core.integration.likelihoods import RowLoss, row_loss
 from kfac_core.integration.natural_gradient import NaturalGradient
-from kfac_core.integration.schedules import interval_at, require_positive, value_at
-from kfac_core.integration.wiring import Captured, Recorder, Wiring, usual_approximation
+from kfac_core.integration.schedules import (
+    Interval,
+    Schedule,
+    interval_at,
+    require_positive,
+    value_at,
+)
+from kfac_core.integration.wiring import Captured, Wiring, usual_approximation
 
 __all__ = [
     "Captured",
+    "Interval",
     "LayerCall",
     "NaturalGradient",
-    "Recorder",
     "RowLoss",
+    "Schedule",
     "Wiring",
     "batches_of_calls",
     "framework_conv",
@@ -20,5 +28,6 @@ __all__ = [
     "require_positive",
     "row_loss",
     "usual_approximation",
+    "validated",
     "value_at",
 ]

@@ -25,7 +25,7 @@ from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch
 from kfac_core.losses.sources import SourceVectors
 
-__all__ = ["Captured", "Recorder", "Use", "Wiring", "usual_approximation"]
+__all__ = ["Captured", "Use", "Wiring", "usual_approximation"]
 
 Use: TypeAlias = tuple[str, Layer, Mapping[str, int]]
 """A name, a layer, and the place of each of its parameters."""
@@ -49,79 +49,6 @@ def usual_approximation(name: str, layer: Layer, /) -> Any:
     if layer.kind == "scale_shift":
         return Full()
     return Kronecker(input="diagonal" if layer.kind == "embedding" else "full")
-
-
-class Recorder:
-    """The uses of layers that one run of a network makes, in order.
-
-    Parameters
-    ----------
-    leaves : sequence of array
-        The parameters themselves, kept while this lives.
-    zeros : sequence of array, optional
-        What is added to the outputs of each use, so that a framework can differentiate by
-        it; where left out, nothing is, and the run serves to meet the uses.
-
-    Attributes
-    ----------
-    uses : list of Use
-        Observed uses.
-    seen : list of tuple of array
-        The inputs, mask (or None) and outputs of each.
-    """
-
-    @validated
-    def __init__(
-        self, leaves: Sequence[Any], zeros: Sequence[Any] | None = None, /
-    ) -> None:
-        self._leaves, self._zeros = leaves, zeros
-        self._places = {id(leaf): place for place, leaf in enumerate(leaves)}
-        self.uses: list[Use] = []
-        self.seen: list[tuple[Any, Any, Any]] = []
-
-    def met(
-        self,
-        name: str,
-        layer: Layer,
-        given: Mapping[str, Any],
-        /,
-        *,
-        x: Any,
-        y: Any,
-        mask: Any = None,
-    ) -> Any:
-        """Record a use, and return its outputs, to which zeros may be added.
-
-        Parameters
-        ----------
-        name, layer, given : str, Layer, mapping of str to array
-            The block's name, its geometry, and its parameters: the leaves themselves.
-        x, y, mask : array
-            Inputs, outputs, and which rows count.
-
-        Returns
-        -------
-        array
-            Array equal to `y`.
-
-        Raises
-        ------
-        ConventionError
-            For an array that is no leaf, and for outputs of another type than the
-            leaves, as those of tracers of a transform within the network are.
-        """
-        for role, array in given.items():
-            inner = self._zeros is None and type(y) is not type(array)
-            if id(array) not in self._places or inner:
-                raise ConventionError(
-                    f"Layer {name!r}: expected `{role}` to be a leaf of the parameters "
-                    "itself, before any cast, and outside of transforms (vmap, jit, scan, "
-                    "remat) within the network."
-                )
-        slots = {role: self._places[id(array)] for role, array in given.items()}
-        self.uses.append((name, layer, slots))
-        self.seen.append((x, mask, y))
-        return y if self._zeros is None else y + self._zeros[len(self.uses) - 1]
 
 
 @structure(static=("reduction", "sources"))

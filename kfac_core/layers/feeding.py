@@ -10,7 +10,6 @@ from kfac_core.array.generic_backend import GenericBackend
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.array.status import Status
 from kfac_core.array.structure import (
-    array_fields,
     is_structure,
     map_structure,
     replaced,
@@ -61,7 +60,7 @@ def detached(batch: Any, name: str, /) -> Any:
             f"`Batch`, got {type(batch).__name__}."
         )
     changed = {}
-    for field, value in array_fields(batch):
+    for field, value in vars(batch).items():
         if type(value) not in _WITHOUT_GRAPHS:
             without = map_structure(detached_array, value)
             if without is not value:

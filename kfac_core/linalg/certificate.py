@@ -16,9 +16,13 @@ from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.finite import is_plain
+from kfac_core.array.finite import is_plain, known_true
 from kfac_core.array.namespaces import device_of
-from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.symmetric import (
+    SymmetricMatrix,
+    matrix_diagonal,
+    multiply_symmetric,
+)
 from kfac_core.linalg.triangular import multiply_triangular
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "eigen_residual",
     "inverse_residual",
     "pivot_error",
+    "positive_eigenvalues",
     "probe",
     "probe_of",
     "relative_norm",
@@ -157,7 +162,7 @@ def pivot_error(lower: Array, diagonal: Array, /, *, xp: Namespace) -> Array:
     array, shape (...)
         The estimate.
     """
-    smallest = xp.min(xp.linalg.diagonal(lower), axis=-1)
+    smallest = xp.min(matrix_diagonal(lower, xp=xp), axis=-1)
     unit = xp.where(smallest > 0, smallest, xp.ones_like(smallest))
     largest = xp.max(diagonal, axis=-1)
     largest = xp.where(largest > 0, largest, xp.zeros_like(largest))
@@ -261,10 +266,11 @@ def settled_eigenvalues(
 
     A Gram matrix of fewer rows than columns is singular, and as it is stored its zero
     eigenvalues are numbers of either sign of the size of roundoff times the largest.
-    Negative eigenvalues are set to zero.  Positive ones of that size are set to zero if
-    all others are larger by a factor of `SPECTRAL_GAP`, and all of the diagonal is either
-    zero or larger too; otherwise they are left as they are, since they may belong to the
-    matrix.
+    Negative eigenvalues up to `SPECTRAL_GAP` times that size are set to zero; larger ones
+    are no roundoff, and are left as they are: see `positive_eigenvalues`.  Positive ones of
+    that size are set to zero if all others are larger by a factor of `SPECTRAL_GAP`, and
+    all of the diagonal is either zero or larger too; otherwise they are left as they are,
+    since they may belong to the matrix.
 
     Parameters
     ----------
@@ -281,19 +287,52 @@ def settled_eigenvalues(
     Returns
     -------
     array, shape (..., n)
-        Eigenvalues, nonnegative.
+        Eigenvalues; negative only where the matrix is not semidefinite.
     """
     largest = xp.max(xp.abs(eigenvalues), axis=-1)
     zeros = xp.zeros_like(eigenvalues)
-    below = xp.max(xp.where(eigenvalues < 0, -eigenvalues, zeros), axis=-1)
-    noise = roundoff_units(eigenvalues.shape[-1]) * roundoff * largest
-    noise = xp.where(2.0 * below > noise, 2.0 * below, noise)
+    units = roundoff_units(eigenvalues.shape[-1]) * roundoff * largest
+    negative = (eigenvalues < 0) & (eigenvalues >= -SPECTRAL_GAP * units[..., None])
+    below = xp.max(xp.where(negative, -eigenvalues, zeros), axis=-1)
+    noise = xp.where(2.0 * below > units, 2.0 * below, units)
     limit = SPECTRAL_GAP * noise
-    inside = eigenvalues <= noise[..., None]
-    gap = _smallest(eigenvalues, inside, xp) >= limit
+    inside = (eigenvalues >= 0) & (eigenvalues <= noise[..., None])
+    gap = _smallest(eigenvalues, inside | negative, xp) >= limit
     gap = gap & (_smallest(diagonal, diagonal <= 0, xp) >= limit)
-    zero = (eigenvalues < 0) | (inside & gap[..., None])
-    return xp.where(zero, zeros, eigenvalues)
+    return xp.where(negative | (inside & gap[..., None]), zeros, eigenvalues)
+
+
+def positive_eigenvalues(
+    eigenvalues: Array, shift: Array, /, *, axes: tuple[int, ...] = (-1,), xp: Namespace
+) -> Array:
+    """Return the eigenvalues of ``A + shift I``, of which every power is taken.
+
+    One rule for all powers and paths: negative eigenvalues of A that are no roundoff stay
+    as long as ``A + shift I`` is positive definite, as its Cholesky factor has them.  Where
+    it is not, all of them are set to zero, as the last step of the fallback chain does.
+
+    Parameters
+    ----------
+    eigenvalues : array
+        Eigenvalues of A.
+    shift : array
+        Shift, broadcastable to their shape.
+    axes : tuple of int
+        The axes of one matrix; the others are a stack.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array
+        Eigenvalues of the shifted matrix; not below the shift where A was clipped.
+    """
+    shifted = eigenvalues + shift
+    if known_true(shifted > 0, xp=xp):
+        return shifted
+    definite = xp.all(shifted > 0, axis=axes, keepdims=True)
+    clipped = xp.where(eigenvalues < 0, xp.zeros_like(shifted), eigenvalues) + shift
+    return xp.where(definite, shifted, clipped)
 
 
 def _smallest(x: Array, without: Array, xp: Namespace) -> Array:
@@ -374,6 +413,10 @@ def spectrum_error(
         largest = xp.max(factor.eigenvalues, axis=-1)
         error = product * (factor.roundoff * largest)
         bottom = product * factor.smallest_uncertain(xp) + damping
+        # A negative eigenvalue that stays; see `positive_eigenvalues`.
+        least = xp.min(factor.eigenvalues, axis=-1)
+        stays = (least < 0) & (product * least + damping > 0)
+        bottom = xp.where(stays, product * least + damping, bottom)
         positive = bottom > 0
         ratio = error / xp.where(positive, bottom, xp.ones_like(bottom))
         # A factor of zeros has no error.

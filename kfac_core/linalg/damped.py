@@ -493,7 +493,9 @@ def _clipped(
     Or raise, where M is not positive definite even so.
     """
     basis = _attempt_known_eigen(problem, xp)
-    damped = basis.eigenvalues + problem.shift[..., None]
+    zeros = xp.zeros_like(basis.eigenvalues)
+    w = xp.where(basis.eigenvalues < 0, zeros, basis.eigenvalues)
+    basis, damped = replaced(basis, eigenvalues=w), w + problem.shift[..., None]
     Q, unit = basis.eigenvectors, xp.where(damped > 0, damped, xp.ones_like(damped))
     X = from_eigenbasis(Q, 1.0 / unit, xp)
     z = probe_of(problem.matrix.array, xp)

@@ -36,7 +36,12 @@ from kfac_core.errors import (
     FactorizationError,
     NotReadyError,
 )
-from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, spectrum_error
+from kfac_core.linalg.certificate import (
+    RESIDUAL_LIMIT,
+    Spectrum,
+    positive_eigenvalues,
+    spectrum_error,
+)
 from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.damped import (
     DampedMatrix,
@@ -96,8 +101,8 @@ class ShiftedMatrix:
     ----------
     damped : DampedMatrix
         B, c and the shift, in the dtype of computing.
-    applied : SymmetricMatrix
-        B, in the dtype of applying, as all that follow.
+    narrowed : SymmetricMatrix or None
+        B in the dtype of applying, as all that follow; None where that is the same.
     cholesky : CholeskyFactor or None
         Factor L.
     inverse : Inverse or None
@@ -109,11 +114,16 @@ class ShiftedMatrix:
     """
 
     damped: DampedMatrix
-    applied: SymmetricMatrix
+    narrowed: SymmetricMatrix | None = None
     cholesky: CholeskyFactor | None = None
     inverse: Inverse | None = None
     basis: Eigendecomposition | None = None
     solving: Solving = "inverse"
+
+    @property
+    def applied(self) -> SymmetricMatrix:
+        """B, in the dtype of applying."""
+        return self.damped.matrix if self.narrowed is None else self.narrowed
 
     @property
     def size(self) -> int:
@@ -244,7 +254,7 @@ class ShiftedMatrix:
 
     def wide(self) -> ShiftedMatrix:
         """Return the same in the computing dtype, without factorizations."""
-        return ShiftedMatrix(self.damped, self.damped.matrix)
+        return ShiftedMatrix(self.damped)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or ``A v`` where `shifted` is false; ``2 n^2 k`` flops."""
@@ -282,7 +292,8 @@ class ShiftedMatrix:
         """
         xp = self._xp()
         basis = self._eigenbasis()
-        damped = basis.eigenvalues + self._shift()[..., None]
+        shift = self._shift()[..., None]
+        damped = positive_eigenvalues(basis.eigenvalues, shift, xp=xp)
         # What was inverted was found definite then; only free looks are taken twice.
         known = self.inverse is not None or self.cholesky is not None
         looks = exponent < 0 and (not known or is_plain(damped, xp=xp))
@@ -333,7 +344,9 @@ class ShiftedMatrix:
     def eigenvalues(self, *, shifted: bool) -> Array:
         """Return the eigenvalues of M, or of A, ascending, shape (..., n)."""
         w = self._eigenbasis().eigenvalues
-        return w + self._shift()[..., None] if shifted else w
+        if not shifted:
+            return w
+        return positive_eigenvalues(w, self._shift()[..., None], xp=self._xp())
 
     def eigenvectors(self) -> Array:
         """Return Q, whose columns go with the eigenvalues, shape (..., n, n)."""
@@ -500,14 +513,14 @@ def shifted_matrix(
     if isinstance(matrix, SymmetricMatrix):
         xp = own_namespace(matrix.array)
         matrix = ScaledMatrix(matrix, full_of(xp, 1.0, matrix.array))
-    B = applied = matrix.matrix
+    B, narrowed = matrix.matrix, None
     xp = own_namespace(B.array)
     if apply_dtype is not None and apply_dtype != B.array.dtype:
-        applied = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
+        narrowed = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
     # NumPy makes scalars of its own of 0-d arrays.
     shift = full_of(xp, shift, B.array)
     damped = DampedMatrix(B, matrix.factor, shift, _roundoff(matrix, xp))
-    made = ShiftedMatrix(damped, applied)
+    made = ShiftedMatrix(damped, narrowed)
     if not factorizations:
         return made
     return made.prepared(*factorizations, check=check, name=name)

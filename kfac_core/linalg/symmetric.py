@@ -16,6 +16,8 @@ from kfac_core.array.structure import structure
 __all__ = [
     "ScaledMatrix",
     "SymmetricMatrix",
+    "matrix_diagonal",
+    "matrix_trace",
     "multiply_symmetric",
     "scale_symmetric",
 ]
@@ -58,13 +60,11 @@ class SymmetricMatrix:
 
     def diagonal(self) -> Array:
         """Return the diagonal, shape (..., n)."""
-        xp = own_namespace(self.array)
-        return xp.linalg.diagonal(self.array)
+        return matrix_diagonal(self.array, xp=own_namespace(self.array))
 
     def trace(self) -> Array:
         """Return the trace, shape (...)."""
-        xp = own_namespace(self.array)
-        return xp.linalg.trace(self.array)
+        return matrix_trace(self.array, xp=own_namespace(self.array))
 
     def scaled(self, factor: Scalar, /) -> SymmetricMatrix:
         """Return the matrix times a number."""
@@ -102,12 +102,49 @@ class ScaledMatrix:
 
     def trace(self) -> Array:
         """Return the trace of ``c B``, shape (...)."""
-        xp = own_namespace(self.factor)
-        return self.factor * xp.linalg.trace(self.matrix.array)
+        return self.factor * self.matrix.trace()
 
     def multiplied(self) -> SymmetricMatrix:
         """Return ``c B`` as a matrix of its own."""
         return self.matrix.scaled(self.factor)
+
+
+@dispatched
+def matrix_diagonal(x: Array, /, *, xp: Namespace) -> Array:
+    """Return the diagonals of square matrices.
+
+    Parameters
+    ----------
+    x : array, shape (..., n, n)
+        The matrices.
+    xp : namespace
+        Array API namespace of the array.
+
+    Returns
+    -------
+    array, shape (..., n)
+        The diagonals; not to be written to.
+    """
+    return xp.linalg.diagonal(x)
+
+
+@dispatched
+def matrix_trace(x: Array, /, *, xp: Namespace) -> Array:
+    """Return the traces of square matrices.
+
+    Parameters
+    ----------
+    x : array, shape (..., n, n)
+        The matrices.
+    xp : namespace
+        Array API namespace of the array.
+
+    Returns
+    -------
+    array, shape (...)
+        The traces, in the dtype of the array.
+    """
+    return xp.linalg.trace(x)
 
 
 @dispatched

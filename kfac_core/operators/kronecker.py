@@ -161,17 +161,20 @@ class FactoredKronecker(CurvatureOperator):
         return xp.sum(logdets + n * m * xp.log(self.scale))
 
     def _undamped_logdet(self) -> Array:
-        """Return ``m log det A + n log det G + n m log S``."""
+        """Return ``m log det A + n log det G + n m log S``, of eigenvalues in float64."""
         made = self.prepared("eigenbasis")
         xp = own_namespace(self.scale)
         n, m = self.input.size, self.output.size
         total = n * m * xp.sum(xp.log(self.scale) + xp.zeros_like(self.output.shift))
         for part, times in ((made.input, m), (made.output, n)):
-            spectrum = part.spectrum(eigenbasis_of(part))
+            found = part.spectrum(eigenbasis_of(part))
             # What only roundoff made counts as zero, in each group by itself.
-            largest = xp.max(spectrum.eigenvalues, axis=-1)
-            least = cast(xp, part.size * spectrum.roundoff, largest.dtype) * largest
-            w = spectrum.eigenvalues
+            largest = xp.max(found.eigenvalues, axis=-1)
+            least = cast(xp, part.size * found.roundoff, largest.dtype) * largest
+            if float(xp.finfo(largest.dtype).eps) > 2.0**-52:
+                wide = part.in_wide_basis(name="block")
+                found = wide.spectrum(eigenbasis_of(wide))
+            w = found.eigenvalues
             w = xp.where(w > least[..., None], w, xp.zeros_like(w))
             total = total + times * log_sum(w)
         return total

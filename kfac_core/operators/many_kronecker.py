@@ -16,6 +16,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
+from kfac_core.linalg.certificate import positive_eigenvalues
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
 from kfac_core.operators.operator import (
@@ -286,7 +287,11 @@ class ManyKronecker(CurvatureOperator):
         for part in self.factors.values():
             w = share * part.eigenvalues(shifted=shifted)
             spectrum = spectrum[..., None] * w
-        return spectrum + self.damping if damped and self.exact else spectrum
+        if not (damped and self.exact):
+            return spectrum
+        axes = tuple(range(spectrum.ndim))
+        xp = own_namespace(spectrum)
+        return positive_eigenvalues(spectrum, self.damping, axes=axes, xp=xp)
 
     def _dampings(self) -> dict[str, Array]:
         if self.exact:

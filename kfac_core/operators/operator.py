@@ -428,10 +428,9 @@ class CurvatureOperator(LinearMap):
                 f"{self.unsupported_products[product]}."
             )
         stack: tuple[int, ...] = self.stack_shape
-        own: tuple[int, ...] = self.vector_shape
-        given = tuple(getattr(vector, "shape", ()))
-        if stack != own and given[-len(stack) :] == stack:
-            own = stack
+        own, given = stack, tuple(getattr(vector, "shape", ()))
+        if given[-len(stack) :] != stack:
+            own = self.vector_shape
         many = given[: -len(own)] if given[-len(own) :] == own else ()
         V, xp = entering(vector, (*many, *own), self.like, name=name)
         if own != stack:

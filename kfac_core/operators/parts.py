@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, own_namespace, status_unless
+from kfac_core.array.namespaces import (
+    cast,
+    device_of,
+    own_namespace,
+    status_unless,
+)
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype
 from kfac_core.errors import FactorizationError
@@ -39,11 +44,11 @@ class ChainOperator(Protocol):
     def flagged(self, flags: Array, /) -> Any:
         """Return the same with more `Status` flags."""
 
-    def multiply_inverse(self, vector: Array, /) -> Array:
-        """Return ``F_damped^-1 v``."""
+    def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
+        """Return ``F_damped^-1 V``."""
 
-    def sample(self, noise: Array, /) -> Array:
-        """Return a root of ``F_damped^-1`` times noise."""
+    def _sample(self, Z: Array, xp: Namespace) -> Array:
+        """Return a root of ``F_damped^-1`` times Z."""
 
 
 Chained = TypeVar("Chained", bound=ChainOperator)
@@ -159,10 +164,11 @@ def applied_in(
     z = probe(size, dtype=made.like.dtype, device=device_of(made.like), xp=xp)
     z = xp.reshape(z, made.stack_shape)
     worst = xp.zeros_like(made.like)
-    for product in ("multiply_inverse", "sample"):
-        expected = getattr(made, product)(z)
-        # The result has the dtype of the vector.
-        difference = getattr(narrow, product)(z) - expected
+    for formula in ("_multiply_inverse", "_sample"):
+        # The formulas themselves: what is flagged already may be NaN.
+        expected = getattr(made, formula)(z, xp)
+        found = getattr(narrow, formula)(cast(xp, z, dtype), xp)
+        difference = cast(xp, found, expected.dtype) - expected
         column = (-1, 1)
         error = relative_norm(
             xp.reshape(difference, column), xp.reshape(expected, column), xp=xp

@@ -40,7 +40,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype, replaced, structure
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
-from kfac_core.linalg.certificate import probe
+from kfac_core.linalg.certificate import positive_eigenvalues, probe
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
@@ -373,8 +373,10 @@ class SpectralOperator(CurvatureOperator):
         return spectrum
 
     def _damped(self) -> Array:
-        """Return ``s + lam``."""
-        return self._values() + self._lam()
+        """Return ``s + lam``; without the negative s where one is not positive."""
+        return positive_eigenvalues(
+            self._values(), self._lam(), axes=(-2, -1), xp=self.namespace
+        )
 
     def _lam(self) -> Array:
         """Return lam with axes for the vectors' rows and columns."""

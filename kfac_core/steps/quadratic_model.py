@@ -24,7 +24,7 @@ from typing import get_args
 
 import array_api_compat
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import (
     Scalar,
     cast,
@@ -42,7 +42,7 @@ from kfac_core.damping import require_damping
 from kfac_core.errors import NotFiniteError, ShapeError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.small_system import guarded_minimizer
-from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
+from kfac_core.steps.vectors import Vector, dots, entered, scalar_of, widest
 
 __all__ = ["Minimum", "QuadraticModel", "quadratic_model"]
 
@@ -294,23 +294,16 @@ def quadratic_model(
     require_matrix(curvature, (k, k), "curvature")
     dtype = wide_dtype(xp, xp.result_type(widest(grad, *given, xp=xp), curvature.dtype))
 
-    slope = xp.stack([dot(grad, d, dtype=dtype, xp=xp) for d in given])
+    below = [(i, j) for i in range(k) for j in range(i + 1)]
+    pairs = [(grad, d) for d in given] + [(given[i], given[j]) for i, j in below]
+    sums = dots(pairs, dtype=dtype, xp=xp)
+    slope, entries = sums[:k], {at: sums[k + n] for n, at in enumerate(below)}
+    # The matrix is symmetric, and half of it was computed.
+    rows = [[entries[max(i, j), min(i, j)] for j in range(k)] for i in range(k)]
     C = cast(xp, detached_array(curvature), dtype)
     return QuadraticModel(
         slope=slope,
         curvature=0.5 * (C + xp.matrix_transpose(C)),
-        gram=_gram(given, dtype=dtype, xp=xp),
+        gram=xp.stack([xp.stack(row) for row in rows]),
         damping=full_of(xp, scalar_of(xp, damping, dtype, "damping"), slope),
     )
-
-
-def _gram(directions: Sequence[Vector], *, dtype: object, xp: Namespace) -> Array:
-    """Return ``d_i . d_j``; the matrix is symmetric, and half of it is computed."""
-    k = len(directions)
-    entries = {
-        (i, j): dot(directions[i], directions[j], dtype=dtype, xp=xp)
-        for i in range(k)
-        for j in range(i + 1)
-    }
-    rows = [[entries[max(i, j), min(i, j)] for j in range(k)] for i in range(k)]
-    return xp.stack([xp.stack(row) for row in rows])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -32,10 +33,12 @@ from kfac_core.layers.feeding import detached_array
 __all__ = [
     "Vector",
     "dot",
+    "dots",
     "entered",
     "inner_product",
     "linear_combination",
     "scalar_of",
+    "sums_of_products",
     "widest",
 ]
 
@@ -205,6 +208,46 @@ def dot(
         example = next(x for arrays in left.values() for x in arrays.values())
         return xp.zeros((), dtype=dtype, device=device_of(example))
     return total
+
+
+def dots(
+    pairs: Sequence[tuple[Vector, Vector]], /, *, dtype: Any, xp: Namespace
+) -> Array:
+    """Return `dot` of each pair of vectors, shape (k,)."""
+    first = pairs[0][0]
+    example = next(x for arrays in first.values() for x in arrays.values())
+    total = xp.zeros(len(pairs), dtype=dtype, device=device_of(example))
+    for block, parameters in first.items():
+        for name in parameters:
+            arrays = [(x[block][name], y[block][name]) for x, y in pairs]
+            total = total + cast(xp, sums_of_products(arrays, xp=xp), dtype)
+    return total
+
+
+@dispatched
+def sums_of_products(
+    pairs: Sequence[tuple[Array, Array]], /, *, xp: Namespace
+) -> Array:
+    """Return the sum of ``x * y`` over all entries, for each pair.
+
+    Parameters
+    ----------
+    pairs : sequence of tuple of array and array
+        Arrays of one shape.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array, shape (k,)
+        Sums in the widest dtype of the arrays, float32 at least.
+    """
+    sums = []
+    for x, y in pairs:
+        wide = wide_dtype(xp, xp.result_type(x, y))
+        sums.append(xp.sum(cast(xp, x, wide) * cast(xp, y, wide)))
+    widest = xp.result_type(*sums)
+    return xp.stack([cast(xp, total, widest) for total in sums])
 
 
 def widest(*vectors: Vector, xp: Namespace) -> Any:

@@ -24,14 +24,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 import kfac_core as kc
-from kfac_core.constraints import validated
 
 __all__ = ["KFAC"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
-Schedule: TypeAlias = float | Callable[[int], float]
-Interval: TypeAlias = int | Callable[[int], int]
 
 _DEFAULTS: dict[str, kc.Approximation] = {
     "embedding": kc.Kronecker(input="diagonal"),
@@ -110,7 +107,7 @@ class KFAC:
     True
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         parameters: Vector,
@@ -120,14 +117,14 @@ class KFAC:
         samples: int = 1,
         positions: kc.losses.Positions = "signs",
         reduction: Literal["mean", "sum"] = "mean",
-        learning_rate: Schedule = 0.1,
+        learning_rate: kc.integration.Schedule = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        kl_clip: Schedule | None = 1e-3,
-        damping: Schedule = 0.03,
-        decay: Schedule = 0.95,
-        update_every: Interval = 1,
-        refresh_every: Interval = 10,
+        kl_clip: kc.integration.Schedule | None = 1e-3,
+        damping: kc.integration.Schedule = 0.03,
+        decay: kc.integration.Schedule = 0.95,
+        update_every: kc.integration.Interval = 1,
+        refresh_every: kc.integration.Interval = 10,
         layers: Mapping[str, kc.Layer | kc.Block] | None = None,
         decayed: Callable[[str, str], bool] | None = None,
         **options: Any,
@@ -239,7 +236,7 @@ class KFAC:
         found: Array = made.vectors * math.sqrt(weight)
         return found
 
-    @validated
+    @kc.integration.validated
     def observe(
         self,
         name: str,
@@ -309,7 +306,7 @@ class KFAC:
         self.estimator.absorb(self._seen)
         self._seen, self._rows = {}, 0
 
-    @validated
+    @kc.integration.validated
     def step(
         self,
         gradients: Vector,
@@ -397,7 +394,7 @@ class KFAC:
                 array += change[name][parameter]
         return dict(change)
 
-    @validated
+    @kc.integration.validated
     def adapt_damping(
         self,
         loss_before: float,

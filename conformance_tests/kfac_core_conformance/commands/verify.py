@@ -35,7 +35,7 @@ EXIT_CODES = {
     2: "a file cannot be read, even if all others agree, or the backend is unusable",
 }
 
-_COLUMNS = ("block", "operation", "damping", "error", "limit", "verdict")
+_COLUMNS = ("block", "operation", "damping", "error", "limit", "result")
 
 
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:

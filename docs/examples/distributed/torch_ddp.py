@@ -46,7 +46,7 @@ def train(communicator, holders, dtype, wrap=DistributedDataParallel, divided=Tr
     images, labels = (torch.as_tensor(x) for x in digits(dtype))
     model = network(images.dtype)
     options = {"likelihood": "categorical", "fisher": "exact", "lr": RATE}
-    options |= {"damping": DAMPING, "refresh_every": 5}
+    options |= {"damping": DAMPING, "update_every": 1, "refresh_every": 5}
     if communicator is None:
         parallel = model
         # Other processes run, which this one does without.

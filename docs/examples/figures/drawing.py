@@ -14,18 +14,24 @@ BLUE, ORANGE, GREEN, RED = "#1f5a96", "#d1782c", "#3d8b4f", "#b33a3a"
 
 
 def figure(panels: int) -> Any:
-    """Return an empty figure and its axes, drawn without a display."""
+    """Return an empty figure and its axes, drawn without a display.
+
+    A page is 740 pixels wide: two panels go beside each other, more below each other.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(4.6 * panels, 4.2), layout="constrained")
+    beside = panels <= 2
+    size = (4.6 * panels, 4.2) if beside else (7.4, 3.6 * panels)
+    made = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(made)
-    axes = made.subplots(1, panels, squeeze=False)[0]
+    axes = made.subplots(*((1, panels) if beside else (panels, 1)), squeeze=False).flat
+    axes = list(axes)
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.grid(color="#e4e4e4", linewidth=0.6)
         one.set_axisbelow(True)
-        one.tick_params(labelsize=8)
+        one.tick_params(labelsize=9)
     return made, axes
 
 
@@ -55,16 +61,17 @@ def draw_fidelity(found: Sequence[tuple[Seen, Sequence[Fidelity]]], path: Path) 
             label="error of the block (0 is best)",
         )
         names = [f"{short(row.name)}   {row.kept:,}" for row in rows]
-        one.set_yticks(list(heights), names, fontsize=7.5)
+        one.set_yticks(list(heights), names, fontsize=9)
         one.invert_yaxis()
-        one.set_xlim(-0.04, 1.36)
-        one.set_title(f"{seen.title}; floats kept", fontsize=9)
+        one.set_xlim(-0.04, 1.04)
+        one.set_title(f"{seen.title}; beside each name the floats kept", fontsize=10)
+        one.set_xlabel("share of the exact decrease; relative error", fontsize=9)
     made.legend(
         *axes[0].get_legend_handles_labels(),
         loc="outside lower center",
         ncols=2,
         frameon=False,
-        fontsize=8,
+        fontsize=9,
     )
     save(made, path)
 
@@ -93,17 +100,22 @@ def draw_rules(seen: Seen, path: Path) -> None:
     axes[1].set_yscale("log")
     for one in axes[:2]:
         one.set_xscale("log")
-        one.set_xlabel("damping / mean eigenvalue", fontsize=8)
-    axes[0].set_title("relative error of the product (exact: 1e-13)", fontsize=9)
-    axes[1].set_title("its length, over that of the exact one", fontsize=9)
-    axes[1].legend(frameon=False, fontsize=8)
+        one.set_xlabel("damping / mean eigenvalue", fontsize=9)
+    axes[0].set_ylabel("relative error of the product", fontsize=9)
+    axes[0].set_title(
+        "error of the preconditioned gradient (exact: 1e-13)", fontsize=10
+    )
+    axes[1].set_ylabel("length / length by the exact rule", fontsize=9)
+    axes[1].set_title("length of the preconditioned gradient", fontsize=10)
+    axes[1].legend(frameon=False, fontsize=9)
     for rule, (eigenvalues, extra) in rules.added(seen, damping=0.1).items():
         axes[2].plot(eigenvalues, extra, ".", color=colors[rule], markersize=3)
     axes[2].set_xscale("log")
     axes[2].set_yscale("log")
     axes[2].set_xlim(3e-5, 1e2)
-    axes[2].set_xlabel("eigenvalue of the block / mean eigenvalue", fontsize=8)
-    axes[2].set_title("added to it, over the damping (0.1 of the mean)", fontsize=9)
+    axes[2].set_xlabel("eigenvalue of the block / mean eigenvalue", fontsize=9)
+    axes[2].set_ylabel("added to it / damping", fontsize=9)
+    axes[2].set_title("what is added to each eigenvalue (damping 0.1)", fontsize=10)
     save(made, path)
 
 
@@ -141,9 +153,9 @@ def draw_roundoff(path: Path) -> None:
         one.set_xscale("log")
         one.set_yscale("log")
         one.set_ylim(1e-17, 3.0)
-        one.set_xlabel("1 / damping, about the condition number", fontsize=8)
-        one.legend(frameon=False, fontsize=7.5, loc="upper left")
+        one.set_xlabel("1 / damping, about the condition number", fontsize=9)
+        one.legend(frameon=False, fontsize=8.5, loc="upper left")
     axes[0].set_ylim(1e-17, 1e3)
     axes[1].set_ylim(1e-17, 1e3)
-    axes[0].set_ylabel("relative error of the inverse", fontsize=8)
+    axes[0].set_ylabel("relative error of the inverse", fontsize=9)
     save(made, path)

@@ -1,13 +1,21 @@
 """Two deep networks that are hard for first-order methods: K-FAC with its defaults.
 
 A classifier of digits with eight hidden layers of tanh, and an autoencoder.  SGD with
-momentum and Adam have a grid of learning rates each, of which the best is shown; K-FAC has
-the options that `KFAC` and `KFACOptimizer` have by themselves.
+momentum, Adam, and kfac-pytorch where it is installed, have a grid of learning rates each,
+of which the best is shown; K-FAC has the options that `KFAC` and `KFACOptimizer` have by
+themselves.
+
+    python docs/examples/training/torch_deep.py [--steps 150] [--seconds 5] [--seeds 3]
+
+Each run goes on until both are reached: a number of steps, and a CPU time of training.  The
+best rate is chosen by itself for each.
 """
 
 import argparse
+import importlib.util
 import itertools
 import math
+import statistics
 import time
 
 import torch
@@ -18,12 +26,17 @@ from torch.nn import functional as fn
 from kfac_core import KFACError
 from kfac_core_shims.torch import KFAC, KFACOptimizer
 
-GRIDS = {
+FIRST_ORDER = {
     "SGD, momentum 0.9": (0.003, 0.01, 0.03, 0.1, 0.3),
     "Adam": (0.0003, 0.001, 0.003, 0.01, 0.03),
+}
+GRIDS = {
+    **FIRST_ORDER,
     "KFAC(model), SGD 0.1, momentum 0.9": (0.1,),
     "KFACOptimizer(model)": (None,),
 }
+if importlib.util.find_spec("kfac") is not None:
+    GRIDS["kfac-pytorch, momentum 0.9"] = (0.003, 0.01, 0.03, 0.1, 0.3)
 
 
 def stack(*widths):
@@ -36,13 +49,13 @@ def stack(*widths):
 
 def classifier():
     """Return a network, its loss and its likelihood."""
-    network = stack(64, *[48] * 8, 10)
+    network = stack(64, *[128] * 8, 10)
     return network, lambda z, x, y: fn.cross_entropy(z, y), "categorical"
 
 
 def autoencoder():
     """Return a network, its loss and its likelihood."""
-    network = stack(64, 48, 32, 16, 6, 16, 32, 48, 64)
+    network = stack(64, 256, 128, 64, 12, 64, 128, 256, 64)
 
     def loss(z, x, y):
         each = fn.binary_cross_entropy_with_logits(z, x.flatten(1), reduction="none")
@@ -51,66 +64,104 @@ def autoencoder():
     return network, loss, "bernoulli"
 
 
-def train(build, method, rate, data, *, steps, size):
-    """Return the training loss at the end, and the seconds of training."""
-    torch.manual_seed(0)
-    network, loss_of, likelihood = build()
-    kfac = None
-    if method == "KFACOptimizer(model)":
-        optimizer = KFACOptimizer(network, likelihood=likelihood)
-    elif method == "Adam":
-        optimizer = torch.optim.Adam(network.parameters(), lr=rate)
-    else:
-        optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9)
-    if method.startswith("KFAC(model)"):
-        kfac = KFAC(network, likelihood=likelihood, lr=optimizer)
-    started = time.process_time()
-    stream = batches(data.train_inputs, data.train_targets, size=size, seed=0)
-    for x, y in itertools.islice(stream, steps):
-        x, y = torch.from_numpy(x), torch.from_numpy(y)
+def kfac_pytorch(network, rate):
+    """Return kfac-pytorch's preconditioner, with its own defaults but for the rate."""
+    from kfac.preconditioner import KFACPreconditioner
 
-        def closure(x=x, y=y):
+    return KFACPreconditioner(network, lr=rate)
+
+
+def prepared(network, method, rate, likelihood):
+    """Return the optimizer of a method, and what changes the gradients before it."""
+    if method == "KFACOptimizer(model)":
+        return KFACOptimizer(network, likelihood=likelihood), None
+    if method == "Adam":
+        return torch.optim.Adam(network.parameters(), lr=rate), None
+    optimizer = torch.optim.SGD(network.parameters(), lr=rate, momentum=0.9)
+    if method.startswith("KFAC(model)"):
+        return optimizer, KFAC(network, likelihood=likelihood, lr=optimizer)
+    if method.startswith("kfac-pytorch"):
+        return optimizer, kfac_pytorch(network, rate)
+    return optimizer, None
+
+
+def train(build, method, rate, data, *, steps, seconds, size, seed=0):
+    """Return the training losses after so many steps, and after so many seconds."""
+    torch.manual_seed(seed)
+    network, loss_of, likelihood = build()
+    optimizer, kfac = prepared(network, method, rate, likelihood)
+    x, y = (torch.from_numpy(a) for a in (data.train_inputs, data.train_targets))
+
+    def measured():
+        with torch.no_grad():
+            loss = float(loss_of(network(x), x, y))
+        return loss if math.isfinite(loss) else math.inf
+
+    spent, at_steps, at_seconds = 0.0, None, None
+    stream = batches(data.train_inputs, data.train_targets, size=size, seed=seed)
+    for step, (rows, labels) in enumerate(stream, start=1):
+        rows, labels = torch.from_numpy(rows), torch.from_numpy(labels)
+
+        def closure(rows=rows, labels=labels):
             optimizer.zero_grad()
-            loss = loss_of(network(x), x, y)
+            loss = loss_of(network(rows), rows, labels)
             loss.backward()
             if kfac is not None:
                 kfac.step()
             return loss
 
+        started = time.process_time()
         try:
             optimizer.step(closure)
-        except KFACError:  # Too large a rate: the numbers have left their range.
-            return math.inf, time.process_time() - started
-    seconds = time.process_time() - started
-    x, y = (torch.from_numpy(a) for a in (data.train_inputs, data.train_targets))
-    with torch.no_grad():
-        loss = float(loss_of(network(x), x, y))
-    return loss if math.isfinite(loss) else math.inf, seconds
+        except (KFACError, torch.linalg.LinAlgError):  # The numbers left their range.
+            return at_steps or math.inf, at_seconds or math.inf
+        spent += time.process_time() - started
+        if step == steps:
+            at_steps = measured()
+        if at_seconds is None and spent >= seconds:
+            at_seconds = measured()
+        if at_steps is not None and at_seconds is not None:
+            return at_steps, at_seconds
+
+
+def compared(build, data, grids, *, seeds, **budget):
+    """Yield each method with its best rate and loss, by steps and by seconds."""
+    for method, rates in grids.items():
+        first = {rate: train(build, method, rate, data, **budget) for rate in rates}
+        row = [method]
+        for place in 0, 1:
+            rate = min(rates, key=lambda rate: first[rate][place])
+            runs = [first[rate]] + [
+                train(build, method, rate, data, seed=seed, **budget)
+                for seed in range(1, seeds)
+            ]
+            shown = "found" if rate is None else f"{rate:g}"
+            row += [shown, statistics.median(run[place] for run in runs)]
+        yield row
 
 
 def main():
     """Print a table for each network."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--seeds", type=int, default=1, help="runs of the best rates")
     parser.add_argument("--quick", action="store_true", help="20 steps, one rate each")
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    steps = 20 if arguments.quick else arguments.steps
+    budget = {"steps": given.steps, "seconds": given.seconds, "seeds": given.seeds}
+    grids = GRIDS
+    if given.quick:
+        budget = {"steps": 20, "seconds": 0.05, "seeds": 1}
+        grids = {method: r[len(r) // 2 :][:1] for method, r in GRIDS.items()}
+    steps, seconds = budget["steps"], budget["seconds"]
     data = digits()
-    for build in (classifier, autoencoder):
-        print(f"| {build.__name__}, {steps} steps | rate | training loss | seconds |")
-        print("| --- | --- | --- | --- |")
-        for method, rates in GRIDS.items():
-            if arguments.quick:
-                rates = rates[len(rates) // 2 :][:1]
-            found = {
-                rate: train(build, method, rate, data, steps=steps, size=128)
-                for rate in rates
-            }
-            rate = min(found, key=lambda rate: found[rate][0])
-            loss, seconds = found[rate]
-            shown = "found" if rate is None else f"{rate:g}"
-            print(f"| {method} | {shown} | {loss:.3g} | {seconds:.1f} |", flush=True)
+    for build in classifier, autoencoder:
+        print(f"| {build.__name__} | rate | {steps} steps | rate | {seconds:g} s |")
+        print("| --- | --- | --- | --- | --- |", flush=True)
+        for row in compared(build, data, grids, size=512, **budget):
+            cells = [f"{x:.3g}" if isinstance(x, float) else x for x in row]
+            print("| " + " | ".join(cells) + " |", flush=True)
         print()
 
 

@@ -92,6 +92,13 @@ class Site:
         Loops that it lies in, from the outside.
     name : str or None
         A mark's name.
+    tied : bool
+        Whether its weight both embeds ids and makes logits; the layer is then that of
+        one-hot rows, and a dense use has inputs and output gradients in each other's
+        place.
+    spread : list of tuple of int
+        For each axis of the inputs of a transposed convolution, how many zeros the layer
+        has before, after and between them; empty where there are none.
     """
 
     kind: str
@@ -105,6 +112,8 @@ class Site:
     chain: list[Operation] = field(default_factory=list)
     loops: tuple[Loop, ...] = ()
     name: str | None = None
+    tied: bool = False
+    spread: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def layer(self) -> kc.Layer:
@@ -184,8 +193,63 @@ class _Finder:
                 operation for _, ops, _ in self.live for operation in ops
             )
         }
+        self._tie()
         self.sites.sort(key=lambda site: order[id(site.operation)])
         return Found(self.sites, self.obstacles)
+
+    def _tie(self) -> None:
+        """Make one layer of the uses of a weight that both embeds ids and makes logits.
+
+        With the weight W of shape (V, d), an embedding multiplies one-hot rows by W, and
+        an output layer its inputs by the transpose of W.  The gradient of W is the sum of
+        ``x g^T`` over the rows of both, where the output layer has as x what comes back
+        to its logits, and as g its inputs.
+        """
+        uses: dict[Part, list[Site]] = {}
+        for site in self.sites:
+            if (
+                site.kind in ("embedding", "dense")
+                and site.parts["weight"].order is None
+            ):
+                uses.setdefault(site.parts["weight"], []).append(site)
+        for part, sites in uses.items():
+            layers: list[Any] = [site.layer for site in sites if site.kind == "dense"]
+            transposed = {layer.weight_layout for layer in layers}
+            kinds = {site.kind for site in sites}
+            if kinds != {"embedding", "dense"} or transposed != {"oi"}:
+                continue
+            for site in sites:
+                self._tied(site, self._source_shape(View(part.leaf, (), part.sliced)))
+
+    def _tied(self, site: Site, shape: tuple[int, ...]) -> None:
+        vocabulary, features = shape
+        bias = site.parts.pop("bias", None)
+        if bias is not None:
+            # The output layer's own bias is a block of its own.
+            y = site.y
+            assert y is not None
+
+            def make_shift(parts: dict[str, Part]) -> kc.Layer:
+                return kc.ScaleShift(scale_shape=None, shift_shape=(vocabulary,))
+
+            operation = site.operation
+            shift = Site(
+                *("scale_shift", {"shift": bias}, operation),
+                *(operation.outputs[0], make_shift),
+                loops=site.loops,
+            )
+            shift.x = shift.y = Arrangement(y.rows, y.features, kept=True)
+            self.sites.append(shift)
+
+        def make(parts: dict[str, Part]) -> kc.Layer:
+            return kc.Dense(
+                in_features=vocabulary,
+                out_features=features,
+                bias=False,
+                weight_layout="io",
+            )
+
+        site.tied, site.make = True, make
 
     # ------------------------------------------------------------ what is used at all
 
@@ -427,8 +491,7 @@ class _Finder:
         params = operation.params
         numbers = params["dimension_numbers"]
         d = len(params["window_strides"])
-        plain = params["batch_group_count"] == 1 and position == 1
-        if not plain or any(n != 1 for n in params["lhs_dilation"]):
+        if params["batch_group_count"] != 1 or position != 1:
             return None
         shape = self.trace.shape(operation.inputs[1])
         if list(view.axes) != list(whole_axes(shape)) or len(shape) != d + 2:
@@ -447,11 +510,27 @@ class _Finder:
         ):
             return None
 
+        # A transposed convolution is one of inputs with zeros between and around them.
+        spread: list[tuple[int, int, int]] = []
+        padding = params["padding"]
+        if any(n != 1 for n in params["lhs_dilation"]):
+            inner = [
+                (before, after, n - 1)
+                for (before, after), n in zip(
+                    padding, params["lhs_dilation"], strict=True
+                )
+            ]
+            outer = [(0, 0, 0)]
+            channels_first = [*outer, *outer, *inner]
+            channels_last = [*outer, *inner, *outer]
+            spread = channels_first if data == "first" else channels_last
+            padding = 0
+
         def make(parts: dict[str, Part]) -> kc.Layer:
             layer = kc.integration.framework_conv(
                 shape,
                 strides=params["window_strides"],
-                padding=params["padding"],
+                padding=padding,
                 dilation=params["rhs_dilation"],
                 groups=params["feature_group_count"],
                 bias="bias" in parts,
@@ -461,7 +540,7 @@ class _Finder:
             return layer
 
         parts = {"weight": Part(view.source, view.sliced)}
-        site = Site("conv", parts, operation, operation.inputs[0], make)
+        site = Site("conv", parts, operation, operation.inputs[0], make, spread=spread)
         self._add_bias(site, (1 if data == "first" else d + 1,))
         return site
 

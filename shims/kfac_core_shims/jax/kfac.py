@@ -5,20 +5,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
-from kfac_core.array.namespaces import Scalar
-from kfac_core.constraints import validated
-from kfac_core.integration.schedules import Schedule
-from kfac_core_shims.jax.mapped import Summed, averaged, mapped_axes
+from kfac_core_shims.jax.mapped import averaged, mapped_axes, summed_over
 from kfac_core_shims.jax.network import Network
 
-__all__ = ["KFAC"]
+__all__ = ["KFAC", "started"]
+
+T = TypeVar("T")
 
 
 class KFAC:
@@ -89,20 +88,20 @@ class KFAC:
     (4, 3)
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         network: Network,
         *,
         reduction: Literal["sum", "mean", "mean_rows"],
-        damping: Scalar | Mapping[str, Scalar] = 0.03,
+        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] = 0.03,
         decay: float = 0.95,
         refresh_every: int = 10,
         bases_every: int = 100,
         moments: Literal["kronecker", "carried"] = "kronecker",
         axis_name: Any = None,
-        kl_clip: Schedule | None = 1e-3,
-        learning_rate: Schedule = 0.1,
+        kl_clip: kc.integration.Schedule | None = 1e-3,
+        learning_rate: kc.integration.Schedule = 0.1,
         **options: Any,
     ) -> None:
         kc.integration.interval_at("refresh_every", refresh_every, 0)
@@ -131,6 +130,9 @@ class KFAC:
 
         Directions are zero before the first refresh.
         """
+        return started(self._initial, params)
+
+    def _initial(self, params: Any) -> kc.NetworkState:
         like = next(
             leaf
             for leaf in jax.tree.leaves(params)
@@ -138,7 +140,7 @@ class KFAC:
         )
         return self.curvature.initial(like, damping=self.damping)
 
-    @validated
+    @kc.integration.validated
     def update(
         self,
         updates: Any,
@@ -221,7 +223,7 @@ class KFAC:
                 "`shard_map`, or leave `axis_name` out."
             )
 
-    @validated
+    @kc.integration.validated
     def absorbed(
         self,
         state: kc.NetworkState,
@@ -254,7 +256,9 @@ class KFAC:
                 "same in both."
             )
         updates = next(iter(state.blocks.values())).updates
-        how = {} if self.axis_name is None else {"executor": Summed(self.axis_name)}
+        how: dict[str, Any] = {}
+        if self.axis_name is not None:
+            how["executor"] = summed_over(self.axis_name)
         state = network.update(
             state, captured.batches, decay=self.decay, check="status", **how
         )
@@ -344,6 +348,39 @@ class KFAC:
             return self.update(updates, state, params, **own)
 
         return optax.GradientTransformationExtraArgs(self.init, update)
+
+
+def started(initial: Callable[[Any], T], params: Any, /) -> T:
+    """Return a first state, from one program, where the parameters are.
+
+    A state that is bound to a device, beside parameters that are not, would have the first
+    step compiled twice: its results are bound.
+
+    Parameters
+    ----------
+    initial : callable
+        Returns the state for the parameters.
+    params : pytree
+        The parameters.
+
+    Returns
+    -------
+    pytree
+        The state.
+    """
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return initial(params)
+    made: T = jax.jit(initial)(params)
+    bound = {
+        leaf.sharding
+        for leaf in leaves
+        if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True)
+    }
+    devices = [sharding.device_set for sharding in bound]
+    if len(devices) == 1 and len(devices[0]) == 1:
+        made = jax.device_put(made, *devices[0])
+    return made
 
 
 _ARGUMENTS: tuple[str, ...] = ("captured", "damping")

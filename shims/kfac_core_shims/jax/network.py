@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
-from kfac_core.constraints import validated
 from kfac_core_shims.jax.examples import (
     Counts,
     ExampleAxis,
@@ -76,7 +75,7 @@ class Network:
     ['fc']
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         function: Callable[..., Any],
@@ -93,10 +92,19 @@ class Network:
         axes = self._example_axes(params, inputs, found, trace, batch)
         self.leaves = Leaves(params, found)
         used = self.leaves.use(found.sites, axes, batch, trace)
+        tied = {
+            name for site in used if site.tied for name, *_ in self.leaves.uses([site])
+        }
+
+        def chosen(name: str, layer: kc.Layer) -> Any:
+            if name not in tied:
+                return approximation(name, layer)
+            return _of_tied(name, layer, approximation)
+
         self.wiring = kc.integration.Wiring(
             self.leaves.uses(used),
             self.leaves.shapes,
-            approximation=approximation,
+            approximation=chosen,
             rest="keep",
         )
         self.blocks = self.wiring.blocks
@@ -215,10 +223,13 @@ class Network:
         vectors: list[Any] = []
         declared = "sum" if made is not None else reduction
         for (site, axis), (x, own_mask), g in zip(sites, seen, grads, strict=True):
-            rows = Rows(site, axis, batch)
+            rows = Rows(site, axis, batch, g.dtype)
+            how: dict[str, Any] = {"sources": made is not None, "reduction": declared}
             x = rows.inputs(x)
-            g = rows.output_grads(g, sources=made is not None, reduction=declared)
+            g = rows.output_grads(g, **how)
             own_mask = rows.mask(own_mask, x, mask)
+            if site.tied and site.kind == "dense":
+                x, g = rows.transposed(x, g, **how)
             own_uses = self.leaves.uses([site])
             for turn, (x_turn, g_turn, mask_turn) in enumerate(
                 rows.turns(x, g, own_mask, sources=made is not None)
@@ -301,6 +312,8 @@ class _Capture:
         if site.kind == "scale_shift" and "scale" not in site.parts:
             return y, None
         x = read(site.inputs)
+        if site.spread:
+            x = jax.lax.pad(x, jnp.zeros((), x.dtype), site.spread)
         if site.chain:
             before = site.chain[0].outputs[0]
             x = jnp.broadcast_to(x, self.trace.shape(before))
@@ -339,6 +352,21 @@ class _Capture:
         )
         self.seen.update(seen)
         return [*carry, *ys]
+
+
+def _of_tied(name: str, layer: kc.Layer, approximation: Callable[..., Any]) -> Any:
+    """Return the approximation of a weight that both embeds ids and makes logits."""
+    vocabulary, features = layer.matrix_shape
+    table = kc.Embedding(
+        num_embeddings=vocabulary, features=features, weight_layout="io"
+    )
+    found, expected = approximation(name, table), kc.Kronecker(input="diagonal")
+    if found is not None and found != expected:
+        raise kc.ConventionError(
+            f"Block {name!r}: its weight both embeds ids and makes logits; expected "
+            f"{expected!r} or None from `approximation`, got {found!r}."
+        )
+    return found
 
 
 def _zeros(site: Site, trace: Trace) -> Any:

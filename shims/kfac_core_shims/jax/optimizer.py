@@ -23,9 +23,7 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
-from kfac_core.constraints import validated
-from kfac_core.integration.schedules import Schedule
-from kfac_core_shims.jax.kfac import KFAC
+from kfac_core_shims.jax.kfac import KFAC, started
 from kfac_core_shims.jax.mapped import averaged
 from kfac_core_shims.jax.network import Network
 
@@ -82,7 +80,7 @@ class Progress(NamedTuple):
     aux: Any = None
 
 
-@validated
+@kc.integration.validated
 def kfac_optimizer(
     function: Callable[..., Any],
     params: Any,
@@ -184,7 +182,7 @@ class Optimizer:
     Martens and Grosse (2015), arXiv:1503.05671, sections 6 and 7.
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         network: Network,
@@ -192,8 +190,8 @@ class Optimizer:
         *,
         likelihood: Any,
         fisher: Any = "gradients",
-        learning_rate: Schedule | None = None,
-        momentum: Schedule | None = None,
+        learning_rate: kc.integration.Schedule | None = None,
+        momentum: kc.integration.Schedule | None = None,
         damping: float = 1e-2,
         adapt_damping: bool = True,
         adapt_every: int = 5,
@@ -244,6 +242,9 @@ class Optimizer:
 
     def init(self, params: Any, /) -> OptimizerState:
         """Return the state before the first step."""
+        return started(self._initial, params)
+
+    def _initial(self, params: Any) -> OptimizerState:
         curvature = self.kfac.init(params)
         statistics = next(iter(curvature.blocks.values())).statistics
         assert statistics is not None

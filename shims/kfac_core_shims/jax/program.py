@@ -8,7 +8,7 @@ derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -243,6 +243,16 @@ def _has_marks(jaxpr: Any) -> bool:
     for equation in jaxpr.eqns:
         if equation.primitive is mark:
             return True
-        if any(_has_marks(inner) for inner in jex.jaxprs_in_params(equation.params)):
+        if any(_has_marks(inner) for inner in _jaxprs_in(equation.params)):
             return True
     return False
+
+
+def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the jaxprs among the parameters of an operation, as those of branches."""
+    for value in params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, jex.ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, jex.Jaxpr):
+                yield part

@@ -30,6 +30,8 @@ class Rows:
     ----------
     site, axis, batch : Site, ExampleAxis, Counts
         The use of a layer, and where its examples are.
+    dtype : dtype
+        Dtype of the layer's outputs.
 
     Attributes
     ----------
@@ -37,8 +39,10 @@ class Rows:
         Turns of loops that are uses of their own; 0 where there are none.
     """
 
-    def __init__(self, site: Site, axis: ExampleAxis, batch: Counts) -> None:
-        self.site, self.axis, self.batch = site, axis, batch
+    def __init__(
+        self, site: Site, axis: ExampleAxis, batch: Counts, dtype: Any
+    ) -> None:
+        self.site, self.axis, self.batch, self.dtype = site, axis, batch, dtype
         self.kind = site.layer.kind
         lengths = [loop.length for loop in site.loops]
         sliced = [i for i, loop in enumerate(site.loops) if loop.sliced]
@@ -52,9 +56,13 @@ class Rows:
     def inputs(self, x: Any, /) -> Any:
         """Return the inputs, shape ``((turns,) N, ..., features)``."""
         arrangement = self.site.x
-        if arrangement is not None and arrangement.last:
-            return self._arranged(x[..., 0], Arrangement(arrangement.rows, (), True))
-        return self._arranged(x, arrangement)
+        if arrangement is None or not arrangement.last:
+            return self._arranged(x, arrangement)
+        ids = self._arranged(x[..., 0], Arrangement(arrangement.rows, (), True))
+        if not self.site.tied:
+            return ids
+        vocabulary, _ = self.site.layer.matrix_shape
+        return jax.nn.one_hot(ids, vocabulary, dtype=self.dtype)
 
     def output_grads(self, g: Any, /, *, sources: bool, reduction: Any) -> Any:
         """Return the output gradients; an axis of sources stays in front of all."""
@@ -65,6 +73,34 @@ class Rows:
         factor = self._factor(g.shape[1:] if sources else g.shape, reduction)
         g = jax.vmap(arranged)(g) if sources else arranged(g)
         return g if factor == 1.0 else g * jnp.asarray(factor, g.dtype)
+
+    def transposed(
+        self, x: Any, g: Any, /, *, sources: bool, reduction: Any
+    ) -> tuple[Any, Any]:
+        """Return what a tied output layer has as inputs and output gradients.
+
+        Inputs are what comes back to the logits, in the unit of a summed loss, whatever
+        the loss's is, so that they go with the one-hot rows of the embedding.
+
+        Parameters
+        ----------
+        x, g : array
+            From `inputs` and `output_grads`.
+        sources, reduction
+            See `output_grads`.
+        """
+        if reduction == "mean_rows":
+            raise kc.ConventionError(
+                "A weight that both embeds ids and makes logits needs to know the unit of "
+                "the loss. Expected reduction='sum' or 'mean', got 'mean_rows'."
+            )
+        unit = float(self.batch.examples) if reduction == "mean" else 1.0
+        if not sources:
+            return g * unit, x.astype(g.dtype) / unit
+        # Of the inputs only squares count, which may be summed over the sources.
+        others = jnp.zeros((len(g) - 1, *x.shape), g.dtype)
+        h = jnp.concatenate([x.astype(g.dtype)[None], others])
+        return jnp.sqrt(jnp.sum(g * g, axis=0)), h
 
     def mask(self, own: Any, x: Any, given: Any) -> Any:
         """Return the mask of a mark, or the network's where the rows have its axes."""

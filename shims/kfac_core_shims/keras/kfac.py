@@ -17,8 +17,6 @@ import keras
 from keras import ops
 
 import kfac_core as kc
-from kfac_core.constraints import validated
-from kfac_core.integration.schedules import Interval, Schedule
 from kfac_core_shims.keras.layers import Site, each_site, tapped
 from kfac_core_shims.keras.losses import OutputLoss, losses_of, reduction_of, rows_of
 from kfac_core_shims.keras.taps import Tape, run_taped, shadowed
@@ -92,7 +90,7 @@ class KFAC(kc.integration.NaturalGradient):
     >>> history = model.fit(x, y, verbose=0)
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         model: Any,
@@ -100,11 +98,11 @@ class KFAC(kc.integration.NaturalGradient):
         likelihood: Any = None,
         reduction: Literal["mean", "sum"] | None = None,
         fisher: kc.losses.EstimationMode = "gradients",
-        kl_clip: Schedule | None = 1e-3,
-        damping: Schedule = 0.03,
-        decay: Schedule = 0.95,
-        update_every: Interval = 1,
-        refresh_every: Interval = 10,
+        kl_clip: kc.integration.Schedule | None = 1e-3,
+        damping: kc.integration.Schedule = 0.03,
+        decay: kc.integration.Schedule = 0.95,
+        update_every: kc.integration.Interval = 1,
+        refresh_every: kc.integration.Interval = 10,
         **options: Any,
     ) -> None:
         self._jax = keras.backend.backend() == "jax"

@@ -195,11 +195,11 @@ def _tapped_normalization(name: str, layer: Any, tape: Tape) -> dict[str, Any]:
     call, gamma, beta = layer.call, layer.gamma, layer.beta
 
     def normalized(x: Any, **options: Any) -> Any:
-        mask = get_keras_mask(x)
         y = x = call(x, **options)
         y = y if gamma is None else y * ops.cast(gamma, x.dtype)
         y = y if beta is None else y + ops.cast(beta, x.dtype)
-        return tape.tap(name, x, y, mask)
+        # Padding that counts for nothing has output gradients of zero.
+        return tape.tap(name, x, y)
 
     # The layer itself only normalizes meanwhile.
     return {"call": normalized, **dict.fromkeys(("gamma", "beta", "scale", "center"))}

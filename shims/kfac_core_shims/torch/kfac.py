@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from warnings import warn
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
-from kfac_core.constraints import validated
-from kfac_core.integration.schedules import Interval, Schedule
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook
@@ -25,6 +25,9 @@ _LARGEST_EMPIRICAL = 16.0
 """Entries of a cross-entropy's gradient are at most 1; beyond this the loss is scaled."""
 
 _ASKED = "it was asked for"
+
+_ESTIMATOR = "precision", "sharing", "refreshing", "averaging", "rates"
+"""Options of `kfac_core.Estimator` that are passed on."""
 
 
 class KFAC(kc.integration.NaturalGradient):
@@ -134,7 +137,9 @@ class KFAC(kc.integration.NaturalGradient):
 
     References
     ----------
-    Martens and Grosse (2015), arXiv:1503.05671.
+    Martens and Grosse (2015), arXiv:1503.05671.  The defaults were chosen on the classifier
+    and the autoencoder of ``docs/examples/training/torch_deep.py``, and on GPT-2 of
+    ``torch_models.py`` there.
 
     Examples
     --------
@@ -149,7 +154,7 @@ class KFAC(kc.integration.NaturalGradient):
     >>> optimizer.step()
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         model: Any,
@@ -159,14 +164,14 @@ class KFAC(kc.integration.NaturalGradient):
         fisher: kc.losses.EstimationMode = "gradients",
         samples: int = 1,
         positions: kc.losses.Positions = "signs",
-        lr: Schedule | torch.optim.Optimizer = 0.1,
-        kl_clip: Schedule | None = 1e-3,
-        damping: Schedule = 3e-2,
-        decay: Schedule = 0.95,
-        damping_rule: kc.damping.DampingRule = "factored",
-        update_every: Interval = 1,
-        refresh_every: Interval = 10,
-        bases_every: Interval = 100,
+        lr: kc.integration.Schedule | torch.optim.Optimizer = 0.1,
+        kl_clip: kc.integration.Schedule | None = 1e-3,
+        damping: kc.integration.Schedule = 3e-2,
+        decay: kc.integration.Schedule = 0.95,
+        damping_rule: kc.damping.DampingRule = "factored_unit_pi",
+        update_every: kc.integration.Interval = 5,
+        refresh_every: kc.integration.Interval = 25,
+        bases_every: kc.integration.Interval = 100,
         approximations: Mapping[Any, Any] | None = None,
         skip_layers: Sequence[str] = (),
         output: Any = "auto",
@@ -177,6 +182,12 @@ class KFAC(kc.integration.NaturalGradient):
         execution: Any = None,
         **options: Any,
     ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise kc.ConventionError(
+                f"Expected `model` to be a torch.nn.Module, got a {type(model).__name__}: "
+                "KFAC(model), and not of its parameters."
+            )
+        _require_known(options)
         if overlap and (keep or fisher == "empirical" or output is None):
             raise kc.ConventionError(
                 "`overlap` takes statistics when the outputs' gradients come, which is too "
@@ -192,6 +203,12 @@ class KFAC(kc.integration.NaturalGradient):
         )
         self._chose_processes = processes is not None or communicator is not None
         criterion = likelihoods.criterion_of(likelihood, reduction)
+        modes = get_args(kc.losses.EstimationMode)
+        if fisher not in modes:
+            raise kc.ConventionError(
+                f"Expected `fisher` to be one of {', '.join(map(repr, modes))}, got "
+                f"{fisher!r}."
+            )
         sources = kc.losses.source_reduction_of(fisher)
         self.criterion, self.output, self.grad_scaler = criterion, output, grad_scaler
         found = find_sites(self.model, skip_layers=skip_layers)
@@ -469,6 +486,62 @@ class KFAC(kc.integration.NaturalGradient):
             self._collects = False
             self._forget()
 
+    def factors(self, name: str, /) -> tuple[Any, Any, Any]:
+        """Return both factors of a layer's block, in PyTorch's order of its weight.
+
+        Parameters
+        ----------
+        name : str
+            Name of a linear layer, or of a convolution without groups.
+
+        Returns
+        -------
+        input : torch.Tensor, shape (n, n)
+            A, with rows in the order of ``weight.flatten(1)``, the bias last.
+        output : torch.Tensor, shape (m, m)
+            G.
+        scale : torch.Tensor, 0-d
+            S: the block of the mean over rows of outputs is ``S A (x) G``.
+
+        Raises
+        ------
+        kfac_core.UnknownBlockError
+            For a name that no block has.
+        kfac_core.UnsupportedError
+            For a block that is no product of two whole factors of one weight.
+        kfac_core.NotReadyError
+            Before the first update.
+        """
+        self.estimator.network.known(name)
+        site, held = self._sites[name], self.estimator.state[name].statistics
+        if held is None:
+            raise kc.NotReadyError(
+                f"Layer {name!r} has no statistics yet. Call `update`."
+            )
+        weight, layer = site.parameters.get("weight"), site.layer
+        averages = held.averages
+        sides = [s for s in ("input", "output") if s in averages]
+        values = [averages[side].value(debias=True) for side in sides]
+        whole = len(values) == 2 and all(hasattr(value, "full") for value in values)
+        plain = layer.groups == 1 and not site.part.rows
+        outputs = layer.matrix_shape[1]
+        if weight is None or not (whole and plain) or weight.shape[0] != outputs:
+            raise kc.UnsupportedError(
+                f"Layer {name!r} is no product of two whole factors of one weight. Ask "
+                "kfac.estimator.operator(name)."
+            )
+        A, G = (value.full() for value in values)
+        # Which of PyTorch's inputs each row of the block's matrix is of.
+        n = len(A) - ("bias" in site.parameters)
+        places = torch.arange(n, dtype=A.dtype, device=A.device)
+        places = places.expand(outputs, n).reshape(weight.shape)
+        given = {"weight": site.part.to_layer(places)}
+        given["weight"] = given["weight"].reshape(layer.parameter_shapes["weight"])
+        if "bias" in site.parameters:
+            given["bias"] = torch.full((outputs,), n, dtype=A.dtype, device=A.device)
+        order = torch.argsort(layer.parameters_to_matrix(given)[:, 0])
+        return A[order][:, order], G, averages["repeats"].value(debias=True)
+
     def _observe_alone(self, outputs: Any) -> None:
         """Observe outputs by hand, in the place of the model's own hook."""
         if self.estimator.mode == "empirical":
@@ -741,6 +814,12 @@ class KFAC(kc.integration.NaturalGradient):
             given = {name: g for name, g in of_sites.items() if g is not None}
         if self.communicator is not None and self.reduction == "mean":
             self._require_equal_scales(seen)
+        if seen and not given and self.communicator is None:
+            raise kc.NotReadyError(
+                "No parameter of a covered layer has a gradient, though the model's "
+                "outputs were differentiated. Call kfac.step() after loss.backward() and "
+                "before zero_grad()."
+            )
         calls = itertools.chain.from_iterable(o.calls for o in seen)
         refreshes = self.wants_refresh
         device = next(self.model.parameters()).device.type
@@ -750,7 +829,8 @@ class KFAC(kc.integration.NaturalGradient):
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
                     "no pass of the model was differentiated, its outputs were modified "
-                    "in place, or it was compiled and called before KFAC was made"
+                    "in place, or it was called, or compiled and called, before KFAC was "
+                    "made"
                 )
                 error.args = (f"{error.args[0]} What was seen: {why}.",)
                 raise
@@ -921,4 +1001,24 @@ def _rate_of(lr: Any) -> Any:
     """Return the learning rate as a schedule."""
     if isinstance(lr, torch.optim.Optimizer):
         return lambda step: max(float(group["lr"]) for group in lr.param_groups)
+    number = isinstance(lr, int | float) and not isinstance(lr, bool)
+    if not callable(lr) and not (number and 0.0 < lr < math.inf):
+        raise kc.ConventionError(
+            f"Expected `lr` to be the optimizer, a finite number > 0, or a callable of the "
+            f"step that returns one; got {lr!r}."
+        )
     return lr
+
+
+def _require_known(options: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for options that neither `KFAC` nor its estimator has."""
+    own = set(inspect.signature(KFAC).parameters) - {"model", "options"}
+    known = own | set(_ESTIMATOR)
+    for name in options:
+        if name not in _ESTIMATOR:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise TypeError(
+                f"KFAC has no option `{name}`.{hint} There are "
+                f"{', '.join(sorted(known))}."
+            )

@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn import functional as fn
 
 import kfac_core as kc
-from kfac_core.constraints import validated
 
 __all__ = [
     "Part",
@@ -126,7 +125,7 @@ _BY_TYPE: dict[type, Describe] = {}
 _BY_NAME: dict[str, Describe] = {}
 
 
-@validated
+@kc.integration.validated
 def register_layer(
     kind: type | str,
     how: Literal["linear", "norm"] | Describe,

@@ -20,8 +20,6 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
-from kfac_core.constraints import validated
-from kfac_core.integration.schedules import Interval
 from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.kfac import KFAC
@@ -81,8 +79,10 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         ``adapt_factor ** adapt_every``.
     min_damping, max_damping : float
         Bounds of the damping.
-    refresh_every : int or callable of int
-        Steps between factorizations.
+    damping_rule : {"factored", "factored_unit_pi", "exact"}
+        See `kfac_core.Estimator`.
+    update_every, refresh_every : int or callable of int
+        Steps between statistics, and between factorizations.
     **options
         Options of `KFAC`: ``likelihood``, ``reduction``, ``fisher``, ``decay``,
         ``approximations``, ``skip_layers``, ``output`` and so on; none about the length
@@ -126,7 +126,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     >>> loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
     """
 
-    @validated
+    @kc.integration.validated
     def __init__(
         self,
         model: Any,
@@ -139,7 +139,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         adapt_factor: float = 0.95,
         min_damping: float = 1e-6,
         max_damping: float = 1e4,
-        refresh_every: Interval = 5,
+        damping_rule: kc.damping.DampingRule = "factored",
+        update_every: kc.integration.Interval = 1,
+        refresh_every: kc.integration.Interval = 5,
         **options: Any,
     ) -> None:
         if options.get("fisher") == "empirical":
@@ -179,7 +181,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.kfac = KFAC(
             model,
             damping=damping,
+            damping_rule=damping_rule,
             kl_clip=None,
+            update_every=update_every,
             refresh_every=refresh_every,
             keep=True,
             **options,

@@ -84,7 +84,7 @@ class OutputHook:
             return None
         if not picked.requires_grad:
             return None
-        started = Pass(kfac, picked, plain=picked is returned)
+        started = Pass(kfac, picked, returned)
         if kfac.random is not None:
             started.replay = arguments, options, kfac.random
         return _viewed(returned, started)
@@ -130,10 +130,13 @@ class _Inert:
 class Pass:
     """One forward pass of the model, which a backward pass may come to."""
 
-    def __init__(self, kfac: Any, picked: Any, *, plain: bool) -> None:
-        self.kfac, self.plain = ref(kfac), plain
+    def __init__(self, kfac: Any, picked: Any, returned: Any) -> None:
+        self.kfac, self.plain = ref(kfac), picked is returned
         self.edge: Any = get_gradient_edge(picked)
         self.z = picked.detach()
+        self.base: Any = None
+        if type(returned) is torch.Tensor and not self.plain:
+            self.base = returned.detach()
         self.version = self.z._version
         self.derived = False
         self.replay: Any = None
@@ -149,8 +152,9 @@ class Pass:
         if self.plain:
             self.finish(gradient)
         elif self.derived:
-            # Nothing comes back to what was computed from outputs for `output` alone.
-            self.finish(None)
+            # Nothing comes back to what was computed from outputs for `output` alone,
+            # but the gradient of a view is that of its entries.
+            self.finish(_gradient_of_view(self.z, self.base, gradient))
         else:
             kfac = self.kfac()
             if kfac is not None:
@@ -182,7 +186,21 @@ class Pass:
         """Let go of the graph."""
         if self.handle is not None:
             self.handle.remove()
-        self.edge = self.z = self.handle = self.replay = None
+        self.edge = self.z = self.base = self.handle = self.replay = None
+
+
+def _gradient_of_view(z: Any, base: Any, gradient: Any) -> Any:
+    """Return the gradient of a view of the outputs, None for anything else."""
+    if base is None or gradient.shape != base.shape:
+        return None
+    shared = z.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    if not shared or z.dtype != base.dtype or z.numel() > base.numel():
+        return None
+    laid = torch.empty_strided(
+        base.shape, base.stride(), dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)
+    offset = z.storage_offset() - base.storage_offset()
+    return laid.as_strided(z.shape, z.stride(), offset)
 
 
 def _entry(returned: Any, name: str) -> Any:

@@ -1,0 +1,245 @@
+"""curvlinops' KFACLinearOperator and its inverse, computed by kfac_core.
+
+    python -m pip install 'kfac-core[torch]' curvlinops-for-pytorch
+    python docs/examples/consumers/curvlinops_operators.py
+
+The two classes take the place of curvlinops' own: the same arguments, attributes and
+products.  They keep its way with models, parameters and tensor lists; the statistics come
+from ``KFAC.update``, and every product, inverse, norm and determinant is an operator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import curvlinops
+import torch
+from curvlinops.kfac import FisherType
+from torch import nn
+
+import kfac_core as kc
+from kfac_core.operators import kronecker_operator
+from kfac_core_shims.torch import KFAC
+
+__all__ = ["KFACInverseLinearOperator", "KFACLinearOperator"]
+
+MODES = {
+    FisherType.TYPE2: "exact",
+    FisherType.MC: "gradients",
+    FisherType.EMPIRICAL: "empirical",
+}
+
+
+class KFACLinearOperator(curvlinops.KFACLinearOperator):
+    """The Kronecker-factored Fisher or Gauss-Newton matrix of a data set."""
+
+    def compute_kronecker_factors(self) -> None:
+        """Run the model over the data once, and keep both factors of each layer."""
+        self._reset_matrix_properties()
+        mode = MODES.get(self._fisher_type, "empirical")
+        kind = kc.Kronecker(
+            sharing=str(getattr(self._kfac_approx, "value", self._kfac_approx))
+        )
+        rows = 0
+
+        def passes() -> Iterator[Any]:
+            nonlocal rows
+            for x, y in self._loop_over_data(desc="KFAC matrices"):
+                z = self._model_func(x)
+                if isinstance(self._loss_func, nn.CrossEntropyLoss):
+                    z = z.movedim(1, -1)  # classes last, as the likelihood reads them
+                rows += z[..., 0].numel()
+                if mode != "empirical":
+                    yield z
+                    continue
+                kfac.observe(z)
+                torch.autograd.grad(self._loss(z, y), self._params, allow_unused=True)
+                yield None
+
+        kfac = KFAC(
+            self._model_func,
+            likelihood=self._loss_func,
+            fisher=mode,
+            samples=self._mc_samples,
+            positions="together",
+            approximations={
+                **dict.fromkeys(("dense", "conv"), kind),
+                **dict.fromkeys(("embedding", "scale_shift")),
+            },
+            decay=1.0,
+            output=None,
+            communicator="alone",
+        )
+        kfac.update(passes())
+        kfac.remove()
+        for name, positions in self._mapping.items():
+            A, G, scale = kfac.factors(name)
+            if not self._is_joint(positions):
+                inputs = self._model_func.get_submodule(name).weight[0].numel()
+                A = A[:inputs, :inputs]
+            if self._loss_func.reduction == "sum":
+                scale = rows * scale
+            if self._fisher_type == FisherType.FORWARD_ONLY:
+                G, scale = torch.eye(len(G), dtype=G.dtype, device=G.device), 1.0
+            if "weight" in positions:
+                self._input_covariances[name] = A.clone()
+            self._gradient_covariances[name] = scale * G
+
+    def _loss(self, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the loss of outputs with the last axis that of the likelihood."""
+        z = z.flatten(0, -2)
+        classes = isinstance(self._loss_func, nn.CrossEntropyLoss)
+        loss: torch.Tensor = self._loss_func(
+            z, y.flatten() if classes else y.view_as(z)
+        )
+        return loss
+
+    def blocks(
+        self, make: Any = kronecker_operator, **options: Any
+    ) -> Iterator[tuple[Any, tuple[int, ...]]]:
+        """Yield the operator of each block, and the places of its parameters."""
+        if not (self._input_covariances or self._gradient_covariances):
+            self.compute_kronecker_factors()
+        options = {"damping": 0.0, "rule": "exact", "factorizations": ()} | options
+        for name, positions in self._mapping.items():
+            A, B = self._input_covariances.get(name), self._gradient_covariances[name]
+            if self._is_joint(positions):
+                yield make(A, B, **options), (positions["weight"], positions["bias"])
+                continue
+            for role, place in positions.items():
+                yield make(A if role == "weight" else None, B, **options), (place,)
+
+    def _is_joint(self, positions: dict[str, int]) -> bool:
+        both = "weight" in positions and "bias" in positions
+        return both and not self._separate_weight_and_bias
+
+    def _matmat(self, M: list[torch.Tensor]) -> list[torch.Tensor]:
+        return _products(self.blocks(), M, lambda F, V: F.multiply(V, damped=False))
+
+    @property
+    def trace(self) -> torch.Tensor:
+        """Trace of the matrix."""
+        return self._kept(
+            "_trace", sum(F.trace(damped=False) for F, _ in self.blocks())
+        )
+
+    @property
+    def logdet(self) -> torch.Tensor:
+        """Logarithm of the determinant; minus infinity of a singular matrix."""
+        logdets = [F.logdet(damped=False) for F, _ in self.blocks()]
+        return self._kept("_logdet", sum(logdets))
+
+    @property
+    def det(self) -> torch.Tensor:
+        """Determinant of the matrix."""
+        dets = [F.det(damped=False) for F, _ in self.blocks()]
+        return self._kept("_det", torch.stack(dets).prod())
+
+    @property
+    def frobenius_norm(self) -> torch.Tensor:
+        """Frobenius norm of the matrix."""
+        norms = [F.frobenius_norm(damped=False) for F, _ in self.blocks()]
+        return self._kept("_frobenius_norm", torch.stack(norms).norm())
+
+    def _kept(self, name: str, value: Any) -> torch.Tensor:
+        if getattr(self, name) is None:
+            setattr(self, name, value)
+        found: torch.Tensor = getattr(self, name)
+        return found
+
+
+class KFACInverseLinearOperator(curvlinops.KFACInverseLinearOperator):
+    """The inverse of a damped `KFACLinearOperator`, by every rule of curvlinops."""
+
+    def _matmat(self, X: list[torch.Tensor]) -> list[torch.Tensor]:
+        blocks = list(self._inverse_gradient_covariances.values()) or list(
+            self._blocks()
+        )
+        if self._cache:
+            kept = dict(enumerate(blocks))
+            self._inverse_input_covariances = self._inverse_gradient_covariances = kept
+        return _products(blocks, X, lambda F, V: F.multiply_inverse(V))
+
+    def _blocks(self) -> Iterator[Any]:
+        options = {"damping": self._damping, "factorizations": ("inverse",)}
+        if self._use_heuristic_damping:
+            make = _Heuristic(self._min_damping)
+            return self._A.blocks(make, **options | {"rule": "factored"})
+        if self._use_exact_damping:
+            return self._A.blocks(**options)
+        return self._A.blocks(self._damped_apart, factorizations=("inverse",))
+
+    def _damped_apart(self, A: Any, B: torch.Tensor, **options: Any) -> Any:
+        """Return the operator of two factors that each have a damping of their own."""
+        both = self._damping
+        a, b = both if isinstance(both, tuple) else (both, both)
+        if A is not None:
+            A = A + a * torch.eye(len(A), dtype=A.dtype, device=A.device)
+        B = B + b * torch.eye(len(B), dtype=B.dtype, device=B.device)
+        return kronecker_operator(A, B, **options | {"rule": "factored"})
+
+
+class _Heuristic:
+    """Makes operators of one layer after the other; curvlinops has one inverse of B."""
+
+    def __init__(self, least_shift: float) -> None:
+        self.least_shift, self.last = least_shift, (None, None)
+
+    def __call__(self, A: Any, B: torch.Tensor, **options: Any) -> Any:
+        if A is None and self.last[0] is B:
+            # A bias's own block would be damped by the whole damping.
+            options["damping"] = self.last[1]
+        made = kronecker_operator(A, B, least_shift=self.least_shift, **options)
+        self.last = B, made.output.shift
+        return made
+
+
+def _products(blocks: Any, X: list[torch.Tensor], product: Any) -> list[torch.Tensor]:
+    """Multiply K vectors, as lists of ``(*parameter, K)``, block by block."""
+    found: list[Any] = [None] * len(X)
+    for F, places in blocks:
+        # (out, in, K) and (out, 1, K), to K vectors (in + 1, out)
+        parts = [X[i].reshape(X[i].shape[0], -1, X[i].shape[-1]) for i in places]
+        V = torch.cat(parts, dim=1).permute(2, 1, 0)
+        made = product(F, V).permute(2, 1, 0)
+        for i, part in zip(
+            places, made.split([p.shape[1] for p in parts], dim=1), strict=True
+        ):
+            found[i] = part.reshape(X[i].shape)
+    return found
+
+
+def main() -> dict[str, float]:
+    """Print how far these are from curvlinops, relative to its answers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    data = [(torch.randn(n, 6).double(), torch.randint(3, (n,))) for n in (20, 12)]
+    given = model, nn.CrossEntropyLoss(), list(model.parameters()), data
+    there = curvlinops.KFACLinearOperator(*given, fisher_type="type-2")
+    here = KFACLinearOperator(*given, fisher_type="type-2")
+    v = torch.randn(here.shape[0], 4, dtype=torch.float64)
+    found = {"product": _difference(here @ v, there @ v)}
+    for name, options in {
+        "inverse, heuristic": {"use_heuristic_damping": True},
+        "inverse, exact": {"use_exact_damping": True},
+        "inverse, both factors": {},
+    }.items():
+        options["damping"] = 1e-2
+        expected = curvlinops.KFACInverseLinearOperator(there, **options) @ v
+        found[name] = _difference(
+            KFACInverseLinearOperator(here, **options) @ v, expected
+        )
+    for name in ("trace", "frobenius_norm"):
+        found[name] = _difference(getattr(here, name), getattr(there, name))
+    for name, value in found.items():
+        print(f"{name:22} {value:.0e}")
+    return found
+
+
+def _difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+if __name__ == "__main__":
+    main()

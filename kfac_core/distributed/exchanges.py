@@ -1,0 +1,164 @@
+"""What the stages of an estimator send, call by call, before anything is run.
+
+Conventions.  As `kfac_core.distributed.communicator.Traffic` counts; of a refresh whose
+operators have the forms of the last one, and without failures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kfac_core.array.backend import Array
+from kfac_core.constraints import validated
+from kfac_core.distributed.communicator import Operation, Traffic
+from kfac_core.distributed.options import Distributed
+from kfac_core.distributed.placement import Placement
+from kfac_core.distributed.reduction import Item, buckets
+from kfac_core.distributed.transport import lengths_of, pack
+from kfac_core.distributed.whole_batch import counts_first
+from kfac_core.errors import UnsupportedError
+from kfac_core.network import Network, NetworkState
+
+__all__ = ["predicted_traffic"]
+
+_BYTES = {"float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+_HEAD = 3
+"""Numbers of a vote besides what is added up."""
+
+
+@validated
+def predicted_traffic(
+    network: Network,
+    options: Distributed,
+    placement: Placement,
+    /,
+    *,
+    rank: int,
+    like: Array,
+) -> dict[str, Traffic]:
+    """Return the calls and bytes of one rank, by stage.
+
+    Parameters
+    ----------
+    network : Network
+        The blocks, of which all have rows.
+    options : Distributed
+        Its communicator is not used.
+    placement : Placement
+        Owners and holders.
+    rank : int
+        Whose.
+    like : array
+        Array of the library and dtype of batches and gradients.
+
+    Returns
+    -------
+    dict of str to Traffic
+        ``"update"``, ``"refresh"`` and ``"precondition"`` of all blocks.
+
+    Raises
+    ------
+    UnsupportedError
+        For a block whose statistics grow with the rows, and are merged.
+
+    Notes
+    -----
+    Computes the operators of empty statistics, to count their numbers.
+    """
+    for name, block in network.blocks.items():
+        if block.approximation.reduction == "merge":
+            raise UnsupportedError(
+                f"Block {name!r} ({block.approximation.name}) has statistics that grow "
+                "with the rows: what is sent is not known before."
+            )
+    state = network.refresh(network.initial(like, damping=1.0), damping=1.0)
+    update, refresh, step = Traffic(), Traffic(), Traffic()
+    p, names = placement.size, [*network.blocks]
+    _add_update(update, network, options, state, p)
+    _vote(refresh, 0, p)
+    if options.reduce == "refresh":
+        _add_sums(refresh, network, options, placement, state, everywhere=False)
+    _vote(refresh, 3 * len(names), p)
+    if placement.holders > 1:
+        group = placement.groups[rank // placement.holders]
+        refresh.count("all_gather", 8 * len(group), len(group))
+        lengths: dict[str, int] = {}
+        for member in group:
+            own = {n: state[n].operator for n in placement.owned_by(member)}
+            for dtype, length in lengths_of(pack(own, shared=True).form).items():
+                lengths[dtype] = lengths.get(dtype, 0) + length
+        for dtype, length in lengths.items():
+            refresh.count("all_gather", length * _BYTES[dtype], len(group))
+    if placement.holders < p:
+        members = p // placement.holders
+        size = _BYTES[_name(like)]
+        numbers = {
+            name: sum(math.prod(s) for s in block.layer.parameter_shapes.values())
+            for name, block in network.blocks.items()
+        }
+        for message in placement.messages(names, options.bucket_bytes):
+            length = members + sum(numbers[n] for of_rank in message for n in of_rank)
+            step.count("all_gather", length * size, members)
+    return {"update": update, "refresh": refresh, "precondition": step}
+
+
+def _add_update(
+    update: Traffic, network: Network, options: Distributed, state: NetworkState, p: int
+) -> None:
+    blocks = state.blocks.values()
+    if counts_first(network, options.loss):
+        _vote(update, 0, p)
+        update.count("all_gather", 8 * p, p)
+        update.count("all_gather", 8 * p * 3 * len(network.blocks), p)
+    # Whether there are rows, whether they are good, and the weight of each average.
+    _vote(update, sum(2 + len(_averages(held)) for held in blocks), p)
+    if options.reduce == "update":
+        _vote(update, 0, p)
+        alone = Placement(p, 1, dict.fromkeys(network.blocks, 0), {})
+        _add_sums(update, network, options, alone, state, everywhere=True)
+
+
+def _add_sums(
+    traffic: Traffic,
+    network: Network,
+    options: Distributed,
+    placement: Placement,
+    state: NetworkState,
+    *,
+    everywhere: bool,
+) -> None:
+    """Count the averages that are added up."""
+    p = placement.size
+    sums: dict[str, Item] = {}
+    for name, held in state.blocks.items():
+        for side, average in _averages(held).items():
+            giver = network.shared_factors.pairs.get((name, side))
+            if giver is None or not everywhere:
+                key = f"{name}/{side}" if giver is None else "/".join(giver)
+                sums.setdefault(key, Item(key, placement.owners[name], average))
+    operation: Operation = "all_reduce" if everywhere else "reduce_scatter"
+    for bucket in buckets(sums.values(), options.bucket_bytes):
+        for dtype, length in _lengths(
+            {item.key: item.average for item in bucket}
+        ).items():
+            wire = options.dtype if options.dtype and "float" in dtype else dtype
+            traffic.count(operation, length * _BYTES[wire], p)
+
+
+def _averages(held: Any) -> Mapping[str, Any]:
+    averages: Mapping[str, Any] = held.statistics.averages
+    return averages
+
+
+def _lengths(value: Any) -> dict[str, int]:
+    return lengths_of(pack(value, shared=False).form)
+
+
+def _vote(traffic: Traffic, numbers: int, p: int) -> None:
+    traffic.count("all_reduce", 8 * (_HEAD + numbers), p)
+
+
+def _name(like: Array) -> str:
+    return str(like.dtype).rpartition(".")[2]
