@@ -71,7 +71,6 @@ EXCEPTIONS = {
     "Selection": "",
     "Influence": "",
     "Posterior": "",
-    "Recorder": "sees the calls of layers, of which each argument is data",
     "require_damping": "are constraints themselves",
     "require_positive": "",
     "interval_at": "",

@@ -282,7 +282,7 @@ def test_options_that_cannot_be_are_named_at_once():
         ({"reduction": "average"}, "reduction"),
         ({"fisher": "sampled"}, "fisher"),
         ({"kl_clip": -1}, "kl_clip"),
-        ({"lr": None}, "lr"),
+        ({"lr": None}, "`lr`"),
         ({"damping": -1.0}, "damping"),
         ({"decay": 2.0}, "decay"),
         ({"skip_layers": ["three"]}, "skip_layers.*three"),

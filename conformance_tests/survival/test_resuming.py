@@ -8,6 +8,7 @@ import pytest
 import kfac_core as kc
 from kfac_core.array.structure import leaves
 
+from ..builders.adapters import WITHOUT_ADAPTERS
 from ..builders.states import differences, frozen
 from .blocks import CASES, batch_of, gradient_of, made
 
@@ -85,6 +86,9 @@ def test_a_state_holds_arrays_and_no_scalars(case):
             assert scalars == [], name
 
 
+@pytest.mark.skipif(
+    WITHOUT_ADAPTERS, reason="only an adapter knows that flags are read"
+)
 def test_a_first_refresh_that_fails_by_status_installs_nothing(tmp_path):
     """So that the state can be saved, and the next refresh does it."""
     held = made("kronecker", damping=0.0)

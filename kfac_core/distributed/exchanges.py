@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array
+from kfac_core.constraints import validated
 from kfac_core.distributed.communicator import Operation, Traffic
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
@@ -27,6 +28,7 @@ _HEAD = 3
 """Numbers of a vote besides what is added up."""
 
 
+@validated
 def predicted_traffic(
     network: Network,
     options: Distributed,
