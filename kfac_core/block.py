@@ -75,7 +75,7 @@ from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch, Rows, join_uses
 from kfac_core.linalg.shifted import Factorization, Solving
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.sparse_rows import SparseRows
 from kfac_core.options import DampingScaling
@@ -1033,7 +1033,7 @@ def _finite_status(
         if name not in options.skip and isinstance(total, SymmetricMatrix):
             summed.add(argument)
             names.add(name)
-            traces = traces + total.trace()
+            traces = traces + matrix_trace(total.array, xp=xp)
     if not (summed and known_true(xp.isfinite(traces), xp=xp)):
         summed, names = set(), set()
     if stack:

@@ -276,6 +276,8 @@ RANGES: Mapping[str, Constraint] = {
         "a finite number > 0", _is_positive, DampingError, arrays=True
     ),
     "inverse_root.damping": _OF_A_STACK,
+    "OrderedBasis.multiply_matpower.damping": _OF_A_STACK,
+    "FactorRoot.direction.damping": _OF_A_STACK,
     "ikfac_updated.step": _POSITIVE_SCALAR,
     "FactorRoot.moved.step": _POSITIVE_SCALAR,
     "ikfac_updated.scale": _POSITIVE_SCALAR,

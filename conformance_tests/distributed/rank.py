@@ -274,7 +274,8 @@ def all_rows(step):
 def kfac_of(model, **options):
     from kfac_core_shims.torch import KFAC
 
-    settings = {"likelihood": "categorical", "fisher": "exact", "refresh_every": 2}
+    settings = {"likelihood": "categorical", "fisher": "exact"}
+    settings |= {"update_every": 1, "refresh_every": 2, "kl_clip": 1e-5}
     return KFAC(model, **settings, **options)
 
 

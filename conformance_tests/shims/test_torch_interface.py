@@ -19,7 +19,7 @@ from torch.nn import functional as fn  # noqa: E402
 from torch.nn.utils import prune  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core_shims.torch import KFAC  # noqa: E402
+from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
 
 from .test_torch import (  # noqa: E402
     DAMPING,
@@ -282,7 +282,7 @@ def test_options_that_cannot_be_are_named_at_once():
         ({"reduction": "average"}, "reduction"),
         ({"fisher": "sampled"}, "fisher"),
         ({"kl_clip": -1}, "kl_clip"),
-        ({"lr": None}, "`lr`"),
+        ({"lr": None}, "lr"),
         ({"damping": -1.0}, "damping"),
         ({"decay": 2.0}, "decay"),
         ({"skip_layers": ["three"]}, "skip_layers.*three"),
@@ -741,6 +741,8 @@ def test_divided_parameters_are_those_of_one_process(tmp_path):
             torch.testing.assert_close(other, found[0])
         with pytest.raises(kc.UnsupportedError, match="one dimension"):
             KFAC(distribute_module(nn.Linear(4, 3), square))
+        with pytest.raises(kc.UnsupportedError, match="KFACOptimizer"):
+            KFACOptimizer(fully_shard(nn.Linear(4, 3)))
     finally:
         distributed.destroy_process_group()
 

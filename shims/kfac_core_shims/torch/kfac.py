@@ -213,6 +213,11 @@ class KFAC(kc.integration.NaturalGradient):
         self.criterion, self.output, self.grad_scaler = criterion, output, grad_scaler
         found = find_sites(self.model, skip_layers=skip_layers)
         if self._division is not None:
+            if keep:
+                raise kc.UnsupportedError(
+                    "The model's parameters are divided among processes (DTensor), and "
+                    "KFACOptimizer needs them whole. Use KFAC beside another optimizer."
+                )
             self._division.install(found)
         chosen = dict(approximations or {})
         coverage.require_known(chosen, found.sites)
