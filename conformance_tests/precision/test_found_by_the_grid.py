@@ -23,6 +23,9 @@ FOUND = {
     "a factor by QR of an ill-conditioned matrix": Case(
         "Full", "exact", "float64", "raise", 2, 1.0, 1e-40
     ),
+    "the Cholesky factor of a series": Case(
+        "Series('symmetric')", "factored", "float32", "raise", 1, 1.0, 1e-10
+    ),
     "a chain of float32 moments computed in float64": Case(
         "BlockTridiagonal", "factored_unit_pi", "float32", "raise", 2, 1.0, 1e-14
     ),

@@ -22,16 +22,22 @@ from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import is_readable
-from kfac_core.array.namespaces import full_of, own_namespace
-from kfac_core.array.status import Check
+from kfac_core.array.namespaces import (
+    device_of,
+    full_of,
+    own_namespace,
+    status_unless,
+)
+from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import NotReadyError, UnsupportedError
+from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.series_chain import Root, WeightedRoots, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.dense import DenseOperator
-from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.operators.operator import CurvatureOperator, raise_for
 
 __all__ = ["DENSE_LIMIT", "SeriesOperator"]
 
@@ -127,7 +133,24 @@ class SeriesOperator(CurvatureOperator):
         if not wanted or self._rows() > DENSE_LIMIT:
             return made
         dense = made._dense_matrix().prepared(*wanted, check=check, name=name)
-        return replaced(made, dense=dense.block)
+        made = replaced(made, dense=dense.block)
+        if "cholesky" not in wanted:
+            return made
+        # The dense matrix is formed in the dtype of applying; its inverse is known apart.
+        xp = own_namespace(self.scale)
+        z = probe(
+            self._rows(), dtype=self.scale.dtype, device=device_of(self.scale), xp=xp
+        )
+        column = xp.reshape(
+            made.chain.solve(xp.reshape(z, made.stack_shape), xp=xp), (-1, 1)
+        )
+        half = dense.block.lower_solve(z, transpose=False)
+        found = dense.block.lower_solve(half, transpose=True)
+        error = relative_norm(found - column, column, xp=xp)
+        flags = status_unless(xp, error <= RESIDUAL_LIMIT, Status.INACCURATE)
+        if check == "raise":
+            raise_for(flags, name)
+        return made.flagged(flags)
 
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F; from the dense matrix for the infinite variant."""
@@ -144,7 +167,7 @@ class SeriesOperator(CurvatureOperator):
         ``m log det(A_0 + a I) + n log det(G_0 + b I) + sum log W`` if symmetric.
         """
         if not isinstance(self.chain, WeightedRoots):
-            return self._dense_matrix().logdet()
+            return self._factored().logdet()
         n, m = self.vector_shape
         logdets = m * self.input.logdet() + n * self.output.logdet()
         return logdets + self.chain.logdet(xp=own_namespace(self.scale))
@@ -188,10 +211,10 @@ class SeriesOperator(CurvatureOperator):
         return self._dense_matrix().multiply_matpower(V, exponent)
 
     def _lower_multiply(self, V: Array, xp: Namespace, transpose: bool) -> Array:
-        return self._dense_matrix().multiply_cholesky(V, transpose=transpose)
+        return self._factored().multiply_cholesky(V, transpose=transpose)
 
     def _lower_solve(self, V: Array, xp: Namespace, transpose: bool) -> Array:
-        return self._dense_matrix().multiply_cholesky_inverse(V, transpose=transpose)
+        return self._factored().multiply_cholesky_inverse(V, transpose=transpose)
 
     def _sample(self, Z: Array, xp: Namespace) -> Array:
         """Return a root of the inverse times Z: structured, and not triangular."""
@@ -220,6 +243,14 @@ class SeriesOperator(CurvatureOperator):
         matrix = SymmetricMatrix(self.to_dense(damped=damped), full_storage=True)
         zero = full_of(own_namespace(self.scale), 0.0, matrix.array)
         return DenseOperator(shifted_matrix(matrix, zero), self.vector_shape)
+
+    def _factored(self) -> DenseOperator:
+        """Return F as an operator with its Cholesky factor, made now if that can raise."""
+        there = self.dense is not None and self.dense.cholesky is not None
+        if there or not is_readable(self.scale, xp=own_namespace(self.scale)):
+            return self._dense_matrix()
+        self._require_small()
+        return self.prepared("cholesky")._dense_matrix()
 
     def _require_small(self) -> None:
         if self._rows() > DENSE_LIMIT:
