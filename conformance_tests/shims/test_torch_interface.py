@@ -167,7 +167,7 @@ def test_mistakes_of_a_first_use_are_named():
     model, x, y = Network(), torch.randn(6, 4), torch.randint(3, (6,))
     with pytest.raises(kc.ConventionError, match="`model` to be a torch"):
         KFAC(model.parameters())
-    with pytest.raises(kc.ConventionError, match="`lr` to be the optimizer"):
+    with pytest.raises(kc.KFACError, match="`lr` to be"):
         KFAC(model, lr="0.1")
     with pytest.raises(
         TypeError, match=r"no option `dampning`\. Did you mean `damping`"
