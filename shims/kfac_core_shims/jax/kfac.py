@@ -96,7 +96,7 @@ class KFAC:
         reduction: Literal["sum", "mean", "mean_rows"],
         damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] = 0.03,
         decay: float = 0.95,
-        refresh_every: int = 10,
+        refresh_every: int = 25,
         bases_every: int = 100,
         moments: Literal["kronecker", "carried"] = "kronecker",
         axis_name: Any = None,

@@ -101,8 +101,8 @@ class KFAC(kc.integration.NaturalGradient):
         kl_clip: kc.integration.Schedule | None = 1e-3,
         damping: kc.integration.Schedule = 0.03,
         decay: kc.integration.Schedule = 0.95,
-        update_every: kc.integration.Interval = 1,
-        refresh_every: kc.integration.Interval = 10,
+        update_every: kc.integration.Interval = 5,
+        refresh_every: kc.integration.Interval = 25,
         **options: Any,
     ) -> None:
         self._jax = keras.backend.backend() == "jax"
