@@ -23,8 +23,8 @@ DEFAULTS = {
     "kl_clip": "0.001",
     "damping": "0.03",
     "decay": "0.95",
-    "update_every": "1",
-    "refresh_every": "10",
+    "update_every": "5",
+    "refresh_every": "25",
 }
 MEANT = {*DEFAULTS, "reduction"}
 
