@@ -1,6 +1,7 @@
 """Building blocks for the integration of frameworks."""
 
 from kfac_core.constraints import validated
+from kfac_core.integration.coverage import coverage_table
 from kfac_core.integration.framework_conv import framework_conv
 from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
 from kfac_core.integration.likelihoods import RowLoss, row_loss
@@ -23,6 +24,7 @@ __all__ = [
     "Schedule",
     "Wiring",
     "batches_of_calls",
+    "coverage_table",
     "framework_conv",
     "interval_at",
     "require_positive",

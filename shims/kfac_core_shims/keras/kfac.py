@@ -132,6 +132,8 @@ class KFAC(kc.integration.NaturalGradient):
             sources=sources,
             **{**execution, **options},
         )
+        self._variables: list[Any] = []
+        self._compiling = False
         super().__init__(
             estimator,
             reduction=reduction,
@@ -143,9 +145,32 @@ class KFAC(kc.integration.NaturalGradient):
         )
         self._calls: list[kc.integration.LayerCall] = []
         self._rows: Any = 0
-        self._variables: list[Any] = []
         self._checked = False
         self._attach()
+
+    def __repr__(self) -> str:
+        table = kc.integration.coverage_table(self.estimator.blocks, self.skipped)
+        return f"KFAC(fisher={self.estimator.mode!r}), {self.steps} steps\n{table}"
+
+    @property
+    def estimator(self) -> kc.Estimator:
+        """The curvature of the last step that the model's optimizer holds."""
+        self._pull()
+        return self._estimator
+
+    @estimator.setter
+    def estimator(self, estimator: kc.Estimator) -> None:
+        self._estimator = estimator
+
+    @property
+    def steps(self) -> int:
+        """The number of steps made, skipped ones aside."""
+        self._pull()
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
 
     def observe(
         self,
@@ -223,8 +248,8 @@ class KFAC(kc.integration.NaturalGradient):
 
     def load(self, path: Any, /) -> None:
         """Read the curvature from a file, and the steps from the model's optimizer."""
-        kc.load_checkpoint(path, self.estimator, backend=keras.backend.backend())
-        self.steps = int(self.model.optimizer.iterations)
+        kc.load_checkpoint(path, self._estimator, backend=keras.backend.backend())
+        self._steps = int(self.model.optimizer.iterations)
         self._push()
 
     # What is found in the model.
@@ -457,7 +482,11 @@ class KFAC(kc.integration.NaturalGradient):
             gradients = [g if g is None else g / scale for g in gradients]
         self.learning_rate = _positive(optimizer.learning_rate)
         if values is not None:
-            found = self._compiled_step(gradients, data, values)
+            self._compiling = True
+            try:
+                found = self._compiled_step(gradients, data, values)
+            finally:
+                self._compiling = False
         else:
             if self.wants_statistics:
                 self.observe(*data)
@@ -555,17 +584,20 @@ class KFAC(kc.integration.NaturalGradient):
         return self._replaced(gradients, found)
 
     def _pull(self) -> None:
-        """Take the state of compiled steps into the estimator."""
-        if not self._variables:
+        """Take the state of compiled steps into the estimator, where it is at hand.
+
+        While a step is compiled it is not, nor within `fit`, which keeps it until an epoch
+        ends.
+        """
+        if not self._variables or self._compiling:
             return
         import jax
 
-        counter, *held = self._variables
-        if int(counter.value) == 0:
+        values = [variable.value for variable in self._variables]
+        if any(x.is_deleted() for x in values) or int(values[0]) == self._steps:
             return
-        state = jax.tree.unflatten(self._structure, [v.value for v in held])
-        self.steps = int(counter.value)
-        self.estimator.state = state
+        self._steps = int(values[0])
+        self._estimator.state = jax.tree.unflatten(self._structure, values[1:])
 
     def _push(self) -> None:
         """Give the estimator's state to the compiled steps."""
@@ -573,10 +605,9 @@ class KFAC(kc.integration.NaturalGradient):
             return
         import jax
 
-        state = self.estimator.network.in_form_of(self.estimator.state, self._form)
-        for variable, leaf in zip(
-            self._variables, (self.steps, *jax.tree.leaves(state)), strict=True
-        ):
+        network, state = self._estimator.network, self._estimator.state
+        leaves = jax.tree.leaves(network.in_form_of(state, self._form))
+        for variable, leaf in zip(self._variables, (self._steps, *leaves), strict=True):
             variable.assign(ops.convert_to_numpy(leaf))
 
 

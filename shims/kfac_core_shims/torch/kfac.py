@@ -281,7 +281,7 @@ class KFAC(kc.integration.NaturalGradient):
             f"kl_clip={self.kl_clip!r}, update_every={self.update_every!r}, "
             f"refresh_every={self.refresh_every!r}"
         )
-        table = coverage.coverage_table(self.estimator.blocks, self.skipped)
+        table = kc.integration.coverage_table(self.estimator.blocks, self.skipped)
         return f"KFAC({options}), {self.steps} steps\n{table}"
 
     def __reduce__(self) -> Any:
