@@ -218,6 +218,8 @@ def test_the_walk_finds_what_users_call():
 
 def test_exceptions_exist():
     """No reason is given for what is not there any more."""
+    if any(importlib.util.find_spec(x) is None for x in INTEGRATIONS.values()):
+        pytest.skip("some of them are of frameworks that are not installed")
     known = {value.__name__ for value in public()}
 
     assert {name for name in EXCEPTIONS if "." not in name} - known == set()

@@ -133,9 +133,9 @@ def test_factors_that_cannot_be_are_refused_by_name(backend, rng):
     """Shapes, asymmetry, scales, dampings, bases that are not orthogonal."""
     A, G = (backend.asarray(x) for x in factors(rng))
     for error, match, given, options in (
-        (kc.ShapeError, "`input`", (A[:3], G), {}),
+        (kc.ShapeError, "`input`", (A[:3, :], G), {}),
         (kc.ShapeError, "`output`", (A, G[None, ...]), {}),
-        (kc.ConventionError, "`input` to be symmetric", (A + A[0], G), {}),
+        (kc.ConventionError, "`input` to be symmetric", (A + A[0, :], G), {}),
         (kc.ConventionError, "`scale`", (A, G), {"scale": 0.0}),
         (kc.ConventionError, "`rule`", (A, G), {"rule": "pi"}),
         (kc.DampingError, "least_shift", (A, G), {"least_shift": -1.0}),

@@ -7,6 +7,7 @@ own coordinates, the squares in the basis, whose columns they are permuted with.
     KFAC_CORE_BACKEND=jax python docs/examples/soap.py
 """
 
+from array_api_compat import array_namespace
 from digits import Digits, loss_and_gradients
 
 from kfac_core.roots.gradient_side import GradientFactors
@@ -36,7 +37,9 @@ def train(steps):
                 pairs = zip(bases[i], values, strict=True)
                 bases[i] = [refreshed_basis(basis, F) for basis, F in pairs]
                 rows, columns = (basis.order for basis in bases[i])
-                squares[i] = squares[i][rows, :][:, columns]
+                xp = array_namespace(squares[i])
+                kept = xp.take(squares[i], rows, axis=0)
+                squares[i] = xp.take(kept, columns, axis=1)
             left, right = (basis.eigenvectors for basis in bases[i])
             momentum[i] = BETA * momentum[i] + (1 - BETA) * V
             squares[i] = BETA2 * squares[i] + (1 - BETA2) * (left.T @ V @ right) ** 2

@@ -257,7 +257,7 @@ class ShiftedRankOne:
         body = self._body()
         if not self.tail:
             return body
-        return self._xp().concat([body, self._xp().ones_like(body[:1])], axis=0)
+        return self._xp().concat([body, self._xp().ones_like(body[:1, :])], axis=0)
 
     def _checked(self, *, check: Check, name: str) -> ShiftedRankOne:
         """Return the same with the dense inverse if that by the mean is inaccurate."""
