@@ -93,7 +93,7 @@ __all__ = [
     "emptied",
 ]
 
-BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Batch]
+BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
 """A batch of one block: inputs and output gradients, or several uses of one layer."""
 
 _FULL_PRECISION = Precision()

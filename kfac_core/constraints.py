@@ -247,7 +247,9 @@ RANGES: Mapping[str, Constraint] = {
     "shape": _SIZE,
     "scale_shape": _SIZE,
     "shift_shape": _SIZE,
-    "scale": _POSITIVE,
+    "scale": _POSITIVE_SCALAR,
+    "SquaredError.scale": _POSITIVE,
+    "factor_root.scale": _FINITE_SCALAR,
     "ScaledIdentity.scale": _NOT_NEGATIVE,
     "variance": _POSITIVE,
     # Steps.
@@ -280,7 +282,6 @@ RANGES: Mapping[str, Constraint] = {
     "FactorRoot.direction.damping": _OF_A_STACK,
     "ikfac_updated.step": _POSITIVE_SCALAR,
     "FactorRoot.moved.step": _POSITIVE_SCALAR,
-    "ikfac_updated.scale": _POSITIVE_SCALAR,
     "degree": _COUNT,
     "samples": _SIZE,
     **dict.fromkeys(("factor_root.size", "place.size", "run_ranks.size"), _COUNT),

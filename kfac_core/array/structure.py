@@ -260,20 +260,31 @@ def without_scalars(value: T, /) -> T:
     structure
         With the same parts where these hold no scalar.
     """
-    todo: list[Any] = [value]
+    return _with_arrays(value) if _holds_scalars(value) else value
+
+
+def _holds_scalars(value: Any) -> bool:
+    todo = [value]
     while todo:
         part = todo.pop()
         if isinstance(part, np.generic):
-            return map_structure(_no_scalar, value)
+            return True
         if isinstance(part, dict):
             todo.extend(part.values())
         elif type(part) in _arrays:
             todo.extend(vars(part).values())
-    return value
+    return False
 
 
-def _no_scalar(x: Any) -> Any:
-    return np.asarray(x) if isinstance(x, np.generic) else x
+def _with_arrays(value: Any) -> Any:
+    """Return a value with arrays for scalars; parts without any are the same objects."""
+    if isinstance(value, np.generic):
+        return np.asarray(value)
+    if isinstance(value, dict):
+        return {name: without_scalars(part) for name, part in value.items()}
+    names = _arrays.get(type(value), ())
+    changes = {name: without_scalars(getattr(value, name)) for name in names}
+    return replaced(value, **changes)
 
 
 def _met(first: Any, others: tuple[Any, ...]) -> dict[str, Any]:

@@ -224,8 +224,11 @@ def _clipped_root(
     problem: DampedMatrix, degree: int, name: str, xp: Namespace
 ) -> InverseRoot:
     """Return the root with A clipped, checked against the clipped matrix, or raise."""
-    basis = eigendecomposition(problem, check="status", name=name)
-    A = from_eigenbasis(basis.eigenvectors, basis.eigenvalues, xp)
+    found = eigendecomposition(problem, check="status", name=name)
+    zeros = xp.zeros_like(found.eigenvalues)
+    w = xp.where(found.eigenvalues < 0, zeros, found.eigenvalues)
+    basis = replaced(found, eigenvalues=w)
+    A = from_eigenbasis(basis.eigenvectors, w, xp)
     damped = basis.eigenvalues + problem.shift[..., None]
     clipped = DampedMatrix(A, xp.ones_like(problem.factor), problem.shift)
     made = _root(clipped, basis, degree, xp)
