@@ -602,8 +602,8 @@ class KFAC(kc.integration.NaturalGradient):
         -------
         dict of str to float
             ``steps``; ``damping`` where it is one number; ``clip``, the factor of the KL
-            clip, and ``kl``, half of ``lr^2 V . P V`` after it.  Synchronizes with the
-            device.
+            clip, 1 where it did not clip; and ``kl``, half of ``lr^2 V . P V`` after it,
+            at most half of `kl_clip`.  Synchronizes with the device.
         """
         found = {"steps": float(self.steps)}
         if not isinstance(self.estimator.damping, Mapping):
