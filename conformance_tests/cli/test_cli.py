@@ -105,7 +105,8 @@ def test_doctor_in_words(every):
 
     assert done.returncode == 0, done.stderr
     assert f"kfac_core {kc.__version__}" in done.stdout
-    assert "chosen: numpy (the default)" in done.stdout
+    assert "chosen: numpy (the default)\n  for arrays that the library" in done.stdout
+    assert "In a checkout write `pip install '.[" in done.stdout
     for name in ("numpy", *OTHERS):
         assert name in done.stdout
     assert all((name in done.stdout) == every for name in OPERATIONS)

@@ -282,6 +282,7 @@ def test_a_tolerance_of_a_tenth_is_the_largest(run, tmp_path):
         (1 / 32, "0.03125 = 1/32 times ours: 1/N, a mean over examples"),
         (1 / 32**2, "= 1/1024 times ours: 1/N^2, output gradients of a mean loss"),
         (32.0, "32 times ours: N, a sum where the format has a mean"),
+        (32 / 31, "1.032 times ours: N/(N-1), a sample covariance: divide by N"),
         (2.0, "2 times ours"),
         (-1.0, "-1 times ours"),
     ],
@@ -307,7 +308,63 @@ def test_a_wrong_number_is_named(run, rng, tmp_path, scale, sentence):
     code, lines, _ = run(path)
 
     assert code == 1
+    assert lines[3].startswith("  fc factor=output: the record's answer is ")
     assert sentence in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("checked", "advice"),
+    [
+        ((), "add the checks `factor` and `damping_split`"),
+        (("factor",), "add the check `damping_split`"),
+        (("factor", "damping_split"), None),
+    ],
+)
+def test_what_would_find_the_cause_of_a_wrong_inverse_is_said(
+    run, rng, tmp_path, checked, advice
+):
+    """Here pi is upside down: the factors agree, and the damping that is added does not."""
+    x, g = rng.normal(size=(32, 4)), 0.1 * rng.normal(size=(32, 3))
+    A, G, r = x.T @ x / 32, g.T @ g / 32, np.sqrt(0.1)
+    pi = np.sqrt((np.trace(G) / 3) / (np.trace(A) / 4))
+    V = rng.normal(size=(4, 3))
+    U = (
+        np.linalg.inv(A + pi * r * np.eye(4))
+        @ V
+        @ np.linalg.inv(G + r / pi * np.eye(3))
+    )
+    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
+    writer = records.RecordWriter(
+        {"fc": kc.Block(layer, kc.Kronecker())},
+        decay=0.9,
+        damping=0.1,
+        damping_rule="factored",
+        loss="sum",
+        producer="another library",
+    )
+    writer.update({"fc": kc.Batch(x, g)})
+    writer.check("fc", "multiply_inverse", vector={"weight": V}, expected={"weight": U})
+    if "factor" in checked:
+        writer.check("fc", "factor", factor="input", expected=A)
+        writer.check("fc", "factor", factor="output", expected=G)
+    if "damping_split" in checked:
+        writer.check("fc", "damping_split", expected=np.array([pi * r, r / pi]))
+    path = tmp_path / "upside_down.safetensors"
+    writer.save(path)
+
+    code, lines, _ = run(path)
+
+    assert code == 1
+    differing = [line.split()[1] for line in lines if line.endswith("  differs")]
+    assert ("damping_split" in differing) == ("damping_split" in checked)
+    assert "factor" not in differing
+    found = [line for line in lines if line.startswith("  fc: ")]
+    if advice is None:
+        assert found == []
+    else:
+        [line] = found
+        assert advice in line
+        assert len(line) <= 80
 
 
 def test_a_transposed_answer_is_named(run, rng, tmp_path):

@@ -678,6 +678,17 @@ def test_a_step_without_statistics_needs_no_observation():
     assert kfac.steps == 2
 
 
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_step_before_the_backward_pass_says_so_first(passes):
+    """Whether or not the model was called."""
+    model = Network()
+    kfac = attached(model, **CATEGORICAL)
+    for _ in range(passes):
+        model(torch.randn(6, 4))
+    with pytest.raises(kc.NotReadyError, match=r"^Call kfac.step\(\) after loss.back"):
+        kfac.step()
+
+
 def test_an_error_says_why_nothing_was_seen():
     """A structure without logits; a pass of parts of the model; other weights."""
 

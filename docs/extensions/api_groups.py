@@ -282,7 +282,7 @@ def _imported(package: str) -> ModuleType:
     # Integrations write into tables of their frameworks when they are imported.
     stand_in: Any = _MockObject
     stand_in.__setitem__ = lambda table, key, value: None
-    # And options are checked by their annotations, which may name a framework's classes.
+    # The annotations of validated options are evaluated, such as `float | Optimizer`.
     stand_in.__or__ = stand_in.__ror__ = lambda one, other: Any
     with mock(FRAMEWORKS):
         return importlib.import_module(package)

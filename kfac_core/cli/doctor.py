@@ -208,6 +208,8 @@ def _print(found: dict[str, Any]) -> None:
     else:
         chosen = f"nothing usable. {selected['problem']}"
     print(printable(f"chosen: {chosen}"))
+    if selected["problem"] is None:
+        print("  for arrays that the library makes; yours decide by themselves")
     for name, reason in found["broken"].items():
         print(printable(f"broken: {name} ({reason})"))
     print()
@@ -220,6 +222,10 @@ def _print(found: dict[str, Any]) -> None:
         ("backend", "versions", "devices", "state"),
         [_cells(name, backend) for name, backend in found["backends"].items()],
     )
+    if there < len(names):
+        print(
+            "In a checkout write `pip install '.[jax]'`, and so for the other extras."
+        )
     if "operations" not in found:
         return
     print()

@@ -6,6 +6,7 @@ Each file is read and checked on its own: a bad one costs one line on standard e
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kfac_core.array.selection import enable_float64, selected_backend
@@ -201,9 +202,36 @@ def _print_result(result: dict[str, Any], *, every: bool) -> None:
     summary = f"{agreeing} of {len(verdicts)} agree" if verdicts else "nothing to check"
     if rows or not verdicts:
         print_table(f"{printable(result['record'])}: {summary}", _COLUMNS, rows)
-    for line in dict.fromkeys(verdict.diagnosis for verdict in verdicts):
-        if line:
-            print(f"  {line}")
+    explained = [f"{_label(v)}: {v.diagnosis}" for v in verdicts if v.diagnosis]
+    for line in dict.fromkeys([*explained, *_advice(verdicts)]):
+        print(printable(f"  {line}"))
+
+
+def _label(verdict: Verdict) -> str:
+    """Return which check it was, as ``fc factor=input`` or ``fc multiply_inverse``."""
+    if verdict.operation == "factor":
+        return f"{verdict.block} {verdict.detail}"
+    return f"{verdict.block} {verdict.operation} {verdict.detail}".strip()
+
+
+def _advice(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return which checks would show the cause, for blocks whose inverse alone differs."""
+    lines = []
+    for block in dict.fromkeys(verdict.block for verdict in verdicts):
+        own = [verdict for verdict in verdicts if verdict.block == block]
+        wrong = [v for v in own if v.problem is None and not v.agrees]
+        if {v.operation for v in wrong} != {"multiply_inverse"}:
+            continue
+        # Only the factored rules split the damping.
+        split = any((v.rule or "").startswith("factored") for v in wrong)
+        useful = ["factor", "damping_split"] if split else ["factor"]
+        known = {v.operation for v in own}
+        missing = [f"`{name}`" for name in useful if name not in known]
+        if missing:
+            word = "check" if len(missing) == 1 else "checks"
+            names = " and ".join(missing)
+            lines.append(f"{block}: add the {word} {names}, to see where it begins")
+    return lines
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:

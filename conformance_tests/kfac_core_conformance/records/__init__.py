@@ -12,7 +12,7 @@ try:
 except (Exception, SystemExit) as error:
     raise ImportError(
         f"records need the packages msgspec and safetensors ({error}); install them with "
-        "pip install 'kfac-core[records]'"
+        "pip install 'kfac-core[records]' (in a checkout: pip install '.[records]')"
     ) from error
 
 from kfac_core_conformance.records.check import CheckDtype, Verdict, check_record

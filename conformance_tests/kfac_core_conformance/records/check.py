@@ -159,7 +159,12 @@ def _verdict(
     tolerance = _tolerance(check, expected, reference, index)
     explained = None
     if got is not None and math.isfinite(error) and error > tolerance:
-        explained = diagnosis(got, expected, examples=made.recorded.examples)
+        explained = diagnosis(
+            got,
+            expected,
+            examples=made.recorded.examples,
+            factor=check.tag() == "factor",
+        )
     return Verdict(
         index,
         check.block,

@@ -1,8 +1,9 @@
 """Why an answer differs, where the commonest defects explain it.
 
-Most wrong answers of K-FAC code are right up to a number: a mean over N examples where a
+Most wrong factors of K-FAC code are right up to a number: a mean over N examples where a
 sum was meant, or the other way around, scales gradients by N and their second moments by
-N^2.  Others are transposed.
+N^2.  Others are transposed.  A damped inverse is not proportional to a factor, so that one
+number seldom explains it: there the checks of the factors and of the damping say more.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ __all__ = ["diagnosis"]
 CLOSE = 1e-4
 """How near an explained answer comes, relative to the expected one."""
 
+COVARIANCE_CLOSE = 1e-3
+"""How near ``ratio - 1`` comes to ``1/(N-1)``, relative to it."""
 
-def diagnosis(got: Answer, expected: Answer, /, *, examples: int | None) -> str | None:
+
+def diagnosis(
+    got: Answer,
+    expected: Answer,
+    /,
+    *,
+    examples: int | None,
+    factor: bool = False,
+) -> str | None:
     """Explain a difference by one number, or by a transpose.
 
     Parameters
@@ -29,6 +40,8 @@ def diagnosis(got: Answer, expected: Answer, /, *, examples: int | None) -> str 
         Answer in the record.
     examples : int, optional
         Number N of examples of an update, if all updates have the same.
+    factor : bool
+        Whether the answer is a factor, which may be a sample covariance.
 
     Returns
     -------
@@ -41,7 +54,7 @@ def diagnosis(got: Answer, expected: Answer, /, *, examples: int | None) -> str 
     if ratio is not None:
         # Any two scalars have a ratio, which may mean nothing.
         alone = sum(part.size for part in got.values()) == 1
-        meaning = _meaning(ratio, examples)
+        meaning = _meaning(ratio, examples, factor=factor)
         return None if alone and meaning is None else _sentence(ratio, meaning)
     if all(part.ndim == 2 and part.shape[0] == part.shape[1] for part in got.values()):
         transposed = {name: part.T for name, part in got.items()}
@@ -62,14 +75,17 @@ def _distance(got: Answer, expected: Answer, ratio: float) -> float:
     return norm_of(difference) / norm_of(expected)
 
 
-def _meaning(ratio: float, examples: int | None) -> str | None:
-    """Return which power of the number of examples a ratio is, in words."""
+def _meaning(ratio: float, examples: int | None, *, factor: bool) -> str | None:
+    """Return what a ratio is of the number of examples, in words."""
     if examples is None or examples < 2:
         return None
     for power, meaning in _MEANINGS.items():
         size = float(examples) ** power
         if abs(ratio - size) < CLOSE * size:
             return f"{meaning} for N = {examples} examples"
+    # Close to 1, so that its distance from 1 is what is compared.
+    if factor and abs((ratio - 1.0) * (examples - 1) - 1.0) < COVARIANCE_CLOSE:
+        return f"N/(N-1), a sample covariance: divide by N, for N = {examples} examples"
     return None
 
 

@@ -93,7 +93,11 @@ def run(args: argparse.Namespace, /) -> int:
     ]
     if missing:
         names = ", ".join(missing)
-        return complain("demo", f"needs {names}: pip install 'kfac-core[demo]'")
+        return complain(
+            "demo",
+            f"needs {names}: pip install 'kfac-core[demo]' "
+            "(in a checkout: pip install '.[demo]')",
+        )
     # A folder or a backend that cannot be used is an error now, not after minutes.
     args.output.mkdir(parents=True, exist_ok=True)
     backend = kc.array.selected_backend()

@@ -602,8 +602,8 @@ class KFAC(kc.integration.NaturalGradient):
         -------
         dict of str to float
             ``steps``; ``damping`` where it is one number; ``clip``, the factor of the KL
-            clip, and ``kl``, half of ``lr^2 V . P V`` after it.  Synchronizes with the
-            device.
+            clip, 1 where it did not clip; and ``kl``, half of ``lr^2 V . P V`` after it,
+            at most half of `kl_clip`.  Synchronizes with the device.
         """
         found = {"steps": float(self.steps)}
         if not isinstance(self.estimator.damping, Mapping):
@@ -837,7 +837,10 @@ class KFAC(kc.integration.NaturalGradient):
                     "in place, or it was called, or compiled and called, before KFAC was "
                     "made"
                 )
-                error.args = (f"{error.args[0]} What was seen: {why}.",)
+                first = "Call kfac.step() after loss.backward(). "
+                if seen or self._notes:
+                    first = ""
+                error.args = (f"{first}{error.args[0]} What was seen: {why}.",)
                 raise
             if self._division is not None:
                 self._division.write(found)
@@ -932,9 +935,10 @@ class KFAC(kc.integration.NaturalGradient):
         if not good:
             raise kc.ConventionError(
                 "The loss is no cross-entropy of logits along the last axis of the "
-                f"outputs, of shape {tuple(z.shape)}. Say which `likelihood` it has: "
-                "'categorical', 'bernoulli', 'gaussian', or the loss module. With classes "
-                "on the second axis say output=lambda z: z.movedim(1, -1)."
+                f"outputs, of shape {tuple(z.shape)}. Pass the loss module to KFAC, such "
+                "as likelihood=nn.MSELoss(), or likelihood=nn.NLLLoss() for outputs of a "
+                "log_softmax, or one of 'categorical', 'bernoulli', 'gaussian'. With "
+                "classes on the second axis say output=lambda z: z.movedim(1, -1)."
             )
         return told
 
