@@ -23,7 +23,16 @@ import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -496,22 +505,40 @@ def validated(function: F, /) -> F:
     constraints = constraints_of(function)
     if not constraints:
         return function
-
+    key = f"{function.__module__}.{function.__qualname__}"
     defaults = {name: parameter.default for name, parameter in parameters.items()}
+    _calls[key] = _Call(positional, rest, constraints, defaults)
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        names = [*positional, *rest * (len(arguments) - len(positional))]
+        # By its name, since compilers follow what is global, and not what is enclosed.
+        known = _calls[key]
+        names = [
+            *known.positional,
+            *known.rest * (len(arguments) - len(known.positional)),
+        ]
         for name, value in (*zip(names, arguments, strict=False), *options.items()):
-            constraint = constraints.get(name)
-            if constraint is not None and value is not defaults[name]:
+            constraint = known.constraints.get(name)
+            if constraint is not None and value is not known.defaults[name]:
                 require_range(name, value, constraint)
         return function(*arguments, **options)
 
-    return call  # type: ignore[return-value]
+    made: Any = call
+    return made  # type: ignore[no-any-return]
 
 
-@functools.cache
+class _Call(NamedTuple):
+    """What is known of the parameters of a validated function."""
+
+    positional: list[str]
+    rest: list[str]
+    constraints: Mapping[str, Constraint]
+    defaults: Mapping[str, Any]
+
+
+_calls: dict[str, _Call] = {}
+
+
 def constraints_of(owner: Callable[..., Any], /) -> Mapping[str, Constraint]:
     """Return the constraint of each parameter of a class or function that has one.
 
