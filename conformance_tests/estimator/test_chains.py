@@ -483,6 +483,7 @@ def test_a_model_of_pytorch_is_one_chain(requires_backend, rng):
         damping=DAMPING,
         kl_clip=None,
         sharing=kc.Sharing(chains={"model": ("0", "1")}),
+        damping_rule="factored",
     )
 
     outputs = model(x)

@@ -400,7 +400,7 @@ def test_arguments_are_checked():
     for wrong in ({"reduction": "average"}, {"refresh_every": 0}):
         with pytest.raises(kc.ConventionError, match=next(iter(wrong))):
             KFAC(model, **{"fisher": "exact", **SETTINGS, **wrong})
-    with pytest.raises(kc.ConventionError, match="mode"):
+    with pytest.raises(kc.ConventionError, match="fisher"):
         KFAC(model, fisher="sampled", **SETTINGS)
     with pytest.raises(kc.UnsupportedError, match="built"):
         KFAC(keras.Sequential([layers.Dense(3)]), fisher="exact", **SETTINGS)

@@ -498,7 +498,7 @@ def test_layers_of_other_libraries_are_registered():
     for bad in ({"weight_layout": "xy"}, {}):
         with pytest.raises(kc.ConventionError):
             register_layer(Columns, "linear" if bad else "lin", **bad)
-    with pytest.raises(kc.ConventionError, match="class or its full name"):
+    with pytest.raises(kc.ArgumentError, match="`kind`"):
         register_layer(3, "linear")
 
 

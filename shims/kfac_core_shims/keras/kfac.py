@@ -594,7 +594,7 @@ class KFAC(kc.integration.NaturalGradient):
         import jax
 
         values = [variable.value for variable in self._variables]
-        if any(x.is_deleted() for x in values) or int(values[0]) == self._steps:
+        if any(x.is_deleted() for x in values) or int(values[0]) <= self._steps:
             return
         self._steps = int(values[0])
         self._estimator.state = jax.tree.unflatten(self._structure, values[1:])

@@ -185,12 +185,8 @@ def register_layer(
         )
     if isinstance(kind, str):
         _BY_NAME[kind] = found
-    elif isinstance(kind, type):
-        _BY_TYPE[kind] = found
     else:
-        raise kc.ConventionError(
-            f"Expected `kind` to be a class or its full name, got {kind!r}."
-        )
+        _BY_TYPE[kind] = found
 
 
 def describe(module: Any, /, *, owns: Owns) -> Parts | str | None:

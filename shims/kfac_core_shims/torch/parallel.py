@@ -90,7 +90,7 @@ def execution_of(
         options["holders"] = 1
         like = like.to_local() if hasattr(like, "placements") else like
     options["like"] = like
-    if execution is not None:
+    if isinstance(execution, kc.Execution):
         options["execution"] = execution
     found = kc.distributed.execution_for(
         communicator,
@@ -99,7 +99,7 @@ def execution_of(
     )
     if found is None:
         return execution, None, _division(model, None)
-    if not isinstance(found.execution, kc.Execution):
+    if execution is not None and not isinstance(execution, kc.Execution):
         raise kc.UnsupportedError(
             f"Several processes divide the blocks, and `execution` is a "
             f"{type(execution).__name__}. Pass a kfac_core.Execution, or "
