@@ -210,14 +210,25 @@ def solve_triangular(
 
 
 def sums_of_products(pairs: Any, /, *, xp: Any) -> Any:
-    """Return all sums from one pass over the arrays, rows first."""
+    """Return all sums from one pass over the arrays."""
     products = [_wide(x) * _wide(y) for x, y in pairs]
     dtype = jnp.result_type(*products)
-    products = [p.astype(dtype) for p in products]
-    if products[0].ndim > 1:
-        zeros = (jnp.zeros((), dtype),) * len(products)
-        products = jax.lax.reduce(tuple(products), zeros, _added, (0,))
-    return jnp.stack([p.reshape(-1) for p in products]).sum(-1)
+    return _sums([p.astype(dtype) for p in products])
+
+
+@jax.custom_jvp
+def _sums(arrays: Any) -> Any:
+    """Return the sum of each of some arrays of one shape, rows first."""
+    if arrays[0].ndim > 1:
+        zeros = (jnp.zeros((), arrays[0].dtype),) * len(arrays)
+        arrays = jax.lax.reduce(tuple(arrays), zeros, _added, (0,))
+    return jnp.stack([x.reshape(-1) for x in arrays]).sum(-1)
+
+
+@_sums.defjvp
+def _sums_jvp(primals: Any, tangents: Any) -> Any:
+    """JAX does not differentiate reductions of several arrays at once."""
+    return _sums(*primals), jnp.stack([jnp.sum(t) for t in tangents[0]])
 
 
 def _wide(x: Any) -> Any:

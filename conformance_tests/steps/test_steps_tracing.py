@@ -172,9 +172,10 @@ def test_vmap_is_a_loop(jax, requires_backend):
             assert_close(host(got)[path][i], x, "identity", "float64")
 
 
-def test_a_traced_step_is_a_constant_of_differentiation(jax, requires_backend):
-    """The derivative of a step with respect to the gradient is zero."""
+def test_the_derivative_of_a_traced_step_is_right(jax, requires_backend):
+    """With respect to the gradient, beside a central difference along a direction."""
     backend = requires_backend("jax")
+    rng = np.random.default_rng(6)
     theta, grad, *rest = arguments(
         lambda x: put(backend, x, "float64"),
         lambda x: backend.asarray(x, "float64"),
@@ -186,7 +187,15 @@ def test_a_traced_step_is_a_constant_of_differentiation(jax, requires_backend):
 
     derivative = jax.jit(jax.grad(entry))(grad)
 
-    assert not any(np.any(x) for x in host(derivative).values())
+    along = jax.tree.map(lambda x: backend.asarray(rng.normal(size=x.shape)), grad)
+    moved = [
+        jax.tree.map(lambda g, d, h=h: g + h * d, grad, along) for h in (1e-6, -1e-6)
+    ]
+    plus, minus = (float(jax.jit(entry)(point)) for point in moved)
+    terms = jax.tree.map(lambda a, b: float((a * b).sum()), derivative, along)
+    np.testing.assert_allclose(
+        sum(jax.tree.leaves(terms)), (plus - minus) / 2e-6, rtol=1e-5
+    )
 
 
 def test_no_graph_is_left(requires_backend):
