@@ -216,8 +216,7 @@ def sums_of_products(pairs: Any, /, *, xp: Any) -> Any:
     return _sums([p.astype(dtype) for p in products])
 
 
-@jax.custom_jvp
-def _sums(arrays: Any) -> Any:
+def _summed(arrays: Any) -> Any:
     """Return the sum of each of some arrays of one shape, rows first."""
     if arrays[0].ndim > 1:
         zeros = (jnp.zeros((), arrays[0].dtype),) * len(arrays)
@@ -225,10 +224,13 @@ def _sums(arrays: Any) -> Any:
     return jnp.stack([x.reshape(-1) for x in arrays]).sum(-1)
 
 
-@_sums.defjvp
 def _sums_jvp(primals: Any, tangents: Any) -> Any:
-    """JAX does not differentiate reductions of several arrays at once."""
     return _sums(*primals), jnp.stack([jnp.sum(t) for t in tangents[0]])
+
+
+# JAX does not differentiate reductions of several arrays at once.
+_sums: Any = jax.custom_jvp(_summed)
+_sums.defjvp(_sums_jvp)
 
 
 def _wide(x: Any) -> Any:

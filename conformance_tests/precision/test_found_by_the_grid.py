@@ -68,7 +68,7 @@ def test_a_traced_damping_that_a_dtype_cannot_hold_is_flagged(backend):
     with kc.use_backend(backend.name):
         operator = grid.KINDS["Kronecker"].block.operator(
             grid.statistics_of(case, backend.name),
-            damping=backend.asarray(np.asarray(1e-40)),
+            damping=kc.asarray(np.asarray(1e-40)),
             rule="factored",
             check="status",
             precision=kc.Precision(apply="float32"),
