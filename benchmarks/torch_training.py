@@ -363,9 +363,11 @@ def small_gpt(width: int = 64, depth: int = 2, heads: int = 4) -> Any:
     class Gpt(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.tokens, self.places = nn.Embedding(64, width), nn.Embedding(32, width)
+            self.tokens = nn.Embedding(64, width)
+            self.places = nn.Embedding(32, width)
             self.layers = nn.Sequential(*(Layer() for _ in range(depth)))
-            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 64, bias=False)
+            self.norm = nn.LayerNorm(width)
+            self.head = nn.Linear(width, 64, bias=False)
 
         def forward(self, ids: Any) -> Any:
             x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))

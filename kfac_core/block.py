@@ -94,7 +94,7 @@ __all__ = [
 ]
 
 BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
-"""A batch of one block: inputs and output gradients, or several uses of one layer."""
+"""What a block takes: a batch, several uses of one layer, or a batch of each part."""
 
 _FULL_PRECISION = Precision()
 

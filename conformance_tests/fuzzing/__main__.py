@@ -100,7 +100,7 @@ def main(arguments: list[str]) -> None:
     work = folder / "found"
     work.mkdir()
     where = [str(kept if keep else work), *([] if keep else [str(kept)]), str(seeds)]
-    limits = ["-timeout=300", "-rss_limit_mb=2048", "-max_len=40000", "-len_control=0"]
+    limits = ["-timeout=20", "-rss_limit_mb=2048", "-max_len=40000", "-len_control=0"]
     prefix = f"-artifact_prefix={os.environ.get('TMPDIR', '/tmp')}/kfac_core-"
     atheris.Setup(
         [arguments[0], *limits, prefix, *options, *where], run, custom_mutator=mutate

@@ -145,6 +145,12 @@ def test_factors_that_cannot_be_are_refused_by_name(backend, rng):
     ):
         with pytest.raises(error, match=match):
             kronecker_operator(*given, **{"damping": 0.1, **options})
+    for rule in ("factored", "exact"):
+        given = (A + A[0, :], G)
+        made = kronecker_operator(*given, damping=0.1, rule=rule, check="status")
+        assert int(made.status()) & kc.Status.MATRIX_NOT_FINITE
+        good = kronecker_operator(A, G, damping=0.1, rule=rule, check="status")
+        assert int(good.status()) == 0
     E = backend.asarray(np.ones((N, M)))
     with pytest.raises(kc.ConventionError, match="`input` to be orthogonal"):
         spectral_operator(E, input=A, damping=0.1)

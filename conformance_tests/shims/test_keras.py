@@ -746,6 +746,24 @@ def test_an_overflow_that_keras_skips_changes_nothing():
         )
 
 
+def test_after_fit_the_curvature_is_that_of_its_last_batch():
+    """Also where the steps were compiled: the counter, the factors, the report."""
+    rng = np.random.default_rng(17)
+    x, y = rng.normal(size=(24, 4)).astype("float32"), rng.integers(0, 3, size=24)
+    model = compiled_model()
+    kfac = KFAC(model, **{**SETTINGS, "decay": 0.0, "update_every": 1})
+
+    for batches in (3, 6):
+        model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+
+        assert kfac.steps == batches
+        rows = with_ones(np.asarray(x[16:], np.float64))
+        name = next(iter(kfac.estimator.blocks))
+        close(factors(kfac, name)[0], rows.T @ rows / 8)
+        assert set(kfac.estimator.report()) == set(kfac.estimator.blocks)
+    assert "6 steps" in repr(kfac)
+
+
 def test_a_step_of_fit_is_the_loop_by_hand():
     """Gradients by the backend, `observe`, `precondition` and a step by hand."""
     model, other = compiled_model(), compiled_model()
@@ -778,7 +796,7 @@ def test_the_other_backend():
     pytest.importorskip("jax")
     if BACKEND == "jax":
         pytest.skip("this is it")
-    chosen = "step_of_fit or sum_over_batch_size"
+    chosen = "step_of_fit or sum_over_batch_size or its_last_batch"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
     here = Path(__file__)
     run = subprocess.run(
@@ -798,4 +816,4 @@ def test_the_other_backend():
     )
 
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "2 passed" in run.stdout
+    assert "3 passed" in run.stdout

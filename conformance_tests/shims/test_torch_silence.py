@@ -18,6 +18,7 @@ from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
 from kfac_core.losses import Categorical  # noqa: E402
+from kfac_core_shims.torch import KFAC  # noqa: E402
 
 from .test_torch import (  # noqa: E402
     DAMPING,
@@ -204,6 +205,68 @@ def test_outputs_that_say_nothing_are_an_error(fisher):
                 kfac.step()
 
     assert kfac.steps == 1
+
+
+@pytest.mark.parametrize("precise", [True, False])
+def test_a_loss_of_the_other_reduction_is_refused(precise):
+    """A sum that nobody named, a mean where the sum was said; both are right if named."""
+    model = Network()
+    model = model.double() if precise else model
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    x = x.double() if precise else x
+
+    def differentiated(made, /, **options):
+        own = copy.deepcopy(model)
+        options = {"damping": DAMPING, "kl_clip": None, "fisher": "exact", **options}
+        kfac = KFAC(own, **options)
+        fn.cross_entropy(own(x), y, reduction=made).backward()
+        kfac.step()
+        return own.one.weight.grad
+
+    expected = differentiated("mean")
+    close(differentiated("mean", reduction="mean"), expected, rtol=1e-4)
+    close(differentiated("sum", reduction="sum"), expected, rtol=1e-4)
+    module = nn.CrossEntropyLoss(reduction="sum")
+    close(differentiated("sum", likelihood=module), expected, rtol=1e-4)
+    for made, options, remedy in (
+        ("sum", {}, "reduction='sum'"),
+        ("mean", {"reduction": "sum"}, "reduction='mean'"),
+        ("mean", {"likelihood": module}, "reduction='mean'"),
+    ):
+        with pytest.raises(kc.ConventionError, match=remedy):
+            differentiated(made, **options)
+    # Who says "mean" has reasons for the scale, as eight parts that are one mean.
+    differentiated("sum", reduction="mean")
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_what_one_kfac_draws_is_no_loss_of_another(fisher):
+    """A second `KFAC`, of the model or of a part, as for a posterior beside training.
+
+    Rows of ignored labels are known by the loss's gradient.
+    """
+    model = Network()
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    y[:3] = -100
+
+    def stepped(*others):
+        own = copy.deepcopy(model)
+        kfac = KFAC(own, damping=DAMPING, kl_clip=None, fisher=fisher)
+        seen = [KFAC(part(own), fisher="gradients", update_every=1) for part in others]
+        for _ in range(2):
+            own.zero_grad()
+            fn.cross_entropy(own(x), y).backward()
+            for other in seen:
+                other.update()
+            kfac.step()
+        return own.one.weight.grad, seen
+
+    expected, _ = stepped()
+    found, seen = stepped(lambda own: own, lambda own: own.two)
+    close(found, expected, rtol=1e-6)
+    for other in seen:
+        with pytest.raises(kc.NotReadyError):
+            other.update()
 
 
 def test_parts_of_a_loss_are_one_gradient():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 from kfac_core.array.backend import Array, Namespace
@@ -298,7 +299,8 @@ def kronecker_operator(
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
         Factorizations to prepare now; the rest are made when needed.
     check : {"raise", "status"}
-        Whether failures raise, or are reported in the operator's ``status()``.
+        Whether failures raise, or are reported in the operator's ``status()``; a factor
+        that is not symmetric then counts as one that is not finite.
     solving : {"inverse", "triangular"}
         Whether a factored block is solved with inverses of its factors, or with their
         Cholesky factors.
@@ -364,8 +366,9 @@ def kronecker_operator(
         for side, x in given.items()
     }
     for side, value in values.items():
-        if value.array.ndim == 2 and value.full_storage and check == "raise":
-            _require_symmetric(xp, value.array, side)
+        if value.array.ndim == 2 and value.full_storage:
+            array = _symmetric(xp, value.array, side, check=check)
+            values[side] = SymmetricMatrix(array, True)
     S = full_of(xp, as_scalar(xp, scale, dtype, "scale"), values["output"].array)
     if truth_of(S > 0, xp=xp) is False:
         raise ConventionError(f"Expected `scale` to be positive, got {float(S)}.")
@@ -462,15 +465,21 @@ def _require_factor(xp: Namespace, x: Array, side: str) -> None:
         )
 
 
-def _require_symmetric(xp: Namespace, x: Array, side: str) -> None:
-    """Raise for a factor with two triangles that differ by more than roundoff."""
+def _symmetric(xp: Namespace, x: Array, side: str, *, check: Check) -> Array:
+    """Return a factor whose two triangles are equal up to roundoff.
+
+    With any other this raises, or with ``check="status"`` returns NaN in its place.
+    """
     off = xp.max(xp.abs(x - xp.matrix_transpose(x)))
     limit = _ASYMMETRY * float(xp.finfo(x.dtype).eps) * xp.max(xp.abs(x))
+    if check == "status":
+        return xp.where(off > limit, math.nan * x, x)
     if truth_of(off > limit, xp=xp):
         raise ConventionError(
             f"Expected `{side}` to be symmetric; its triangles differ by up to "
             f"{float(off):.1e}. Pass (x + x.T) / 2 if that is what you mean."
         )
+    return x
 
 
 def _mean(value: SymmetricMatrix) -> Array:

@@ -21,12 +21,13 @@ def figure(panels: int) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    beside = panels <= 2
-    size = (4.6 * panels, 4.2) if beside else (7.4, 3.6 * panels)
+    if panels <= 2:
+        size, grid = (4.6 * panels, 4.2), (1, panels)
+    else:
+        size, grid = (7.4, 3.6 * panels), (panels, 1)
     made = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(made)
-    axes = made.subplots(*((1, panels) if beside else (panels, 1)), squeeze=False).flat
-    axes = list(axes)
+    axes = list(made.subplots(*grid, squeeze=False).flat)
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.grid(color="#e4e4e4", linewidth=0.6)

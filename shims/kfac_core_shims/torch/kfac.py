@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 import kfac_core as kc
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
-from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook
+from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook, drawing
 from kfac_core_shims.torch.sites import find_sites
 
 __all__ = ["KFAC"]
@@ -55,7 +55,8 @@ class KFAC(kc.integration.NaturalGradient):
         and the first backward pass is checked to be of a cross-entropy.
     reduction : {"mean", "sum"}, optional
         Reduction over the rows of outputs, in the loss that is differentiated; by default
-        that of the loss module, or ``"mean"``.
+        that of the loss module, or ``"mean"``.  A cross-entropy of the other reduction
+        is refused at the first step.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of
         them, ``"empirical"`` uses the gradients of the caller's backward pass.
@@ -706,6 +707,7 @@ class KFAC(kc.integration.NaturalGradient):
         mean = read.mean()
         coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
         if bool(((read - mean).abs() <= coarse * mean).all()):
+            self._require_reduction(float(mean), len(read), coarse)
             self._equal_rows = True
             return weight, float(mean)
         if self.estimator.mode == "empirical":
@@ -715,6 +717,27 @@ class KFAC(kc.integration.NaturalGradient):
             )
         found = scales if self.reduction == "sum" else scales / mean
         return (found if weight is None else found * weight), None
+
+    def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
+        """Refuse a loss of the other reduction: a sum has rows of scale 1, a mean of 1/R.
+
+        A mean may be scaled on its way, by a gradient scaler or by who accumulates, so
+        that "mean" is doubted only where nobody said it.
+        """
+        if self.grad_scaler is not None or self._processes > 1:
+            return
+        assumed = self.criterion.reduction_assumed
+        if assumed and abs(scale - 1) <= coarse:
+            found, pass_it = "a sum", "sum"
+        elif self.reduction == "sum" and abs(scale * rows - 1) <= coarse:
+            found, pass_it = "a mean", "mean"
+        else:
+            return
+        raise kc.ConventionError(
+            f"Expected the loss to be a {self.reduction} over its {rows} rows, and each "
+            f"row's cross-entropy stands in it with a factor of {scale:.3g}, as in "
+            f"{found}. Pass reduction={pass_it!r}, or the loss module as `likelihood`."
+        )
 
     def _require_equal_scales(self, seen: list[Observation]) -> None:
         """Raise on all processes if each averages over rows of its own, of unequal number.
@@ -808,7 +831,8 @@ class KFAC(kc.integration.NaturalGradient):
                     on = (weight > 0)[..., None]
                     root = weight.clamp(min=0).sqrt()[..., None].to(vectors.dtype)
                     vectors = torch.where(on, vectors, 0.0) * root
-                capturing.pull_back(edge, reached, vectors, like=z)
+                with drawing(self.model):
+                    capturing.pull_back(edge, reached, vectors, like=z)
         return observation
 
     def _step(self, seen: list[Observation]) -> None:

@@ -35,6 +35,8 @@ class Criterion:
         The loss of one row of outputs.
     reduction : {"mean", "sum"}
         Over the rows; where they have weights, the weighted mean or sum.
+    reduction_assumed : bool
+        Whether nobody said which reduction.
     weighted : bool
         Whether rows have weights that only the targets tell, as class weights do.
     assumed : bool
@@ -43,6 +45,7 @@ class Criterion:
 
     row: kc.integration.RowLoss
     reduction: Any
+    reduction_assumed: bool = False
     weighted: bool = False
     assumed: bool = False
 
@@ -70,8 +73,12 @@ def criterion_of(likelihood: Any, reduction: Any, /) -> Criterion:
     if not isinstance(likelihood, nn.Module):
         assumed = likelihood is None
         row = kc.integration.row_loss("categorical" if assumed else likelihood)
-        reduction = "mean" if reduction is None else reduction
-        return Criterion(row=row, reduction=reduction, assumed=assumed)
+        return Criterion(
+            row=row,
+            reduction="mean" if reduction is None else reduction,
+            reduction_assumed=reduction is None,
+            assumed=assumed,
+        )
     own = getattr(likelihood, "reduction", None)
     name = type(likelihood).__name__
     if own == "none" and reduction is None:

@@ -8,7 +8,8 @@ differentiates costs nothing and counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -17,7 +18,28 @@ from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
 
-__all__ = ["OutputHook", "Pass", "RandomHook", "RandomState", "pick"]
+__all__ = ["OutputHook", "Pass", "RandomHook", "RandomState", "drawing", "pick"]
+
+_drawn_through: list[Any] = []
+"""Models through which K-FAC is backpropagating vectors of its own.
+
+Not one for each thread: with a GPU the hooks run in other threads than the call.
+"""
+
+
+@contextmanager
+def drawing(model: Any, /) -> Iterator[None]:
+    """Backpropagate vectors that no loss sent, which another `KFAC` is not to observe."""
+    _drawn_through.append(model)
+    try:
+        yield
+    finally:
+        _drawn_through.remove(model)
+
+
+def _is_drawn_through(model: Any) -> bool:
+    """Whether vectors that no loss sent are on their way through a model or its parts."""
+    return any(model is m for drawn in _drawn_through for m in drawn.modules())
 
 
 def pick(returned: Any, output: Any, /) -> Any:
@@ -148,6 +170,9 @@ class Pass:
         # A pass that makes a graph, as for a penalty, is not the loss's own.
         if self.done or torch.is_grad_enabled():
             return
+        kfac = self.kfac()
+        if kfac is None or _is_drawn_through(kfac.model):
+            return
         self.done = True
         if self.plain:
             self.finish(gradient)
@@ -156,10 +181,8 @@ class Pass:
             # but the gradient of a view is that of its entries.
             self.finish(_gradient_of_view(self.z, self.base, gradient))
         else:
-            kfac = self.kfac()
-            if kfac is not None:
-                kfac.expect(self)
-                self.handle = self.edge.node.register_prehook(self.reached)
+            kfac.expect(self)
+            self.handle = self.edge.node.register_prehook(self.reached)
 
     def reached(self, gradients: Any) -> None:
         """Take the gradients that came to the node of the picked tensor."""
