@@ -75,6 +75,9 @@ class DistributedExecutor:
     ----------
     placement : Placement
         Owners and holders; prints as a table.
+    share : tuple of int or None
+        Rank and number of processes, that of the states that it takes and makes; None for
+        one process.
 
     Raises
     ------
@@ -93,6 +96,8 @@ class DistributedExecutor:
         self.network, self.options = network, options
         self._inner = inner
         self._communicator = options.communicator
+        p = self._communicator.size
+        self.share = (self._communicator.rank, p) if p > 1 else None
         self._agreement = Agreement(self._communicator)
         _require_reducible(network)
         self.placement = _placement(network, options)
@@ -142,6 +147,7 @@ class DistributedExecutor:
         NetworkState
             The same on all ranks, with all operators.
         """
+        state = state.as_part(self.share)
         statistics = {
             name: held.statistics
             for name, held in state.blocks.items()
@@ -160,7 +166,7 @@ class DistributedExecutor:
             for name, held in state.blocks.items()
             if name in found
         }
-        return state.updated(blocks)
+        return NetworkState({**state.blocks, **blocks})
 
     def scattered(self, state: NetworkState, /) -> NetworkState:
         """Return this rank's part of a state of one process.
@@ -186,7 +192,7 @@ class DistributedExecutor:
             if operator is not None and not self._holds(name):
                 operator = self._remote(name, operator.like, int(operator.status()))
             blocks[name] = replaced(held, statistics=statistics, operator=operator)
-        return NetworkState(blocks)
+        return NetworkState(blocks, self.share)
 
     def check_replicas(
         self, state: NetworkState, /, **arrays: Mapping[str, Any] | Array
