@@ -236,8 +236,8 @@ class NetworkState:
             return NetworkState(self.blocks, share)
         raise StateError(
             f"The state is that of {_owner(self.share)}, and the call is that of "
-            f"{_owner(share)}. A process's part of a state is of use to no other: save what "
-            "`Estimator.state_dict` returns, which loads on any number of processes."
+            f"{_owner(share)}. A process's part of a state is of use to no other: save "
+            "what `Estimator.state_dict` returns, which loads on any number of processes."
         )
 
     def is_good(self) -> Array:
@@ -922,7 +922,8 @@ class Network:
         require_one_of("product", product, VECTOR_PRODUCTS)
         if type(vectors) is not dict:
             require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
-        state = state.as_part(getattr(executor, "share", None))
+        # An operator that is here can be applied here; the others refuse by name.
+        state = state.as_part(getattr(executor, "share", state.share))
         given = self.chains.vectors(vectors) if self.chains.of else vectors
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, own in given.items():

@@ -31,7 +31,7 @@ __all__ = ["MPICommunicator", "connect", "problem", "running", "versions"]
 
 _TAG, _WORD = 4711, np.ones(1, np.int8)
 _PATIENCE = 2.0
-"""Seconds in which the ranks that notice a failure find out which rank is missing."""
+"""Seconds in which the ranks that notice a failure find out which do not."""
 
 
 class MPICommunicator(Communicator):
@@ -40,26 +40,29 @@ class MPICommunicator(Communicator):
     Parameters
     ----------
     communicator : mpi4py.MPI.Comm, optional
-        Communicator of this process; by default a duplicate of ``MPI.COMM_WORLD``.
+        Communicator of this process, which is duplicated; by default ``MPI.COMM_WORLD``.
     timeout : float
         Seconds to wait for other ranks.
+    words : mpi4py.MPI.Comm, optional
+        Communicator in which a rank that gives up tells all others so, whatever they wait
+        in; by default a duplicate.
     """
 
     name = "mpi"
 
-    def __init__(self, communicator: Any = None, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self, communicator: Any = None, *, timeout: float = 60.0, words: Any = None
+    ) -> None:
         from mpi4py import MPI
 
         own = MPI.COMM_WORLD if communicator is None else communicator
         super().__init__(own.Get_rank(), own.Get_size(), timeout=timeout)
-        # In the first communicator a rank that gives up tells all others so, whatever they
-        # wait in.
-        self._own = self._first = own
+        self._own, self._words = own, own if words is None else words
         self._told: list[Any] = []
-        if communicator is None:
+        if words is None:
             self._meet("connect")
             with self._naming("connect"):
-                self._own = self._first = own.Dup()
+                self._own, self._words = own.Dup(), own.Dup()
 
     def _split(self, groups: Sequence[Sequence[int]], /) -> MPICommunicator:
         color = next(k for k, group in enumerate(groups) if self.rank in group)
@@ -67,9 +70,7 @@ class MPICommunicator(Communicator):
         self._meet("split")
         with self._naming("split"):
             own = self._own.Split(color, place)
-        made = MPICommunicator(own, timeout=self.timeout)
-        made._first = self._first
-        return made
+        return MPICommunicator(own, timeout=self.timeout, words=self._words)
 
     def _start(
         self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
@@ -128,32 +129,11 @@ class MPICommunicator(Communicator):
         return request, arrived
 
     def _late(self, step: str) -> CommunicationTimeoutError:
-        """Return an error that names the ranks that are not waiting, too."""
-        from mpi4py import MPI
-
-        own = self.ranks[self.rank]
-        for rank in range(self._first.Get_size()):
-            # To a process that is known to be gone nothing can be sent.
-            with contextlib.suppress(MPI.Exception):
-                if rank != own:
-                    self._told.append(self._first.Isend(_WORD, dest=rank, tag=_TAG))
-        missing = [rank for rank in self.ranks if rank != own]
-        deadline = time.monotonic() + min(_PATIENCE, self.timeout)
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not self._has_word_of(rank)]
-            time.sleep(0.001)
         return CommunicationTimeoutError(
-            f"Rank {own} waited {self.timeout} s in {step} for rank {_named(missing)}. "
-            "MPI cannot cancel the exchange: end the program, and start again from the "
-            "last checkpoint."
+            f"Rank {self.ranks[self.rank]} waited {self.timeout} s in {step} for rank "
+            f"{self._missing()}. MPI cannot cancel the exchange: end the program, and "
+            "start again from the last checkpoint."
         )
-
-    def _has_word_of(self, rank: int) -> bool:
-        from mpi4py import MPI
-
-        with contextlib.suppress(MPI.Exception):
-            return bool(self._first.Iprobe(source=rank, tag=_TAG))
-        return False
 
     @contextlib.contextmanager
     def _naming(self, step: str) -> Iterator[None]:
@@ -163,33 +143,40 @@ class MPICommunicator(Communicator):
         try:
             yield
         except MPI.Exception as error:
-            gone: list[int] = []
+            missing = self._missing()
             if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
-                # The others need not wait for what fails here.
-                self._own.Revoke()
-                gone = self._gone()
+                # What the others wait in cannot end any more.
+                with contextlib.suppress(NotImplementedError):
+                    self._own.Revoke()
             raise CommunicationError(
-                f"Rank {self.ranks[self.rank]} waited in {step} for rank "
-                f"{_named(gone)}, which ended or failed ({error}). End the program, "
-                "and start again from the last checkpoint."
+                f"Rank {self.ranks[self.rank]} waited in {step} for rank {missing}, which "
+                f"ended or failed ({error}). End the program, and start again from the "
+                "last checkpoint."
             ) from error
 
-    def _gone(self) -> list[int]:
-        """Return the ranks that MPI knows to have ended, when it knows of any."""
+    def _missing(self) -> str:
+        """Tell all ranks that this one gives up; return those that do not say so."""
         from mpi4py import MPI
 
+        own = self.ranks[self.rank]
+        for rank in range(self._words.Get_size()):
+            # To a process that is known to be gone nothing can be sent.
+            with contextlib.suppress(MPI.Exception):
+                if rank != own:
+                    self._told.append(self._words.Isend(_WORD, dest=rank, tag=_TAG))
+        missing = [rank for rank in self.ranks if rank != own]
         deadline = time.monotonic() + min(_PATIENCE, self.timeout)
-        while True:
-            failed = self._own.Get_failed()
-            if failed.Get_size() or time.monotonic() > deadline:
-                places = range(failed.Get_size())
-                found = MPI.Group.Translate_ranks(failed, places, self._own.Get_group())
-                return sorted(self.ranks[rank] for rank in found)
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self._has_word_of(rank)]
             time.sleep(0.001)
+        return ", ".join(map(str, missing)) or "unknown"
 
+    def _has_word_of(self, rank: int) -> bool:
+        from mpi4py import MPI
 
-def _named(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) or "unknown"
+        with contextlib.suppress(MPI.Exception):
+            return bool(self._words.Iprobe(source=rank, tag=_TAG))
+        return False
 
 
 def problem() -> str | None:

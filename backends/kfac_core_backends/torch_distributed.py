@@ -28,6 +28,8 @@ from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = ["TorchCommunicator", "connect", "join", "problem", "running", "versions"]
 
+_MARK = "kfac_core/failed"
+
 
 class TorchCommunicator(Communicator):
     """The ranks of a process group of ``torch.distributed``.
@@ -169,23 +171,23 @@ class TorchCommunicator(Communicator):
         """
         from torch.distributed import distributed_c10d
 
-        own = self.ranks[self.rank]
-        missing = [rank for rank in self.ranks if rank != own]
+        others = {
+            member: rank
+            for member, rank in zip(self._members, self.ranks, strict=True)
+            if rank != self.ranks[self.rank]
+        }
         try:
             store = distributed_c10d._get_default_store()
-            store.set(f"kfac_core/failed/{own}", "here")
+            store.set(f"{_MARK}/{self._members[self.rank]}", "here")
             deadline = time.monotonic() + min(2.0, self.timeout)
-            while missing and time.monotonic() < deadline:
-                missing = [
-                    rank
-                    for rank in missing
-                    if not store.check([f"kfac_core/failed/{rank}"])
-                ]
+            while others and time.monotonic() < deadline:
+                for member in [m for m in others if store.check([f"{_MARK}/{m}"])]:
+                    del others[member]
                 time.sleep(0.01)
         except RuntimeError:
             # Rank 0 holds the store of a TCP rendezvous.
             return [0]
-        return missing
+        return [*others.values()]
 
 
 def problem() -> str | None:

@@ -190,6 +190,22 @@ def test_a_rank_that_does_not_come_is_named():
         assert "for rank 1" in str(error)
 
 
+def test_a_rank_is_named_as_all_know_it():
+    """Also by those that wait in a group, where it has another number."""
+
+    def run(communicator):
+        half = communicator.split([[0, 1], [2, 3]])
+        if communicator.rank == 3:
+            raise KeyError("in the data")
+        if communicator.rank == 2:
+            half.all_reduce(np.ones(1)).wait()
+
+    found = caught(4, run)
+
+    assert isinstance(found[2], CommunicationError)
+    assert "Rank 3 ended before all_reduce, for which rank 2 waits" in str(found[2])
+
+
 def test_ranks_with_other_options_or_steps_are_found():
     """Before anything is exchanged, and where their calls differ."""
     other = {**BLOCKS, "two": kc.Block(dense(2, 3), kc.Eva())}
