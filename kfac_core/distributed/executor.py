@@ -28,7 +28,7 @@ from kfac_core.array.structure import leaves, map_structure, replaced
 from kfac_core.block import UpdateBlock, emptied
 from kfac_core.distributed.agreement import Agreement, told, untold
 from kfac_core.distributed.exchange import Exchange, SentDirections
-from kfac_core.distributed.model import MACHINES, predicted_steps
+from kfac_core.distributed.model import MACHINES, predicted_steps, quickest_step
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
 from kfac_core.distributed.reduction import (
@@ -568,20 +568,17 @@ def _placement(network: Network, options: Distributed) -> Placement:
     machine = options.machine
     if machine is None:
         machine = MACHINES["mpi" if options.communicator.name == "mpi" else "gloo"]
-    steps = {
-        step.holders: step
-        for step in predicted_steps(
-            network,
-            size,
-            machine=machine,
-            interval=options.interval,
-            memory=options.memory,
-        )
-    }
+    steps = predicted_steps(
+        network,
+        size,
+        machine=machine,
+        interval=options.interval,
+        memory=options.memory,
+    )
     if options.holders == "auto":
-        # The first of those that take as long keeps the fewest operators.
-        return min(steps.values(), key=lambda step: step.total).placement
-    return steps[size if options.holders == "all" else int(options.holders)].placement
+        return quickest_step(steps).placement
+    holders = size if options.holders == "all" else options.holders
+    return next(step for step in steps if step.holders == holders).placement
 
 
 def _require_reducible(network: Network) -> None:
