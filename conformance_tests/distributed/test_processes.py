@@ -46,14 +46,18 @@ OF_TORCH = (
     *("by_accelerate:2", "by_lightning:2"),
 )
 ENDED_BY_MPI = "killed:3", "raises:3"
+FOUR = "--processes", "4", "--dtype", "float32"
 EXAMPLES_RUN = (
     ("torch_ddp", ()),
-    ("torch_ddp", ("--processes", "3", "--dtype", "float32", "--holders", "all")),
+    ("torch_ddp", (*FOUR, "--holders", "all")),
     ("torch_fsdp", ()),
+    ("torch_fsdp", FOUR),
     ("torch_tensor_parallel", ("--processes", "3")),
+    ("torch_tensor_parallel", FOUR),
     ("jax_sharded", ()),
+    ("jax_sharded", FOUR),
     ("mpi_numpy", ()),
-    ("mpi_numpy", ("--processes", "4", "--holders", "2")),
+    ("mpi_numpy", (*FOUR, "--holders", "2")),
 )
 
 
