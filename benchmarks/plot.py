@@ -103,7 +103,7 @@ def _draw_slope(axes: Any, curves: list[dict[str, Any]], exponent: int) -> None:
     axes.annotate(
         f"slope {exponent}",
         (ends[1], heights[1]),
-        xytext=(0, -4),
+        xytext=(0, -16),
         textcoords="offset points",
         fontsize=8,
         color="0.4",
