@@ -218,8 +218,8 @@ class FactoredKronecker(CurvatureOperator):
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         left = self.input.solve(V)
-        both = self.output.solve_right(left, overwrite=True)
-        return both / self.scale[..., None, None]
+        both = self.output.solve(xp.matrix_transpose(left), overwrite=True)
+        return xp.matrix_transpose(both) / self._scale()
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         left = self.input.power(V, exponent)
