@@ -17,11 +17,7 @@ import numpy as np
 from kfac_core.array.backend import Array, Namespace, native_operation
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import own_namespace
-from kfac_core.array.structure import (
-    fields_of,
-    is_plain,
-    is_structure,
-)
+from kfac_core.array.structure import is_plain, is_structure, rebuilt
 from kfac_core.constraints import validated
 from kfac_core.network import Executor, Tasks, plain
 
@@ -170,9 +166,8 @@ class _Mapped:
         # Most are arrays of the one class that was met before.
         if cls in self._classes:
             made = self._function(value)
-        elif fields := fields_of(cls):
-            parts = [(getattr(value, name), static) for name, static in fields]
-            made = cls(*[x if static or x is None else self(x) for x, static in parts])
+        elif is_structure(value):
+            made = rebuilt(value, self)
         elif isinstance(value, dict):
             made = {name: self(part) for name, part in value.items()}
         elif is_plain(value) or isinstance(value, Exception):
