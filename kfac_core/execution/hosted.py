@@ -10,6 +10,7 @@ either way, and nothing is written to.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,9 @@ class Hosted:
         elsewhere = {name: task for name, task in tasks.items() if name not in here}
         found = self._inner(function, elsewhere) if elsewhere else {}
         if here:
-            returned = _Mapped(_returned_by(seen, xp))
+            returned = _Mapped(partial(_native("from_host", from_host, xp), xp=xp))
+            # What was only looked at is the library's own again.
+            returned.done = {id(view): (view, own) for own, view in seen.done.values()}
             for name, result in self._inner(function, here).items():
                 found[name] = own = returned(result)
                 self._remember(name, own, result)
@@ -182,7 +185,7 @@ class _Mapped:
 
 
 def _viewed_by(xp: Namespace) -> Callable[[Any], Any]:
-    found = native_operation("host_view", xp) or host_view
+    found = _native("host_view", host_view, xp)
 
     def view(x: Any) -> Any:
         made: np.ndarray[Any, Any] | None = found(x, xp=xp)
@@ -193,16 +196,9 @@ def _viewed_by(xp: Namespace) -> Callable[[Any], Any]:
     return view
 
 
-def _returned_by(seen: _Mapped, xp: Namespace) -> Callable[[Any], Any]:
-    found = native_operation("from_host", xp) or from_host
-    originals = {id(view): array for array, view in seen.done.values()}
-
-    def back(x: Any) -> Any:
-        # An array that was only looked at is the library's own again.
-        original = originals.get(id(x))
-        return found(x, xp=xp) if original is None else original
-
-    return back
+def _native(name: str, definition: Callable[..., Any], xp: Namespace) -> Any:
+    """Return an operation without its dispatch: it is asked for array by array."""
+    return native_operation(name, xp) or definition
 
 
 def _namespace_of(tasks: Tasks) -> Namespace | None:
