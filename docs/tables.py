@@ -142,6 +142,11 @@ def torch_digits() -> str:
     return importlib.import_module("curves").table(curves)
 
 
+def torch_model(problem: str) -> str:
+    """Return the comparison on one of the models of the PyTorch quick start."""
+    return str(importlib.import_module("torch_models").compared(problem))
+
+
 def jax_digits() -> str:
     """Return the classifier of the JAX quick start."""
     example = importlib.import_module("jax_digits")
@@ -288,6 +293,14 @@ _ADAPTERS = (
     (f"{_EXAMPLES}kfac_jax_adapter.py:Unmasked", "kfac_jax"),
 )
 
+_TORCH = "docs/quickstart_torch.md"
+_MODELS = {
+    "encoder": ("torch",),
+    "bert": ("torch", "transformers"),
+    "gpt2": ("torch", "transformers"),
+    "lstm": ("torch",),
+}
+
 TABLES = {
     "demonstration": Table("README.md", demonstration, 70, ("sklearn",)),
     "laplace evidence": Table("docs/posteriors.md", laplace_evidence),
@@ -295,12 +308,12 @@ TABLES = {
     "numpy_digits": Table("docs/quickstart_numpy.md", numpy_digits, 60),
     "sklearn digits": Table("docs/quickstart_numpy.md", sklearn_digits, 60),
     "sklearn regression": Table("docs/quickstart_numpy.md", sklearn_regression, 60),
-    "torch_digits": Table("docs/quickstart_torch.md", torch_digits, 60, ("torch",)),
+    "torch_digits": Table(_TORCH, torch_digits, 60, ("torch",)),
     "torch_deep classifier": Table(
-        "docs/quickstart_torch.md", partial(torch_deep, "classifier"), 60, ("torch",)
+        _TORCH, partial(torch_deep, "classifier"), 60, ("torch",)
     ),
     "torch_deep autoencoder": Table(
-        "docs/quickstart_torch.md", partial(torch_deep, "autoencoder"), 60, ("torch",)
+        _TORCH, partial(torch_deep, "autoencoder"), 60, ("torch",)
     ),
     "jax_digits": Table(
         "docs/quickstart_jax.md", jax_digits, 60, ("jax", "flax", "optax")
@@ -308,6 +321,10 @@ TABLES = {
     "keras_digits": Table(
         "docs/quickstart_keras.md", keras_digits, 60, ("keras", "torch")
     ),
+    **{
+        f"torch_models {name}": Table(_TORCH, partial(torch_model, name), 60, needs)
+        for name, needs in _MODELS.items()
+    },
     "tuning": Table("docs/tuning.md", tuning, 100),
     "dense layer": Table("docs/choosing.md", partial(fidelity_of, "dense")),
     "convolution": Table("docs/choosing.md", partial(fidelity_of, "convolution")),

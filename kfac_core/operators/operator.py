@@ -452,7 +452,7 @@ class CurvatureOperator(LinearMap):
         if result.dtype != vector.dtype:
             result = xp.astype(result, vector.dtype)
         # Elsewhere looking would synchronize with a device, or there are no values yet.
-        if is_plain(result, xp=xp) and not known_true(all_finite(result, xp=xp), xp=xp):
+        if is_plain(result, xp=xp) and not bool(all_finite(result, xp=xp)):
             _raise_for_product(vector, xp)
         return result
 

@@ -1,6 +1,6 @@
-"""Models that people train, beside Adam: encoders, BERT, GPT-2, a residual network.
+"""Models that people train, beside Adam: encoders, BERT, GPT-2, LSTM, a residual network.
 
-    python docs/examples/training/torch_models.py encoder gpt2 resnet [--seeds 2]
+    python docs/examples/training/torch_models.py encoder gpt2 lstm resnet [--seeds 2]
 
 BERT and GPT-2 come from their configurations in transformers, and nothing is downloaded.
 Both methods have a grid of five learning rates; K-FAC has the other defaults of `KFAC`.
@@ -39,6 +39,19 @@ class Encoder(nn.Module):
     def forward(self, ids):
         x = self.tokens(ids) + self.places(torch.arange(CONTEXT).expand_as(ids))
         return self.logits(self.last(self.layers(x, mask=self.later)))
+
+
+class Recurrent(nn.Module):
+    """A layer of LSTM cells on characters."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(len(VOCABULARY), WIDTH)
+        self.cells = nn.LSTM(WIDTH, 2 * WIDTH, batch_first=True)
+        self.logits = nn.Linear(2 * WIDTH, len(VOCABULARY))
+
+    def forward(self, ids):
+        return self.logits(self.cells(self.tokens(ids))[0])
 
 
 class Logits(nn.Module):
@@ -160,6 +173,7 @@ PROBLEMS = {
     "encoder": (Encoder, lambda: text(CONTEXT)),
     "bert": (bert, lambda: masked(text(CONTEXT))),
     "gpt2": (gpt2, lambda: text(CONTEXT)),
+    "lstm": (Recurrent, lambda: text(100)),
     "resnet": (resnet, lambda: by_rows(digits())),
 }
 """A model, and what it learns."""
