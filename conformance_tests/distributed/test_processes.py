@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,7 @@ class Jobs:
         if not all(map(_is_example, wanted)):
             for engine in ("torch", "mpi"):
                 self._start(engine, engine, self._all_of, engine)
+            self._started["page"] = self._pool.submit(self._page)
         for found in wanted:
             if _is_example(found):
                 program, arguments = found.params["program"], found.params["arguments"]
@@ -93,6 +95,10 @@ class Jobs:
         if engine not in ENGINES:
             pytest.skip(f"KFAC_CORE_TEST_PROCESSES does not name {engine}")
         return self._started[job].result()
+
+    def page(self):
+        """Return the results of the programs of the page, by name."""
+        return self._started["page"].result()
 
     def _start(self, engine, job, function, *arguments):
         if engine in ENGINES:
@@ -121,6 +127,42 @@ class Jobs:
             found.append(of_mpi(wanted, program, survivors=False))
             self.seconds[wanted] = time.monotonic() - start
         return "\n".join(found)
+
+    def _page(self):
+        """Run the programs of the page, each with what its checks add at the end."""
+        text = (EXAMPLES.parents[1] / "distributed.md").read_text(encoding="utf-8")
+        parts = re.findall(
+            r"```\{code-block\} python\n:caption: (\S+)\n(.*?)```", text, re.DOTALL
+        )
+        found = {}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        starts = {
+            "torch": [*torchrun, "--nproc-per-node", "2"],
+            "mpi": [mpirun(), "-n", "2", sys.executable, "-m", "mpi4py"],
+            "jax": [sys.executable],
+        }
+        for name, program in parts:
+            engine, check = CHECKS[name]
+            if engine in ENGINES:
+                place = self.folder / name
+                last = "torch.distributed.destroy_process_group()"
+                body = program.replace(last, "")
+                place.write_text(f"{body}\n{check}\nprint('checked')\n")
+                found[name] = ran([*starts[engine], str(place)])
+        return found
+
+
+_SAME = "kfac.estimator.check_replicas()\nassert kfac.steps == 5"
+CHECKS = {
+    "ddp.py": ("torch", _SAME),
+    "fsdp.py": ("torch", _SAME),
+    "arrays.py": (
+        "mpi",
+        "estimator.check_replicas(weight=weight)\nassert weight.any()",
+    ),
+    "devices.py": ("jax", "assert bool(state.is_good()) and weight.any()"),
+}
+"""The programs of the page, their engines, and what must hold at their ends."""
 
 
 def _is_example(found):
@@ -299,6 +341,17 @@ def test_the_loop_of_another_library(jobs, library):
         pytest.skip(f"{library} is not installed")
 
     assert jobs.said("torch", f"by_{library}", 2) == dict.fromkeys((0, 1), "fine")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_program_of_the_page_runs(jobs, name):
+    """As it stands there, with two processes or devices, which agree at its end."""
+    if CHECKS[name][0] not in ENGINES:
+        pytest.skip(f"KFAC_CORE_TEST_PROCESSES does not name {CHECKS[name][0]}")
+    found = jobs.page()[name]
+
+    assert found.returncode == 0, found.stdout
+    assert "checked" in found.stdout
 
 
 @pytest.mark.parametrize(("program", "arguments"), EXAMPLES_RUN)
