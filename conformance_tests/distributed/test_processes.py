@@ -174,7 +174,7 @@ def _can_run(scenario):
     return not scenario.startswith("by_") or _installed(scenario[3:].partition(":")[0])
 
 
-def ran(command):
+def ran(command, *, timeout=300):
     """Return how a program ended, and what it printed."""
     return subprocess.run(
         command,
@@ -182,7 +182,7 @@ def ran(command):
         stderr=subprocess.STDOUT,
         text=True,
         env=QUIET,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
 
@@ -208,7 +208,12 @@ def of_mpi(wanted, program, *, survivors):
         options = ["-disable-auto-cleanup"]
         # MPICH ends all where a process of its own is killed, but not that of a shell.
         program = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "sh", *program]
-    return ran([mpirun(), *options, "-n", size, *program, scenario]).stdout
+    command = [mpirun(), *options, "-n", size, *program, scenario]
+    try:
+        return ran(command, timeout=90).stdout
+    except subprocess.TimeoutExpired as late:
+        # A launcher may stay when all of its processes have ended.
+        return f"{late}: {late.output}"
 
 
 def _installed(name):
