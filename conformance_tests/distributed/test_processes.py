@@ -57,7 +57,6 @@ EXAMPLES_RUN = (
     ("torch_tensor_parallel", ("--processes", "3")),
     ("torch_tensor_parallel", FOUR),
     ("jax_sharded", ()),
-    ("jax_sharded", FOUR),
     ("mpi_numpy", ()),
     ("mpi_numpy", (*FOUR, "--holders", "2")),
 )
