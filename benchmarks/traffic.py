@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,22 @@ def of_others(shapes: list[tuple[int, int]], size: int) -> dict[str, float]:
         * (STEPS * 2 * share * triangles + refreshes * share * squares),
         "Osawa et al., without directions": BYTES * STEPS * share * triangles,
     }
+
+
+def table(ranks: Sequence[int] = (2, 4, 8)) -> str:
+    """Return shares of kfac-pytorch's bytes as a table of a page."""
+    heads = ["network", "processes", "MB of kfac-pytorch", *(c[0] for c in CHOICES)]
+    lines = [heads, ["---"] * len(heads)]
+    for name, shapes in NETWORKS.items():
+        for size in ranks:
+            base = of_others(shapes, size)["kfac-pytorch, COMM_OPT"]
+            shares = [
+                measured(shapes, size, holders, machine)[0] / base
+                for _, holders, machine in CHOICES
+            ]
+            cells = [f"{base / 1e6:.1f}", *(f"{share:.2f}" for share in shares)]
+            lines.append([name, str(size), *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main() -> int:

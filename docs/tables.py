@@ -30,7 +30,9 @@ for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path[:0] = [str(DOCS / "examples"), str(DOCS / "examples" / "training")]
+sys.path[:0] = [
+    *(str(DOCS / "examples"), str(DOCS / "examples" / "training"), str(ROOT)),
+]
 
 NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 CLOCKS = ("second", "ms a step")  # heads of columns that are not compared
@@ -285,6 +287,11 @@ def conformance() -> str:
     return "\n".join(lines)
 
 
+def of_benchmark(name: str) -> str:
+    """Return the table of a program of `benchmarks`."""
+    return str(importlib.import_module(f"benchmarks.{name}").table())
+
+
 _EXAMPLES = "docs/examples/adapters/"
 _ADAPTERS = (
     ("kfac_core_conformance.own:Own", "kfac_core"),
@@ -335,6 +342,16 @@ TABLES = {
     "autoencoder": Table("docs/methods.md", partial(methods_on, "autoencoder"), 300),
     "classifier": Table("docs/methods.md", partial(methods_on, "classifier"), 300),
     "conformance": Table("docs/conformance.md", conformance, 20),
+    "traffic": Table("docs/distributed.md", partial(of_benchmark, "traffic")),
+    "overlap": Table(
+        "docs/distributed.md", partial(of_benchmark, "overlap"), 20, ("torch",)
+    ),
+    "predicted": Table(
+        "docs/distributed.md",
+        partial(of_benchmark, "predicted"),
+        60,
+        ("torch", "mpi4py"),
+    ),
 }
 
 

@@ -176,7 +176,6 @@ BLOCKS = {"fc": kc.Block(LAYER, kc.Kronecker())}
 
 
 def estimator_of(communicator, *, rows=True):
-    communicator.timeout = TIMEOUT
     execution = Distributed(communicator=communicator, like=np.zeros(1))
     made = kc.Estimator(BLOCKS, reduction="sum", execution=execution)
     if rows:
@@ -193,6 +192,7 @@ def fed(rank):
 def late(communicator):
     """One rank comes long after the timeout of the others."""
     estimator = estimator_of(communicator)
+    communicator.timeout = TIMEOUT
     if communicator.rank == FAILING:
         time.sleep(TIMEOUT + 3.0)
         return
@@ -202,6 +202,7 @@ def late(communicator):
 def killed(communicator):
     """One rank is ended by the system while the others wait."""
     estimator = estimator_of(communicator)
+    communicator.timeout = TIMEOUT
     if communicator.rank == FAILING:
         os.kill(os.getpid(), signal.SIGKILL)
     estimator.update(fed(communicator.rank))
@@ -210,6 +211,7 @@ def killed(communicator):
 def raises(communicator):
     """One rank raises in its own code."""
     estimator = estimator_of(communicator)
+    communicator.timeout = TIMEOUT
     if communicator.rank == FAILING:
         raise KeyError("in the data")
     estimator.update(fed(communicator.rank))
@@ -287,6 +289,7 @@ def lost(communicator):
     kc.save_checkpoint(place.with_suffix(".safetensors"), estimator)
     np.save(place.with_suffix(".npy"), weight)
     communicator.all_reduce(np.zeros(1)).wait()
+    communicator.timeout = TIMEOUT
     if communicator.rank == FAILING:
         os.kill(os.getpid(), signal.SIGKILL)
     stepped(estimator, lambda k: rows_of(communicator, k), range(3, STEPS), weight)
@@ -481,7 +484,6 @@ def interrupted(communicator):
     """Write a checkpoint at the third step, and lose a rank at the fourth."""
     from torch.distributed import checkpoint
 
-    communicator.timeout = TIMEOUT
     model = network()
     kfac, called = wrapped(communicator, model)
     trained(
@@ -489,6 +491,7 @@ def interrupted(communicator):
         steps=range(3),
     )
     checkpoint.save(saved(model, kfac), checkpoint_id=communicator.folder / "saved")
+    communicator.timeout = TIMEOUT
     if communicator.rank == FAILING:
         os.kill(os.getpid(), signal.SIGKILL)
     # Without gradients, so that it is K-FAC that waits and not PyTorch.

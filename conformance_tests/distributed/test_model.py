@@ -184,6 +184,23 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     assert picture.stat().st_size > 1000
 
 
+def test_the_command_names_owners_and_what_has_no_room(capsys):
+    """A block too large for a rank, by its name; other numbers of ranks are printed."""
+    assert main(["plan", "resnet50", "--ranks", "2", "--owners"]) == 0
+    text = capsys.readouterr().out
+    network = read_shapes("resnet50").network()
+    chosen = quickest_step(predicted_steps(network, 2, machine=MACHINES["h100"]))
+    assert str(chosen.placement) in text
+
+    assert main(["plan", "llama8b", "--ranks", "1", "64", "--memory", "9"]) == 0
+    text = capsys.readouterr().out
+    assert "64 ranks; imbalance" in text
+    assert "1 ranks: Block " in text
+    assert "numbers on its owner" in text
+    assert main(["plan", "llama8b", "--ranks", "64", "--memory", "1"]) == 2
+    assert "needs room for" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("reduce", "size"),
     [*(("refresh", size) for size in (2, 3, 4, 8, 16)), ("update", 3)],

@@ -11,6 +11,7 @@ from kfac_core.cli.screen import complain, print_json, print_table, printable
 from kfac_core.distributed.communicator import connect, engine
 from kfac_core.distributed.model import (
     MACHINES,
+    Machine,
     PredictedStep,
     known_networks,
     measured_machine,
@@ -19,7 +20,7 @@ from kfac_core.distributed.model import (
     quickest_step,
     read_machine,
 )
-from kfac_core.errors import KFACError
+from kfac_core.errors import KFACError, UnsupportedError
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
 
@@ -34,7 +35,7 @@ EXAMPLES = (
 )
 EXIT_CODES = {
     0: "the prediction was printed",
-    2: "the file cannot be read, or an option is out of range",
+    2: "the file cannot be read, an option is out of range, or no number of ranks has room",
 }
 
 
@@ -75,6 +76,15 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     parser.add_argument(
         "--interval", type=positive, default=10, help="steps between refreshes (10)"
     )
+    parser.add_argument(
+        "--memory",
+        type=positive,
+        metavar="GB",
+        help="room for statistics and operators",
+    )
+    parser.add_argument(
+        "--owners", action="store_true", help="print which rank owns which block"
+    )
     parser.add_argument("--plot", help="a file to draw the prediction in")
     add_json(parser)
 
@@ -102,31 +112,44 @@ def run(arguments: argparse.Namespace, /) -> int:
     except KFACError as error:
         return complain("plan", str(error))
     rows = {block: rows.get(block, arguments.rows) for block in network.blocks}
-    found = {
-        ranks: predicted_steps(
-            network,
-            ranks,
-            machine=machine,
-            examples=arguments.examples,
-            rows=rows,
-            update_every=arguments.update_every,
-            interval=arguments.interval,
-        )
-        for ranks in sorted(set(arguments.ranks))
-    }
+    found: dict[int, list[PredictedStep]] = {}
+    without_room: dict[int, str] = {}
+    for ranks in sorted(set(arguments.ranks)):
+        try:
+            found[ranks] = predicted_steps(
+                network,
+                ranks,
+                machine=machine,
+                examples=arguments.examples,
+                rows=rows,
+                update_every=arguments.update_every,
+                interval=arguments.interval,
+                memory=_numbers(arguments.memory, machine),
+            )
+        except UnsupportedError as error:
+            without_room[ranks] = str(error)
+    if not found:
+        return complain("plan", without_room[max(without_room)])
     if arguments.json:
         print_json(
             {
                 "network": name,
                 "machine": arguments.machine,
                 "steps": [_as_data(step) for steps in found.values() for step in steps],
+                "without_room": without_room,
             }
         )
     else:
         _print(name, len(network.blocks), found, arguments)
+        for ranks, problem in without_room.items():
+            print(f"\n{ranks} ranks: {problem}")
     if arguments.plot:
         return _plot(found, arguments)
     return 0
+
+
+def _numbers(gigabytes: int | None, machine: Machine) -> int | None:
+    return None if gigabytes is None else gigabytes * 10**9 // machine.bytes
 
 
 def _measure(name: str) -> int:
@@ -150,6 +173,7 @@ def _as_data(step: PredictedStep) -> dict[str, Any]:
         "bytes_sent": step.sent,
         "bytes_kept": step.memory,
         "imbalance": step.placement.imbalance(),
+        "owners": dict(step.placement.owners),
     }
 
 
@@ -204,6 +228,8 @@ def _print(
                 for step in steps
             ],
         )
+        if arguments.owners:
+            print(best.placement)
 
 
 def _plot(found: dict[int, list[PredictedStep]], arguments: argparse.Namespace) -> int:

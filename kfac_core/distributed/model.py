@@ -473,8 +473,11 @@ def network_of(name: str, /) -> tuple[str, Network, dict[str, int]]:
     if hasattr(made, "named_modules"):
         integration = importlib.import_module("kfac_core_shims.torch")
         made = integration.KFAC(made, communicator="alone")
-    for below in ("estimator", "network"):
-        made = made if hasattr(made, "blocks") else getattr(made, below, made)
+    for below in ("estimator", "curvature", "network"):
+        inner = getattr(made, below, None)
+        # A KFAC of JAX has an estimator only for a state.
+        if not hasattr(made, "blocks") and not (inner is None or callable(inner)):
+            made = inner
     if not hasattr(made, "blocks"):
         raise RecordError(
             f"{name!r} is a {type(made).__name__}: expected a PyTorch module, a KFAC or an "

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from figures import network  # noqa: E402
 from figures.drawing import draw_fidelity, draw_roundoff, draw_rules  # noqa: E402
 from figures.fidelity import fidelities  # noqa: E402
+from figures.plans import draw_plans  # noqa: E402
 from figures.table import markdown  # noqa: E402
 
 
@@ -28,6 +29,7 @@ def main() -> int:
     draw_fidelity(found, folder / "approximations.png")
     draw_rules(layers[0], folder / "damping.png")
     draw_roundoff(folder / "precision.png")
+    draw_plans(folder / "plan.png")
     return 0
 
 
