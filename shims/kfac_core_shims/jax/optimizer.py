@@ -296,22 +296,23 @@ class Optimizer:
         rate, momentum, predicted = self._coefficients(
             model, state, gradients, direction
         )
-        delta = jax.tree.map(
-            lambda d, last: rate.astype(d.dtype) * d + momentum.astype(d.dtype) * last,
-            direction,
-            state.last,
-        )
-        moved = jax.tree.map(jnp.add, params, delta)
         good = curvature.is_good() & jnp.isfinite(before) & jnp.isfinite(predicted)
+
+        def step(d: Any, last: Any) -> Any:
+            found = rate.astype(d.dtype) * d + momentum.astype(d.dtype) * last
+            return jnp.where(good, found, last)
+
+        last = jax.tree.map(step, direction, state.last)
+        # A step that is not taken leaves the one before, times 0.
+        params = jax.tree.map(lambda p, d: p + good.astype(d.dtype) * d, params, last)
         damping, ratio = self._adapted(
-            state, lambda: self._objective_at(moved, inputs, targets), before, predicted
+            state,
+            lambda: self._objective_at(params, inputs, targets),
+            before,
+            predicted,
         )
         progress = Progress(before, rate, momentum, state.damping, ratio, good, aux)
-        params, last, damping = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old),
-            (moved, delta, damping),
-            (params, state.last, state.damping),
-        )
+        damping = jnp.where(good, damping, state.damping)
         return (
             params,
             OptimizerState(curvature, last, damping, state.steps + 1),
@@ -401,12 +402,12 @@ class Optimizer:
         rows, weight = self._counts(z)
         outputs = functools.partial(self._outputs, inputs=inputs)
 
-        def change(tangent: Any) -> Any:
-            return jax.jvp(outputs, (params,), (tangent,))[1]
+        def change(tangent: Any) -> tuple[Any, Any]:
+            dz = jax.jvp(outputs, (params,), (tangent,))[1]
+            return dz, self.loss.fisher_multiply(z, dz) * weight
 
         together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *directions)
-        changes = list(jax.vmap(change)(together))
-        multiplied = [self.loss.fisher_multiply(z, dz) * weight for dz in changes]
+        changes, multiplied = (list(x) for x in jax.vmap(change)(together))
         F = kc.steps.curvature_of_outputs(changes, multiplied, examples=rows)
         model = kc.steps.quadratic_model(
             _vector(gradients),
