@@ -60,6 +60,11 @@ class BackendUnderTest:
     xp: Any
     adapter: Any
 
+    @property
+    def selection(self) -> str:
+        """Name and device as the library takes them; tests abbreviate some names."""
+        return ":".join([self.name, *self.spec.split(":")[1:]])
+
     def asarray(self, values: Any, dtype: str | None = None) -> Any:
         """Copy values to the backend; read-only where that can be said."""
         host = np.array(values, dtype=dtype)

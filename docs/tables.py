@@ -142,6 +142,30 @@ def torch_digits() -> str:
     return importlib.import_module("curves").table(curves)
 
 
+def jax_digits() -> str:
+    """Return the classifier of the JAX quick start."""
+    example = importlib.import_module("jax_digits")
+    curves = example.runs(steps=120, seeds=2)
+    return importlib.import_module("curves").table(curves, loss=".2g")
+
+
+def keras_digits() -> str:
+    """Return the classifier of the Keras quick start."""
+    example = importlib.import_module("keras_digits")
+    curves = example.runs(steps=150, seeds=3)
+    return importlib.import_module("curves").table(curves, loss=".2g")
+
+
+def torch_deep(build: str) -> str:
+    """Return a deep network of the PyTorch quick start; a peer may keep its row."""
+    example = importlib.import_module("torch_deep")
+    network = getattr(example, build)
+    lines = example.table(network, example.GRIDS, steps=150, seconds=4, seeds=1)
+    if importlib.util.find_spec("kfac") is None:
+        lines += "\n" + shown(f"torch_deep {build}").splitlines()[-1]
+    return lines
+
+
 def demonstration() -> str:
     """Return the table of the demonstration, on NumPy."""
     demo = importlib.import_module("kfac_core.cli.demo.command")
@@ -272,6 +296,18 @@ TABLES = {
     "sklearn digits": Table("docs/quickstart_numpy.md", sklearn_digits, 60),
     "sklearn regression": Table("docs/quickstart_numpy.md", sklearn_regression, 60),
     "torch_digits": Table("docs/quickstart_torch.md", torch_digits, 60, ("torch",)),
+    "torch_deep classifier": Table(
+        "docs/quickstart_torch.md", partial(torch_deep, "classifier"), 60, ("torch",)
+    ),
+    "torch_deep autoencoder": Table(
+        "docs/quickstart_torch.md", partial(torch_deep, "autoencoder"), 60, ("torch",)
+    ),
+    "jax_digits": Table(
+        "docs/quickstart_jax.md", jax_digits, 60, ("jax", "flax", "optax")
+    ),
+    "keras_digits": Table(
+        "docs/quickstart_keras.md", keras_digits, 60, ("keras", "torch")
+    ),
     "tuning": Table("docs/tuning.md", tuning, 100),
     "dense layer": Table("docs/choosing.md", partial(fidelity_of, "dense")),
     "convolution": Table("docs/choosing.md", partial(fidelity_of, "convolution")),

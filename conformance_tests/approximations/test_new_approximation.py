@@ -515,7 +515,7 @@ def test_a_state_and_a_file_are_read_back(backend, dtype, rng, tmp_path):
         other.load_state_dict(first.state_dict())
     second, third = estimator(), estimator()
     second.load_state_dict(first.state_dict())
-    place = backend.spec.replace("strict", "array_api_strict")
+    place = backend.selection
     kc.load_checkpoint(tmp_path / "state.safetensors", third, backend=place)
 
     for other in (second, third):

@@ -53,10 +53,13 @@ def main() -> None:
     assert metadata.get_all("Project-URL") is None
 
     for arguments in ([], ["--version"], ["doctor"], ["conformance", "--list"]):
-        command = [sys.executable, "-m", "kfac_core", *arguments]
+        command = [sys.executable, "-I", "-m", "kfac_core", *arguments]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     shown = subprocess.run(
-        [sys.executable, "-m", "kfac_core"], check=True, capture_output=True, text=True
+        [sys.executable, "-I", "-m", "kfac_core"],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert "bench" not in shown.stdout
     print(f"kfac-core {kc.__version__} works in {sys.prefix}")

@@ -39,7 +39,7 @@ GOOD = {
     "doctor": (),
     "verify": ("-v", "RECORD"),
     "inspect": ("CHECKPOINT",),
-    "conformance": ("--adapter", OWN, "--only", "B1", "A4"),
+    "conformance": ("-v", "--adapter", OWN, "--only", "B1", "A4"),
     "plan": ("resnet50", "--ranks", "1", "8"),
     "bench": (*BENCH, "--output", "OUT"),
 }
@@ -298,6 +298,22 @@ def test_conformance_has_an_exit_code_for_each_end(capsys, tmp_path, monkeypatch
     code, out, err = ends("Wrong", "--only", "nonsense")
     assert (code, out) == (2, "")
     assert "--list" in err
+
+
+def test_conformance_prints_failures_and_one_total(capsys):
+    """With ``-v`` the checks that hold too, with ``-q`` nothing."""
+    call = ["conformance", "--adapter", OWN, "--only", "B1"]
+
+    assert main(call) == 0
+    total = capsys.readouterr().out
+    assert total.count("\n") == 1
+    assert total.endswith(": 4 holds, 0 differs, 0 raised, 0 not offered\n")
+    assert main([*call, "-v"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("  1.0e-10  holds") == 4
+    assert out.endswith(total)
+    assert main([*call, "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 # Progress.

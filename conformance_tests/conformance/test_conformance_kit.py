@@ -52,7 +52,7 @@ def test_this_library_passes_everything(backend):
     if backend.name != "numpy":  # The kit does not depend on it, and is not small.
         few = ("B1 ce mean", "B20 reduce", "D average", "A3 eigen", "A4", "B16 mean")
         checks = [CHECKS[name] for name in few[:: 2 if backend.name == "jax" else 1]]
-    own = Own(backend.spec.replace("strict", "array_api_strict", 1))
+    own = Own(backend.selection)
 
     found = outcomes(own, checks)
 

@@ -15,7 +15,7 @@ from kfac_core_conformance import records
 from kfac_core_conformance.commands import verify
 
 from .test_record_files import DAMAGED, Good, elsewhere, write
-from .test_records import path_of, spec_of
+from .test_records import path_of
 
 __all__ = ["elsewhere"]
 
@@ -59,7 +59,7 @@ def damaged(tmp_path):
 def test_all_agree(run, backend):
     """Exit code 0, and with ``-v`` a table with a row for every check."""
     code, [*lines, total], errors = run(
-        "-v", path_of(AGREEING), "--backend", spec_of(backend)
+        "-v", path_of(AGREEING), "--backend", backend.selection
     )
 
     assert code == 0
@@ -439,3 +439,123 @@ def test_nothing_is_left_behind(run, differing, tmp_path):
     run(differing)
 
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"output": 1 / 32**2}, "output gradients of a mean loss: multiply them by N"),
+        ({"output": 32.0**2}, "output gradients that are N = 32 times too large"),
+        ({"input": 32.0}, "one factor a sum: divide it by N = 32"),
+        ({"output": 1 / 32}, "one factor divided by N = 32 once more"),
+        ({"rule": "exact"}, 'ours with damping_rule="exact"'),
+        ({"rule": "factored_unit_pi"}, 'ours with damping_rule="factored_unit_pi"'),
+        ({"rule": "each factor"}, "the damping added to each factor"),
+        ({"rule": "none"}, "ours without damping"),
+        ({"output": 1.3}, None),
+    ],
+)
+def test_another_convention_is_named(run, rng, tmp_path, wrong, sentence):
+    """A damped inverse that is right by another convention, computed by NumPy alone."""
+    x, g = rng.normal(size=(32, 4)), 0.3 * rng.normal(size=(32, 3))
+    A = wrong.get("input", 1.0) * x.T @ x / 32
+    G = wrong.get("output", 1.0) * g.T @ g / 32
+    pi, r = np.sqrt((np.trace(A) / 4) / (np.trace(G) / 3)), np.sqrt(0.1)
+    shifts = {
+        "factored": (pi * r, r / pi),
+        "factored_unit_pi": (r, r),
+        "each factor": (0.1, 0.1),
+    }
+    rule = wrong.get("rule", "factored")
+    if rule in shifts:
+        s, t = shifts[rule]
+        F = np.kron(A + s * np.eye(4), G + t * np.eye(3))
+    else:
+        F = np.kron(A, G) + (0.1 if rule == "exact" else 0.0) * np.eye(12)
+    V = rng.normal(size=(4, 3))
+    answer = np.linalg.solve(F, V.ravel()).reshape(4, 3)
+    path = _inverse_record(tmp_path, x, g, V, answer)
+
+    code, lines, _ = run(path)
+
+    said = "\n".join(lines)
+    assert code == 1
+    assert ("fc multiply_inverse: the record's answer is ours" in said) == bool(
+        sentence
+    )
+    assert sentence is None or sentence in said
+    assert ("add the checks" in said) == (sentence is None)
+
+
+@pytest.mark.parametrize(
+    ("scale", "shift", "sentence"),
+    [
+        (1.0, 5.0, "ours with a block that lacks the factor S = 5"),
+        (5.0, 5.0, "ours with a damping that was not divided by S = 5"),
+    ],
+)
+def test_positions_that_were_forgotten_are_named(
+    run, rng, tmp_path, scale, shift, sentence
+):
+    """The block is S A (x) G, and each factor's damping the root of damping / S."""
+    x, g = rng.normal(size=(8, 5, 4)), rng.normal(size=(8, 5, 3))
+    A = np.einsum("nsi,nsj->ij", x, x) / 40
+    G = np.einsum("nsi,nsj->ij", g, g) / 40
+    r = np.sqrt(0.1 / 5 * shift)
+    pi = np.sqrt((np.trace(A) / 4) / (np.trace(G) / 3))
+    V = rng.normal(size=(4, 3))
+    left, right = A + pi * r * np.eye(4), G + r / pi * np.eye(3)
+    answer = np.linalg.solve(left, V) @ np.linalg.inv(right) / scale
+    path = _inverse_record(tmp_path, x, g, V, answer)
+
+    code, lines, _ = run(path)
+
+    assert code == 1
+    assert sentence in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("order", "one", "sentence"),
+    [
+        ((4, 0, 1, 2, 3), 1.0, "ours with the bias first"),
+        ((0, 1, 2, 3, 4), 0.5, "only the last row and column differ"),
+    ],
+)
+def test_a_bias_elsewhere_is_named(run, rng, tmp_path, order, one, sentence):
+    """The constant 1 comes first, or is another number."""
+    x, g = rng.normal(size=(32, 4)), rng.normal(size=(32, 3))
+    x1 = np.concatenate([x, np.full((32, 1), one)], axis=1)[:, list(order)]
+    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    writer = _writer(layer)
+    writer.update({"fc": kc.Batch(x, g)})
+    writer.check("fc", "factor", factor="input", expected=x1.T @ x1 / 32)
+    path = tmp_path / "bias.safetensors"
+    writer.save(path)
+
+    code, lines, _ = run(path)
+
+    assert code == 1
+    assert sentence in "\n".join(lines)
+
+
+def _writer(layer):
+    return records.RecordWriter(
+        {"fc": kc.Block(layer, kc.Kronecker())},
+        decay=0.9,
+        damping=0.1,
+        damping_rule="factored",
+        loss="sum",
+        producer="another library",
+    )
+
+
+def _inverse_record(folder, x, g, V, answer):
+    """Write a record that asks for one damped product, of a layer without bias."""
+    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
+    writer = _writer(layer)
+    writer.update({"fc": kc.Batch(x, g)})
+    vector, expected = {"weight": V}, {"weight": answer}
+    writer.check("fc", "multiply_inverse", vector=vector, expected=expected)
+    path = folder / "inverse.safetensors"
+    writer.save(path)
+    return path

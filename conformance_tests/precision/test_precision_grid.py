@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kfac_core as kc
 
+from ..builders.adapters import looks_at_values
 from . import grid
 
 PART: dict[str, Any] = {
@@ -85,3 +88,43 @@ def test_a_grid_that_is_wrong_says_so(monkeypatch):
 
     monkeypatch.setattr(grid, "operator_of", lambda case, name: Off())
     assert grid.verdict(case, "numpy")[0] == "silently wrong"
+
+
+PRODUCTS: dict[str, tuple[float, ...]] = {
+    "multiply": (),
+    "multiply_inverse": (),
+    "multiply_matpower": (-0.25,),
+    "multiply_cholesky": (),
+    "multiply_cholesky_inverse": (),
+    "sample": (),
+}
+
+
+@pytest.mark.usefixtures("compiles_long")
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("kind", grid.KINDS)
+def test_no_product_takes_a_vector_that_is_not_finite(backend, kind, bad):
+    """Every approximation, rule and product, one vector and several; else it shows."""
+    vector = np.ones(grid.KINDS[kind].shape)
+    vector[-1, 0] = bad
+    tried = 0
+    for rule in grid.KINDS[kind].rules:
+        case = grid.Case(kind, rule, "float64", "raise", 20, 1.0, 0.1)
+        with kc.use_backend(backend.name):
+            operator = grid.operator_of(case, backend.name)
+            one = kc.asarray(vector)
+            many = kc.asarray(np.stack([vector.ravel(), np.ones(vector.size)], axis=1))
+        products = {name: partial(getattr(operator, name), one) for name in PRODUCTS}
+        products["@"] = partial(operator.__matmul__, many)
+        for name, product in products.items():
+            if name in operator.unsupported_products:
+                continue
+            tried += 1
+            with np.errstate(all="ignore"):
+                if looks_at_values(backend):
+                    with pytest.raises(kc.NotFiniteError, match="the vector"):
+                        product(*PRODUCTS.get(name, ()))
+                    continue
+                found = backend.to_numpy(product(*PRODUCTS.get(name, ())))
+            assert not np.isfinite(found).all(), (rule, name)
+    assert tried >= 2

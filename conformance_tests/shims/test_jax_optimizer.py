@@ -160,6 +160,18 @@ def test_a_given_rate_is_clipped_and_statistics_have_an_interval():
     assert int(state.steps) == 2
 
 
+def test_it_prints_its_options_and_blocks():
+    """What is left to the quadratic model is named, and each block has a line."""
+    params = {"W": jnp.ones((D, P)), "b": jnp.zeros(P)}
+    network = shim.Network(function, params, jnp.ones((N, D)))
+    text = repr(shim.Optimizer(network, likelihood="gaussian", learning_rate=0.3))
+
+    first, *lines = text.splitlines()
+    assert "likelihood=Gaussian" in first
+    assert "learning_rate=0.3, momentum=quadratic model, damping=0.01" in first
+    assert any("dense 4 x 2, Kronecker" in line for line in lines)
+
+
 def test_options_are_refused_by_name():
     """Intervals, rates, and outputs without an axis of their own."""
     params = {"W": jnp.ones((D, P))}

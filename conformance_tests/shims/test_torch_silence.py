@@ -235,8 +235,38 @@ def test_a_loss_of_the_other_reduction_is_refused(precise):
     ):
         with pytest.raises(kc.ConventionError, match=remedy):
             differentiated(made, **options)
-    # Who says "mean" has reasons for the scale, as eight parts that are one mean.
+    # Who says "mean" has reasons, as gradients that are divided after several passes.
     differentiated("sum", reduction="mean")
+
+
+def test_a_gradient_scaler_that_nobody_passed_is_named():
+    """The KL clip would take scaled gradients for long steps, and training stand still."""
+    x, y = torch.randn(64, 4), torch.randint(0, 3, (64,))
+
+    def trained(*, passed, **options):
+        torch.manual_seed(0)
+        model = Network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=passed is not None)
+        options |= {"grad_scaler": scaler} if passed else {}
+        kfac = KFAC(model, lr=optimizer, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = fn.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            if passed:
+                scaler.unscale_(optimizer)
+            kfac.step()
+            scaler.step(optimizer)
+            scaler.update()
+        return model.one.weight.detach()
+
+    close(trained(passed=True), trained(passed=None), rtol=2e-2)
+    with pytest.raises(kc.ConventionError, match="`grad_scaler`"):
+        trained(passed=False)
+    with pytest.warns(UserWarning, match="`grad_scaler`"):
+        trained(passed=False, reduction="mean")
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])

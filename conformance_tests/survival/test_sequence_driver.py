@@ -19,7 +19,7 @@ from .size import report, sized
 
 def sequence(backend, folder, seed, **options):
     """Return one sequence."""
-    spec = backend.spec.replace("strict", "array_api_strict")
+    spec = backend.selection
     return Sequence(
         seed=seed,
         spec=spec,

@@ -202,8 +202,16 @@ def _groups_by_path() -> dict[str, str]:
     return {name.path: group.slug for group in GROUPS for name in names_of(group)}
 
 
+def leave_glossary_to_its_pages(app: Any, doctree: Any, page: str) -> None:
+    """Take the glossary's terms out of the search, which would find them before all."""
+    if page == "glossary":
+        for node in doctree.findall(addnodes.index):
+            node["entries"] = []
+
+
 def setup(app: Any) -> dict[str, bool]:
-    """Register the transform and the navigation."""
+    """Register the transform, the navigation, and what the search leaves out."""
     app.add_transform(LinkNames)
+    app.connect("doctree-resolved", leave_glossary_to_its_pages)
     app.connect("html-page-context", use_navigation_of_group, priority=400)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

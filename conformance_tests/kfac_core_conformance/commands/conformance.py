@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kfac_core.cli.options import add_json
-from kfac_core.cli.screen import Progress, complain, print_json, print_table
+from kfac_core.cli.screen import (
+    Progress,
+    complain,
+    print_json,
+    print_table,
+    printable,
+)
 from kfac_core_conformance import (
     Check,
     Outcome,
@@ -59,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         default=(),
         help="also check against the answers in these verification records",
     )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "-v", "--verbose", action="store_true", help="show the checks that hold too"
+    )
+    shown.add_argument(
+        "-q", "--quiet", action="store_true", help="print nothing; the exit code tells"
+    )
     add_json(parser)
 
 
@@ -107,8 +120,9 @@ def run(arguments: argparse.Namespace, /) -> int:
             "checks": [_plain(outcome) for outcome in outcomes],
         }
         print_json(found)
-    else:
-        _print(f"{adapter.name} {adapter.version}", outcomes)
+    elif not arguments.quiet:
+        library = f"{adapter.name} {adapter.version}"
+        _print(library, outcomes, every=arguments.verbose)
     if code == 2:
         complain("conformance", "the library offers nothing of what was to be checked.")
     return code
@@ -145,23 +159,28 @@ def _counts(outcomes: Sequence[Outcome]) -> Counter[str]:
     return Counter({status: counts[status] for status in _STATUSES})
 
 
-def _print(library: str, outcomes: Sequence[Outcome]) -> None:
-    """Print a row a check; those that a record alone makes impossible are only counted."""
-    shown = [x for x in outcomes if x.check.obstacle is None]
-    counts = _counts(outcomes)
-    summary = ", ".join(f"{counts[status]} {status}" for status in _STATUSES)
-    print_table(
-        f"{library}: {summary}",
-        ("check", "what has to hold", "error", "allowed", "outcome"),
-        [_cells(outcome) for outcome in shown],
-    )
+def _print(library: str, outcomes: Sequence[Outcome], *, every: bool) -> None:
+    """Print a row for each check that fails, or for all, and one total."""
+    failed = ("differs", "raised")
+    # What a record alone makes impossible is only counted.
+    rows = [
+        _cells(outcome)
+        for outcome in outcomes
+        if outcome.status in failed or (every and outcome.check.obstacle is None)
+    ]
+    if rows:
+        heads = ("check", "what has to hold", "error", "allowed", "outcome")
+        print_table(library, heads, rows)
     reasons = Counter(x.check.obstacle for x in outcomes if x.check.obstacle)
-    if reasons:
+    if reasons and every:
         print_table(
             f"{reasons.total()} answers of the records cannot be asked for",
             ("answers", "why"),
             [(str(count), str(why)) for why, count in reasons.most_common()],
         )
+    counts = _counts(outcomes)
+    total = ", ".join(f"{counts[status]} {status}" for status in _STATUSES)
+    print(f"{printable(library)}: {total}")
 
 
 def _cells(outcome: Outcome) -> tuple[str, ...]:

@@ -215,12 +215,13 @@ def _label(verdict: Verdict) -> str:
 
 
 def _advice(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return which checks would show the cause, for blocks whose inverse alone differs."""
+    """Return which checks would show why an inverse differs, where nothing else does."""
     lines = []
     for block in dict.fromkeys(verdict.block for verdict in verdicts):
         own = [verdict for verdict in verdicts if verdict.block == block]
         wrong = [v for v in own if v.problem is None and not v.agrees]
-        if {v.operation for v in wrong} != {"multiply_inverse"}:
+        explained = any(v.diagnosis for v in wrong)
+        if explained or {v.operation for v in wrong} != {"multiply_inverse"}:
             continue
         # Only the factored rules split the damping.
         split = any((v.rule or "").startswith("factored") for v in wrong)

@@ -3,7 +3,7 @@
 Most wrong factors of K-FAC code are right up to a number: a mean over N examples where a
 sum was meant, or the other way around, scales gradients by N and their second moments by
 N^2.  Others are transposed.  A damped inverse is not proportional to a factor, so that one
-number seldom explains it: there the checks of the factors and of the damping say more.
+number seldom explains it: `kfac_core_conformance.records.alternatives` tries others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from kfac_core_conformance.records.answers import Answer
 from kfac_core_conformance.records.record import norm_of
 
-__all__ = ["diagnosis"]
+__all__ = ["CLOSE", "diagnosis", "distance"]
 
 CLOSE = 1e-4
 """How near an explained answer comes, relative to the expected one."""
@@ -58,8 +58,25 @@ def diagnosis(
         return None if alone and meaning is None else _sentence(ratio, meaning)
     if all(part.ndim == 2 and part.shape[0] == part.shape[1] for part in got.values()):
         transposed = {name: part.T for name, part in got.items()}
-        if _distance(transposed, expected, 1.0) < CLOSE:
+        if distance(transposed, expected, 1.0) < CLOSE:
             return "the record's answer is ours transposed: see `weight_layout`"
+        return _of_bias(got, expected) if factor else None
+    return None
+
+
+def _of_bias(got: Answer, expected: Answer) -> str | None:
+    """Explain a factor whose constant 1, for the bias, is elsewhere or is not 1."""
+    rolled = {name: np.roll(part, (1, 1), (0, 1)) for name, part in got.items()}
+    if distance(rolled, expected, 1.0) < CLOSE:
+        return "the record's answer is ours with the bias first: the format has it last"
+    if all(len(part) > 1 for part in got.values()):
+        rest = {name: part[:-1, :-1] for name, part in got.items()}
+        inside = {name: part[:-1, :-1] for name, part in expected.items()}
+        if norm_of(inside) > 0.0 and distance(rest, inside, 1.0) < CLOSE:
+            return (
+                "only the last row and column differ, those of the bias: "
+                "its input is 1 in every row"
+            )
     return None
 
 
@@ -67,10 +84,24 @@ def _ratio(got: Answer, expected: Answer) -> float | None:
     """Return c where ``expected = c got``; None where no number does it."""
     dot = sum(float(np.sum(got[n] * part)) for n, part in expected.items())
     ratio = dot / norm_of(got) ** 2
-    return ratio if _distance(got, expected, ratio) < CLOSE else None
+    return ratio if distance(got, expected, ratio) < CLOSE else None
 
 
-def _distance(got: Answer, expected: Answer, ratio: float) -> float:
+def distance(got: Answer, expected: Answer, ratio: float, /) -> float:
+    """Return ``|expected - ratio * got| / |expected|``.
+
+    Parameters
+    ----------
+    got, expected : mapping of str to numpy.ndarray
+        Answers with the same keys and shapes.
+    ratio : float
+        A number.
+
+    Returns
+    -------
+    float
+        In the Frobenius norm, all parameters together.
+    """
     difference = {name: part - ratio * got[name] for name, part in expected.items()}
     return norm_of(difference) / norm_of(expected)
 

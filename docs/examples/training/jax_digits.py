@@ -143,6 +143,26 @@ def train(name, method, data, *, rate, seed, steps):
     return curve
 
 
+def runs(*, steps, seeds):
+    """Return the curves of both methods, each with the best of its learning rates."""
+    data, finals = digits(), []
+    for name, make in METHODS.items():
+        method = make(first_params(0), data.train_inputs[:BATCH])
+        tried = {}
+        for rate in RATES[name]:
+            tried[rate] = [train(name, method, data, rate=rate, seed=0, steps=steps)]
+            if sys.stderr.isatty():
+                shown = tried[rate][0]
+                print(f"{shown.name}: {shown.losses[-1]:.4g}", file=sys.stderr)
+        rate = best(tried)
+        finals += tried[rate]
+        finals += [
+            train(name, method, data, rate=rate, seed=seed, steps=steps)
+            for seed in range(1, seeds)
+        ]
+    return finals
+
+
 def main():
     """Run both methods, print the table and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -150,26 +170,8 @@ def main():
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--output", default="jax_digits.png")
     chosen = parser.parse_args()
-    data, finals = digits(), []
-    for name, make in METHODS.items():
-        method = make(first_params(0), data.train_inputs[:BATCH])
-        runs = {}
-        for rate in RATES[name]:
-            options = {"rate": rate, "steps": chosen.steps}
-            runs[rate] = [train(name, method, data, seed=0, **options)]
-            if sys.stderr.isatty():
-                print(
-                    f"{runs[rate][0].name}: {runs[rate][0].losses[-1]:.4g}",
-                    file=sys.stderr,
-                )
-        rate = best(runs)
-        options = {"rate": rate, "steps": chosen.steps}
-        finals += runs[rate]
-        finals += [
-            train(name, method, data, seed=seed, **options)
-            for seed in range(1, chosen.seeds)
-        ]
-    print(table(finals))
+    finals = runs(steps=chosen.steps, seeds=chosen.seeds)
+    print(table(finals, loss=".2g"))
     plot(finals, chosen.output, title="Digits, Flax convolutional classifier")
 
 

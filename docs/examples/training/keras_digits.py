@@ -85,21 +85,25 @@ def train(method, rate, *, steps, seed):
     return curve
 
 
+def runs(*, steps, seeds):
+    """Return the curves of both methods, each with the best of its learning rates."""
+    curves = []
+    for method, rates in RATES.items():
+        tried = {r: [train(method, r, steps=steps, seed=100)] for r in rates}
+        rate = best(tried)
+        curves += [train(method, rate, steps=steps, seed=s) for s in range(seeds)]
+    return curves
+
+
 def main():
+    """Run both methods, print the table and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", default="keras_digits.png")
     options = parser.parse_args()
-    curves = []
-    for method, rates in RATES.items():
-        runs = {r: [train(method, r, steps=options.steps, seed=100)] for r in rates}
-        rate = best(runs)
-        curves += [
-            train(method, rate, steps=options.steps, seed=s)
-            for s in range(options.seeds)
-        ]
-    print(table(curves))
+    curves = runs(steps=options.steps, seeds=options.seeds)
+    print(table(curves, loss=".2g"))
     plot(curves, options.output, title="Digits, a convolutional network in Keras")
 
 

@@ -140,6 +140,22 @@ def compared(build, data, grids, *, seeds, **budget):
         yield row
 
 
+def table(build, grids, *, steps, seconds, **budget):
+    """Return the table of one network, with the digits that hold on other processors."""
+    heads = [build.__name__, "rate", f"{steps} steps"]
+    lines = [[*heads, f"rate for {seconds:g} seconds", f"{seconds:g} seconds"]]
+    lines.append(["---"] * 5)
+    budget |= {"steps": steps, "seconds": seconds, "size": 512}
+    for row in compared(build, digits(), grids, **budget):
+        lines.append([shown(x) if isinstance(x, float) else x for x in row])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def shown(loss):
+    """Return a loss with two significant digits, three from 1 on."""
+    return f"{loss:.3g}" if loss >= 1.0 else f"{loss:.2g}"
+
+
 def main():
     """Print a table for each network."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -154,15 +170,8 @@ def main():
     if given.quick:
         budget = {"steps": 20, "seconds": 0.05, "seeds": 1}
         grids = {method: r[len(r) // 2 :][:1] for method, r in GRIDS.items()}
-    steps, seconds = budget["steps"], budget["seconds"]
-    data = digits()
     for build in classifier, autoencoder:
-        print(f"| {build.__name__} | rate | {steps} steps | rate | {seconds:g} s |")
-        print("| --- | --- | --- | --- | --- |", flush=True)
-        for row in compared(build, data, grids, size=512, **budget):
-            cells = [f"{x:.3g}" if isinstance(x, float) else x for x in row]
-            print("| " + " | ".join(cells) + " |", flush=True)
-        print()
+        print(f"{table(build, grids, **budget)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ class Progress(NamedTuple):
     Attributes
     ----------
     loss : array, 0-d
-        Objective before the step.
+        Objective before the step.  It has the constants of the log-likelihood: for a
+        Gaussian ``1/2 log(2 pi) = 0.919`` for each output.
     learning_rate, momentum : array, 0-d
         alpha and mu.
     damping : array, 0-d
@@ -239,6 +240,24 @@ class Optimizer:
         self.step = jax.jit(self.transition, donate_argnums=(0, 1))
         """`transition`, compiled; parameters and state are donated, and not to be used
         again."""
+
+    def __repr__(self) -> str:
+        """Show the options, and each block of the network on a line."""
+        model = "quadratic model"
+        options = {
+            "likelihood": type(self.loss).__name__,
+            "fisher": self.fisher,
+            "learning_rate": model
+            if self.learning_rate is None
+            else self.learning_rate,
+            "momentum": model if self.momentum is None else self.momentum,
+            "damping": self.kfac.damping,
+            "adapt_damping": self.adapt_damping,
+            "update_every": self.update_every,
+            "refresh_every": self.kfac.refresh_every,
+        }
+        shown = ", ".join(f"{name}={value}" for name, value in options.items())
+        return f"Optimizer({shown})\n{self.network!r}"
 
     def init(self, params: Any, /) -> OptimizerState:
         """Return the state before the first step."""

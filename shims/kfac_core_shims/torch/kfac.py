@@ -21,6 +21,12 @@ from kfac_core_shims.torch.sites import find_sites
 
 __all__ = ["KFAC"]
 
+_MEAN = 1.5
+"""How many means a loss may be where nobody said that it is one."""
+
+_UNSCALED = 100.0
+"""How many means or sums a loss may be that no gradient scaler multiplied."""
+
 _LARGEST_EMPIRICAL = 16.0
 """Entries of a cross-entropy's gradient are at most 1; beyond this the loss is scaled."""
 
@@ -55,8 +61,8 @@ class KFAC(kc.integration.NaturalGradient):
         and the first backward pass is checked to be of a cross-entropy.
     reduction : {"mean", "sum"}, optional
         Reduction over the rows of outputs, in the loss that is differentiated; by default
-        that of the loss module, or ``"mean"``.  A cross-entropy of the other reduction
-        is refused at the first step.
+        that of the loss module, or ``"mean"``.  A cross-entropy that is plainly of the
+        other reduction is refused at the first backward pass.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of
         them, ``"empirical"`` uses the gradients of the caller's backward pass.
@@ -719,25 +725,39 @@ class KFAC(kc.integration.NaturalGradient):
         return (found if weight is None else found * weight), None
 
     def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
-        """Refuse a loss of the other reduction: a sum has rows of scale 1, a mean of 1/R.
+        """Refuse a loss that is not the mean, or the sum, that `reduction` says.
 
-        A mean may be scaled on its way, by a gradient scaler or by who accumulates, so
-        that "mean" is doubted only where nobody said it.
+        A row's cross-entropy stands in a mean with a factor of 1/R, in a sum with 1.  It
+        may be less, where batches are accumulated, and what somebody said may be so by
+        the time of the step; then a scaled loss is only told.
         """
         if self.grad_scaler is not None or self._processes > 1:
             return
-        assumed = self.criterion.reduction_assumed
-        if assumed and abs(scale - 1) <= coarse:
-            found, pass_it = "a sum", "sum"
-        elif self.reduction == "sum" and abs(scale * rows - 1) <= coarse:
-            found, pass_it = "a mean", "mean"
-        else:
-            return
-        raise kc.ConventionError(
-            f"Expected the loss to be a {self.reduction} over its {rows} rows, and each "
-            f"row's cross-entropy stands in it with a factor of {scale:.3g}, as in "
-            f"{found}. Pass reduction={pass_it!r}, or the loss module as `likelihood`."
+        reduction = self.reduction
+        times = scale * rows if reduction == "mean" else scale
+        found = (
+            f"each of the {rows} rows' cross-entropies stands in the loss with a factor of "
+            f"{scale:.3g}"
         )
+        if self.criterion.reduction_assumed and times > _MEAN:
+            raise kc.ConventionError(
+                f"Expected a loss that is a mean over its rows, and {found}. Pass "
+                "reduction='sum' if it is a sum, `grad_scaler` if a gradient scaler "
+                "multiplied it, or reduction='mean' if gradients are divided by "
+                f"{times:.3g} before `step`."
+            )
+        if reduction == "sum" and abs(scale * rows - 1) <= coarse:
+            raise kc.ConventionError(
+                f"Expected a loss that is a sum over its rows, and {found}, as in a mean. "
+                "Pass reduction='mean', or the loss module as `likelihood`."
+            )
+        if self.kl_clip is not None and times > _UNSCALED:
+            warn(
+                f"Expected a loss that is a {reduction} over its rows, and {found}. The KL "
+                "clip takes gradients as they are in `step`. Pass `grad_scaler` if a "
+                "gradient scaler multiplied the loss.",
+                stacklevel=2,
+            )
 
     def _require_equal_scales(self, seen: list[Observation]) -> None:
         """Raise on all processes if each averages over rows of its own, of unequal number.
