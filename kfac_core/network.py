@@ -412,7 +412,9 @@ class Network:
         """Return a state without arrays, for before the first batch."""
         return NetworkState({name: BlockState() for name in self.blocks})
 
-    def initial(self, like: Array, /, *, damping: Scalar) -> NetworkState:
+    def initial(
+        self, like: Array, /, *, damping: Scalar, executor: Executor = plain
+    ) -> NetworkState:
         """Return an initial state in the structure that every stage returns.
 
         For function compilers, which need the same structure before and after a stage:
@@ -425,6 +427,8 @@ class Network:
             Array whose library, device and dtype the state takes.
         damping : float, 0-d array or mapping of str to these
             Damping ``lam``.
+        executor : Executor
+            How the loop over blocks is run in the refresh whose form is taken.
 
         Returns
         -------
@@ -455,7 +459,9 @@ class Network:
         start = NetworkState(blocks)
 
         def refreshed() -> NetworkState:
-            return self.refresh(start, damping=damping, check="status")
+            return self.refresh(
+                start, damping=damping, check="status", executor=executor
+            )
 
         made = backend_of(xp).placeholder(refreshed, device=device)
         return start.updated(

@@ -89,31 +89,20 @@ def register_structure(
     jax.tree_util.register_dataclass(cls, data_fields=fields, meta_fields=static)
 
 
-_PANELS_FROM = 512
-"""From this size on, products of panels are faster than one product of all."""
-
-
-def _panels(n: int) -> list[tuple[int, int]]:
-    """Return the bounds of about eight panels, so that programs stay short."""
-    width = max(128, -(-n // 128) * 16)
-    return [(start, min(start + width, n)) for start in range(0, n, width)]
-
-
-def _stacked_up(panels: list[Any]) -> Any:
-    """Return a lower triangle of rows of panels that end at the diagonal."""
-    n = panels[-1].shape[1]
-    return jnp.concatenate(
-        [jnp.pad(panel, ((0, 0), (0, n - panel.shape[1]))) for panel in panels]
-    )
+_BLOCKS_FROM = 512
+"""From this size on, products of parts of a matrix are faster than one product of all."""
 
 
 def _gram_by_panels(rows: Any) -> Any:
-    """Return ``rows^T rows``, lower triangle."""
-    panels = [rows[:, a:b].T @ rows[:, :b] for a, b in _panels(rows.shape[1])]
-    return _stacked_up(panels)
-
-
-_compiled_gram: Any = jax.jit(_gram_by_panels)
+    """Return ``rows^T rows``, lower triangle, of three panels: each costs a compilation."""
+    n = rows.shape[1]
+    width = -(-n // 3)
+    panels = []
+    for start in range(0, n, width):
+        stop = min(start + width, n)
+        panel = rows[:, start:stop].T @ rows[:, :stop]
+        panels.append(jnp.pad(panel, ((0, 0), (0, n - stop))))
+    return jnp.concatenate(panels)
 
 
 def gram_update(
@@ -125,8 +114,8 @@ def gram_update(
     """
     if tail is not None:
         rows = jnp.concatenate([rows, tail[..., None]], axis=-1)
-    by_panels = rows.ndim == 2 and rows.shape[1] >= _PANELS_FROM
-    product = _compiled_gram(rows) if by_panels else rows.mT @ rows
+    by_panels = rows.ndim == 2 and rows.shape[1] >= _BLOCKS_FROM
+    product = _gram_by_panels(rows) if by_panels else rows.mT @ rows
     updated = product * scale
     return updated if total is None else updated + total.array * decay, False
 
@@ -140,20 +129,47 @@ def matrix_diagonal(x: Any, /, *, xp: Any) -> Any:
 
 def matrix_trace(x: Any, /, *, xp: Any) -> Any:
     """Return the sum of the diagonal."""
-    return matrix_diagonal(x, xp=xp).sum(-1)
+    diagonal = matrix_diagonal(x, xp=xp)
+    even, odd, rest = _in_halves(diagonal)
+    even, odd = _reduced((even, odd), 0.0, _added, (-1,))
+    return even + odd + rest[..., 0] if rest.shape[-1] else even + odd
+
+
+def all_finite(x: Any, /, *, xp: Any) -> Any:
+    """Return whether every number is finite."""
+    first, second, rest = _in_halves(jnp.isfinite(x).reshape(-1))
+    first, second = _reduced((first, second), True, _both, (0,))
+    return first & second & rest[0] if rest.shape[0] else first & second
 
 
 def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
     """Return ``|error| / |scale|``, in few operations."""
     largest = jnp.max(jnp.abs(scale), axis=(-2, -1), keepdims=True)
     unit = jnp.where(largest > 0, largest, 1.0)
-    top, bottom = _squares(error / unit), _squares(scale / unit)
+    error, scale = jnp.broadcast_arrays(error / unit, scale / unit)
+    top, bottom = _reduced((error * error, scale * scale), 0.0, _added, (-2, -1))
     ratio = jnp.sqrt(top / jnp.where(bottom == 0, 1.0, bottom))
     return jnp.where(jnp.isfinite(ratio), ratio, jnp.inf)
 
 
-def _squares(column: Any) -> Any:
-    return (column.mT @ column)[..., 0, 0]
+def _in_halves(x: Any) -> tuple[Any, Any, Any]:
+    """Return two halves of the last axis, and what is left over."""
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+
+
+def _reduced(
+    arrays: tuple[Any, ...], start: Any, join: Any, axes: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Reduce arrays of one shape, in one loop; of a single array several are made."""
+    starts = tuple(jnp.asarray(start, x.dtype) for x in arrays)
+    places = tuple(axis % arrays[0].ndim for axis in axes)
+    found: tuple[Any, ...] = tuple(jax.lax.reduce(arrays, starts, join, places))
+    return found
+
+
+def _both(left: Any, right: Any) -> Any:
+    return tuple(a & b for a, b in zip(left, right, strict=True))
 
 
 def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -> Any:
@@ -169,36 +185,35 @@ def damped_cholesky(matrix: Any, shift: Any, /, *, factor: Any = 1.0, xp: Any) -
 
 def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
     """Return ``(L L^T)^-1``; there is no POTRI, and for small ones two solves serve."""
-    if lower.ndim == 2 and lower.shape[0] >= _PANELS_FROM:
-        return _compiled_inverse(lower), True
+    if lower.ndim == 2 and lower.shape[0] >= _BLOCKS_FROM:
+        return _inverse_by_blocks(lower), True
     eye = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
-    half = jax_solve_triangular(lower, eye, lower=True)
-    inverse = jax_solve_triangular(lower, half, lower=True, trans="T")
-    return 0.5 * (inverse + inverse.mT), True
+    root = jax_solve_triangular(lower, eye, lower=True)
+    return root.mT @ root, True
 
 
-def _inverse_by_panels(lower: Any) -> Any:
-    """Return ``L^-T L^-1`` by panels of the triangular inverse."""
-    root = _triangular_inverse(lower, max(256, lower.shape[0] // 4))
-    panels = [root[a:, a:b].T @ root[a:, :b] for a, b in _panels(lower.shape[0])]
-    inverse = _stacked_up(panels)
-    return jnp.tril(inverse) + jnp.tril(inverse, -1).T
+def _inverse_by_blocks(lower: Any) -> Any:
+    """Return ``L^-T L^-1`` from the four blocks of ``L^-1``, one of which is zero."""
+    first, coupling, second = _triangular_inverse(lower)
+    cross = second.T @ coupling
+    top = first.T @ first + coupling.T @ coupling
+    return jnp.block([[top, cross.T], [cross, second.T @ second]])
 
 
-_compiled_inverse: Any = jax.jit(_inverse_by_panels)
+def _triangular_inverse(lower: Any) -> tuple[Any, Any, Any]:
+    """Return the blocks of ``L^-1``: above left, below left and below right."""
+    h = lower.shape[0] // 2
+    first, second = (_own_inverse(part) for part in (lower[:h, :h], lower[h:, h:]))
+    return first, -(second @ lower[h:, :h]) @ first, second
 
 
-def _triangular_inverse(lower: Any, leaf: int) -> Any:
-    """Return ``L^-1`` by halves, as `kfac_core.linalg.triangular` has it."""
+def _own_inverse(lower: Any) -> Any:
+    """Return ``L^-1``, by halves where it is large."""
     n = lower.shape[0]
-    if n <= leaf:
-        eye = jnp.eye(n, dtype=lower.dtype)
-        return jax_solve_triangular(lower, eye, lower=True)
-    h = n // 2
-    first = _triangular_inverse(lower[:h, :h], leaf)
-    second = _triangular_inverse(lower[h:, h:], leaf)
-    zeros = jnp.zeros((h, n - h), lower.dtype)
-    coupling = -(second @ lower[h:, :h]) @ first
+    if n < _BLOCKS_FROM:
+        return jax_solve_triangular(lower, jnp.eye(n, dtype=lower.dtype), lower=True)
+    first, coupling, second = _triangular_inverse(lower)
+    zeros = jnp.zeros((first.shape[0], second.shape[0]), lower.dtype)
     return jnp.block([[first, zeros], [coupling, second]])
 
 
@@ -219,9 +234,11 @@ def sums_of_products(pairs: Any, /, *, xp: Any) -> Any:
 def _summed(arrays: Any) -> Any:
     """Return the sum of each of some arrays of one shape, rows first."""
     if arrays[0].ndim > 1:
-        zeros = (jnp.zeros((), arrays[0].dtype),) * len(arrays)
-        arrays = jax.lax.reduce(tuple(arrays), zeros, _added, (0,))
-    return jnp.stack([x.reshape(-1) for x in arrays]).sum(-1)
+        rows = tuple(x.reshape(-1, x.shape[-1]) for x in arrays)
+        arrays = _reduced(rows, 0.0, _added, (0,))
+    if arrays[0].ndim:
+        arrays = _reduced(tuple(arrays), 0.0, _added, (0,))
+    return jnp.stack(arrays)
 
 
 def _sums_jvp(primals: Any, tangents: Any) -> Any:

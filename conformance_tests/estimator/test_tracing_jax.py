@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.array import namespaces
 from kfac_core.array.structure import leaves, replaced
 
 from ..builders.tolerances import assert_close
@@ -303,3 +304,25 @@ def test_structures_cross_jit_boundaries(jax, arrays, rule):
     assert type(op) is type(eager)
     for product, expected in all_products(eager, V).items():
         assert_close(got[product], expected, "inverse", "float64")
+
+
+def test_a_tracer_is_asked_once_where_it_lies(jax, arrays, monkeypatch):
+    """A tracer does not know, and searches all of its program before it says so."""
+    asked = []
+    device = namespaces.array_api_compat.device
+
+    def counted(x):
+        asked.append(type(x))
+        return device(x)
+
+    monkeypatch.setattr(namespaces.array_api_compat, "device", counted)
+    x, g, _ = arrays
+
+    jax.make_jaxpr(lambda s: operator(updated(s, x, g), 0.1, "factored"))(
+        BLOCK.initial(x)
+    )
+
+    tracers = [kind for kind in asked if issubclass(kind, jax.core.Tracer)]
+    assert len(tracers) == len(set(tracers))
+    for array in arrays:  # the row that must differ: arrays know their devices
+        assert namespaces.device_of(array) is not None

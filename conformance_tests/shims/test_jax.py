@@ -608,3 +608,64 @@ def test_a_compiled_stage_may_be_a_part_of_another_program(rng):
 
     assert_close_vectors(jax.jit(compiled.precondition)(V), alone)
     assert_close_vectors(jax.jit(lambda: compiled.precondition(V))(), alone)
+
+
+# ------------------------------------------------------- equal blocks in one program
+
+
+def test_equal_blocks_are_traced_once(rng, monkeypatch):
+    """For the first state and all steps: the formulas run once, not for each block."""
+    weights = [jnp.asarray(rng.normal(size=(7, 7))) for _ in range(4)]
+    # Of a size that no other test has a program for.
+    x, y = jnp.asarray(rng.normal(size=(6, 7))), jnp.asarray([0, 1, 2, 6, 1, 5])
+
+    def chain(weights, x):
+        for W in weights:
+            x = jnp.tanh(x @ W)
+        return x
+
+    network = shim.Network(chain, weights, x)
+    kfac = made(network, damping_rule="factored")
+    runs = []
+    operator = kc.Kronecker.operator
+
+    def counted(self, *given):
+        runs.append(self)
+        return operator(self, *given)
+
+    monkeypatch.setattr(kc.Kronecker, "operator", counted)
+    state = kfac.init(weights)
+    step = empirical(network, kfac, reduction="sum")
+
+    direction, gradients, _ = jax.jit(step)(weights, state, x, y, jnp.float64(LAMBDA))
+
+    assert len(network.blocks) == 4
+    assert len(runs) == 1
+    hidden = [np.asarray(x)]
+    for W in weights:
+        hidden.append(np.tanh(hidden[-1] @ np.asarray(W)))
+    p = np.exp(hidden[-1])
+    g = p / p.sum(1, keepdims=True) - np.eye(7)[np.asarray(y)]
+    for i in range(3, -1, -1):
+        g = g * (1 - hidden[i + 1] ** 2)
+        A, G = hidden[i].T @ hidden[i] / 6, g.T @ g / 6
+        pi = np.sqrt(np.trace(A) / np.trace(G))
+        root, eye = np.sqrt(LAMBDA), np.eye(7)
+        left = np.linalg.solve(A + pi * root * eye, np.asarray(gradients[i]))
+        expected = np.linalg.solve(G + root / pi * eye, left.T).T
+        np.testing.assert_allclose(direction[i], expected, rtol=1e-9)
+        g = g @ np.asarray(weights[i]).T
+
+
+def test_an_error_in_one_of_equal_blocks_has_its_name(small):
+    """Though the formulas that raise it are of no block in particular."""
+    params, x, y = small
+    network = shim.Network(mlp, params, x)
+    kfac = made(network)
+    z, pull = network.vjp(params, x)
+    _, captured = pull(jax.grad(nll)(z, y), reduction="sum")
+    batch = captured.batches["two"]
+    captured.batches["two"] = replaced(batch, inputs=batch.inputs[:, :2])
+
+    with pytest.raises(kc.ShapeError, match="Block 'two'"):
+        kfac.update(params, kfac.init(params), captured=captured)

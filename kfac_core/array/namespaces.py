@@ -70,6 +70,9 @@ _real_floating: dict[tuple[str, Any], bool] = {}
 _standard_devices: dict[type[Any], bool] = {}
 """Whether the arrays of a type have the standard's attribute ``device``."""
 
+_without_device: set[type[Any]] = set()
+"""Types of tracers, which search all of a program for what to say when asked."""
+
 NUMBER = (float, int, numbers.Real)
 """For `isinstance`: Python's own numbers first, for which no abstract class is asked."""
 
@@ -235,10 +238,15 @@ def device_of(x: Array, /) -> Any:
         standard = _standard_devices[type(x)] = _has_standard_device(x)
     if standard:
         return x.device
-    try:
-        return array_api_compat.device(x)
-    except AttributeError:
+    if type(x) in _without_device:
         return None
+    try:
+        device = array_api_compat.device(x)
+    except AttributeError:
+        device = None
+    if device is None:
+        _without_device.add(type(x))
+    return device
 
 
 def is_row_major(x: Array, /) -> bool:

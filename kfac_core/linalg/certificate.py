@@ -79,8 +79,11 @@ def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
 
 
 def probe_of(array: Array, xp: Namespace, /) -> Array:
-    """Return the probe vector for a matrix; the same one again where that is safe."""
-    make = _kept_probe if is_plain(array, xp=xp) else _new_probe
+    """Return the probe vector for a matrix; the same one again where that is safe.
+
+    Where the host has no values of the matrix there are two, as columns.
+    """
+    make = _kept_probe if is_plain(array, xp=xp) else _two_probes
     return make(array.shape[-1], array.dtype, device_of(array), xp)
 
 
@@ -451,11 +454,17 @@ def constant(
     return make(n, dtype=dtype, device=device, xp=xp)
 
 
-def _new_probe(n: int, dtype: Any, device: Any, xp: Namespace) -> Array:
-    return constant(probe, n, dtype=dtype, device=device, xp=xp)
+def _two_probes(n: int, dtype: Any, device: Any, xp: Namespace) -> Array:
+    """Return two vectors as columns: a compiler makes loops of products with one."""
+    made = constant(probe, 2 * n, dtype=dtype, device=device, xp=xp)
+    return xp.reshape(made, (n, 2))
 
 
-_kept_probe = functools.lru_cache(maxsize=64)(_new_probe)
+def _probe(n: int, dtype: Any, device: Any, xp: Namespace) -> Array:
+    return probe(n, dtype=dtype, device=device, xp=xp)
+
+
+_kept_probe = functools.lru_cache(maxsize=64)(_probe)
 
 
 @dispatched

@@ -253,25 +253,23 @@ def from_eigenbasis(Q: Array, eigenvalues: Array, xp: Namespace, /) -> Symmetric
 
 def _validity(
     problem: DampedMatrix, image: Array, xp: Namespace
-) -> tuple[Array, Conditions, Array | None]:
-    """Return the image, finite, and what makes a problem valid, and whether it is.
+) -> tuple[Conditions, Array | None]:
+    """Return what makes a problem valid, and whether it is.
 
     Nothing and None where the host knows that all of a stack is valid.
     """
     shift, finite = problem.shift, xp.isfinite(image)
     # The image of an infinite shift is not finite.
     if known_true(finite & (shift >= 0)[..., None, None], xp=xp):
-        return image, (), None
+        return (), None
     finite = xp.all(finite, axis=(-2, -1))
-    valid = finite & (shift >= 0)
-    image = xp.where(valid[..., None, None], image, xp.zeros_like(image))
-    return image, problem_flags(problem, finite, xp), valid
+    return problem_flags(problem, finite, xp), finite & (shift >= 0)
 
 
 def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
     z = probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
-    image, conditions, valid = _validity(problem, image, xp)
+    conditions, valid = _validity(problem, image, xp)
     lower = _lower(problem, valid, xp)
     residual = cholesky_residual(lower, z, image, xp=xp)
     # L L^T is always close to M.  Solving with L is not, where M is ill-conditioned.
@@ -292,7 +290,7 @@ def _attempt_inverse(
     """Return the inverse and its flags; a factor that is given is not written to."""
     z = probe_of(problem.matrix.array, xp)
     image = problem.multiply(z, xp=xp)
-    image, conditions, valid = _validity(problem, image, xp)
+    conditions, valid = _validity(problem, image, xp)
     own = lower is None
     if lower is None:
         lower = _lower(problem, valid, xp)

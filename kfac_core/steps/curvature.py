@@ -30,7 +30,14 @@ from kfac_core.array.namespaces import (
 from kfac_core.constraints import validated
 from kfac_core.errors import ShapeError
 from kfac_core.layers.feeding import detached_array
-from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
+from kfac_core.steps.vectors import (
+    Vector,
+    dot,
+    entered,
+    scalar_of,
+    sums_of_products,
+    widest,
+)
 
 __all__ = ["curvature_of_outputs", "curvature_of_products"]
 
@@ -134,8 +141,8 @@ def curvature_of_outputs(
     dtype = wide_dtype(xp, xp.result_type(*arrays))
     arrays = [cast(xp, detached_array(x), dtype) for x in arrays]
     left, right = arrays[:k], arrays[k:]
-    rows = [xp.stack([xp.sum(a * b) for b in right]) for a in left]
-    return xp.stack(rows) / scalar_of(xp, examples, dtype, "examples")
+    sums = sums_of_products([(a, b) for a in left for b in right], xp=xp)
+    return xp.reshape(sums, (k, k)) / scalar_of(xp, examples, dtype, "examples")
 
 
 def _same_number(

@@ -1,4 +1,4 @@
-"""The stages of an estimator as compiled programs: an executor."""
+"""Executors: stages as programs of their own, and equal blocks as parts of one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import kfac_core as kc
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "traced_once"]
 
 
 def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
@@ -59,12 +59,60 @@ def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
     return {name: found[name] for name in tasks}
 
 
+def traced_once(function: Any, tasks: Any, /) -> dict[str, Any]:
+    """Run a function of several blocks inside a program, traced once for equal blocks.
+
+    Also for the same function of the same shapes later, such as in another program.
+
+    Parameters
+    ----------
+    function : callable
+        Takes a name, a block and arguments, and reads no values.
+    tasks : mapping of str to tuple
+        For each name, the block and its arguments.
+
+    Returns
+    -------
+    dict of str to object
+        Results of the function, by name.
+    """
+    arrays = [id(x) for task in tasks.values() for x in jax.tree.leaves(task[1])]
+    if len(set(arrays)) < len(arrays):
+        # Blocks that share a factor share what is made of it.
+        return kc.execution.plain(function, tasks)
+    found: dict[str, Any] = {}
+    for name, task in tasks.items():
+        fixed = tuple(part if isinstance(part, _GIVEN) else ... for part in task)
+        given = [None if isinstance(part, _GIVEN) else part for part in task]
+        try:
+            found[name] = _part(function, fixed, given)
+        except kc.KFACError:
+            found |= kc.execution.plain(
+                function, {name: task}
+            )  # raises with the block's name
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _part(function: Any, fixed: Any, given: Any) -> Any:
+    if hasattr(function, "memo"):
+        function = dataclasses.replace(function, memo={})
+    task = (
+        traced if own is ... else own for own, traced in zip(fixed, given, strict=True)
+    )
+    return function("a block", *task)
+
+
 def _one_by_one(function: Any, tasks: Any) -> dict[str, Any]:
     return {name: function(name, *task) for name, task in tasks.items()}
 
 
 _FIXED = (kc.Block, str, frozenset)
 """What is a part of a program among a block's arguments."""
+
+
+_GIVEN = (*_FIXED, int, float, type(None))
+"""What is a part of a program beside those: numbers that are checked where they are."""
 
 
 @functools.cache

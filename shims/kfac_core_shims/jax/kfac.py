@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import kfac_core as kc
+from kfac_core_shims.jax.compiled import traced_once
 from kfac_core_shims.jax.mapped import averaged, mapped_axes, summed_over
 from kfac_core_shims.jax.network import Network
 
@@ -138,7 +139,10 @@ class KFAC:
             for leaf in jax.tree.leaves(params)
             if jnp.issubdtype(leaf.dtype, jnp.floating)
         )
-        return self.curvature.initial(like, damping=self.damping)
+        # In the form that a step has it, for which the refresh is then traced already.
+        dtype = jnp.promote_types(like.dtype, jnp.float32)
+        damping = jax.tree.map(lambda x: jnp.asarray(x, dtype), self.damping)
+        return self.curvature.initial(like, damping=damping, executor=traced_once)
 
     @kc.integration.validated
     def update(
@@ -192,7 +196,7 @@ class KFAC:
         """Return the inverse curvature times gradients, in the tree of the gradients."""
         leaves, wiring = self.network.leaves, self.network.wiring
         vectors = leaves.vectors(gradients, wiring)
-        found = self.curvature.precondition(state, vectors)
+        found = self.curvature.precondition(state, vectors, executor=traced_once)
         if self.kl_clip is not None:
             taken = next(iter(state.blocks.values())).updates
             clip = kc.steps.kl_clip(
@@ -256,11 +260,15 @@ class KFAC:
                 "same in both."
             )
         updates = next(iter(state.blocks.values())).updates
-        how: dict[str, Any] = {}
+        executor: kc.execution.Executor = traced_once
         if self.axis_name is not None:
-            how["executor"] = summed_over(self.axis_name)
+            executor = summed_over(self.axis_name, traced_once)
         state = network.update(
-            state, captured.batches, decay=self.decay, check="status", **how
+            state,
+            captured.batches,
+            decay=self.decay,
+            check="status",
+            executor=executor,
         )
         good = state.is_good()
 
@@ -271,7 +279,9 @@ class KFAC:
             return network.rebase(state, moments=self.moments, check="status")
 
         def refreshed(state: kc.NetworkState) -> kc.NetworkState:
-            return network.refresh(state, damping=damping, check="status")
+            return network.refresh(
+                state, damping=damping, check="status", executor=traced_once
+            )
 
         if self._has_bases:
             due = good & (updates % self.bases_every == 0)

@@ -31,8 +31,10 @@ def averaged(tree: Any, axis_name: Any, /) -> Any:
     return jax.tree.map(lambda x: jax.lax.pmean(x, axis_name), tree)
 
 
-def summed_over(axis_name: Any, /) -> kc.distributed.SummedOver:
+def summed_over(
+    axis_name: Any, inner: kc.execution.Executor, /
+) -> kc.distributed.SummedOver:
     """Return the executor of an update with the rows of all devices of an axis."""
     return kc.distributed.SummedOver(
-        functools.partial(jax.lax.psum, axis_name=axis_name)
+        functools.partial(jax.lax.psum, axis_name=axis_name), inner
     )

@@ -315,22 +315,23 @@ class Optimizer:
         rate, momentum, predicted = self._coefficients(
             model, state, gradients, direction
         )
-        delta = jax.tree.map(
-            lambda d, last: rate.astype(d.dtype) * d + momentum.astype(d.dtype) * last,
-            direction,
-            state.last,
-        )
-        moved = jax.tree.map(jnp.add, params, delta)
         good = curvature.is_good() & jnp.isfinite(before) & jnp.isfinite(predicted)
+
+        def step(d: Any, last: Any) -> Any:
+            found = rate.astype(d.dtype) * d + momentum.astype(d.dtype) * last
+            return jnp.where(good, found, last)
+
+        last = jax.tree.map(step, direction, state.last)
+        # A step that is not taken leaves the one before, times 0.
+        params = jax.tree.map(lambda p, d: p + good.astype(d.dtype) * d, params, last)
         damping, ratio = self._adapted(
-            state, lambda: self._objective_at(moved, inputs, targets), before, predicted
+            state,
+            lambda: self._objective_at(params, inputs, targets),
+            before,
+            predicted,
         )
         progress = Progress(before, rate, momentum, state.damping, ratio, good, aux)
-        params, last, damping = jax.tree.map(
-            lambda new, old: jnp.where(good, new, old),
-            (moved, delta, damping),
-            (params, state.last, state.damping),
-        )
+        damping = jnp.where(good, damping, state.damping)
         return (
             params,
             OptimizerState(curvature, last, damping, state.steps + 1),
@@ -419,12 +420,9 @@ class Optimizer:
             directions.append(state.last)
         rows, weight = self._counts(z)
         outputs = functools.partial(self._outputs, inputs=inputs)
-
-        def change(tangent: Any) -> Any:
-            return jax.jvp(outputs, (params,), (tangent,))[1]
-
-        together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *directions)
-        changes = list(jax.vmap(change)(together))
+        # Of one linear function, which compilers see to be one.
+        _, change = jax.linearize(outputs, params)
+        changes = [change(d) for d in directions]
         multiplied = [self.loss.fisher_multiply(z, dz) * weight for dz in changes]
         F = kc.steps.curvature_of_outputs(changes, multiplied, examples=rows)
         model = kc.steps.quadratic_model(
