@@ -112,8 +112,8 @@ def test_no_product_takes_a_vector_that_is_not_finite(backend, kind, bad):
         case = grid.Case(kind, rule, "float64", "raise", 20, 1.0, 0.1)
         with kc.use_backend(backend.name):
             operator = grid.operator_of(case, backend.name)
-        one = backend.asarray(vector)
-        many = backend.asarray(np.stack([vector.ravel(), np.ones(vector.size)], axis=1))
+            one = kc.asarray(vector)
+            many = kc.asarray(np.stack([vector.ravel(), np.ones(vector.size)], axis=1))
         products = {name: partial(getattr(operator, name), one) for name in PRODUCTS}
         products["@"] = partial(operator.__matmul__, many)
         for name, product in products.items():
