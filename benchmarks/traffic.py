@@ -3,8 +3,9 @@
 Run ``python -m benchmarks.traffic``.  Virtual ranks train nothing: they update at every
 step and refresh every ten, as the schemes beside them do, and count what they send.  Bytes
 are of one rank on average, in float32, without the gradients' own all-reduce, which all
-schemes need.  Exits with 1 if the placement that is chosen sends more than a fifth of what
-kfac-pytorch does for the same layers and schedule.
+schemes need.  Exits with 1 if a placement that is chosen by default, with the constants of
+gloo, of MPI or of H100 nodes, sends more than a fifth of what kfac-pytorch does for the
+same layers and schedule.
 
 The other schemes are counted by their own description (``a`` and ``g`` are the rows of a
 layer's factors, p ranks, bandwidth-optimal algorithms):
@@ -38,7 +39,13 @@ NETWORKS = {
         (512, 128),
     ],
     "a perceptron": [(64, 256), (256, 256), (256, 256), (256, 10)],
+    "four square layers": [(96, 96)] * 4,
 }
+CHOICES = [
+    ("owners send directions", 1, "gloo"),
+    ("everybody has operators", "all", "gloo"),
+    *((f"chosen for {machine}", "auto", machine) for machine in MACHINES),
+]
 
 
 def blocks_of(shapes: list[tuple[int, int]]) -> dict[str, kc.Block]:
@@ -53,7 +60,7 @@ def blocks_of(shapes: list[tuple[int, int]]) -> dict[str, kc.Block]:
 
 
 def measured(
-    shapes: list[tuple[int, int]], size: int, holders: Any
+    shapes: list[tuple[int, int]], size: int, holders: Any, machine: str
 ) -> tuple[float, float, int]:
     """Return the bytes that a rank sends, those predicted, and the number of holders."""
     blocks = blocks_of(shapes)
@@ -64,7 +71,7 @@ def measured(
             communicator=communicator,
             holders=holders,
             interval=INTERVAL,
-            machine=MACHINES["h100"],
+            machine=MACHINES[machine],
         )
         estimator = kc.Estimator(
             blocks, reduction="sum", damping=1.0, execution=execution
@@ -134,12 +141,8 @@ def main() -> int:
             print(
                 f"  {size} ranks: MB that a rank sends, and beside kfac-pytorch, COMM_OPT"
             )
-            for label, holders in (
-                ("owners send directions", 1),
-                ("everybody has operators", "all"),
-                ("chosen for nodes of H100", "auto"),
-            ):
-                sent, predicted, g = measured(shapes, size, holders)
+            for label, holders, machine in CHOICES:
+                sent, predicted, g = measured(shapes, size, holders, machine)
                 print(
                     f"    kfac_core, {label} ({g} holders)".ljust(58)
                     + f"{sent / 1e6:8.2f}  {sent / base:5.3f}"

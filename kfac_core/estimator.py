@@ -811,7 +811,7 @@ class Estimator:
         """Return the state of all processes together."""
         if isinstance(self._executor, DistributedExecutor):
             return self._executor.gathered(self.state)
-        return self.state
+        return self.state.as_part(None)
 
     def _promises(self) -> dict[str, Any]:
         """Return what a state must share with the estimator that it is loaded into."""

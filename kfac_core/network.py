@@ -95,7 +95,8 @@ class Executor(Protocol):
 
     An executor with a true attribute ``updates_all`` is given a task for every block at
     each update, with None for statistics and batch where there are none, and may return
-    only some of them.
+    only some of them.  One of several processes has an attribute ``share``, that of the
+    states that it takes and makes; see `NetworkState`.
     """
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
@@ -167,7 +168,7 @@ class BlockState:
     status: Count = 0
 
 
-@structure()
+@structure(static=("share",))
 class NetworkState:
     """Statistics and operators of all blocks, as one structure of arrays.
 
@@ -175,6 +176,9 @@ class NetworkState:
     ----------
     blocks : dict of str to BlockState
         States by name of the block.
+    share : tuple of int or None
+        Rank and number of the processes whose part this is; None where it is the state of
+        all rows.  A part is of use to no other process, and to no other number of them.
 
     Examples
     --------
@@ -193,6 +197,7 @@ class NetworkState:
     """
 
     blocks: dict[str, BlockState]
+    share: tuple[int, int] | None = None
 
     def __getitem__(self, name: str) -> BlockState:
         """Return the state of a block, or raise `UnknownBlockError`."""
@@ -205,7 +210,35 @@ class NetworkState:
 
     def updated(self, blocks: Mapping[str, BlockState], /) -> NetworkState:
         """Return a state in which some blocks are replaced."""
-        return NetworkState({**self.blocks, **blocks})
+        return NetworkState({**self.blocks, **blocks}, self.share)
+
+    def as_part(self, share: tuple[int, int] | None, /) -> NetworkState:
+        """Return the state, if it is the part of a process or has no rows yet.
+
+        Parameters
+        ----------
+        share : tuple of int or None
+            Rank and number of the processes whose part is wanted; None for all rows.
+
+        Returns
+        -------
+        NetworkState
+            With that share.
+
+        Raises
+        ------
+        StateError
+            If it is the part of another process, of another number of them, or of all rows.
+        """
+        if self.share == share:
+            return self
+        if self.share is None and not any(int(b.updates) for b in self.blocks.values()):
+            return NetworkState(self.blocks, share)
+        raise StateError(
+            f"The state is that of {_owner(self.share)}, and the call is that of "
+            f"{_owner(share)}. A process's part of a state is of use to no other: save "
+            "what `Estimator.state_dict` returns, which loads on any number of processes."
+        )
 
     def is_good(self) -> Array:
         """Return whether no block is flagged, as a 0-d boolean array."""
@@ -494,6 +527,7 @@ class Network:
         wanted: object = check
         if type(wanted) is not str or wanted != "raise":
             require_check(check)
+        state = state.as_part(getattr(executor, "share", None))
         given = self._detached(batches)
         # Another process may have rows of a block that has none here.
         shared = getattr(executor, "updates_all", False)
@@ -571,6 +605,7 @@ class Network:
         """
         require_decay(decay)
         require_kind("moments", moments, Mapping, "a mapping of blocks to statistics")
+        state = state.as_part(getattr(executor, "share", None))
         given: dict[str, Any] = {}
         for name, own in moments.items():
             what = "statistics, as `Block.moments` returns them"
@@ -687,6 +722,7 @@ class Network:
         if names is not None:
             require_range("names", names, NAMES)
         with_bases = [self.known(name) for name in (() if names is None else names)]
+        state = state.as_part(getattr(executor, "share", None))
         if names is None:
             with_bases = [
                 name
@@ -773,6 +809,7 @@ class Network:
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
         require_check(check)
+        state = state.as_part(getattr(executor, "share", None))
         ready = self.ready(state, names)
         function, tasks = self._refresh_tasks(state, ready, damping, check)
         made = executor(function, tasks)
@@ -885,6 +922,8 @@ class Network:
         require_one_of("product", product, VECTOR_PRODUCTS)
         if type(vectors) is not dict:
             require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
+        # An operator that is here can be applied here; the others refuse by name.
+        state = state.as_part(getattr(executor, "share", state.share))
         given = self.chains.vectors(vectors) if self.chains.of else vectors
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, own in given.items():
@@ -1079,7 +1118,7 @@ class Network:
                     "this network's stages return under a compiler. Where the options are "
                     'the same, call `refresh` with check="status".'
                 )
-        return map_structure(_copied, NetworkState(blocks))
+        return map_structure(_copied, NetworkState(blocks, state.share))
 
     def _detached(self, batches: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batches of each block, detached from gradient graphs."""
@@ -1166,6 +1205,10 @@ def _one_where(burning: Any, value: Scalar, statistics: Statistics | None) -> Sc
     xp, like = statistics.namespace, statistics.like
     value = as_scalar(xp, value, like.dtype, "decay")
     return xp.where(burning, xp.ones_like(like), value * xp.ones_like(like))
+
+
+def _owner(share: tuple[int, int] | None) -> str:
+    return "all rows" if share is None else f"rank {share[0]} of {share[1]} processes"
 
 
 def _after_update(held: BlockState, statistics: Statistics, good: Any) -> BlockState:

@@ -2,32 +2,36 @@
 
 Conventions.  Arrays go through the host's memory as NumPy arrays.  Waiting tests the
 request until the timeout.  MPI cannot cancel a collective, so that a program has to end
-after a timeout.  Run it with ``mpirun -n P python -m mpi4py program.py``, where an
-uncaught error on one rank ends all.
+after a timeout.
 
-After a timeout the ranks that wait tell each other so; those that do not answer are named.
+A rank that is gone is noticed by the timeout; by Open MPI under ``mpirun --with-ft ulfm``,
+or another MPI that reports failed processes, at once.  After a timeout the ranks that wait
+tell each other so; those that do not answer are named.
+
+MPI's launchers end all ranks where one is killed, unless they are told not to:
+``mpirun --with-ft ulfm`` of Open MPI, and ``mpirun -disable-auto-cleanup`` of MPICH.
+``python -m mpi4py program.py`` ends all ranks where an error of one is not caught.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from kfac_core.distributed.communicator import (
-    Communicator,
-    Operation,
-    require_groups,
-)
-from kfac_core.errors import CommunicationTimeoutError
+from kfac_core.distributed.communicator import Communicator, Operation
+from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = ["MPICommunicator", "connect", "problem", "running", "versions"]
 
-_TAG = 4711
+_TAG, _WORD = 4711, np.ones(1, np.int8)
+_PATIENCE = 2.0
+"""Seconds in which the ranks that notice a failure find out which do not."""
 
 
 class MPICommunicator(Communicator):
@@ -36,28 +40,37 @@ class MPICommunicator(Communicator):
     Parameters
     ----------
     communicator : mpi4py.MPI.Comm, optional
-        Communicator of this process; by default a duplicate of ``MPI.COMM_WORLD``.
+        Communicator of this process, which is duplicated; by default ``MPI.COMM_WORLD``.
     timeout : float
         Seconds to wait for other ranks.
+    words : mpi4py.MPI.Comm, optional
+        Communicator in which a rank that gives up tells all others so, whatever they wait
+        in; by default a duplicate.
     """
 
     name = "mpi"
 
-    def __init__(self, communicator: Any = None, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self, communicator: Any = None, *, timeout: float = 60.0, words: Any = None
+    ) -> None:
         from mpi4py import MPI
 
-        own = MPI.COMM_WORLD.Dup() if communicator is None else communicator
+        own = MPI.COMM_WORLD if communicator is None else communicator
         super().__init__(own.Get_rank(), own.Get_size(), timeout=timeout)
-        self._own = own
+        self._own, self._words = own, own if words is None else words
+        self._told: list[Any] = []
+        if words is None:
+            self._meet("connect")
+            with self._naming("connect"):
+                self._own, self._words = own.Dup(), own.Dup()
 
-    def split(self, groups: Sequence[Sequence[int]], /) -> MPICommunicator:
-        """Return the communicator of this rank's group; see `Communicator.split`."""
-        require_groups(groups, self.size)
+    def _split(self, groups: Sequence[Sequence[int]], /) -> MPICommunicator:
         color = next(k for k, group in enumerate(groups) if self.rank in group)
         place = list(groups[color]).index(self.rank)
-        made = MPICommunicator(self._own.Split(color, place), timeout=self.timeout)
-        made.traffic = self.traffic
-        return made
+        self._meet("split")
+        with self._naming("split"):
+            own = self._own.Split(color, place)
+        return MPICommunicator(own, timeout=self.timeout, words=self._words)
 
     def _start(
         self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
@@ -65,18 +78,32 @@ class MPICommunicator(Communicator):
         begin: Any = getattr(self, f"_{operation}")
         # The request does not keep the arrays that it reads and writes.
         values = np.ascontiguousarray(values)
-        request, result = begin(values, **arguments)
+        with self._naming(operation):
+            request, result = begin(values, **arguments)
 
         def wait() -> Any:
-            deadline = time.monotonic() + self.timeout
-            while not request.Test():
-                if time.monotonic() > deadline:
-                    raise self._late(operation)
+            self._wait(request, operation)
             del values_kept[:]
             return result
 
         values_kept = [values]
         return wait
+
+    def _meet(self, step: str) -> None:
+        """Wait for all ranks, before a call that MPI has only without a timeout."""
+        with self._naming(step):
+            request = self._own.Ibarrier()
+        self._wait(request, step)
+
+    def _wait(self, request: Any, step: str) -> None:
+        """Return when a request is done, or raise an error that names a rank."""
+        deadline = time.monotonic() + self.timeout
+        with self._naming(step):
+            while not request.Test():
+                if time.monotonic() > deadline:
+                    raise self._late(step)
+                # Other ranks may need this core.
+                time.sleep(0)
 
     def _all_reduce(self, values: Any) -> Any:
         total = np.empty_like(values)
@@ -101,28 +128,55 @@ class MPICommunicator(Communicator):
         request = self._own.Ialltoallv([values, list(send)], [arrived, list(receive)])
         return request, arrived
 
-    def _late(self, operation: str) -> CommunicationTimeoutError:
-        """Return an error that names the ranks that are not waiting, too."""
+    def _late(self, step: str) -> CommunicationTimeoutError:
+        return CommunicationTimeoutError(
+            f"Rank {self.ranks[self.rank]} waited {self.timeout} s in {step} for rank "
+            f"{self._missing()}. MPI cannot cancel the exchange: end the program, and "
+            "start again from the last checkpoint."
+        )
+
+    @contextlib.contextmanager
+    def _naming(self, step: str) -> Iterator[None]:
+        """Turn an error of MPI into one that names the ranks that are gone."""
         from mpi4py import MPI
 
-        word = np.ones(1, np.int8)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = [self._own.Isend(word, dest=rank, tag=_TAG) for rank in others]
-        deadline = time.monotonic() + min(2.0, self.timeout)
-        while others and time.monotonic() < deadline:
-            if self._own.Iprobe(source=MPI.ANY_SOURCE, tag=_TAG):
-                status = MPI.Status()
-                self._own.Recv(np.empty(1, np.int8), tag=_TAG, status=status)
-                if status.Get_source() in others:
-                    others.remove(status.Get_source())
+        try:
+            yield
+        except MPI.Exception as error:
+            missing = self._missing()
+            if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
+                # What the others wait in cannot end any more.
+                with contextlib.suppress(NotImplementedError):
+                    self._own.Revoke()
+            raise CommunicationError(
+                f"Rank {self.ranks[self.rank]} waited in {step} for rank {missing}, which "
+                f"ended or failed ({error}). End the program, and start again from the "
+                "last checkpoint."
+            ) from error
+
+    def _missing(self) -> str:
+        """Tell all ranks that this one gives up; return those that do not say so."""
+        from mpi4py import MPI
+
+        own = self.ranks[self.rank]
+        for rank in range(self._words.Get_size()):
+            # To a process that is known to be gone nothing can be sent.
+            with contextlib.suppress(MPI.Exception):
+                if rank != own:
+                    self._told.append(self._words.Isend(_WORD, dest=rank, tag=_TAG))
+        missing = [rank for rank in self.ranks if rank != own]
+        deadline = time.monotonic() + min(_PATIENCE, self.timeout)
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self._has_word_of(rank)]
             time.sleep(0.001)
-        del sends
-        named = ", ".join(map(str, others)) or "unknown"
-        return CommunicationTimeoutError(
-            f"Rank {self.rank} waited {self.timeout} s in {operation} for rank {named}. "
-            "MPI cannot cancel the exchange: end the program, and start again from the "
-            "last checkpoint."
-        )
+        return ", ".join(map(str, missing)) or "unknown"
+
+    def _has_word_of(self, rank: int) -> bool:
+        from mpi4py import MPI
+
+        with contextlib.suppress(MPI.Exception):
+            return bool(self._words.Iprobe(source=rank, tag=_TAG))
+        return False
 
 
 def problem() -> str | None:

@@ -54,13 +54,13 @@ def to_numpy(x: np.ndarray[Any, Any], /) -> np.ndarray[Any, Any]:
 def all_finite(x: Any, /, *, xp: Any) -> Any:
     """Return whether every number is finite, from the sum of squares where that is."""
     contiguous = x.flags.c_contiguous or x.flags.f_contiguous
-    if x.dtype not in (np.float32, np.float64) or x.size <= _FEW or not contiguous:
+    if x.dtype not in (np.float32, np.float64) or not contiguous:
         return NotImplemented
     numbers = (x if x.flags.c_contiguous else x.T).reshape(-1)
     # No terms cancel.  (``isfinite`` takes twice the time, and as many bytes as numbers.)
     with np.errstate(all="ignore"):
-        squares = np.dot(numbers, numbers)
-    return np.True_ if np.isfinite(squares) else NotImplemented
+        squares = numbers.dot(numbers)
+    return np.True_ if math.isfinite(squares) else NotImplemented
 
 
 def known_true(condition: Any, /, *, xp: Any) -> bool:
@@ -71,6 +71,11 @@ def known_true(condition: Any, /, *, xp: Any) -> bool:
 def is_plain(x: Any, /, *, xp: Any) -> bool:
     """Whether it is an array of NumPy's own class, or what it makes of 0-d arrays."""
     return type(x) is np.ndarray or isinstance(x, np.generic)
+
+
+def matrix_trace(x: Any, /, *, xp: Any) -> Any:
+    """Return the traces of square matrices."""
+    return x.trace(axis1=-2, axis2=-1)
 
 
 def count_indices(indices: Any, weights: Any, /, *, size: int, xp: Any) -> Any:
@@ -406,7 +411,9 @@ if lapack is not None:
             a, is_lower = _stored(array)
             return _SYMV[a.dtype](1.0, a, v[:, 0], lower=is_lower)[:, None]
         if matrix.full_storage:
-            return np.matmul(array, v)
+            # In the order of v, so that what follows reads both in one order.
+            columns = v.flags.f_contiguous
+            return np.matmul(v.T, array).T if columns else np.matmul(array, v)
         if v.size == 0:
             return NotImplemented
         a, is_lower = _stored(array)

@@ -241,6 +241,9 @@ def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
 def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
     """Return ``S v`` from the lower triangle of S."""
     array = matrix.array
+    if matrix.full_storage and not v.is_contiguous():
+        # In the order of v, so that what follows reads both in one order.
+        return _rows_times(v, array)
     if matrix.full_storage and array.ndim > 2 and v.shape[-1] == 1:
         return _rows_times(v, array)
     if matrix.full_storage or array.ndim != 2 or v.ndim != 2 or not _plain(array, v):

@@ -23,14 +23,12 @@ from typing import Any
 import numpy as np
 
 from kfac_core.array.backend import Array
-from kfac_core.distributed.communicator import (
-    Communicator,
-    Operation,
-    require_groups,
-)
+from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = ["TorchCommunicator", "connect", "join", "problem", "running", "versions"]
+
+_MARK = "kfac_core/failed"
 
 
 class TorchCommunicator(Communicator):
@@ -53,25 +51,21 @@ class TorchCommunicator(Communicator):
             dist.get_rank(group), dist.get_world_size(group), timeout=timeout
         )
         self._group = dist.group.WORLD if group is None else group
-        self._ranks = dist.get_process_group_ranks(self._group)
+        self._members = dist.get_process_group_ranks(self._group)
         self._nccl = dist.get_backend(self._group) == "nccl"
         self._calls = 0
 
-    def split(self, groups: Sequence[Sequence[int]], /) -> TorchCommunicator:
-        """Return the communicator of this rank's group; see `Communicator.split`."""
+    def _split(self, groups: Sequence[Sequence[int]], /) -> TorchCommunicator:
         import torch.distributed as dist
 
-        require_groups(groups, self.size)
         own: Any = None
         # Every process takes part in making every group.
         for group in groups:
-            ranks = [self._ranks[rank] for rank in group]
+            ranks = [self._members[rank] for rank in group]
             made = dist.new_group(ranks, timeout=_seconds(self.timeout))
             if self.rank in group:
                 own = made
-        found = TorchCommunicator(own, timeout=self.timeout)
-        found.traffic = self.traffic
-        return found
+        return TorchCommunicator(own, timeout=self.timeout)
 
     def _entering(self, flat: Array) -> Any:
         import torch
@@ -116,7 +110,7 @@ class TorchCommunicator(Communicator):
 
         sent = values.clone()
         work = dist.broadcast(
-            sent, src=self._ranks[source], group=self._group, async_op=True
+            sent, src=self._members[source], group=self._group, async_op=True
         )
         return work, lambda: sent
 
@@ -159,34 +153,41 @@ class TorchCommunicator(Communicator):
         try:
             yield
         except RuntimeError as error:
-            missing = self._missing(call)
+            missing = self._missing()
             named = ", ".join(map(str, missing)) or "unknown"
             late = "imed out" in str(error)
             text = (
-                f"Rank {self.rank} waited in {call} for rank {named}, which "
+                f"Rank {self.ranks[self.rank]} waited in {call} for rank {named}, which "
                 f"{'did not come' if late else 'ended or failed'} within {self.timeout} s. "
                 f"The process group cannot be used any more. ({_first_line(error)})"
             )
             kind = CommunicationTimeoutError if late else CommunicationError
             raise kind(text) from error
 
-    def _missing(self, call: str) -> list[int]:
-        """Return the ranks that do not notice the same failure within two seconds."""
+    def _missing(self) -> list[int]:
+        """Return the ranks that notice no failure within two seconds.
+
+        By their numbers among all processes: others may wait in another group.
+        """
         from torch.distributed import distributed_c10d
 
-        key = f"kfac_core/{self._ranks}/{call}"
-        missing = [rank for rank in range(self.size) if rank != self.rank]
+        others = {
+            member: rank
+            for member, rank in zip(self._members, self.ranks, strict=True)
+            if rank != self.ranks[self.rank]
+        }
         try:
             store = distributed_c10d._get_default_store()
-            store.set(f"{key}/{self.rank}", "here")
+            store.set(f"{_MARK}/{self._members[self.rank]}", "here")
             deadline = time.monotonic() + min(2.0, self.timeout)
-            while missing and time.monotonic() < deadline:
-                missing = [r for r in missing if not store.check([f"{key}/{r}"])]
+            while others and time.monotonic() < deadline:
+                for member in [m for m in others if store.check([f"{_MARK}/{m}"])]:
+                    del others[member]
                 time.sleep(0.01)
         except RuntimeError:
             # Rank 0 holds the store of a TCP rendezvous.
             return [0]
-        return missing
+        return [*others.values()]
 
 
 def problem() -> str | None:

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import datetime
 import os
+import pickle
 import signal
 import sys
 import time
@@ -52,14 +53,17 @@ def run(engine, scenario, folder):
 def one_of_mpi(folder, scenario):
     size = run("mpi", scenario, folder)
     if size:
-        # MPI ends all ranks when one ends like this: first they have all written.
+        from mpi4py import MPI
+
+        # A program that lost a rank ends all others: first they have all written.
         deadline = time.monotonic() + 10.0
-        names = [f"{scenario}_{size}_{k}" for k in range(size) if k != FAILING]
+        silent = {FAILING} if scenario in ("late", "killed", "raises", "lost") else ()
+        names = [f"{scenario}_{size}_{k}" for k in range(size) if k not in silent]
         while time.monotonic() < deadline and not all(
             (folder / n).exists() for n in names
         ):
             time.sleep(0.02)
-        os._exit(0)
+        MPI.COMM_WORLD.Abort(1)
 
 
 def all_of_torch(folder, scenarios):
@@ -167,16 +171,17 @@ def noticed(communicator):
 # Failures.
 
 
-def estimator_of(communicator):
+LAYER = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
+BLOCKS = {"fc": kc.Block(LAYER, kc.Kronecker())}
+
+
+def estimator_of(communicator, *, rows=True):
     communicator.timeout = TIMEOUT
-    layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
-    made = kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        reduction="sum",
-        execution=Distributed(communicator=communicator),
-    )
-    made.update(fed(communicator.rank))
-    made.refresh()
+    execution = Distributed(communicator=communicator, like=np.zeros(1))
+    made = kc.Estimator(BLOCKS, reduction="sum", execution=execution)
+    if rows:
+        made.update(fed(communicator.rank))
+        made.refresh()
     return made
 
 
@@ -195,7 +200,7 @@ def late(communicator):
 
 
 def killed(communicator):
-    """One rank is ended by the system."""
+    """One rank is ended by the system while the others wait."""
     estimator = estimator_of(communicator)
     if communicator.rank == FAILING:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -237,6 +242,74 @@ def code(communicator):
     if communicator.rank == FAILING:
         executor.code_digest = lambda: "other"
     estimator_of(communicator)
+
+
+# A run that loses a rank, with NumPy, and the one that goes on.
+
+
+def stepped(estimator, own_rows, steps, weight):
+    """Return the weights after some steps; the gradient is that of all rows."""
+    rng = np.random.default_rng(7)
+    x, g = rng.normal(size=(STEPS, ROWS, 3)), rng.normal(size=(STEPS, ROWS, 2))
+    for step in steps:
+        rows = own_rows(step)
+        estimator.update({"fc": kc.Batch(x[step, rows], g[step, rows])})
+        if step % 2 == 0:
+            estimator.refresh()
+        gradient = {"weight": x[step].T @ g[step] + weight, "bias": g[step].sum(axis=0)}
+        weight = weight - 0.1 * estimator.precondition({"fc": gradient})["fc"]["weight"]
+    return weight
+
+
+def shares(communicator):
+    """Each rank keeps its part, as no program should."""
+    estimator = estimator_of(communicator)
+    name = f"part_{communicator.rank}.pickle"
+    (communicator.folder / name).write_bytes(pickle.dumps(estimator.state))
+
+
+def foreign(communicator):
+    """Fewer ranks go on with the parts of three."""
+    estimator = estimator_of(communicator)
+    name = f"part_{communicator.rank}.pickle"
+    estimator.state = pickle.loads((communicator.folder / name).read_bytes())
+    estimator.update(fed(communicator.rank))
+
+
+def lost(communicator):
+    """Write a checkpoint after the third step, and lose a rank in the fourth."""
+    estimator = estimator_of(communicator, rows=False)
+    weight = stepped(
+        estimator, lambda k: rows_of(communicator, k), range(3), np.zeros((3, 2))
+    )
+    # All ranks save, since the state is of all; one file is enough.
+    place = communicator.folder / f"lost_{communicator.rank}"
+    kc.save_checkpoint(place.with_suffix(".safetensors"), estimator)
+    np.save(place.with_suffix(".npy"), weight)
+    communicator.all_reduce(np.zeros(1)).wait()
+    if communicator.rank == FAILING:
+        os.kill(os.getpid(), signal.SIGKILL)
+    stepped(estimator, lambda k: rows_of(communicator, k), range(3, STEPS), weight)
+
+
+def regained(communicator):
+    """Go on from that checkpoint, on any number of ranks: the run that would have been."""
+    alone = kc.Estimator(BLOCKS, reduction="sum")
+    expected = stepped(alone, all_rows, range(STEPS), np.zeros((3, 2)))
+    estimator = estimator_of(communicator, rows=False)
+    kc.load_checkpoint(communicator.folder / "lost_0.safetensors", estimator)
+    saved = np.load(communicator.folder / "lost_0.npy")
+    found = stepped(
+        estimator, lambda k: rows_of(communicator, k), range(3, STEPS), saved
+    )
+    error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error < 1e-10, f"relative difference {error}"
+    # The row that must differ: without the checkpoint it is another run.
+    fresh = kc.Estimator(BLOCKS, reduction="sum")
+    fresh.update({"fc": kc.Batch(np.ones((1, 3)), np.ones((1, 2)))})
+    fresh.refresh()
+    other = stepped(fresh, all_rows, range(3, STEPS), saved)
+    assert np.linalg.norm(other - expected) > 1e-3 * np.linalg.norm(expected)
 
 
 # Training with PyTorch.
@@ -572,6 +645,7 @@ SCENARIOS = {
     f.__name__: f
     for f in (
         *(exchanges, noticed, late, killed, raises, nan, options, code),
+        *(shares, foreign, lost, regained),
         *(ddp, divided, interrupted, resumed, emptied, by_accelerate, by_lightning),
     )
 }

@@ -190,6 +190,22 @@ def test_a_rank_that_does_not_come_is_named():
         assert "for rank 1" in str(error)
 
 
+def test_a_rank_is_named_as_all_know_it():
+    """Also by those that wait in a group, where it has another number."""
+
+    def run(communicator):
+        half = communicator.split([[0, 1], [2, 3]])
+        if communicator.rank == 3:
+            raise KeyError("in the data")
+        if communicator.rank == 2:
+            half.all_reduce(np.ones(1)).wait()
+
+    found = caught(4, run)
+
+    assert isinstance(found[2], CommunicationError)
+    assert "Rank 3 ended before all_reduce, for which rank 2 waits" in str(found[2])
+
+
 def test_ranks_with_other_options_or_steps_are_found():
     """Before anything is exchanged, and where their calls differ."""
     other = {**BLOCKS, "two": kc.Block(dense(2, 3), kc.Eva())}
@@ -296,6 +312,46 @@ def test_the_part_of_another_number_of_ranks_is_refused():
         estimator.state = states[2 - communicator.rank]
         estimator.precondition(ones())
 
-    for error in caught(2, second):
-        assert isinstance(error, UnsupportedError)
+    for rank, error in enumerate(caught(2, second)):
+        assert isinstance(error, StateError)
+        assert f"rank {2 - rank} of 3 processes" in str(error)
+        assert f"rank {rank} of 2 processes" in str(error)
         assert "Estimator.state_dict" in str(error)
+
+
+def test_a_part_of_a_state_is_refused_where_all_rows_are_meant():
+    """And the state of all rows where each rank would count it again."""
+
+    def part(communicator):
+        estimator = estimator_of(communicator)
+        estimator.update(fed(np.random.default_rng(communicator.rank)))
+        return estimator.state
+
+    alone = kc.Estimator(BLOCKS, reduction="sum", damping=0.1)
+    batches = fed(np.random.default_rng(0))
+    for state in run_ranks(2, part):
+        alone.state = state
+        calls = (
+            lambda: alone.update(batches),
+            alone.refresh,
+            alone.state_dict,
+            lambda: alone.absorb({}),
+        )
+        for call in calls:
+            with pytest.raises(StateError, match=r"rank . of 2 .* that of all rows"):
+                call()
+        assert alone.state is state
+
+    alone = kc.Estimator(BLOCKS, reduction="sum", damping=0.1)
+    alone.update(batches)
+
+    def whole(communicator):
+        estimator = estimator_of(communicator)
+        estimator.state = alone.state
+        estimator.update(batches)
+
+    for rank, error in enumerate(caught(2, whole)):
+        assert isinstance(error, StateError)
+        assert f"that of all rows, and the call is that of rank {rank} of 2" in str(
+            error
+        )

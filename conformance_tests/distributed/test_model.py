@@ -26,6 +26,7 @@ from kfac_core.distributed.model import (
     measured_machine,
     network_of,
     predicted_steps,
+    quickest_step,
     read_machine,
     read_shapes,
 )
@@ -110,6 +111,28 @@ def test_the_networks_have_their_numbers_of_parameters():
         1025 * 1024
     )
     assert sizes["llama8b"] == 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+
+
+@pytest.mark.parametrize("name", known_networks())
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_choice_is_the_quickest_of_those_that_send_little(machine, name):
+    """A fifth of factors averaged at each update and inverses sent at each refresh."""
+    network = read_shapes(name).network()
+    shapes = [block.layer.matrix_shape for block in network.blocks.values()]
+    for ranks in (1, 2, 3, 8, 16):
+        steps = predicted_steps(network, ranks, machine=MACHINES[machine], interval=10)
+        chosen = quickest_step(steps)
+
+        numbers = sum(n * n + m * m for n, m in shapes) * (2 + 1 / 10)
+        averaged = 4 * (ranks - 1) / ranks * numbers
+        assert math.isclose(chosen.averaged, averaged, abs_tol=1e-9)
+        assert chosen.sent <= 0.2 * averaged
+        lean = [step.total for step in steps if step.sent <= 0.2 * averaged]
+        assert chosen.total == min(lean)
+    # Where each step is a refresh nothing sends as little.
+    steps = predicted_steps(network, 2, machine=MACHINES[machine], interval=1)
+    assert all(step.sent > 0.2 * step.averaged for step in steps)
+    assert quickest_step(steps).total == min(step.total for step in steps)
 
 
 @pytest.mark.parametrize("ranks", [1, 6, 64])

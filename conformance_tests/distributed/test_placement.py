@@ -173,6 +173,50 @@ def test_rarer_refreshes_take_more_holders():
     assert holders(100) == [4] * 4
 
 
+@pytest.mark.parametrize("sides", [[(24, 24)] * 3, [(16, 32), (32, 32), (32, 32)]])
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_by_default_a_fifth_of_the_bytes_of_averaging_are_sent(size, sides):
+    """Beside kfac-pytorch: factors at every step, inverses every ten, as matrices.
+
+    Square layers send the most: with owners that send directions it is more than a fifth.
+    """
+    blocks = {
+        f"fc{i}": kc.Block(dense(n, m), kc.Kronecker())
+        for i, (n, m) in enumerate(sides)
+    }
+
+    def run(communicator, holders):
+        rng = np.random.default_rng(communicator.rank)
+        options = Distributed(communicator=communicator, holders=holders)
+        estimator = kc.Estimator(blocks, reduction="sum", execution=options)
+        batches = {
+            name: kc.Batch(rng.normal(size=(3, n)), rng.normal(size=(3, m)))
+            for name, (n, m) in zip(blocks, sides, strict=True)
+        }
+        gradients = {
+            name: {"weight": np.ones((n, m)), "bias": np.ones(m)}
+            for name, (n, m) in zip(blocks, sides, strict=True)
+        }
+        estimator.update(batches)
+        estimator.refresh()
+        communicator.traffic.reset()
+        for step in range(10):
+            estimator.update(batches)
+            if step == 0:
+                estimator.refresh()
+            estimator.precondition(gradients)
+        # What all ranks agree on is of a few numbers a block, which are no factors.
+        return communicator.traffic.total - communicator.traffic.wire["all_reduce"]
+
+    squares = sum((n + 1) ** 2 + m**2 for n, m in sides)
+    averaged = 8 * (size - 1) / size * squares * (2 * 10 + 1)
+    chosen = np.mean(run_ranks(size, lambda c: run(c, "auto"))) / averaged
+    owners = np.mean(run_ranks(size, lambda c: run(c, 1))) / averaged
+
+    assert chosen <= 0.2
+    assert owners > 0.2
+
+
 def test_engines_are_registered_and_chosen_by_name(monkeypatch):
     """By argument or by the environment, and never in silence."""
     assert {"alone", "mpi", "torch"} <= set(communicator_names())

@@ -6,6 +6,7 @@ They take a minute, and run where ``KFAC_CORE_TEST_PROCESSES`` names the engines
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -20,30 +21,43 @@ import pytest
 RANK = Path(__file__).parent / "rank.py"
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "distributed"
 ENGINES = os.environ.get("KFAC_CORE_TEST_PROCESSES", "").split(",")
-QUIET = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+QUIET = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
 
 pytestmark = pytest.mark.skipif(
     ENGINES == [""], reason="KFAC_CORE_TEST_PROCESSES names no engine"
 )
 
-OF_TORCH = (
+WAITING = "late:3", "killed:3", "raises:3", "lost:3"
+OF_BOTH = (
     *("exchanges:2", "exchanges:3", "noticed:2", "nan:2", "options:2", "code:2"),
-    *("late:3", "killed:3", "raises:3", "ddp:2", "ddp:3", "divided:2", "divided:3"),
+    *WAITING,
+    *("shares:3", "foreign:2", "regained:2", "regained:4"),
+)
+OF_TORCH = (
+    *OF_BOTH,
+    *("ddp:2", "ddp:3", "divided:2", "divided:3"),
     *("interrupted:3", "resumed:2", "resumed:4", "emptied:2"),
     *("by_accelerate:2", "by_lightning:2"),
 )
-OF_MPI = (
-    *("exchanges:2", "exchanges:3", "noticed:2", "nan:2", "options:2"),
-    *("late:3", "killed:3", "raises:3"),
-)
+ENDED_BY_MPI = "killed:3", "raises:3"
+FOUR = "--processes", "4", "--dtype", "float32"
 EXAMPLES_RUN = (
     ("torch_ddp", ()),
-    ("torch_ddp", ("--processes", "3", "--dtype", "float32", "--holders", "all")),
+    ("torch_ddp", (*FOUR, "--holders", "all")),
     ("torch_fsdp", ()),
+    ("torch_fsdp", FOUR),
     ("torch_tensor_parallel", ("--processes", "3")),
+    ("torch_tensor_parallel", FOUR),
     ("jax_sharded", ()),
+    ("jax_sharded", FOUR),
     ("mpi_numpy", ()),
-    ("mpi_numpy", ("--processes", "4", "--holders", "2")),
+    ("mpi_numpy", (*FOUR, "--holders", "2")),
 )
 
 
@@ -91,13 +105,21 @@ class Jobs:
             # What is not installed is not run, and its tests are skipped.
             known = [s for s in OF_TORCH if _can_run(s)]
             return ran([sys.executable, str(RANK), "torch", str(folder), *known])
-        program = [sys.executable, "-m", "mpi4py", str(RANK), "mpi", str(folder)]
-        found = []
-        for wanted in OF_MPI:
-            scenario, _, size = wanted.partition(":")
+        program = [str(RANK), "mpi", str(folder)]
+        surviving = functools.partial(
+            of_mpi, program=[sys.executable, *program], survivors=True
+        )
+        # Those in which ranks wait for one that does not come, which needs no processor.
+        with ThreadPoolExecutor(3) as pool:
+            found = [*pool.map(surviving, WAITING)]
+        found += [surviving(wanted) for wanted in OF_BOTH if wanted not in WAITING]
+        ended = self.folder / "ended"
+        ended.mkdir()
+        for wanted in ENDED_BY_MPI:
+            program = [sys.executable, "-m", "mpi4py", str(RANK), "mpi", str(ended)]
             start = time.monotonic()
-            found.append(ran([mpirun(), "-n", size, *program, scenario]).stdout)
-            self.seconds[scenario] = time.monotonic() - start
+            found.append(of_mpi(wanted, program, survivors=False))
+            self.seconds[wanted] = time.monotonic() - start
         return "\n".join(found)
 
 
@@ -126,6 +148,25 @@ def mpirun():
     """Return the launcher beside this Python, or the machine's."""
     beside = Path(sys.executable).with_name("mpirun")
     return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+@functools.cache
+def is_open_mpi():
+    return "Open MPI" in ran([mpirun(), "--version"]).stdout
+
+
+def of_mpi(wanted, program, *, survivors):
+    """Run a scenario; with survivors, as the documentation says that ranks survive."""
+    scenario, _, size = wanted.partition(":")
+    if not survivors:
+        options = ["--oversubscribe"] if is_open_mpi() else []
+    elif is_open_mpi():
+        options = ["--oversubscribe", "--with-ft", "ulfm"]
+    else:
+        options = ["-disable-auto-cleanup"]
+        # MPICH ends all where a process of its own is killed, but not that of a shell.
+        program = ["sh", "-c", 'trap "" USR1; "$@"; exit $?', "sh", *program]
+    return ran([mpirun(), *options, "-n", size, *program, scenario]).stdout
 
 
 def _installed(name):
@@ -164,23 +205,30 @@ def test_a_rank_that_does_not_come_is_named(jobs, engine):
         assert "for rank 1" in found[rank]
 
 
-@pytest.mark.parametrize("scenario", ["killed", "raises", "interrupted"])
-def test_a_rank_that_ends_is_named(jobs, scenario):
-    """By the others, at once; their processes go on."""
-    found = jobs.said("torch", scenario, 3, without=(1,))
+@pytest.mark.parametrize(
+    ("engine", "scenario"),
+    [
+        *(("torch", "killed"), ("torch", "raises"), ("torch", "interrupted")),
+        *(("mpi", "killed"), ("mpi", "raises"), ("torch", "lost"), ("mpi", "lost")),
+    ],
+)
+def test_a_rank_that_ends_is_named(jobs, engine, scenario):
+    """By all others: at once, or after their timeout of two seconds."""
+    found = jobs.said(engine, scenario, 3, without=(1,))
 
     for rank in (0, 2):
         assert found[rank].startswith("Communication")
         assert "for rank 1" in found[rank]
 
 
-@pytest.mark.parametrize("scenario", ["killed", "raises"])
-def test_a_job_of_mpi_ends_with_its_rank(jobs, scenario):
-    """MPI's launcher ends all processes; nobody waits."""
+@pytest.mark.parametrize("wanted", ENDED_BY_MPI)
+def test_a_job_of_mpi_ends_with_its_rank(jobs, wanted):
+    """Where nothing else was asked of MPI's launcher, it ends all; nobody waits."""
     jobs.output("mpi")
 
-    assert not (jobs.folder / "mpi" / f"{scenario}_3_1").exists()
-    assert jobs.seconds[scenario] < 60
+    scenario, _, size = wanted.partition(":")
+    assert not (jobs.folder / "ended" / f"{scenario}_{size}_1").exists()
+    assert jobs.seconds[wanted] < 60
 
 
 @pytest.mark.parametrize("engine", ["torch", "mpi"])
@@ -193,9 +241,10 @@ def test_what_one_rank_gives_is_refused_on_all(jobs, engine):
         assert decays[rank].startswith("ReplicaError: Rank 0 is at")
 
 
-def test_a_rank_with_other_code_is_found(jobs):
+@pytest.mark.parametrize("engine", ["torch", "mpi"])
+def test_a_rank_with_other_code_is_found(jobs, engine):
     """Before anything is exchanged."""
-    for text in jobs.said("torch", "code", 2).values():
+    for text in jobs.said(engine, "code", 2).values():
         assert text.startswith("ReplicaError: Rank 1 differs from rank 0 in the code")
 
 
@@ -216,6 +265,25 @@ def test_a_run_that_lost_a_rank_goes_on_from_its_checkpoint(jobs, size):
     jobs.said("torch", "interrupted", 3, without=(1,))
 
     assert jobs.said("torch", "resumed", size) == dict.fromkeys(range(size), "fine")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("engine", ["torch", "mpi"])
+def test_a_run_goes_on_from_one_file(jobs, engine, size):
+    """A program of arrays alone, after a rank of three was killed."""
+    jobs.said(engine, "lost", 3, without=(1,))
+
+    assert jobs.said(engine, "regained", size) == dict.fromkeys(range(size), "fine")
+
+
+@pytest.mark.parametrize("engine", ["torch", "mpi"])
+def test_the_part_of_another_number_of_ranks_is_refused(jobs, engine):
+    """On each rank, by what it is and what was expected."""
+    assert jobs.said(engine, "shares", 3) == dict.fromkeys(range(3), "fine")
+    for rank, text in jobs.said(engine, "foreign", 2).items():
+        assert text.startswith("StateError: The state is that of rank")
+        assert f"rank {rank} of 3 processes" in text
+        assert f"rank {rank} of 2 processes" in text
 
 
 def test_a_checkpoint_that_was_read_in_part_is_refused(jobs):

@@ -112,10 +112,14 @@ def merge(counts: Counts, others: Counts) -> None:
 
 
 def page_table(counts: Counts) -> str:
-    """Return the counts as a table of Markdown."""
+    """Return the counts as a table of Markdown.
+
+    Which of two right answers is refused may depend on the processor's roundoff, so that
+    shares are rounded to whole percents; what is wrong is counted.
+    """
     backends = list(counts)
     heads = [
-        f"{_TITLES.get(name, name)}: cases | right | refused | wrong"
+        f"{_TITLES.get(name, name)}: cases | right | refused | silently wrong"
         for name in backends
     ]
     lines = [
@@ -132,8 +136,10 @@ def page_table(counts: Counts) -> str:
         cells = []
         for name in backends:
             found = source[name].get(kind, {})
-            numbers = [found.get(verdict, 0) for verdict in grid.VERDICTS]
-            cells += [f"{number:,}" for number in (sum(numbers), *numbers)]
+            right, refused, wrong = (found.get(told, 0) for told in grid.VERDICTS)
+            cases = right + refused + wrong
+            shares = [f"{100 * part / max(cases, 1):.0f}%" for part in (right, refused)]
+            cells += [f"{cases:,}", *shares, f"{wrong:,}"]
         label = "all" if kind == "all" else f"`{kind}`"
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -49,6 +49,7 @@ __all__ = [
     "require_matrix",
     "same_place",
     "status_unless",
+    "transposed",
     "wide_dtype",
 ]
 
@@ -290,6 +291,11 @@ def require_matrix(x: Array, shape: tuple[int, ...], name: str, /) -> None:
 def wide_dtype(xp: Namespace, dtype: Any, /) -> Any:
     """Return the dtype itself, or float32 where that is narrower than 32 bits."""
     return xp.float32 if xp.finfo(dtype).bits < 32 else dtype
+
+
+def transposed(x: Array, /, *, xp: Namespace) -> Array:
+    """Return matrices transposed, by the attribute where arrays have the standard's."""
+    return x.mT if hasattr(x, "mT") else xp.matrix_transpose(x)
 
 
 def cast(xp: Namespace, x: Array, dtype: Any, /) -> Array:

@@ -16,6 +16,7 @@ from kfac_core.distributed.model import (
     measured_machine,
     network_of,
     predicted_steps,
+    quickest_step,
     read_machine,
 )
 from kfac_core.errors import KFACError
@@ -173,20 +174,30 @@ def _print(
     )
     print("Predicted, not measured: milliseconds that K-FAC adds to a step, by parts.")
     print("inv: inverses sent; dir: directions sent; MB sent, GB kept by a rank.")
-    print("A star marks the least time.")
+    print("share: bytes beside those of averaging all factors at each update.")
+    print("A star marks what `holders='auto'` takes.")
     for ranks, steps in found.items():
-        best = min(steps, key=lambda step: step.total)
+        best = quickest_step(steps)
         parts = list(best.seconds)
         print()
         print_table(
             f"{ranks} ranks; imbalance {best.placement.imbalance():.2f}",
-            ("holders", *(_HEADS.get(p, p) for p in parts), "total", "MB", "GB", ""),
+            (
+                "holders",
+                *(_HEADS.get(p, p) for p in parts),
+                "total",
+                "MB",
+                "share",
+                "GB",
+                "",
+            ),
             [
                 (
                     str(step.holders),
                     *(_short(1e3 * step.seconds[part]) for part in parts),
                     _short(1e3 * step.total),
                     f"{step.sent / 1e6:.1f}",
+                    f"{step.sent / step.averaged:.2f}" if step.averaged else "-",
                     f"{step.memory / 1e9:.2f}",
                     "*" if step is best else "",
                 )
@@ -208,9 +219,7 @@ def _plot(found: dict[int, list[PredictedStep]], arguments: argparse.Namespace) 
     lines = {
         "owners send directions": [steps[0].total for steps in found.values()],
         "everybody has operators": [steps[-1].total for steps in found.values()],
-        "best number of holders": [
-            min(step.total for step in steps) for steps in found.values()
-        ],
+        "holders='auto'": [quickest_step(steps).total for steps in found.values()],
     }
     for label, times in lines.items():
         axes.plot(ranks, [1e3 * t for t in times], marker="o", label=label)

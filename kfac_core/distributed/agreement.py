@@ -83,9 +83,11 @@ class Agreement:
         if total[1] != p * h or total[2] != p * h * h:
             steps = self.texts(step)
             rank = next(r for r, other in enumerate(steps) if other != steps[0])
+            ranks = self.communicator.ranks
             raise ReplicaError(
-                f"Rank 0 is at {steps[0]!r} and rank {rank} at {steps[rank]!r}. All ranks "
-                "must call the same methods with the same options."
+                f"Rank {ranks[0]} is at {steps[0]!r} and rank {ranks[rank]} at "
+                f"{steps[rank]!r}. All ranks must call the same methods with the "
+                "same options."
             )
         return np.asarray(total[3:])
 
@@ -127,7 +129,7 @@ class Agreement:
         rank = next(r for r, text in enumerate(found) if text)
         if rank == self.communicator.rank and error is not None:
             raise error
-        raise untold(json.loads(found[rank]), rank)
+        raise untold(json.loads(found[rank]), self.communicator.ranks[rank])
 
 
 def told(error: Exception, /) -> dict[str, str | None]:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kfac_core.distributed.communicator import (
-    Communicator,
-    Operation,
-    require_groups,
-)
+from kfac_core.distributed.communicator import Communicator, Operation
 
 __all__ = ["Alone", "connect", "problem", "versions"]
 
@@ -22,10 +18,8 @@ class Alone(Communicator):
     def __init__(self) -> None:
         super().__init__(0, 1, timeout=1.0)
 
-    def split(self, groups: Sequence[Sequence[int]], /) -> Communicator:
-        """Return this communicator."""
-        require_groups(groups, 1)
-        return self
+    def _split(self, groups: Sequence[Sequence[int]], /) -> Communicator:
+        return Alone()
 
     def _start(
         self, operation: Operation, values: Any, arguments: Mapping[str, Any], /

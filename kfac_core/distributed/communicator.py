@@ -42,7 +42,6 @@ __all__ = [
     "communicator_names",
     "connect",
     "engine",
-    "require_groups",
 ]
 
 ENTRY_POINT_GROUP = "kfac_core.communicators"
@@ -146,7 +145,7 @@ def _zeros(zero: Any) -> dict[str, Any]:
 class Communicator(abc.ABC):
     """Collective exchanges of one-dimensional arrays between ranks.
 
-    An engine defines ``_start``, and `split`.  The public functions check their
+    An engine defines ``_start`` and ``_split``.  The public functions check their
     arguments, count the traffic, and move arrays to where the engine can read them.
 
     Parameters
@@ -160,6 +159,8 @@ class Communicator(abc.ABC):
     ----------
     traffic : Traffic
         Calls and bytes of this process; communicators made by `split` count here too.
+    ranks : tuple of int
+        What errors call the ranks: their numbers before any `split`.
     """
 
     name = "communicator"
@@ -171,6 +172,7 @@ class Communicator(abc.ABC):
             )
         self.rank, self.size, self.timeout = rank, size, timeout
         self.traffic = Traffic()
+        self.ranks = tuple(range(size))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -182,7 +184,6 @@ class Communicator(abc.ABC):
             "loads on any number of processes."
         )
 
-    @abc.abstractmethod
     def split(self, groups: Sequence[Sequence[int]], /) -> Communicator:
         """Return the communicator of this rank's group.
 
@@ -202,6 +203,16 @@ class Communicator(abc.ABC):
         CommunicationError
             If a rank is in no group, or in two.
         """
+        _require_groups(groups, self.size)
+        own = next(group for group in groups if self.rank in group)
+        made = self._split(groups)
+        made.ranks = tuple(self.ranks[rank] for rank in own)
+        made.traffic = self.traffic
+        return made
+
+    @abc.abstractmethod
+    def _split(self, groups: Sequence[Sequence[int]], /) -> Communicator:
+        """Return the communicator of this rank's group, of groups that were checked."""
 
     def all_reduce(self, flat: Array, /) -> Handle:
         """Return the sum of all ranks' arrays, on every rank.
@@ -355,16 +366,8 @@ class Communicator(abc.ABC):
         )
 
 
-def require_groups(groups: Sequence[Sequence[int]], size: int, /) -> None:
-    """Raise `CommunicationError` unless every rank is in exactly one group.
-
-    Parameters
-    ----------
-    groups : sequence of sequence of int
-        Ranks of each group.
-    size : int
-        Number of ranks.
-    """
+def _require_groups(groups: Sequence[Sequence[int]], size: int) -> None:
+    """Raise `CommunicationError` unless every rank is in exactly one group."""
     found = sorted(rank for group in groups for rank in group)
     if found != list(range(size)):
         raise CommunicationError(

@@ -28,7 +28,7 @@ from kfac_core.array.structure import leaves, map_structure, replaced
 from kfac_core.block import UpdateBlock, emptied
 from kfac_core.distributed.agreement import Agreement, told, untold
 from kfac_core.distributed.exchange import Exchange, SentDirections
-from kfac_core.distributed.model import MACHINES, predicted_steps
+from kfac_core.distributed.model import MACHINES, predicted_steps, quickest_step
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
 from kfac_core.distributed.reduction import (
@@ -75,6 +75,9 @@ class DistributedExecutor:
     ----------
     placement : Placement
         Owners and holders; prints as a table.
+    share : tuple of int or None
+        Rank and number of processes, that of the states that it takes and makes; None for
+        one process.
 
     Raises
     ------
@@ -93,6 +96,8 @@ class DistributedExecutor:
         self.network, self.options = network, options
         self._inner = inner
         self._communicator = options.communicator
+        p = self._communicator.size
+        self.share = (self._communicator.rank, p) if p > 1 else None
         self._agreement = Agreement(self._communicator)
         _require_reducible(network)
         self.placement = _placement(network, options)
@@ -142,6 +147,7 @@ class DistributedExecutor:
         NetworkState
             The same on all ranks, with all operators.
         """
+        state = state.as_part(self.share)
         statistics = {
             name: held.statistics
             for name, held in state.blocks.items()
@@ -160,7 +166,7 @@ class DistributedExecutor:
             for name, held in state.blocks.items()
             if name in found
         }
-        return state.updated(blocks)
+        return NetworkState({**state.blocks, **blocks})
 
     def scattered(self, state: NetworkState, /) -> NetworkState:
         """Return this rank's part of a state of one process.
@@ -186,7 +192,7 @@ class DistributedExecutor:
             if operator is not None and not self._holds(name):
                 operator = self._remote(name, operator.like, int(operator.status()))
             blocks[name] = replaced(held, statistics=statistics, operator=operator)
-        return NetworkState(blocks)
+        return NetworkState(blocks, self.share)
 
     def check_replicas(
         self, state: NetworkState, /, **arrays: Mapping[str, Any] | Array
@@ -562,20 +568,17 @@ def _placement(network: Network, options: Distributed) -> Placement:
     machine = options.machine
     if machine is None:
         machine = MACHINES["mpi" if options.communicator.name == "mpi" else "gloo"]
-    steps = {
-        step.holders: step
-        for step in predicted_steps(
-            network,
-            size,
-            machine=machine,
-            interval=options.interval,
-            memory=options.memory,
-        )
-    }
+    steps = predicted_steps(
+        network,
+        size,
+        machine=machine,
+        interval=options.interval,
+        memory=options.memory,
+    )
     if options.holders == "auto":
-        # The first of those that take as long keeps the fewest operators.
-        return min(steps.values(), key=lambda step: step.total).placement
-    return steps[size if options.holders == "all" else int(options.holders)].placement
+        return quickest_step(steps).placement
+    holders = size if options.holders == "all" else options.holders
+    return next(step for step in steps if step.holders == holders).placement
 
 
 def _require_reducible(network: Network) -> None:

@@ -26,7 +26,7 @@ import json
 import math
 import runpy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -59,6 +59,7 @@ __all__ = [
     "measured_machine",
     "network_of",
     "predicted_steps",
+    "quickest_step",
     "read_machine",
     "read_shapes",
 ]
@@ -226,6 +227,9 @@ class PredictedStep:
         ``directions``, each averaged over the steps.
     sent : float
         Bytes that a rank sends a step.
+    averaged : float
+        Bytes that it would send if all factors were averaged at each update and their
+        inverses sent to all at each refresh, as whole matrices.
     memory : float
         Bytes of statistics, and of the operators of the fullest rank.
     placement : Placement
@@ -236,6 +240,7 @@ class PredictedStep:
     holders: int
     seconds: Mapping[str, float]
     sent: float
+    averaged: float
     memory: float
     placement: Placement
 
@@ -243,6 +248,30 @@ class PredictedStep:
     def total(self) -> float:
         """Seconds of a step that K-FAC adds."""
         return sum(self.seconds.values())
+
+
+LARGEST_SHARE = 0.2
+"""The bytes that `quickest_step` allows, beside those of averaging."""
+
+
+def quickest_step(steps: Sequence[PredictedStep], /) -> PredictedStep:
+    """Return the step of the least time, of those that send little.
+
+    Little is a fifth of what is sent where all factors are averaged at each update.  Where
+    no step sends as little, all of them count.
+
+    Parameters
+    ----------
+    steps : sequence of PredictedStep
+        Steps from `predicted_steps`.
+
+    Returns
+    -------
+    PredictedStep
+        One of them: the one with the fewest holders, of those that take as long.
+    """
+    lean = [step for step in steps if step.sent <= LARGEST_SHARE * step.averaged]
+    return min(lean or steps, key=lambda step: step.total)
 
 
 def measured_machine(communicator: Communicator, /, *, repeats: int = 9) -> Machine:
@@ -489,7 +518,7 @@ def predicted_steps(
     Returns
     -------
     list of PredictedStep
-        In the order of the holders; the best has the least ``total``.
+        In the order of the holders; `quickest_step` chooses one.
     """
     loads = block_loads(network)
     pairs = network.shared_factors.pairs
@@ -505,6 +534,13 @@ def predicted_steps(
         name: loads[name].flops if cost is None else cost.precondition["inverse"]
         for name, cost in costs.items()
     }
+    squares = sum(
+        loads[name].statistics
+        if cost is None
+        else cost.groups * sum(k * k for k in cost.sizes)
+        for name, cost in costs.items()
+    )
+    averaged = (ranks - 1) / ranks * squares * (2 / update_every + 1 / interval)
     found = []
     for holders in divisors(ranks):
         placement = place(
@@ -517,6 +553,7 @@ def predicted_steps(
                 machine,
                 gathered=gathered / update_every,
                 applied=applied,
+                averaged=averaged,
                 update_every=update_every,
                 interval=interval,
             )
@@ -531,6 +568,7 @@ def _predicted(
     *,
     gathered: float,
     applied: Mapping[str, float],
+    averaged: float,
     update_every: int,
     interval: int,
 ) -> PredictedStep:
@@ -559,6 +597,7 @@ def _predicted(
         g,
         seconds,
         sent * machine.bytes,
+        averaged * machine.bytes,
         (statistics + max(operators)) * machine.bytes,
         placement,
     )

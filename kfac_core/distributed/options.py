@@ -39,7 +39,8 @@ class Distributed:
         block's owner sends directions at every step: least memory.  With ``"all"`` every
         rank gets every operator at a refresh: least talk where refreshes are rare.
         ``"auto"`` takes the g of the least predicted time, for refreshes every `interval`
-        steps.
+        steps, of those that send at most a fifth of what averaging all factors at each
+        update would (of all, where none does).
     interval : int
         Steps between refreshes, for ``holders="auto"``.
     reduce : {"refresh", "update"}

@@ -35,11 +35,12 @@ def require_same(communicator: Communicator, values: Mapping[str, Any], /) -> No
     """
     own = {name: _digest(value) for name, value in values.items()}
     found = [json.loads(t) for t in Agreement(communicator).texts(json.dumps(own))]
-    for rank, other in enumerate(found):
+    first, *_ = communicator.ranks
+    for rank, other in zip(communicator.ranks, found, strict=True):
         names = [n for n in {**found[0], **other} if found[0].get(n) != other.get(n)]
         if names:
             raise ReplicaError(
-                f"Rank {rank} differs from rank 0 in {', '.join(names[:5])}"
+                f"Rank {rank} differs from rank {first} in {', '.join(names[:5])}"
                 f"{' and more' if len(names) > 5 else ''}. All ranks need the same "
                 "code, options and parameters, and must call the same methods."
             )

@@ -16,11 +16,7 @@ from typing import Any, TypeVar
 
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.constraints import validated
-from kfac_core.distributed.communicator import (
-    Communicator,
-    Operation,
-    require_groups,
-)
+from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = ["VirtualRank", "run_ranks"]
@@ -110,16 +106,12 @@ class VirtualRank(Communicator):
         self._hub, self._members, self._own, self._key = hub, members, rank, key
         self._number, self._splits = 0, 0
 
-    def split(self, groups: Sequence[Sequence[int]], /) -> VirtualRank:
-        """Return the communicator of this rank's group; see `Communicator.split`."""
-        require_groups(groups, self.size)
+    def _split(self, groups: Sequence[Sequence[int]], /) -> VirtualRank:
         own = next(group for group in groups if self.rank in group)
         members = tuple(self._members[rank] for rank in own)
         self._splits += 1
         key = (self._key, self._splits, members)
-        made = VirtualRank(self._hub, members, self._own, self.timeout, key)
-        made.traffic = self.traffic
-        return made
+        return VirtualRank(self._hub, members, self._own, self.timeout, key)
 
     def _start(
         self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
@@ -144,17 +136,17 @@ class VirtualRank(Communicator):
         with hub.changed:
             brought = hub.calls[call]
             while len(brought) < self.size:
-                missing = [r for r in range(self.size) if r not in brought]
-                gone = [r for r in missing if self._members[r] in hub.gone]
+                missing = [m for r, m in enumerate(self._members) if r not in brought]
+                gone = [rank for rank in missing if rank in hub.gone]
                 if gone:
                     raise CommunicationError(
                         f"Rank {gone[0]} ended before {operation}, for which rank "
-                        f"{self.rank} waits."
+                        f"{self._own} waits."
                     )
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise CommunicationTimeoutError(
-                        f"Rank {self.rank} waited {self.timeout} s in {operation} for "
+                        f"Rank {self._own} waited {self.timeout} s in {operation} for "
                         f"rank {', '.join(map(str, missing))}."
                     )
                 hub.changed.wait(left)

@@ -10,6 +10,7 @@ either way, and nothing is written to.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,7 @@ import numpy as np
 from kfac_core.array.backend import Array, Namespace, native_operation
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import own_namespace
-from kfac_core.array.structure import (
-    fields_of,
-    is_plain,
-    is_structure,
-)
+from kfac_core.array.structure import is_plain, is_structure, rebuilt
 from kfac_core.constraints import validated
 from kfac_core.network import Executor, Tasks, plain
 
@@ -131,7 +128,9 @@ class Hosted:
         elsewhere = {name: task for name, task in tasks.items() if name not in here}
         found = self._inner(function, elsewhere) if elsewhere else {}
         if here:
-            returned = _Mapped(_returned_by(seen, xp))
+            returned = _Mapped(partial(_native("from_host", from_host, xp), xp=xp))
+            # What was only looked at is the library's own again.
+            returned.done = {id(view): (view, own) for own, view in seen.done.values()}
             for name, result in self._inner(function, here).items():
                 found[name] = own = returned(result)
                 self._remember(name, own, result)
@@ -170,9 +169,8 @@ class _Mapped:
         # Most are arrays of the one class that was met before.
         if cls in self._classes:
             made = self._function(value)
-        elif fields := fields_of(cls):
-            parts = [(getattr(value, name), static) for name, static in fields]
-            made = cls(*[x if static or x is None else self(x) for x, static in parts])
+        elif is_structure(value):
+            made = rebuilt(value, self)
         elif isinstance(value, dict):
             made = {name: self(part) for name, part in value.items()}
         elif is_plain(value) or isinstance(value, Exception):
@@ -187,7 +185,7 @@ class _Mapped:
 
 
 def _viewed_by(xp: Namespace) -> Callable[[Any], Any]:
-    found = native_operation("host_view", xp) or host_view
+    found = _native("host_view", host_view, xp)
 
     def view(x: Any) -> Any:
         made: np.ndarray[Any, Any] | None = found(x, xp=xp)
@@ -198,16 +196,9 @@ def _viewed_by(xp: Namespace) -> Callable[[Any], Any]:
     return view
 
 
-def _returned_by(seen: _Mapped, xp: Namespace) -> Callable[[Any], Any]:
-    found = native_operation("from_host", xp) or from_host
-    originals = {id(view): array for array, view in seen.done.values()}
-
-    def back(x: Any) -> Any:
-        # An array that was only looked at is the library's own again.
-        original = originals.get(id(x))
-        return found(x, xp=xp) if original is None else original
-
-    return back
+def _native(name: str, definition: Callable[..., Any], xp: Namespace) -> Any:
+    """Return an operation without its dispatch: it is asked for array by array."""
+    return native_operation(name, xp) or definition
 
 
 def _namespace_of(tasks: Tasks) -> Namespace | None:

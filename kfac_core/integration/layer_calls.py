@@ -155,14 +155,14 @@ def batches_of_calls(
     batches: dict[str, Batch] = {}
     for name, uses in of_block.items():
         xp = own_namespace(uses[0].inputs)
-        pairs = [_pair(use, scale, xp) for use in uses]
-        x = _joined([inputs for inputs, _ in pairs], xp)
+        N: float = sum(use.inputs.shape[0] for use in uses)
+        if examples is not None:
+            N = examples[name]
+        pairs = [_pair(use, scale, math.sqrt(N / rows), xp) for use in uses]
         g = _joined([grads for _, grads in pairs], xp, axis=1)
-        N = x.shape[0] if examples is None else examples[name]
-        factor = math.sqrt(N / rows)
         batches[name] = Batch(
-            x,
-            g if factor == 1 else g * factor,
+            _joined([inputs for inputs, _ in pairs], xp),
+            g,
             mask=_joined_masks(uses, xp),
             sources=int(g.shape[0]),
             bias=_joined_biases(uses, xp),
@@ -170,17 +170,25 @@ def batches_of_calls(
     return batches
 
 
-def _pair(use: LayerCall, scale: Scalar, xp: Any) -> tuple[Array, Array]:
-    """Return the inputs and output gradients that the block takes from a call."""
+def _pair(use: LayerCall, scale: Scalar, share: float, xp: Any) -> tuple[Array, Array]:
+    """Return the inputs and output gradients that the block takes from a call.
+
+    The gradients that came back are multiplied by `scale`, and what the block takes for
+    output gradients by `share`.
+    """
     g = _stacked(use.output_grads, xp)
-    g = g if scale == 1 else g * scale
     if not use.transposed:
-        return use.inputs, g
+        return use.inputs, _times(g, scale * share)
+    g = _times(g, scale)
     # Of x only the squares of its entries count, which may be summed over the sources.
     x = g[0, ...] if g.shape[0] == 1 else xp.sqrt(xp.sum(g * g, axis=0))
-    h = cast(xp, use.inputs, g.dtype)[None, ...]
+    h = _times(cast(xp, use.inputs, g.dtype)[None, ...], share)
     others = [xp.zeros_like(h)] * (g.shape[0] - 1)
     return x, _joined([h, *others], xp)
+
+
+def _times(x: Array, factor: Scalar) -> Array:
+    return x if factor == 1 else x * factor
 
 
 def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:

@@ -369,6 +369,8 @@ class NaturalGradient:
             for n, g in gradients.items()
             if state[block_of(n)].operator is not None
         }
+        if len(ready) < len(gradients):
+            _require_finite({n: g for n, g in gradients.items() if n not in ready})
         if self.reduction == "sum":
             R = rows / self._processes
             ready = {n: {k: x / R for k, x in g.items()} for n, g in ready.items()}
@@ -381,17 +383,27 @@ class NaturalGradient:
         self, gradients: Mapping[str, Mapping[str, Any]], rate: Scalar, bound: Any
     ) -> tuple[dict[str, dict[str, Any]], TrustRegion | None]:
         """Return directions, and the clip that they are multiplied by."""
-        found = self.estimator.precondition(gradients)
+        if bound is None:
+            _require_finite(gradients)
+        try:
+            found = self.estimator.precondition(gradients)
+        except NotFiniteError:
+            _require_finite(gradients)
+            raise
         if bound is None or not found:
             return found, None
         xp = own_namespace(next(x for parts in found.values() for x in parts.values()))
         dtype = widest(gradients, found, xp=xp)
         product = dot(gradients, found, dtype=dtype, xp=xp)
-        clip = clip_of_product(product, learning_rate=rate, bound=bound)
-        scaled = {
-            n: {k: x * clip.scale for k, x in parts.items()}
-            for n, parts in found.items()
-        }
+        # Its value is read in any case, and numbers cost less on the host.
+        size = backend_of(xp).to_numpy(product)
+        if not np.isfinite(size):
+            _require_finite(gradients)
+        clip = clip_of_product(size, learning_rate=float(rate), bound=float(bound))
+        nu = float(clip.scale)
+        if nu == 1.0:
+            return found, clip
+        scaled = {n: {k: x * nu for k, x in g.items()} for n, g in found.items()}
         return scaled, clip
 
     def _rebase(self) -> None:
@@ -433,7 +445,7 @@ class NaturalGradient:
     ) -> tuple[Scalar, dict[str, float]]:
         """Return the rows and each block's examples of all processes.
 
-        Raises on all of them if one has gradients that are not finite.
+        Of several, all raise if one has gradients that are not finite.
         """
         network = self.estimator.network
         names = (*network.blocks, *network.chains.of, *network.tied_weights.uses)
@@ -441,15 +453,13 @@ class NaturalGradient:
         for call in calls:
             N = float(call.inputs.shape[0])
             examples[call.block] = examples.get(call.block, 0.0) + N
+        if self.communicator is None:
+            return rows, examples
         error: Exception | None = None
         try:
             _require_finite(gradients)
         except KFACError as raised:
             error = raised
-        if self.communicator is None:
-            if error is not None:
-                raise error
-            return rows, examples
         own = np.asarray([float(rows), *examples.values()])
         step = f"step {self.steps} with the gradients of {sorted(gradients)}"
         total = Agreement(self.communicator).vote(step, own, error=error)

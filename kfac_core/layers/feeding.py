@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array, backend_of
@@ -26,8 +26,10 @@ __all__ = [
 ]
 
 
-_WITHOUT_GRAPHS: set[type[Any]] = {type(None), int, str, bool}
-"""Types that never belong to a gradient graph."""
+_detaching: dict[type[Any], Callable[[Array], Array] | None] = dict.fromkeys(
+    (type(None), int, str, bool)
+)
+"""What detaches arrays of the types that were met; None where none has a graph."""
 
 
 def detached(batch: Any, name: str, /) -> Any:
@@ -61,7 +63,7 @@ def detached(batch: Any, name: str, /) -> Any:
         )
     changed = {}
     for field, value in vars(batch).items():
-        if type(value) not in _WITHOUT_GRAPHS:
+        if _detaching.get(type(value), detached_array) is not None:
             without = map_structure(detached_array, value)
             if without is not value:
                 changed[field] = without
@@ -96,16 +98,17 @@ def is_empty(batch: Any, /) -> bool:
 
 def detached_array(x: Array, /) -> Array:
     """Return an array detached from its gradient graph; other values unchanged."""
-    if type(x) in _WITHOUT_GRAPHS:
-        return x
-    try:
-        xp = own_namespace(x)
-    except TypeError:
-        return x  # Not an array: validated later, where its name is known.
-    detach = backend_of(xp).detach
-    if getattr(detach, "__func__", None) is GenericBackend.detach:
-        _WITHOUT_GRAPHS.add(type(x))
-    return detach(x)
+    kind = type(x)
+    if kind not in _detaching:
+        try:
+            xp = own_namespace(x)
+        except TypeError:
+            return x  # Not an array: validated later, where its name is known.
+        detach = backend_of(xp).detach
+        generic = getattr(detach, "__func__", None) is GenericBackend.detach
+        _detaching[kind] = None if generic else detach
+    found = _detaching[kind]
+    return x if found is None else found(x)
 
 
 def require_finite_rows(updated: Mapping[str, Any], /) -> None:

@@ -135,7 +135,7 @@ class ShiftedRankOne:
         u = self._vector()
         return product + xp.matmul(u, xp.matmul(xp.matrix_transpose(u), v))
 
-    def solve(self, v: Array, /) -> Array:
+    def solve(self, v: Array, /, *, overwrite: bool = False) -> Array:
         """Return ``M^-1 v`` by Sherman-Morrison; ``2 K c^2 k`` flops.
 
         The homogeneous coordinate is eliminated first, by its diagonal entry ``1 + d``:
@@ -146,11 +146,6 @@ class ShiftedRankOne:
         if self.whole is not None and self.whole.inverse is not None:
             return self.whole.solve(v)
         return self._solve(v)
-
-    def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
-        """Return ``v M^-1``."""
-        xp = self._xp()
-        return xp.matrix_transpose(self.solve(xp.matrix_transpose(v)))
 
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v``, from the dense matrix."""

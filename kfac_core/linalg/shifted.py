@@ -274,16 +274,6 @@ class ShiftedMatrix:
             return self._of_many(self.solve, v)
         return multiply_symmetric(self._inverse(), v, xp=self._xp())
 
-    def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
-        """Return ``v M^-1``; of a whole inverse without turning anything around."""
-        xp = self._xp()
-        if self.solving == "inverse":
-            inverse = self._inverse()
-            if inverse.full_storage:
-                return xp.matmul(v, inverse.array)
-        solved = self.solve(xp.matrix_transpose(v), overwrite=overwrite)
-        return xp.matrix_transpose(solved)
-
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
 

@@ -111,13 +111,9 @@ class ShiftedDiagonal:
         """Return ``M v``, or ``diag(a) v``."""
         return self._entries(shifted)[..., None] * v
 
-    def solve(self, v: Array, /) -> Array:
+    def solve(self, v: Array, /, *, overwrite: bool = False) -> Array:
         """Return ``M^-1 v``."""
         return v / self._definite()[..., None]
-
-    def solve_right(self, v: Array, /, *, overwrite: bool = False) -> Array:
-        """Return ``v M^-1``."""
-        return v / self._definite()[..., None, :]
 
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v``."""

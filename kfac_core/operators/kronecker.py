@@ -17,6 +17,7 @@ from kfac_core.array.namespaces import (
     own_namespace,
     require_floating,
     status_unless,
+    transposed,
     wide_dtype,
 )
 from kfac_core.array.status import Check, Status
@@ -230,8 +231,8 @@ class FactoredKronecker(CurvatureOperator):
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
         left = self.input.solve(V)
-        both = self.output.solve_right(left, overwrite=True)
-        return both / self.scale[..., None, None]
+        both = self.output.solve(transposed(left, xp=xp), overwrite=True)
+        return transposed(both, xp=xp) / self._scale()
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         left = self.input.power(V, exponent)

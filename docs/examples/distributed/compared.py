@@ -62,11 +62,25 @@ def shard(step: int, rank: int, size: int) -> slice:
 
 
 def difference(one: Arrays, other: Arrays) -> float:
-    """Return the largest relative difference of two sets of arrays, in norm."""
+    """Return the largest relative difference of two sets of arrays, in norm by layer.
+
+    A layer's weight and bias are one vector, to which one matrix is applied; the bias alone
+    may be so small a part of it that it is mostly roundoff.
+    """
     return max(
-        float(np.linalg.norm(one[name] - other[name]) / np.linalg.norm(other[name]))
-        for name in other
+        float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
+        for found, wanted in zip(
+            _by_layer(one).values(), _by_layer(other).values(), strict=True
+        )
     )
+
+
+def _by_layer(arrays: Arrays) -> Arrays:
+    """Return the arrays ``"layer.parameter"`` of each layer as one vector."""
+    parts: dict[str, list[Array]] = {}
+    for name in sorted(arrays):
+        parts.setdefault(name.partition(".")[0], []).append(arrays[name].reshape(-1))
+    return {layer: np.concatenate(own) for layer, own in parts.items()}
 
 
 def compared(

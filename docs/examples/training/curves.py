@@ -70,10 +70,12 @@ def table(
     test: str = "test error",
     baseline: str = "Adam",
     loss: str = ".3g",
+    error: str = ".4f",
 ) -> str:
     """Return a Markdown table: medians over seeds, one row a method.
 
-    `loss` is the format of losses, with as many digits as hold.
+    `loss` and `error` are the formats of losses and of test figures, with as many digits
+    as hold.
 
     The last two columns say when a method reached the least loss that every run of
     `baseline`, the first method whose name begins so, came to.
@@ -90,7 +92,7 @@ def table(
             [
                 name,
                 f"{statistics.median(run.losses[-1] for run in runs):{loss}}",
-                f"{statistics.median(run.test for run in runs):.4f}",
+                f"{statistics.median(run.test for run in runs):{error}}",
                 f"{statistics.median(run.steps[-1] for run in runs):g}",
                 f"{statistics.median(run.seconds[-1] for run in runs):.1f}",
                 number(statistics.median(steps for steps, _ in reached), "g"),

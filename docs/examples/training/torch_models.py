@@ -18,7 +18,7 @@ from torch_run import GRIDS, train
 
 from kfac_core_shims.torch import KFAC
 
-CONTEXT, WIDTH, HEADS, LAYERS = 32, 64, 4, 2
+CONTEXT, WIDTH, HEADS, LAYERS = 32, 32, 4, 2
 
 
 class Encoder(nn.Module):
@@ -157,12 +157,12 @@ def by_rows(data):
 
 
 PROBLEMS = {
-    "encoder": (Encoder, lambda: text(CONTEXT), 200),
-    "bert": (bert, lambda: masked(text(CONTEXT)), 200),
-    "gpt2": (gpt2, lambda: text(CONTEXT), 200),
-    "resnet": (resnet, lambda: by_rows(digits()), 120),
+    "encoder": (Encoder, lambda: text(CONTEXT)),
+    "bert": (bert, lambda: masked(text(CONTEXT))),
+    "gpt2": (gpt2, lambda: text(CONTEXT)),
+    "resnet": (resnet, lambda: by_rows(digits())),
 }
-"""A model, what it learns, and the number of steps."""
+"""A model, and what it learns."""
 
 
 def covered(build):
@@ -174,32 +174,26 @@ def covered(build):
     return repr(kfac)
 
 
-def compared(name, *, steps=None, seeds=1, grids=GRIDS, shown=print):
-    """Print what is covered and the table of one problem; return the curves."""
-    build, data_of, usual = PROBLEMS[name]
-    shown(covered(build))
-    problem = {"build": build, "data": data_of(), "steps": steps or usual}
+def compared(name, *, steps=100, seeds=1, grids=GRIDS):
+    """Return the table of one problem."""
+    build, data_of = PROBLEMS[name]
+    problem = {"build": build, "data": data_of(), "steps": steps}
+    problem |= {"size": 32, "options": {}, "read": 64}
+    torch.set_num_threads(1)
     curves = []
     for method, rates in grids.items():
-        runs = {
-            rate: [train(method, rate, 0, size=32, options={}, **problem)]
-            for rate in rates
-        }
+        runs = {rate: [train(method, rate, 0, **problem)] for rate in rates}
         rate = best(runs)
-        runs[rate] += [
-            train(method, rate, seed, size=32, options={}, **problem)
-            for seed in range(1, seeds)
-        ]
+        runs[rate] += [train(method, rate, s, **problem) for s in range(1, seeds)]
         curves += runs[rate]
-    shown(f"\n{name}, {problem['steps']} steps:\n\n{table(curves)}\n")
-    return curves
+    return table(curves, loss=".2g", error=".2f")
 
 
 def main():
     """Train the problems that are named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("problems", nargs="*", help=", ".join(PROBLEMS))
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=1, help="runs of the best rates")
     parser.add_argument("--quick", action="store_true", help="10 steps, one rate each")
     given = parser.parse_args()
@@ -207,12 +201,13 @@ def main():
     if unknown:
         parser.error(f"there are {', '.join(PROBLEMS)}; got {', '.join(unknown)}")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    torch.set_num_threads(1)
     options = {"steps": given.steps, "seeds": given.seeds}
     if given.quick:
         options = {"steps": 10, "grids": {m: r[2:3] for m, r in GRIDS.items()}}
     for name in given.problems or PROBLEMS:
-        compared(name, **options)
+        print(covered(PROBLEMS[name][0]))
+        print(f"\n{name}, {options['steps']} steps:\n", flush=True)
+        print(compared(name, **options), "\n", flush=True)
 
 
 if __name__ == "__main__":

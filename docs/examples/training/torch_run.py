@@ -21,8 +21,8 @@ GRIDS = {
 """Five learning rates for each, a factor of about three apart."""
 
 
-def train(method, rate, seed, *, build, data, steps, size, options):
-    """Train one model, and return its curve."""
+def train(method, rate, seed, *, build, data, steps, size, options, read=512):
+    """Train one model, and return its curve of the loss on `read` training examples."""
     torch.manual_seed(seed)
     model = build()
     if method == "Adam":
@@ -32,7 +32,7 @@ def train(method, rate, seed, *, build, data, steps, size, options):
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
         kfac = KFAC(model, lr=optimizer, **options)
     curve, seconds = Curve(f"{method}, learning rate {rate:g}"), 0.0
-    chosen = np.random.default_rng(0).permutation(len(data.train_inputs))[:512]
+    chosen = np.random.default_rng(0).permutation(len(data.train_inputs))[:read]
     measured = data.train_inputs[chosen], data.train_targets[chosen]
     stream = batches(data.train_inputs, data.train_targets, size=size, seed=seed)
     curve.add(0, 0.0, loss_and_error(model, *measured)[0])

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 import kfac_core as kc
+from kfac_core_shims.torch.outputs import outside_compilers
 from kfac_core_shims.torch.sites import Found, Site
 
 __all__ = ["Observation", "Reached", "calls_below", "install", "pull_back"]
@@ -138,7 +139,7 @@ class _CallHook(_Inert):
     def __init__(self, kfac: Any, sites: list[Site]) -> None:
         self.kfac, self.sites = ref(kfac), sites
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_compilers
     def __call__(self, module: Any, a: Any, k: Any, y: Any) -> None:
         """Record a call, in the graph node of its output."""
         kfac = self.kfac()
@@ -182,7 +183,7 @@ class _WeightHook(_Inert):
     def __init__(self, site: Any) -> None:
         self.site = site
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_compilers
     def __call__(self, module: Any, arguments: Any, weight: Any) -> None:
         """Take the gradient of a weight, when it comes."""
         self.site.take(module, arguments, weight)
@@ -195,7 +196,7 @@ class _Around(_Inert):
         self.kfac, self.context = ref(kfac), context
         self.entered: list[Any] = []
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_compilers
     def before(self, module: Any, arguments: Any) -> None:
         """Enter the context, where statistics are due."""
         kfac = self.kfac()
@@ -204,7 +205,7 @@ class _Around(_Inert):
             entered.__enter__()
             self.entered.append(entered)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_compilers
     def after(self, module: Any, arguments: Any, y: Any) -> None:
         """Leave it, also where the call raised."""
         if self.entered:
