@@ -205,9 +205,8 @@ def _print_result(result: dict[str, Any], *, every: bool) -> None:
         print_table(f"{printable(result['record'])}: {summary}", _COLUMNS, rows)
     explained = [f"{_label(v)}: {v.diagnosis}" for v in verdicts if v.diagnosis]
     for line in dict.fromkeys([*explained, *_advice(verdicts)]):
-        indents = {"initial_indent": "  ", "subsequent_indent": "    "}
-        for part in textwrap.wrap(printable(line), 80, **indents):
-            print(part)
+        text = printable(line)
+        print(textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="    "))
 
 
 def _label(verdict: Verdict) -> str:
