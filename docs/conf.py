@@ -1,6 +1,5 @@
 """Configuration of the documentation build, and the pages made from the library."""
 
-import ast
 import importlib
 import importlib.util
 import inspect
@@ -13,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 import api_groups
 import api_pages
+import native_table
 
 project = "kfac_core"
 author = "The kfac_core developers"
@@ -67,31 +67,10 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!kfac_core\.\w+$).*")]
 
 
 def write_capability_table() -> None:
-    """Write the table of operations and backends that `backends.md` includes.
-
-    It is read from the files of the backends, whose libraries need not be installed.
-    """
-    from kfac_core.array.backend import OPERATIONS
-
-    backends = Path(__file__).parents[1] / "backends" / "kfac_core_backends"
-    names = ("numpy", "torch", "jax", "cupy")
-    native = {}
-    for name in names:
-        tree = ast.parse((backends / f"{name}.py").read_text(encoding="utf-8"))
-        # Some are defined only where SciPy is there.
-        branches = [x for x in tree.body if isinstance(x, ast.If | ast.Try)]
-        defined = [*tree.body, *(x for branch in branches for x in ast.walk(branch))]
-        native[name] = {x.name for x in defined if isinstance(x, ast.FunctionDef)}
-        for part in defined:
-            if isinstance(part, ast.ImportFrom):
-                native[name] |= {alias.asname or alias.name for alias in part.names}
-    lines = [f"| operation | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
-    for operation in OPERATIONS:
-        cells = ["native" if operation in native[n] else "generic" for n in names]
-        lines.append(f"| `{operation}` | {' | '.join(cells)} |")
+    """Write the table of operations and backends that `backends.md` includes."""
     folder = Path(__file__).parent / "_generated"
     folder.mkdir(exist_ok=True)
-    (folder / "capabilities.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "capabilities.md").write_text(native_table.table(), encoding="utf-8")
 
 
 def write_integration_table() -> None:
