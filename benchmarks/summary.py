@@ -11,6 +11,25 @@ __all__ = ["summary"]
 
 Found = dict[str, Any]
 
+# Twelve letters each, so that a row is a line where all libraries have a column.
+STAGES = {
+    "refresh-inverse": "inverses",
+    "refresh-cholesky": "Cholesky",
+    "refresh-eigen": "eigenbases",
+    "refresh-driver": "LAPACK alone",
+    "precondition-inverse": "precondition",
+    "precondition-solve": "by solves",
+    "precondition-eigen": "in bases",
+    "cycle-cheaper": "cheaper",
+    "refresh-looped": "inv., looped",
+    "precondition-looped": "pre., looped",
+}
+LIBRARIES = {
+    "kfac-jax-cholesky": "kfac-jax C",
+    "torch-kernels": "(torch)",
+    "lapack": "(LAPACK)",
+}
+
 
 def summary(found: Found, /) -> list[str]:
     """Return the lines of a table, at most 80 wide.
@@ -30,14 +49,17 @@ def summary(found: Found, /) -> list[str]:
     ]
     rows = []
     for workload in found["workloads"]:
-        name = workload["name"]
+        name = workload["name"].removeprefix("small ")
         for stage, figures in workload["stages"].items():
             medians = [figures.get(library, {}).get("median") for library in libraries]
             cells = ["" if m is None else with_unit(m, "s") for m in medians]
-            rows.append([name, stage, *cells])
+            rows.append([name, STAGES.get(stage, stage), *cells])
             name = ""
     lines = [f"Medians on {found['threads']} thread(s) of each library"]
-    lines += aligned(["workload", "stage", *libraries], rows)
+    heads = [LIBRARIES.get(library, library) for library in libraries]
+    lines += aligned(["workload", "stage", *heads], rows)
+    if any(head.startswith("(") for head in heads):
+        lines.append("(in brackets: the kernels alone, without any checks)")
     for name, said in found["libraries"].items():
         if "error" in said:
             lines.append(f"left out: {name}: {said['error']}")

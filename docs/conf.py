@@ -12,6 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 import api_groups
 import api_pages
+import native_table
 
 project = "kfac_core"
 author = "The kfac_core developers"
@@ -67,15 +68,9 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!kfac_core\.\w+$).*")]
 
 def write_capability_table() -> None:
     """Write the table of operations and backends that `backends.md` includes."""
-    try:
-        from kfac_core.array.capabilities import markdown_table
-    except ImportError:
-        table = "*This build has no capability table; `kfac-core doctor` prints it.*"
-    else:
-        table = markdown_table()
     folder = Path(__file__).parent / "_generated"
     folder.mkdir(exist_ok=True)
-    (folder / "capabilities.md").write_text(table.rstrip() + "\n", encoding="utf-8")
+    (folder / "capabilities.md").write_text(native_table.table(), encoding="utf-8")
 
 
 def write_integration_table() -> None:

@@ -78,6 +78,17 @@ def factored_shifts(
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 6.3; for k factors, the same
     rule as kfac-jax.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.damping import factored_shifts
+    >>> mean_eigenvalues = [np.asarray(4.0), np.asarray(1.0)]
+    >>> shifts = factored_shifts(
+    ...     mean_eigenvalues, 0.01, scale=np.asarray(1.0), unit_pi=False, xp=np
+    ... )
+    >>> [round(float(shift), 3) for shift in shifts]
+    [0.2, 0.05]
     """
     k = len(mean_eigenvalues)
     # A negative damping becomes NaN or stays negative; the factorization reports it.

@@ -75,7 +75,19 @@ class NotFiniteError(KFACError, ValueError):
 
 
 class DampingError(KFACError, ValueError):
-    """A damping is negative or not finite."""
+    """A damping is negative or not finite.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> layer = kc.Dense(in_features=2, out_features=1, bias=False, weight_layout="io")
+    >>> blocks = {"fc": kc.Block(layer, kc.Kronecker())}
+    >>> try:
+    ...     kc.Estimator(blocks, reduction="sum", damping=-1)
+    ... except kc.DampingError as error:
+    ...     print(type(error).__name__)
+    DampingError
+    """
 
 
 class DecayError(KFACError, ValueError):

@@ -216,10 +216,30 @@ def test_a_run_has_the_form_that_is_reported(tmp_path):
         "not been run on a GPU",
     ):
         assert word in page.getvalue()
-    lines = importlib.import_module("benchmarks.summary").summary(found)
+    summary = importlib.import_module("benchmarks.summary")
+    lines = summary.summary(found)
     assert max(map(len, lines)) <= 80
     for stage in CORE_STAGES:
-        assert any(stage in line.split() for line in lines)
+        assert any(summary.STAGES.get(stage, stage) in line.split() for line in lines)
+
+
+def test_a_quick_run_is_one_screen():
+    """A line for each workload and stage, with a column for each library of a CPU."""
+    summary = importlib.import_module("benchmarks.summary")
+    libraries = ("numpy", "torch", "curvlinops", "torch-kernels", "lapack")
+    medians = {name: {"median": 1.23e-3} for name in libraries}
+    quick = importlib.import_module("benchmarks.workloads").QUICK
+    workloads = [
+        {"name": workload.name, "stages": dict.fromkeys(workload.stages, medians)}
+        for workload in quick
+    ]
+    shown = {name: {} for name in libraries}
+    found = {"threads": 1, "libraries": shown, "workloads": workloads}
+
+    lines = summary.summary(found)
+
+    assert max(map(len, lines)) <= 80
+    assert len(lines) == sum(len(workload.stages) for workload in quick) + 3 < 40
 
 
 def test_a_library_that_takes_too_long_costs_its_own_figures_only():

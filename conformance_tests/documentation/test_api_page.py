@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import pkgutil
 import re
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import kfac_core
+from kfac_core.array.capabilities import capability_table
 
 DOCS = Path(__file__).parents[2] / "docs"
 ENTRY_POINTS = {"kfac_core.backends", "kfac_core.commands", "kfac_core.communicators"}
@@ -127,3 +129,27 @@ def _resolved(name):
             found = getattr(found, part)
         return True
     return False
+
+
+@pytest.mark.skipif(
+    os.environ.get("KFAC_CORE_TEST_NO_BACKENDS") == "1", reason="no backend is loaded"
+)
+def test_the_table_of_native_operations_is_that_of_the_backends(monkeypatch):
+    """The page is built without the libraries; here it is compared where they are."""
+    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
+    module = importlib.import_module("native_table")
+    shown = {
+        cells[0].strip("` "): dict(zip(module.NAMES, cells[1:], strict=True))
+        for cells in (
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in module.table().splitlines()[2:]
+        )
+    }
+    pytest.importorskip("scipy")
+    found = capability_table()
+
+    assert list(shown) == list(found)
+    for operation, row in found.items():
+        for name, capability in row.items():
+            if name in module.NAMES and capability != "unavailable":
+                assert shown[operation][name] == capability, (operation, name)

@@ -112,19 +112,16 @@ def merge(counts: Counts, others: Counts) -> None:
 
 
 def page_table(counts: Counts) -> str:
-    """Return the counts as a table of Markdown.
+    """Return the counts as a table of Markdown, ``right / refused / wrong of cases``.
 
     Which of two right answers is refused may depend on the processor's roundoff, so that
     shares are rounded to whole percents; what is wrong is counted.
     """
     backends = list(counts)
-    heads = [
-        f"{_TITLES.get(name, name)}: cases | right | refused | silently wrong"
-        for name in backends
-    ]
+    heads = [_TITLES.get(name, name) for name in backends]
     lines = [
         f"| approximation | {' | '.join(heads)} |",
-        f"| --- {'| ---: ' * 4 * len(backends)}|",
+        f"| --- {'| ---: ' * len(backends)}|",
     ]
     kinds = list(dict.fromkeys(kind for found in counts.values() for kind in found))
     total: Counts = {name: {"all": {}} for name in backends}
@@ -139,7 +136,7 @@ def page_table(counts: Counts) -> str:
             right, refused, wrong = (found.get(told, 0) for told in grid.VERDICTS)
             cases = right + refused + wrong
             shares = [f"{100 * part / max(cases, 1):.0f}%" for part in (right, refused)]
-            cells += [f"{cases:,}", *shares, f"{wrong:,}"]
+            cells.append(f"{' / '.join(shares)} / {wrong:,} of {cases:,}")
         label = "all" if kind == "all" else f"`{kind}`"
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,7 +1,6 @@
 """Table of operations and backends: native or generic.
 
-The command ``kfac-core doctor`` prints it, the documentation is made from it, and the
-tests take their skip marks from it.
+The command ``kfac-core doctor --all`` prints it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kfac_core.array.backend import (
     native_operations,
 )
 
-__all__ = ["Capability", "capability_table", "markdown_table"]
+__all__ = ["Capability", "capability_table"]
 
 Capability = Literal["native", "generic", "unavailable"]
 
@@ -31,18 +30,6 @@ def capability_table() -> dict[str, dict[str, Capability]]:
     """
     names = backend_names()
     return {op: {name: _capability(op, name) for name in names} for op in OPERATIONS}
-
-
-def markdown_table() -> str:
-    """Return the table in Markdown, for the documentation."""
-    table = capability_table()
-    names = backend_names()
-    lines = ["| operation | " + " | ".join(names) + " |"]
-    lines.append("| --- |" + " --- |" * len(names))
-    for operation, row in table.items():
-        cells = " | ".join(row[name] for name in names)
-        lines.append(f"| `{operation}` | {cells} |")
-    return "\n".join(lines) + "\n"
 
 
 def _capability(operation: str, name: str) -> Capability:

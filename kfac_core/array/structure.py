@@ -71,6 +71,20 @@ def structure(
     -------
     callable
         The class decorator.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> from kfac_core.array import map_structure
+    >>> @kc.structure(static=("name",))
+    ... class Pair:
+    ...     left: object
+    ...     right: object
+    ...     name: str
+    >>> doubled = map_structure(lambda x: 2 * x, Pair(np.ones(2), np.zeros(2), "pair"))
+    >>> doubled.left.tolist(), doubled.name
+    ([2.0, 2.0], 'pair')
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -220,6 +234,15 @@ def map_structure(function: Callable[..., Any], first: T, /, *others: T) -> T:
     ------
     ValueError
         For structures whose static fields cannot go together.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.array import map_structure
+    >>> from kfac_core.factors import Average
+    >>> average = Average(np.asarray([2.0, 4.0]), np.asarray(2.0))
+    >>> float(map_structure(lambda x: x / 2, average).weight)
+    1.0
     """
     if first is None:
         return first
@@ -402,6 +425,15 @@ def replaced(value: T, /, **changes: Any) -> T:
     -------
     structure
         Structure of the same class.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.array import replaced
+    >>> from kfac_core.factors import Average
+    >>> average = Average(np.asarray([2.0, 4.0]), np.asarray(2.0))
+    >>> float(replaced(average, weight=np.asarray(4.0)).weight)
+    4.0
     """
     cls = type(value)
     for name, _ in _fields[cls]:

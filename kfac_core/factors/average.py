@@ -34,6 +34,14 @@ class Average:
         ``joined(other)`` by which it is added to and cut down.
     weight : 0-d array
         The sum of weights, of the same dtype.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.factors import Average
+    >>> average = Average(np.asarray([2.0, 4.0]), np.asarray(2.0))
+    >>> average.value(debias=True).tolist()
+    [1.0, 2.0]
     """
 
     sum: Any

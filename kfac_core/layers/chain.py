@@ -76,6 +76,17 @@ class Chain:
         For fewer than two layers, or names that are not as many different ones.
     UnsupportedError
         For a layer that is not dense.
+
+    Examples
+    --------
+    >>> import kfac_core as kc
+    >>> layers = {
+    ...     name: kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+    ...     for name, n, m in (("encoder", 6, 3), ("decoder", 3, 6))
+    ... }
+    >>> chain = kc.Chain(names=tuple(layers), layers=tuple(layers.values()))
+    >>> chain.names
+    ('encoder', 'decoder')
     """
 
     names: tuple[str, ...]

@@ -43,6 +43,14 @@ def kronecker_multiply(factors: Sequence[Array], v: Array, /) -> Array:
     Notes
     -----
     For square factors ``2 prod(n) sum(n)`` flops; the product matrix is never formed.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.linalg import kronecker_multiply
+    >>> A, G, V = np.diag([2.0, 3.0]), np.eye(3), np.ones((2, 3))
+    >>> kronecker_multiply([A, G], V).tolist()
+    [[2.0, 2.0, 2.0], [3.0, 3.0, 3.0]]
     """
     xp = _namespace_of_factors(factors, v=v)
     expected = tuple(factor.shape[1] for factor in factors)

@@ -499,6 +499,15 @@ def shifted_matrix(
     ------
     NotFiniteError, DampingError, FactorizationError
         See `kfac_core.linalg.damped.cholesky_factor`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.linalg import SymmetricMatrix, shifted_matrix
+    >>> A = SymmetricMatrix(np.diag([3.0, 8.0]), full_storage=True)
+    >>> damped = shifted_matrix(A, 1.0, factorizations=("cholesky",))
+    >>> bool(np.allclose(damped.solve(np.eye(2)), np.diag([1 / 4, 1 / 9])))
+    True
     """
     if isinstance(matrix, SymmetricMatrix):
         xp = own_namespace(matrix.array)

@@ -70,6 +70,18 @@ class FactoredKronecker(CurvatureOperator):
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 4.2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.operators import kronecker_operator
+    >>> A, G = np.diag([4.0, 9.0]), np.diag([1.0, 2.0, 3.0])
+    >>> operator = kronecker_operator(A, G, damping=0.0, rule="factored")
+    >>> type(operator).__name__
+    'FactoredKronecker'
+    >>> inverse = np.outer([1 / 4, 1 / 9], [1, 1 / 2, 1 / 3])
+    >>> bool(np.allclose(operator.multiply_inverse(np.ones((2, 3))), inverse))
+    True
     """
 
     input: Shifted

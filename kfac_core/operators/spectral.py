@@ -89,6 +89,18 @@ class SpectralOperator(CurvatureOperator):
     References
     ----------
     George et al. (2018), arXiv:1806.03884, for the corrected spectrum of EKFAC.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.operators import spectral_operator
+    >>> moments = np.asarray([[4.0, 1.0], [2.0, 3.0]])
+    >>> bases = {"input": np.eye(2), "output": np.eye(2)}
+    >>> operator = spectral_operator(moments, **bases, damping=1.0)
+    >>> type(operator).__name__
+    'SpectralOperator'
+    >>> operator.multiply_inverse(np.ones((2, 2)))[0].tolist()
+    [0.2, 0.5]
     """
 
     input: Eigendecomposition | None

@@ -37,6 +37,14 @@ class Evidence:
     ----------
     MacKay (1992), "A Practical Bayesian Framework for Backpropagation Networks"; Immer
     et al. (2021), arXiv:2104.04975.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.posterior import Evidence
+    >>> terms = Evidence(*(np.asarray(x) for x in (-10.0, 2.0, 3.0, 5.0)))
+    >>> float(terms.log_marginal_likelihood)
+    -12.0
     """
 
     log_likelihood: Array

@@ -62,7 +62,30 @@ def functional_covariance(posterior: BlockPosterior, jacobians: Array, /) -> Arr
 
 @validated
 def functional_variance(posterior: BlockPosterior, jacobians: Array, /) -> Array:
-    """Return the diagonal of `functional_covariance`, shape (..., K)."""
+    """Return the diagonal of `functional_covariance`, shape (..., K).
+
+    Parameters
+    ----------
+    posterior : BlockPosterior
+        Posterior of one block.
+    jacobians : array, shape (..., K, in(+1), out)
+        Jacobians of K outputs, as matrices.
+
+    Returns
+    -------
+    array, shape (..., K)
+        Variances, without observation noise.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.operators import kronecker_operator
+    >>> from kfac_core.posterior import block_posterior, functional_variance
+    >>> F = kronecker_operator(np.eye(2), np.eye(1), damping=0.0)
+    >>> posterior = block_posterior(F, examples=3.0, prior_precision=1.0)
+    >>> functional_variance(posterior, np.asarray([[[1.0], [1.0]]])).tolist()
+    [0.5]
+    """
     R = posterior.curvature.to_basis(jacobians)
     return variance_of_coordinates(posterior, R)
 

@@ -89,6 +89,17 @@ def ikfac_updated(
     Notes
     -----
     Dense: ``2 k d^2 + k d^2 + 3 d^3`` flops, all in matrix products; diagonal: ``3 k d``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.roots import factor_root, ikfac_updated
+    >>> rows = np.sqrt(3.0) * np.eye(2)  # rows^T rows = 3 I
+    >>> root = factor_root(2, form="diagonal", scale=0.4, like=rows)
+    >>> for _ in range(100):
+    ...     root = ikfac_updated(root, rows, scale=1.0, damping=1.0, step=0.2)
+    >>> bool(np.allclose(root.root**2, 0.25))
+    True
     """
     xp = namespace_of(rows=rows, root=root.root)
     require_floating(xp, rows, "rows")

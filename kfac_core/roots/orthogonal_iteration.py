@@ -203,6 +203,18 @@ def refreshed_basis(
     and the ratio of before two products more.  On a CPU that is no less time than an
     eigendecomposition.  At roundoff a refresh may be refused for nothing but rounding; a
     basis that is refused with a ratio that matters wants `ordered_basis`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.roots import ordered_basis, refreshed_basis
+    >>> A = np.asarray([[2.0, 1.0], [1.0, 5.0]])
+    >>> moved = A + 0.01 * np.eye(2)[::-1]
+    >>> basis = refreshed_basis(ordered_basis(A), moved, steps=3)
+    >>> Q = basis.eigenvectors
+    >>> D = Q.T @ moved @ Q
+    >>> bool(abs(D[0, 1]) < 1e-3)
+    True
     """
     A, xp = symmetric_argument(matrix, name)
     namespace_of(basis=basis.eigenvectors, matrix=A.array)

@@ -68,6 +68,14 @@ def inner_product(left: Vector, right: Vector, /) -> Array:
     -----
     ``2 p`` flops for p parameters; products of one array are held at a time, and are
     summed as the library sums (NumPy in pairs), not as BLAS does.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.steps import inner_product
+    >>> gradient = {"fc": {"weight": np.ones((2, 3)), "bias": np.ones(3)}}
+    >>> float(inner_product(gradient, gradient))
+    9.0
     """
     xp, (a, b) = entered(left=left, right=right)
     return dot(a, b, dtype=widest(a, b, xp=xp), xp=xp)
@@ -95,6 +103,15 @@ def linear_combination(
     ------
     ShapeError, DtypeError, MixedArraysError, UnsupportedError
         For vectors that do not go together, or another number of coefficients.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from kfac_core.steps import linear_combination
+    >>> direction = {"fc": {"weight": np.ones((1, 2))}}
+    >>> last = {"fc": {"weight": np.asarray([[0.0, 1.0]])}}
+    >>> linear_combination([-0.1, 0.9], [direction, last])["fc"]["weight"].tolist()
+    [[-0.1, 0.8]]
     """
     k = len(vectors)
     if not k:

@@ -6,6 +6,7 @@ Each file is read and checked on its own: a bad one costs one line on standard e
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +205,8 @@ def _print_result(result: dict[str, Any], *, every: bool) -> None:
         print_table(f"{printable(result['record'])}: {summary}", _COLUMNS, rows)
     explained = [f"{_label(v)}: {v.diagnosis}" for v in verdicts if v.diagnosis]
     for line in dict.fromkeys([*explained, *_advice(verdicts)]):
-        print(printable(f"  {line}"))
+        text = printable(line)
+        print(textwrap.fill(text, 80, initial_indent="  ", subsequent_indent="    "))
 
 
 def _label(verdict: Verdict) -> str:

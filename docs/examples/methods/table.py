@@ -14,7 +14,7 @@ def table(part):
         f"seconds to {hard:g}",
         f"settings that reach {hard:g}",
         "ms a step",
-        f"held out: {part['held_out_name']}",
+        f"test: {part['held_out_name']}",
     ]
     lines = [row(columns), row(["---"] * 4 + ["---:"] * (len(columns) - 4))]
     ordered = sorted(part["methods"].items(), key=lambda item: place(item[1]))

@@ -64,7 +64,21 @@ def tap(
 
 
 def dense(name: str, x: Any, weight: Any, bias: Any = None, /, mask: Any = None) -> Any:
-    """Return ``x @ weight + bias``, marked by `tap`; the weight has shape (in, out)."""
+    """Return ``x @ weight + bias``, marked by `tap`; the weight has shape (in, out).
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from kfac_core_shims.jax import Network, dense
+    >>> params = {"W": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+    >>> network = Network(
+    ...     lambda params, x: dense("fc", x, params["W"], params["b"]),
+    ...     params,
+    ...     jnp.ones((4, 3)),
+    ... )
+    >>> sorted(network.blocks)
+    ['fc']
+    """
     y, given = x @ weight, {"weight": weight}
     if bias is not None:
         y, given["bias"] = y + bias, bias

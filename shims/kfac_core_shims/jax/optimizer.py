@@ -181,6 +181,17 @@ class Optimizer:
     References
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, sections 6 and 7.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> from kfac_core_shims.jax import Network, Optimizer
+    >>> params = {"W": jnp.ones((4, 3))}
+    >>> network = Network(lambda params, x: x @ params["W"], params, jnp.ones((8, 4)))
+    >>> optimizer = Optimizer(network, likelihood="gaussian", damping=0.1)
+    >>> state = optimizer.init(params)
+    >>> round(float(state.damping), 3)
+    0.1
     """
 
     @kc.integration.validated
