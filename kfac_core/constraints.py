@@ -44,6 +44,7 @@ from kfac_core.errors import (
     DecayError,
     KFACError,
     ShapeError,
+    UnknownBlockError,
 )
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "require_options",
     "require_range",
     "shown",
+    "unknown_block",
     "validated",
 ]
 
@@ -71,6 +73,14 @@ _shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
 _shortened.maxstring = _shortened.maxother = 80
 shown = _shortened.repr
 """Shows what came, in one line however long or deep it is."""
+
+
+def unknown_block(
+    name: object, blocks: Iterable[str], /, *, option: str | None = None
+) -> UnknownBlockError:
+    """Return the error of a name that stands for no block, with those that there are."""
+    found = f"nknown block {shown(name)}; the blocks are {shown(list(blocks))[1:-1]}."
+    return UnknownBlockError(f"U{found}" if option is None else f"`{option}`: u{found}")
 
 
 @dataclasses.dataclass(frozen=True)

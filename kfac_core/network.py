@@ -55,6 +55,7 @@ from kfac_core.constraints import (
     require_kind,
     require_one_of,
     require_range,
+    unknown_block,
 )
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
@@ -202,10 +203,7 @@ class NetworkState:
     def __getitem__(self, name: str) -> BlockState:
         """Return the state of a block, or raise `UnknownBlockError`."""
         if name not in self.blocks:
-            raise UnknownBlockError(
-                f"Unknown block {name!r}; the blocks are "
-                f"{', '.join(map(repr, self.blocks))}."
-            )
+            raise unknown_block(name, self.blocks)
         return self.blocks[name]
 
     def updated(self, blocks: Mapping[str, BlockState], /) -> NetworkState:
@@ -1052,10 +1050,7 @@ class Network:
                 f"{name!r} is a layer of the chain {self.chains.of[name]!r}, which has one "
                 "damping and one operator: name the chain."
             )
-        raise UnknownBlockError(
-            f"Unknown block {name!r}; the blocks are "
-            f"{', '.join(map(repr, self.blocks))}."
-        )
+        raise unknown_block(name, self.blocks)
 
     def block_of(self, name: str, /) -> str:
         """Return the name of a layer's block: its chain, or the layer itself."""

@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = fuzzer.run()
         if found is not None:
             findings += 1
-            print(f"FINDING {found[:600]}", flush=True)
+            print(f"FINDING {found[:300]} ... {found[-300:]}", flush=True)
     told = ", ".join(
         f"{number:,} {name}" for name, number in sorted(fuzzer.counts.items())
     )

@@ -14,6 +14,7 @@ from typing import Any
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.tridiagonal import BlockTridiagonal
 from kfac_core.block import Block
+from kfac_core.constraints import unknown_block
 from kfac_core.errors import ConventionError, UnknownBlockError, UnsupportedError
 from kfac_core.layers.chain import Chain
 
@@ -124,10 +125,7 @@ class Chains:
     def _add(self, name: str, chain: str) -> None:
         """Record a layer of a chain, or raise."""
         if name not in self.given:
-            raise UnknownBlockError(
-                f"`chains`: unknown block {name!r}; the blocks are "
-                f"{', '.join(map(repr, self.given))}."
-            )
+            raise unknown_block(name, self.given, option="chains")
         if name in self.of:
             raise ConventionError(f"`chains`: {name!r} is named twice.")
         if self.given[name].approximation != Kronecker():

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kfac_core.block import Block
-from kfac_core.errors import ConventionError, UnknownBlockError
+from kfac_core.constraints import unknown_block
+from kfac_core.errors import ConventionError
 from kfac_core.factors.statistics import Statistics
 
 __all__ = ["SharedFactors"]
@@ -97,10 +98,7 @@ def _parse(text: str, blocks: Mapping[str, Block]) -> tuple[str, str]:
             f"`shared_factors`: expected 'block/input' or 'block/output', got {text!r}."
         )
     if name not in blocks:
-        raise UnknownBlockError(
-            f"`shared_factors`: unknown block {name!r}; the blocks are "
-            f"{', '.join(map(repr, blocks))}."
-        )
+        raise unknown_block(name, blocks, option="shared_factors")
     if side not in blocks[name].approximation.factor_kinds:
         raise ConventionError(
             f"`shared_factors`: block {name!r} ({blocks[name].approximation.name}) has no "

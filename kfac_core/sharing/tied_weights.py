@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.block import Block
-from kfac_core.errors import ConventionError, UnknownBlockError, UnsupportedError
+from kfac_core.constraints import unknown_block
+from kfac_core.errors import ConventionError, UnsupportedError
 
 __all__ = ["TiedWeights"]
 
@@ -42,10 +43,7 @@ class TiedWeights:
     def __init__(self, uses: Mapping[str, str], blocks: Mapping[str, Block]) -> None:
         for use, name in uses.items():
             if name not in blocks:
-                raise UnknownBlockError(
-                    f"`tied_weights`: unknown block {name!r}; the blocks are "
-                    f"{', '.join(map(repr, blocks))}."
-                )
+                raise unknown_block(name, blocks, option="tied_weights")
             if use in blocks:
                 raise ConventionError(
                     f"`tied_weights`: {use!r} is a block of its own. Leave it out of "
