@@ -8,6 +8,9 @@ number seldom explains it: `kfac_core_conformance.records.alternatives` tries ot
 
 from __future__ import annotations
 
+import math
+import sys
+
 import numpy as np
 
 from kfac_core_conformance.records.answers import Answer
@@ -50,6 +53,13 @@ def diagnosis(
     """
     if norm_of(got) == 0.0 or norm_of(expected) == 0.0:
         return None
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return _explained(got, expected, examples, factor=factor)
+
+
+def _explained(
+    got: Answer, expected: Answer, examples: int | None, *, factor: bool
+) -> str | None:
     ratio = _ratio(got, expected)
     if ratio is not None:
         # Any two scalars have a ratio, which may mean nothing.
@@ -82,8 +92,14 @@ def _of_bias(got: Answer, expected: Answer) -> str | None:
 
 def _ratio(got: Answer, expected: Answer) -> float | None:
     """Return c where ``expected = c got``; None where no number does it."""
-    dot = sum(float(np.sum(got[n] * part)) for n, part in expected.items())
-    ratio = dot / norm_of(got) ** 2
+    # Unit vectors first: the squares of numbers of 1e200 are infinite.
+    ours, theirs = norm_of(got), norm_of(expected)
+    cosine = sum(
+        float(np.sum((got[n] / ours) * (part / theirs))) for n, part in expected.items()
+    )
+    ratio = cosine * (theirs / ours)
+    if not math.isfinite(ratio) or abs(ratio) < sys.float_info.min:
+        return None
     return ratio if distance(got, expected, ratio) < CLOSE else None
 
 
