@@ -83,6 +83,7 @@ def test_every_stage_of_the_library_gives_the_right_answer(backend, tmp_path):
     check_answers(found, few)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("peer", [n for n, e in LIBRARIES.items() if not e.core])
 def test_every_peer_gives_the_same_answer(peer, tmp_path):
     """Nobody is timed on another computation."""
