@@ -488,8 +488,12 @@ def relative_norm(error: Array, scale: Array, /, *, xp: Namespace) -> Array:
     # Dividing by the largest entry first keeps the squares of huge and tiny matrices
     # inside the range of float32.
     largest = xp.max(xp.abs(scale), axis=(-2, -1), keepdims=True)
-    unit = xp.where(largest > 0, largest, xp.ones_like(largest))
+    positive = (largest > 0) & (largest < xp.inf)
+    unit = xp.where(positive, largest, xp.ones_like(largest))
     top = xp.linalg.vector_norm(error / unit, axis=(-2, -1))
     bottom = xp.linalg.vector_norm(scale / unit, axis=(-2, -1))
-    ratio = top / xp.where(bottom == 0, xp.ones_like(bottom), bottom)
-    return xp.where(xp.isfinite(ratio), ratio, xp.full_like(ratio, xp.inf))
+    # Infinity over infinity would be a warning of NumPy's.
+    positive = (bottom > 0) & (bottom < xp.inf)
+    ratio = top / xp.where(positive, bottom, xp.ones_like(bottom))
+    known = xp.isfinite(ratio) & xp.isfinite(bottom)
+    return xp.where(known, ratio, xp.full_like(ratio, xp.inf))
