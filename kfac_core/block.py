@@ -455,7 +455,9 @@ class Block:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
         if not isinstance(batch, list | tuple):
-            if not isinstance(batch, Batch | dict) and not is_structure(batch):
+            # Only a layer of several parts has a batch for each of them.
+            of_parts = isinstance(batch, dict) and hasattr(self.layer, "matrix_shapes")
+            if not (isinstance(batch, Batch) or is_structure(batch) or of_parts):
                 what = "a `Batch`, a `GradientBatch` or a sequence of `Batch`"
                 require_kind("batch", batch, Batch, what)
             return self.approximation.rows(self.layer, batch)

@@ -211,6 +211,7 @@ CALLS = {
     "update a name": lambda e: e.update("fc1"),
     "update None": lambda e: e.update({"fc1": None}),
     "update a number": lambda e: e.update({"fc1": 3}),
+    "update a mapping": lambda e: e.update({"fc1": {"fc1": data()}}),
     "update arrays": lambda e: e.update({"fc1": (np.ones((N, n)), np.ones((N, m)))}),
     "update the second": lambda e: e.update({"fc1": data(), "fc2": None}),
     "update a number's name": lambda e: e.update({3: data()}),
