@@ -6,6 +6,7 @@ Each is compared with the library's own computation, and the first with dense ma
 import importlib
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,10 @@ def example(monkeypatch):
             pytest.skip("the documentation is not here")
         monkeypatch.syspath_prepend(str(EXAMPLES))
         monkeypatch.delitem(sys.modules, name, raising=False)
-        return importlib.import_module(name)
+        with warnings.catch_warnings():
+            # What these libraries are made of calls it when it is imported.
+            warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+            return importlib.import_module(name)
 
     return load
 
