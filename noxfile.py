@@ -33,7 +33,7 @@ CONSUMERS = (
     "laplace-torch==0.3",
     "curvlinops-for-pytorch==3.0.1",
     *("backpack-for-pytorch", "unfoldNd", "einconv", "linear_operator"),
-    *("torchmetrics", "lightning-utilities"),
+    *("asdfghjkl==0.1a4", "torchmetrics", "lightning-utilities"),
 )
 
 # Kernels of OpenBLAS for processors of 64-bit Intel and AMD, newest first.  Each adds in
