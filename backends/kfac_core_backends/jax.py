@@ -131,7 +131,7 @@ def matrix_trace(x: Any, /, *, xp: Any) -> Any:
     """Return the sum of the diagonal."""
     diagonal = matrix_diagonal(x, xp=xp)
     even, odd, rest = _in_halves(diagonal)
-    even, odd = _reduced((even, odd), 0.0, _added, (-1,))
+    even, odd = _sums_over((even, odd), (-1,))
     return even + odd + rest[..., 0] if rest.shape[-1] else even + odd
 
 
@@ -147,7 +147,7 @@ def relative_norm(error: Any, scale: Any, /, *, xp: Any) -> Any:
     largest = jnp.max(jnp.abs(scale), axis=(-2, -1), keepdims=True)
     unit = jnp.where(largest > 0, largest, 1.0)
     error, scale = jnp.broadcast_arrays(error / unit, scale / unit)
-    top, bottom = _reduced((error * error, scale * scale), 0.0, _added, (-2, -1))
+    top, bottom = _sums_over((error * error, scale * scale), (-2, -1))
     ratio = jnp.sqrt(top / jnp.where(bottom == 0, 1.0, bottom))
     return jnp.where(jnp.isfinite(ratio), ratio, jnp.inf)
 
@@ -166,6 +166,20 @@ def _reduced(
     places = tuple(axis % arrays[0].ndim for axis in axes)
     found: tuple[Any, ...] = tuple(jax.lax.reduce(arrays, starts, join, places))
     return found
+
+
+def _sums(arrays: tuple[Any, ...], axes: tuple[int, ...]) -> tuple[Any, ...]:
+    return _reduced(arrays, 0.0, _added, axes)
+
+
+def _changes_of_sums(axes: tuple[int, ...], arrays: Any, changes: Any) -> Any:
+    along = tuple(jnp.sum(change, axes) for change in changes[0])
+    return _sums_over(*arrays, axes), along
+
+
+# JAX does not differentiate reductions of several arrays at once.
+_sums_over: Any = jax.custom_jvp(_sums, nondiff_argnums=(1,))
+_sums_over.defjvp(_changes_of_sums)
 
 
 def _both(left: Any, right: Any) -> Any:
@@ -228,26 +242,14 @@ def sums_of_products(pairs: Any, /, *, xp: Any) -> Any:
     """Return all sums from one pass over the arrays."""
     products = [_wide(x) * _wide(y) for x, y in pairs]
     dtype = jnp.result_type(*products)
-    return _sums([p.astype(dtype) for p in products])
-
-
-def _summed(arrays: Any) -> Any:
-    """Return the sum of each of some arrays of one shape, rows first."""
+    arrays = tuple(p.astype(dtype) for p in products)
+    # Rows first.
     if arrays[0].ndim > 1:
         rows = tuple(x.reshape(-1, x.shape[-1]) for x in arrays)
-        arrays = _reduced(rows, 0.0, _added, (0,))
+        arrays = _sums_over(rows, (0,))
     if arrays[0].ndim:
-        arrays = _reduced(tuple(arrays), 0.0, _added, (0,))
+        arrays = _sums_over(arrays, (0,))
     return jnp.stack(arrays)
-
-
-def _sums_jvp(primals: Any, tangents: Any) -> Any:
-    return _sums(*primals), jnp.stack([jnp.sum(t) for t in tangents[0]])
-
-
-# JAX does not differentiate reductions of several arrays at once.
-_sums: Any = jax.custom_jvp(_summed)
-_sums.defjvp(_sums_jvp)
 
 
 def _wide(x: Any) -> Any:
