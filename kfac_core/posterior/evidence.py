@@ -42,7 +42,8 @@ class Evidence:
     --------
     >>> import numpy as np
     >>> from kfac_core.posterior import Evidence
-    >>> terms = Evidence(*(np.asarray(x) for x in (-10.0, 2.0, 3.0, 5.0)))
+    >>> numbers = [np.asarray(x) for x in (-10.0, 2.0, 3.0, 5.0)]
+    >>> terms = Evidence(*numbers)
     >>> float(terms.log_marginal_likelihood)
     -12.0
     """

@@ -87,9 +87,8 @@ def traced_once(function: Any, tasks: Any, /) -> dict[str, Any]:
         try:
             found[name] = _part(function, fixed, given)
         except kc.KFACError:
-            found |= kc.execution.plain(
-                function, {name: task}
-            )  # raises with the block's name
+            # Again, for the error with the block's name.
+            found |= kc.execution.plain(function, {name: task})
     return found
 
 
