@@ -1,16 +1,22 @@
 """A training step on JAX beside kfac-jax's: first call, steps, and peak memory.
 
-Both train one network on one batch by their optimizers with rate, momentum and damping
+Both train a network on one batch by their optimizers with rate, momentum and damping
 adapted, statistics at each step and a refresh every five, in processes of their own that
 take turns:
 
-    python -m benchmarks.jax_training
+    python -m benchmarks.jax_training [--networks mlp autoencoder conv]
+
+``autoencoder`` and ``conv`` are the networks of kfac-jax's own examples, on drawn numbers
+in the place of MNIST's: 784-1000-500-250-30 and back with the Bernoulli likelihood, and
+two convolutions with two dense layers.
 
 The interpreter needs kfac-jax 0.0.8 and a JAX that it works with (0.9.0 is the last known
 to); ``--python`` names another.  The first call traces and compiles; a later one may do so
-again, and the first six calls are counted as well.  Times are of the clock and of the
-processor; medians of the processes are compared.  ``--one-core`` binds the processes to one
-core, as a machine with other work on it needs: threads that wait count as busy.
+again, and the first six calls are counted as well.  A step is the mean over the five of a
+period of the median of each: one of them refreshes, and one adapts the damping.  Times are
+of the clock and of the processor; medians of the processes are compared.  ``--one-core``
+binds the processes to one core, as a machine with other work on it needs: threads that wait
+count as busy.
 """
 
 from __future__ import annotations
@@ -25,22 +31,128 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BATCH = 256
 DAMPING = 1e-2
-NETWORKS = {"mlp": (784, 256, 256, 256, 256, 10), "small": (20, 16, 4)}
+PERIOD = 5
 METHODS = ("kfac-core", "kfac-jax")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A network with its first parameters, and a batch.
+
+    Attributes
+    ----------
+    function : callable
+        ``(params, inputs) -> outputs``.
+    params, inputs, targets : pytree, array, array
+        First parameters, and the batch.
+    likelihood : {"categorical", "bernoulli"}
+        Likelihood of one row of outputs.
+    """
+
+    function: Callable[[Any, Any], Any]
+    params: Any
+    inputs: Any
+    targets: Any
+    likelihood: str
+
+
+def perceptron(
+    widths: tuple[int, ...], *, batch: int, likelihood: str = "categorical"
+) -> Problem:
+    """Return dense layers with tanh between them."""
+    import jax
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    params = [dense(rng, n, m) for n, m in itertools.pairwise(widths)]
+
+    def function(params: Any, x: Any) -> Any:
+        for layer in params[:-1]:
+            x = jax.numpy.tanh(x @ layer["w"] + layer["b"])
+        return x @ params[-1]["w"] + params[-1]["b"]
+
+    if likelihood == "bernoulli":
+        x = jax.numpy.asarray(rng.uniform(size=(batch, widths[0])) ** 4, "float32")
+        return Problem(function, params, x, x, likelihood)
+    x = jax.numpy.asarray(rng.normal(size=(batch, widths[0])), "float32")
+    y = jax.numpy.asarray(rng.integers(0, widths[-1], size=batch))
+    return Problem(function, params, x, y, likelihood)
+
+
+def convolutions(*, batch: int) -> Problem:
+    """Return the convolutional classifier of kfac-jax's example."""
+    import jax
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    kernels = [
+        {
+            "w": jax.numpy.asarray(
+                rng.normal(size=(5, 5, n, m)) / (25 * n) ** 0.5
+            ).astype("float32"),
+            "b": jax.numpy.zeros(m, "float32"),
+        }
+        for n, m in ((1, 2), (2, 4))
+    ]
+    params = {"conv": kernels, "dense": [dense(rng, 196, 32), dense(rng, 32, 10)]}
+    layout = ("NHWC", "HWIO", "NHWC")
+
+    def function(params: Any, x: Any) -> Any:
+        for layer in params["conv"]:
+            y = jax.lax.conv_general_dilated(
+                x, layer["w"], (1, 1), "SAME", dimension_numbers=layout
+            )
+            y = jax.nn.relu(y + layer["b"])
+            window = (1, 2, 2, 1)
+            x = jax.lax.reduce_window(
+                y, -jax.numpy.inf, jax.lax.max, window, window, "SAME"
+            )
+        hidden, out = params["dense"]
+        h = jax.nn.relu(x.reshape(len(x), -1) @ hidden["w"] + hidden["b"])
+        return h @ out["w"] + out["b"]
+
+    x = jax.numpy.asarray(rng.uniform(size=(batch, 28, 28, 1)), "float32")
+    y = jax.numpy.asarray(rng.integers(0, 10, size=batch))
+    return Problem(function, params, x, y, "categorical")
+
+
+def dense(rng: Any, n: int, m: int) -> dict[str, Any]:
+    """Return the parameters of a dense layer."""
+    import jax
+
+    weight = jax.numpy.asarray(rng.normal(size=(n, m)) / n**0.5, "float32")
+    return {"w": weight, "b": jax.numpy.zeros(m, "float32")}
+
+
+ENCODER = (784, 1000, 500, 250, 30)
+NETWORKS: dict[str, Callable[[], Problem]] = {
+    "mlp": partial(perceptron, (784, 256, 256, 256, 256, 10), batch=256),
+    "autoencoder": partial(
+        perceptron, (*ENCODER, *ENCODER[-2::-1]), batch=512, likelihood="bernoulli"
+    ),
+    "conv": partial(convolutions, batch=256),
+    "small": partial(perceptron, (20, 16, 4), batch=256),
+}
 
 
 def main() -> None:
     """Run the workers in turns, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--worker", choices=METHODS)
-    parser.add_argument("--network", choices=NETWORKS, default="mlp")
+    parser.add_argument(
+        "--networks",
+        nargs="+",
+        choices=NETWORKS,
+        default=["mlp", "autoencoder", "conv"],
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--python", default=sys.executable)
@@ -52,25 +164,31 @@ def main() -> None:
     if options.one_core:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     if options.worker:
-        print(json.dumps(measured(options.worker, options.network, options.steps)))
+        (network,) = options.networks
+        print(json.dumps(measured(options.worker, network, options.steps)))
         return
-    found: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
-    for turn in range(options.rounds):
-        for method in METHODS if turn % 2 else METHODS[::-1]:
-            found[method].append(_of_a_process(method, options))
+    everything = {}
+    for network in options.networks:
+        found: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+        for turn in range(options.rounds):
+            for method in METHODS if turn % 2 else METHODS[::-1]:
+                found[method].append(_of_a_process(method, network, options))
+        everything[network] = found
+        print(f"{network}\n\n{table(found)}\n", flush=True)
     if options.output:
-        options.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    print(table(found))
+        options.output.write_text(json.dumps(everything, indent=1), encoding="utf-8")
 
 
-def _of_a_process(method: str, options: argparse.Namespace) -> dict[str, Any]:
+def _of_a_process(
+    method: str, network: str, options: argparse.Namespace
+) -> dict[str, Any]:
     folders = (ROOT, ROOT / "backends", ROOT / "shims")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
     }
     command = [options.python, "-m", "benchmarks.jax_training", "--worker", method]
-    command += ["--network", options.network, "--steps", str(options.steps)]
+    command += ["--networks", network, "--steps", str(options.steps)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -95,59 +213,45 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 def measured(method: str, network: str, steps: int) -> dict[str, Any]:
     """Train, and return what it took."""
-    import jax
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    widths = NETWORKS[network]
-    params = [
-        {
-            "w": jax.numpy.asarray(rng.normal(size=(n, m)) / n**0.5, "float32"),
-            "b": jax.numpy.zeros(m, "float32"),
-        }
-        for n, m in itertools.pairwise(widths)
-    ]
-    x = jax.numpy.asarray(rng.normal(size=(BATCH, widths[0])), "float32")
-    y = jax.numpy.asarray(rng.integers(0, widths[-1], size=BATCH))
+    problem = NETWORKS[network]()
     make = {"kfac-core": _kfac_core, "kfac-jax": _kfac_jax}[method]
     clock, processor = time.perf_counter(), time.process_time()
-    step = make(params, x, y)
+    step = make(problem)
     step()
     first = time.perf_counter() - clock, time.process_time() - processor
     # The adaptation of the damping may be a program of its own.
     for _ in range(5):
         step()
     six = time.process_time() - processor
-    walls, busy = [], time.process_time()
+    walls: list[float] = []
+    busy: list[float] = []
     loss = 0.0
     for _ in range(steps):
-        clock = time.perf_counter()
+        clock, processor = time.perf_counter(), time.process_time()
         loss = step()
-        walls.append(time.perf_counter() - clock)
+        busy.append(1e3 * (time.process_time() - processor))
+        walls.append(1e3 * (time.perf_counter() - clock))
     names = ("jax", "kfac-jax") if method == "kfac-jax" else ("jax",)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {
         "first call, s": first[0],
         "first call, CPU s": first[1],
         "first six calls, CPU s": six,
-        "step, ms": 1e3 * statistics.median(walls),
-        "step, CPU ms": 1e3 * (time.process_time() - busy) / steps,
+        "step, ms": _of_a_period(walls),
+        "step, CPU ms": _of_a_period(busy),
         "peak memory, MiB": peak / 1024,
         "loss at the end": loss,
         "versions": {name: version(name) for name in names},
     }
 
 
-def logits(params: Any, x: Any) -> Any:
-    """Return the network's outputs."""
-    import jax
-
-    for layer in params[:-1]:
-        x = jax.numpy.tanh(x @ layer["w"] + layer["b"])
-    return x @ params[-1]["w"] + params[-1]["b"]
+def _of_a_period(times: list[float]) -> float:
+    """Return the mean over the steps of a period of the median of each."""
+    medians = [statistics.median(times[i::PERIOD]) for i in range(PERIOD)]
+    return statistics.fmean(medians)
 
 
-def _kfac_core(params: Any, x: Any, y: Any) -> Callable[[], float]:
+def _kfac_core(problem: Problem) -> Callable[[], float]:
     import jax
 
     import kfac_core as kc
@@ -156,10 +260,15 @@ def _kfac_core(params: Any, x: Any, y: Any) -> Callable[[], float]:
 
     # Where the package is a checkout and not installed, no entry point says so.
     kc.register_backend(adapter)
+    x, y = problem.inputs, problem.targets
     optimizer = kfac_optimizer(
-        logits, params, x, likelihood="categorical", damping=DAMPING
+        problem.function,
+        problem.params,
+        x,
+        likelihood=problem.likelihood,
+        damping=DAMPING,
     )
-    held = [params, optimizer.init(params), jax.random.key(0)]
+    held = [problem.params, optimizer.init(problem.params), jax.random.key(0)]
 
     def step() -> float:
         held[2], key = jax.random.split(held[2])
@@ -170,13 +279,16 @@ def _kfac_core(params: Any, x: Any, y: Any) -> Callable[[], float]:
     return step
 
 
-def _kfac_jax(params: Any, x: Any, y: Any) -> Callable[[], float]:
+def _kfac_jax(problem: Problem) -> Callable[[], float]:
     import jax
     import kfac_jax
 
     def loss(params: Any, batch: Any) -> Any:
         x, y = batch
-        z = logits(params, x)
+        z = problem.function(params, x)
+        if problem.likelihood == "bernoulli":
+            kfac_jax.register_sigmoid_cross_entropy_loss(z, y)
+            return (jax.nn.softplus(z) - y * z).sum(axis=1).mean()
         kfac_jax.register_softmax_cross_entropy_loss(z, y)
         chosen = jax.numpy.take_along_axis(jax.nn.log_softmax(z), y[:, None], axis=1)
         return -chosen.mean()
@@ -188,16 +300,16 @@ def _kfac_jax(params: Any, x: Any, y: Any) -> Callable[[], float]:
         use_adaptive_momentum=True,
         use_adaptive_damping=True,
         initial_damping=DAMPING,
-        inverse_update_period=5,
+        inverse_update_period=PERIOD,
         num_burnin_steps=0,
         estimation_mode="fisher_gradients",
     )
-    key = jax.random.key(0)
-    held = [params, optimizer.init(params, key, (x, y)), key]
+    key, batch = jax.random.key(0), (problem.inputs, problem.targets)
+    held = [problem.params, optimizer.init(problem.params, key, batch), key]
 
     def step() -> float:
         held[2], key = jax.random.split(held[2])
-        held[0], held[1], stats = optimizer.step(held[0], held[1], key, batch=(x, y))
+        held[0], held[1], stats = optimizer.step(held[0], held[1], key, batch=batch)
         jax.block_until_ready(held[0])
         return float(stats["loss"])
 

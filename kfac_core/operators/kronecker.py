@@ -230,9 +230,10 @@ class FactoredKronecker(CurvatureOperator):
         return self._scale() * xp.matrix_transpose(both)
 
     def _multiply_inverse(self, V: Array, xp: Namespace) -> Array:
-        left = self.input.solve(V)
-        both = self.output.solve(transposed(left, xp=xp), overwrite=True)
-        return transposed(both, xp=xp) / self._scale()
+        # In this order compilers have no transpose to move before the first product.
+        right = self.output.solve(transposed(V, xp=xp))
+        both = self.input.solve(transposed(right, xp=xp), overwrite=True)
+        return both / self._scale()
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         left = self.input.power(V, exponent)
