@@ -153,7 +153,7 @@ def jax_digits() -> str:
     """Return the classifier of the JAX quick start."""
     example = importlib.import_module("jax_digits")
     curves = example.runs(steps=120, seeds=2)
-    return importlib.import_module("curves").table(curves, loss=".2g")
+    return importlib.import_module("curves").table(curves, loss=".1g", error=".2f")
 
 
 def keras_digits() -> str:
