@@ -252,7 +252,7 @@ def test_an_identity_made_on_the_host_is_noticed(torch):
     with fake_cuda(torch):
         x = torch.ones(3, 3, device="cuda")
 
-        with pytest.raises(RuntimeError, match="two .*devices.* cuda:0.* cpu"):
+        with pytest.raises(RuntimeError, match=r"two .*devices.* cuda:0.* cpu"):
             x + torch.eye(3)
 
 
