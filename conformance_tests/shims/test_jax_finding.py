@@ -337,6 +337,41 @@ def test_models_of_all_libraries_need_no_marks(rng, library):
         )
 
 
+def test_projections_of_attention_are_dense_layers(rng):
+    """Queries, keys, values and outputs, with heads as axes; the query's rows by hand."""
+    heads, width = 2, 3
+    shapes = dict.fromkeys("qkv", (D, heads, width)) | {"o": (heads, width, D)}
+    params = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
+    x = jnp.asarray(rng.normal(size=(N, T, D)))
+
+    def function(params, x, shift=0.0):
+        q, k, v = (jnp.einsum("ntd,dhk->nthk", x, params[name]) for name in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("nthk,nshk->nhts", q + shift, k))
+        mixed = jnp.einsum("nhts,nshk->nthk", weights, v)
+        return jnp.einsum("nthk,hkd->ntd", mixed, params["o"]).mean(axis=1)
+
+    network, gradients, captured = captured_by(function, params, x, y=LABELS)
+
+    assert {n: b.layer.matrix_shape for n, b in network.blocks.items()} == {
+        **dict.fromkeys("qkv", (D, heads * width)),
+        "o": (heads * width, D),
+    }
+    zeros = jnp.zeros((N, T, heads, width))
+    g = jax.jit(jax.grad(lambda e: nll(function(params, x, e), LABELS)))(zeros)
+    g = np.asarray(g).reshape(N * T, -1)
+    rows = np.asarray(x).reshape(N * T, D)
+    np.testing.assert_allclose(
+        np.reshape(gradients["q"], (D, -1)), rows.T @ g, rtol=1e-9
+    )
+    F = T * np.kron(rows.T @ rows / (N * T), g.T @ g / (N * T))
+    gradient = rows.T @ g / N
+    shape = network.blocks["q"].layer.parameter_shapes["weight"]
+    found = directions(network, captured, {"q": {"weight": gradient.reshape(shape)}})
+    np.testing.assert_allclose(
+        flat(found["q"]["weight"]), solved(F, gradient), rtol=1e-7
+    )
+
+
 @pytest.mark.parametrize("vectors", ["sum", "mean", "exact"])
 def test_an_embedding_may_make_logits_too(rng, vectors):
     """One block with a diagonal input factor; the output layer swaps its two sides."""

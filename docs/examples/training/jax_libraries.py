@@ -3,7 +3,7 @@
 No layer is marked: they are found in what JAX traces.  Libraries that are not installed are
 left out.
 
-    python docs/examples/training/jax_libraries.py
+    python docs/examples/training/jax_libraries.py [--modules linen nnx equinox haiku]
 """
 
 import argparse
@@ -69,7 +69,12 @@ def haiku(x):
     return model.init(jax.random.key(0), x), model.apply
 
 
-LIBRARIES = {"flax": (linen, nnx), "equinox": (equinox,), "haiku": (haiku,)}
+MODULES = {
+    "linen": ("flax", linen),
+    "nnx": ("flax", nnx),
+    "equinox": ("equinox", equinox),
+    "haiku": ("haiku", haiku),
+}
 
 
 def trained(make, data, steps):
@@ -91,13 +96,14 @@ def main():
     """Train each module, and print the losses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
-    steps, data = parser.parse_args().steps, digits()
-    for library, makers in LIBRARIES.items():
+    parser.add_argument("--modules", nargs="+", choices=MODULES, default=[*MODULES])
+    chosen, data = parser.parse_args(), digits()
+    for name in chosen.modules:
+        library, make = MODULES[name]
         if not importlib.util.find_spec(library):
             print(f"{library} is not installed", file=sys.stderr)
             continue
-        for make in makers:
-            print(f"{make.__name__}: {trained(make, data, steps):.4f}")
+        print(f"{name}: {trained(make, data, chosen.steps):.4f}")
 
 
 if __name__ == "__main__":
