@@ -28,11 +28,13 @@ from kfac_core.array.finite import all_finite, known_true
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
+    as_number,
     as_scalar,
     device_of,
     namespace_of,
     own_namespace,
     same_place,
+    smallest_normal_of,
     status_unless,
     wide_dtype,
 )
@@ -406,7 +408,7 @@ class Block:
             damping_scaling="none",
             precision=precision,
             check=check,
-            memo={} if memo is None else memo,
+            memo=memo,
             least_shift=least_shift,
         )
         made = refresh(name, self, statistics, damping, solving)
@@ -645,7 +647,7 @@ class UpdateBlock(Stage):
         decay = as_scalar(xp, decay, like.dtype, "decay")
         if weight is not None:
             weight = as_scalar(xp, weight, like.dtype, "weight")
-        flags = statistics.status * 0
+        flags = as_number(statistics.status) * 0
         if not (isinstance(decay, float) and isinstance(weight, float | None)):
             given = 1.0 if weight is None else weight
             flags = flags | _coefficient_flags(decay, given, like, xp)
@@ -816,8 +818,8 @@ class RefreshBlock(Stage):
         See `Block.operator`.
     damping_scaling : {"none", "mean_eigenvalue"}
         See `kfac_core.Refreshing`.
-    memo : dict
-        Cache for blocks that share a factor.
+    memo : dict or None
+        Cache for blocks that share a factor; None where none do.
     least_shift : float
         See `kfac_core.Refreshing`.
     """
@@ -828,7 +830,7 @@ class RefreshBlock(Stage):
     damping_scaling: DampingScaling
     precision: Precision
     check: Check
-    memo: dict[Any, Any] = field(compare=False)
+    memo: dict[Any, Any] | None = field(default=None, compare=False)
     least_shift: float = 0.0
 
     stage = "refresh"
@@ -869,7 +871,7 @@ class RefreshBlock(Stage):
             compute=compute,
             apply=apply,
             name=name,
-            memo={} if stack else self.memo,
+            memo=None if stack else self.memo,
             xp=xp,
             least_shift=self.least_shift,
         )
@@ -922,8 +924,8 @@ class Product(Stage):
     """
 
     product: str
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any] = field(hash=False)
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     stage = "product"
     on_host = True
@@ -1112,7 +1114,7 @@ def _checked_damping(
         require_damping(value, name=f"damping` of block `{name}")
         _require_normal(value, dtypes, xp)
         return as_scalar(xp, damping, dtypes[0], "damping")
-    smallest = max(float(xp.finfo(dtype).smallest_normal) for dtype in dtypes)
+    smallest = max(smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
     good = (damping <= 0) | (damping >= smallest)
     own = as_scalar(xp, damping, dtypes[0], "damping")
     # NaN is flagged as an invalid damping, where a number would have raised.
@@ -1122,7 +1124,7 @@ def _checked_damping(
 def _require_normal(damping: float, dtypes: tuple[Any, ...], xp: Namespace) -> None:
     """Raise for a damping that a dtype of the operator cannot hold."""
     for dtype in dtypes:
-        smallest = float(xp.finfo(dtype).smallest_normal)
+        smallest = smallest_normal_of(dtype, xp=xp)
         if 0.0 < damping < smallest:
             raise DampingError(
                 f"Expected `damping` to be zero or at least {smallest:.1e}, the smallest "

@@ -14,8 +14,10 @@ __all__ = [
     "all_finite",
     "is_plain",
     "is_readable",
+    "known_finite",
     "known_true",
     "plain_number",
+    "positive_or_one",
     "truth_of",
 ]
 
@@ -119,6 +121,31 @@ def is_readable(x: Array, /, *, xp: Namespace) -> bool:
         False for an array that is being traced.
     """
     return is_plain(x, xp=xp) or truth_of(xp.all(x == x), xp=xp) is not None
+
+
+def known_finite(x: Array, /, *, xp: Namespace) -> bool:
+    """Whether the host knows at once that every number of an array is finite.
+
+    Parameters
+    ----------
+    x : array
+        Array of any shape and real floating dtype.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    bool
+        False where some number is not finite, and where only synchronizing with a device,
+        or a value that is being traced, would say so.
+    """
+    return is_plain(x, xp=xp) and bool(all_finite(x, xp=xp))
+
+
+def positive_or_one(x: Array, /, *, xp: Namespace) -> Array:
+    """Return numbers that may be divided by: 1 where one is not positive, or NaN."""
+    positive = x > 0
+    return x if known_true(positive, xp=xp) else xp.where(positive, x, 1.0)
 
 
 def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:

@@ -318,12 +318,16 @@ def _holds_scalars(value: Any) -> bool:
     todo = [value]
     while todo:
         part = todo.pop()
-        if isinstance(part, np.generic):
-            return True
-        if isinstance(part, dict):
-            todo.extend(part.values())
-        elif type(part) in _arrays:
+        kind = type(part)
+        # Most are arrays, or None.
+        if kind is np.ndarray or kind in _PLAIN:
+            continue
+        if kind in _arrays:
             todo.extend(vars(part).values())
+        elif isinstance(part, dict):
+            todo.extend(part.values())
+        elif isinstance(part, np.generic):
+            return True
     return False
 
 
@@ -436,10 +440,15 @@ def replaced(value: T, /, **changes: Any) -> T:
     4.0
     """
     cls = type(value)
-    for name, _ in _fields[cls]:
-        if name not in changes:
-            changes[name] = getattr(value, name)
-    return cls(**changes)
+    # A frozen class's constructor is slow.
+    made = object.__new__(cls)
+    held = made.__dict__
+    held.update(vars(value))
+    held.update(changes)
+    if len(held) != len(_fields[cls]):
+        unknown = changes.keys() - vars(value).keys()
+        raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+    return made
 
 
 def combinable(first: Any, second: Any, /) -> bool:

@@ -109,7 +109,7 @@ class Hosted:
         """Return the function of each task, by name."""
         described: Any = function
         xp = _namespace_of(tasks) if described.on_host else None
-        if xp is None or not host_computes(xp=xp):
+        if xp is None or not _native("host_computes", host_computes, xp)(xp=xp):
             return self._inner(function, tasks)
         seen = _Mapped(_viewed_by(xp))
         here: dict[str, tuple[Any, ...]] = {}
@@ -198,7 +198,8 @@ def _viewed_by(xp: Namespace) -> Callable[[Any], Any]:
 
 def _native(name: str, definition: Callable[..., Any], xp: Namespace) -> Any:
     """Return an operation without its dispatch: it is asked for array by array."""
-    return native_operation(name, xp) or definition
+    made: Any = definition
+    return native_operation(name, xp) or made.__wrapped__
 
 
 def _namespace_of(tasks: Tasks) -> Namespace | None:

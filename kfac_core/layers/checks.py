@@ -70,7 +70,7 @@ def require_parameters(
     ShapeError, DtypeError, MixedArraysError
         For parameters of incompatible shape, dtype, library or device.
     """
-    if set(parameters) != set(shapes):
+    if parameters.keys() != shapes.keys():
         raise ShapeError(
             f"Expected the parameters {sorted(shapes)}, got {sorted(parameters)}."
         )

@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
+from kfac_core.array.namespaces import (
+    namespace_of,
+    require_floating,
+    require_matrix,
+    reshaped,
+)
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import misfit, require_mask, require_parameters
@@ -121,8 +126,9 @@ class Dense:
         require_floating(xp, g, "output_grads")
         lead = self._leading_axes(batch, len(stack))
         rows = lead[0], math.prod(lead[1:])
-        x = xp.reshape(x, (*stack, *rows, self.in_features))
-        g = xp.reshape(g, (*stack, batch.sources or 1, *rows, self.out_features))
+        x = reshaped(x, (*stack, *rows, self.in_features), xp=xp)
+        sources = batch.sources or 1
+        g = reshaped(g, (*stack, sources, *rows, self.out_features), xp=xp)
         if mask is not None:
             mask = require_mask(mask, lead, xp=xp)
             # Padding may hold anything, NaN included, so it is replaced and not

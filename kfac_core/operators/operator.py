@@ -34,6 +34,7 @@ from kfac_core.array.namespaces import (
     own_namespace,
     require_floating,
     require_matrix,
+    roundoff_of,
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.constraints import validated
@@ -391,7 +392,7 @@ class CurvatureOperator(LinearMap):
     def _undamped_logdet(self) -> Array:
         """Return the log-determinant of F, 0-d."""
         w = self.eigenvalues(damped=False)
-        roundoff = float(own_namespace(w).finfo(w.dtype).eps)
+        roundoff = roundoff_of(w.dtype, xp=own_namespace(w))
         return log_sum(w, roundoff=self.shape[0] * roundoff)
 
     @abc.abstractmethod
@@ -429,9 +430,11 @@ class CurvatureOperator(LinearMap):
             )
         stack: tuple[int, ...] = self.stack_shape
         own, given = stack, tuple(getattr(vector, "shape", ()))
-        if given[-len(stack) :] != stack:
-            own = self.vector_shape
-        many = given[: -len(own)] if given[-len(own) :] == own else ()
+        many: tuple[int, ...] = ()
+        if given != stack:
+            if given[-len(stack) :] != stack:
+                own = self.vector_shape
+            many = given[: -len(own)] if given[-len(own) :] == own else ()
         V, xp = entering(vector, (*many, *own), self.like, name=name)
         if own != stack:
             # The columns of a layer's groups stand side by side in its vector.
