@@ -556,8 +556,6 @@ class Stage:
         Name of the stage of a network.
     on_host : bool
         Whether NumPy may compute for a library that shares its memory.
-    shares : bool
-        Whether parts that several tasks have in common are told by their identity.
     worth_threads : int
         How much work is worth handing out to threads.
     kept : tuple of int
@@ -566,9 +564,13 @@ class Stage:
 
     stage: ClassVar[str]
     on_host: ClassVar[bool] = False
-    shares: ClassVar[bool] = False
     worth_threads: ClassVar[int] = 0
     kept: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def shares(self) -> bool:
+        """Whether parts that several tasks have in common are told by their identity."""
+        return False
 
     def stacks(self, *_: Any) -> bool:
         """Whether equal tasks can be run as one."""
@@ -835,8 +837,12 @@ class RefreshBlock(Stage):
 
     stage = "refresh"
     on_host = True
-    shares = True
     kept = (1,)
+
+    @property
+    def shares(self) -> bool:
+        """Whether parts that several tasks have in common are told by their identity."""
+        return self.memo is not None
 
     def __call__(
         self,

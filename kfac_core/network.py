@@ -945,7 +945,9 @@ class Network:
             function = Product(product, arguments, options)
         made = executor(function, tasks)
         for name, vector in made.items():
-            made[name] = _unless_new(state.blocks[name], vector)
+            refreshes = state.blocks[name].refreshes
+            if not isinstance(refreshes, int):
+                made[name] = _unless_new(refreshes, vector)
         return self.chains.by_layer(made) if self.chains.of else made
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
@@ -1286,11 +1288,9 @@ def _in_form(value: Any, like: Any) -> Any:
     return xp.zeros_like(like) + (0 if value is None else value)
 
 
-def _unless_new(held: BlockState, vector: dict[str, Any]) -> dict[str, Any]:
+def _unless_new(refreshes: Array, vector: dict[str, Any]) -> dict[str, Any]:
     """Return a product, or zero for a traced state that was never refreshed."""
-    if isinstance(held.refreshes, int):
-        return vector
-    xp, ready = own_namespace(held.refreshes), held.refreshes > 0
+    xp, ready = own_namespace(refreshes), refreshes > 0
     return map_structure(lambda x: xp.where(ready, x, xp.zeros_like(x)), vector)
 
 

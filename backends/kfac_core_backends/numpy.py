@@ -58,22 +58,17 @@ def to_numpy(x: np.ndarray[Any, Any], /) -> np.ndarray[Any, Any]:
 
 def all_finite(x: Any, /, *, xp: Any) -> Any:
     """Return whether every number is finite, from the sum of squares where that is."""
-    flags = x.flags
-    contiguous = flags.c_contiguous or flags.f_contiguous
-    if x.dtype not in _FLOATS or not contiguous or x.size == 0:
+    if x.dtype not in _FLOATS or not x.flags.forc or x.size == 0:
         return NotImplemented
-    numbers = (x if flags.c_contiguous else x.T).reshape(-1)
+    numbers, dot = x.ravel("K"), _DOT.get(x.dtype)
     # No terms cancel.  (``isfinite`` takes twice the time, and as many bytes as numbers.)
-    return np.True_ if math.isfinite(_sum_of_squares(numbers)) else NotImplemented
-
-
-def _sum_of_squares(numbers: Any) -> float:
-    """Return the sum of squares without a warning, of which BLAS itself gives none."""
-    dot = _DOT.get(numbers.dtype)
     if dot is not None:
-        return float(dot(numbers, numbers))
-    with np.errstate(all="ignore"):
-        return float(numbers.dot(numbers))
+        squares = dot(numbers, numbers)
+    else:
+        # BLAS itself gives no warning, NumPy does.
+        with np.errstate(all="ignore"):
+            squares = numbers.dot(numbers)
+    return np.True_ if math.isfinite(squares) else NotImplemented
 
 
 def known_true(condition: Any, /, *, xp: Any) -> bool:
@@ -408,13 +403,14 @@ if lapack is not None:
     def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
         """Return ``S v`` from one triangle of S by SYMM; SYMV for one column."""
         array = matrix.array
-        if array.ndim != 2 or v.ndim != 2 or array.dtype not in _FLOATS:
+        if array.ndim != 2 or v.ndim != 2:
             return NotImplemented
-        small = array.shape[0] <= _LEAF
-        if matrix.full_storage and (small or v.shape[1] > 1):
+        if matrix.full_storage and (v.shape[1] > 1 or array.shape[0] <= _LEAF):
             # In the order of v, so that what follows reads both in one order.  (A method
             # takes a third of the time of a function.)
             return v.T.dot(array).T if v.flags.f_contiguous else array.dot(v)
+        if array.dtype not in _FLOATS:
+            return NotImplemented
         if v.shape[1] == 1:
             a, is_lower = _stored(array)
             return _SYMV[a.dtype](1.0, a, v[:, 0], lower=is_lower)[:, None]

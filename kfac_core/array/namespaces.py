@@ -71,8 +71,8 @@ _problem_of: dict[type[Any], Callable[[Array], str | None]] = {}
 _real_floating: dict[tuple[str, Any], bool] = {}
 """Whether a dtype of a namespace is a real floating one."""
 
-_limits: dict[Any, tuple[float, float]] = {}
-"""The roundoff and the smallest normal number of each dtype that was met."""
+_limits: dict[tuple[str, Any], tuple[float, float]] = {}
+"""The roundoff and the smallest normal number of a dtype of a namespace."""
 
 _standard_devices: dict[type[Any], bool] = {}
 """Whether the arrays of a type have the standard's attribute ``device``."""
@@ -125,7 +125,7 @@ def namespace_of(
     xp = None
     for x in given.values():
         found = _namespaces.get(type(x))
-        if found is None or (xp is not None and found is not xp):
+        if found is not xp and (found is None or xp is not None):
             xp = None
             break
         xp = found
@@ -310,12 +310,12 @@ def wide_dtype(xp: Namespace, dtype: Any, /) -> Any:
 
 def roundoff_of(dtype: Any, /, *, xp: Namespace) -> float:
     """Return the distance from 1 to the next number of a real floating dtype."""
-    return (_limits.get(dtype) or _limits_of(dtype, xp))[0]
+    return (_limits.get((xp.__name__, dtype)) or _limits_of(dtype, xp))[0]
 
 
 def smallest_normal_of(dtype: Any, /, *, xp: Namespace) -> float:
     """Return the smallest positive number that a dtype has with all its digits."""
-    return (_limits.get(dtype) or _limits_of(dtype, xp))[1]
+    return (_limits.get((xp.__name__, dtype)) or _limits_of(dtype, xp))[1]
 
 
 def transposed(x: Array, /, *, xp: Namespace) -> Array:
@@ -470,7 +470,8 @@ def _has_standard_device(x: Array) -> bool:
 
 def _limits_of(dtype: Any, xp: Namespace) -> tuple[float, float]:
     info = xp.finfo(dtype)
-    found = _limits[dtype] = float(info.eps), float(info.smallest_normal)
+    found = float(info.eps), float(info.smallest_normal)
+    _limits[xp.__name__, dtype] = found
     return found
 
 

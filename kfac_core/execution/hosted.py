@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -156,9 +156,11 @@ class _Mapped:
     factor is remembered by its identity.
     """
 
+    _arrays: ClassVar[set[type[Any]]] = set()
+    """The classes of the arrays that were met."""
+
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
-        self._classes: set[type[Any]] = set()
         self.done: dict[int, tuple[Any, Any]] = {}
 
     def __call__(self, value: Any) -> Any:
@@ -166,8 +168,7 @@ class _Mapped:
         if known is not None:
             return known[1]
         cls = type(value)
-        # Most are arrays of the one class that was met before.
-        if cls in self._classes:
+        if cls in self._arrays:
             made = self._function(value)
         elif is_structure(value):
             made = rebuilt(value, self)
@@ -179,7 +180,7 @@ class _Mapped:
             return tuple(map(self, value))
         else:
             made = self._function(value)
-            self._classes.add(cls)
+            self._arrays.add(cls)
         self.done[id(value)] = value, made
         return made
 

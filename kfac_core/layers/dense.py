@@ -19,6 +19,7 @@ from kfac_core.array.namespaces import (
     require_floating,
     require_matrix,
     reshaped,
+    transposed,
 )
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
@@ -202,7 +203,7 @@ class Dense:
         require_matrix(matrix, (*stack, *self.matrix_shape), "matrix")
         weight, bias = split_bias(matrix, self.in_features)
         if self.weight_layout == "oi":
-            weight = xp.matrix_transpose(weight)
+            weight = transposed(weight, xp=xp)
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
     def _leading_axes(self, batch: Batch, stacked: int) -> tuple[int, ...]:
