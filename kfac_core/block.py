@@ -1075,6 +1075,8 @@ def _with_overflow(
         if name in options.skip or name in known:
             continue
         total = getattr(average, "sum", average)
+        if getattr(total, "ndim", None) == 0:
+            continue
         if isinstance(total, SymmetricMatrix):
             total = total.diagonal()
         for _, leaf in leaves(total):

@@ -74,6 +74,7 @@ OPERATIONS = (
     "matrix_diagonal",
     "matrix_trace",
     "all_finite",
+    "known_finite",
     "known_true",
     "is_plain",
     "truth_of",

@@ -123,6 +123,7 @@ def is_readable(x: Array, /, *, xp: Namespace) -> bool:
     return is_plain(x, xp=xp) or truth_of(xp.all(x == x), xp=xp) is not None
 
 
+@dispatched
 def known_finite(x: Array, /, *, xp: Namespace) -> bool:
     """Whether the host knows at once that every number of an array is finite.
 

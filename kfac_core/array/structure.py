@@ -51,6 +51,7 @@ _fields: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
 _meet: dict[type[Any], Callable[..., Any] | None] = {}
 _registrars: dict[str, Registrar] = {}
 _PLAIN = frozenset({type(None), bool, int, float, str, frozenset})
+_WITHOUT_SCALARS = _PLAIN | {np.ndarray}
 
 
 @dataclass_transform(frozen_default=True)
@@ -315,19 +316,18 @@ def without_scalars(value: T, /) -> T:
 
 
 def _holds_scalars(value: Any) -> bool:
-    todo = [value]
-    while todo:
-        part = todo.pop()
-        kind = type(part)
-        # Most are arrays, or None.
-        if kind is np.ndarray or kind in _PLAIN:
-            continue
-        if kind in _arrays:
-            todo.extend(vars(part).values())
+    parts = [value]
+    for part in parts:
+        if type(part) in _arrays:
+            inner = vars(part).values()
         elif isinstance(part, dict):
-            todo.extend(part.values())
+            inner = part.values()
         elif isinstance(part, np.generic):
             return True
+        else:
+            continue
+        # Most are arrays, or None.
+        parts += [x for x in inner if type(x) not in _WITHOUT_SCALARS]
     return False
 
 

@@ -21,10 +21,9 @@ from typing import Any, NoReturn, get_args
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import (
-    all_finite,
     is_plain,
     is_readable,
-    known_true,
+    known_finite,
     plain_number,
 )
 from kfac_core.array.namespaces import (
@@ -455,7 +454,7 @@ class CurvatureOperator(LinearMap):
         if result.dtype != vector.dtype:
             result = xp.astype(result, vector.dtype)
         # Elsewhere looking would synchronize with a device, or there are no values yet.
-        if is_plain(result, xp=xp) and not bool(all_finite(result, xp=xp)):
+        if not known_finite(result, xp=xp) and is_plain(result, xp=xp):
             _raise_for_product(vector, xp)
         return result
 
@@ -628,7 +627,7 @@ def raise_for(
 
 def _raise_for_product(vector: Array, xp: Namespace) -> NoReturn:
     """Raise for a product that is not finite, with what it comes from."""
-    if not known_true(all_finite(vector, xp=xp), xp=xp):
+    if not known_finite(vector, xp=xp):
         raise NotFiniteError(
             "the vector holds NaN or infinity. Expected finite numbers; skip this step."
         )
