@@ -31,6 +31,7 @@ from kfac_core.array.namespaces import (
     as_number,
     as_scalar,
     device_of,
+    in_one_place,
     namespace_of,
     own_namespace,
     same_place,
@@ -646,13 +647,15 @@ class UpdateBlock(Stage):
         """
         like = statistics.like
         xp = own_namespace(like)
-        decay = as_scalar(xp, decay, like.dtype, "decay")
-        if weight is not None:
-            weight = as_scalar(xp, weight, like.dtype, "weight")
         flags = as_number(statistics.status) * 0
-        if not (isinstance(decay, float) and isinstance(weight, float | None)):
-            given = 1.0 if weight is None else weight
-            flags = flags | _coefficient_flags(decay, given, like, xp)
+        if type(decay) is not float or type(weight) is not float:
+            decay = as_scalar(xp, decay, like.dtype, "decay")
+            given = as_scalar(
+                xp, 1.0 if weight is None else weight, like.dtype, "weight"
+            )
+            weight = None if weight is None else given
+            if not (isinstance(decay, float) and isinstance(given, float)):
+                flags = flags | _coefficient_flags(decay, given, like, xp)
         options = UpdateOptions(
             conventions=self.conventions, decay=decay, weight=weight, skip=skip, xp=xp
         )
@@ -1011,7 +1014,7 @@ def _with_status(statistics: Statistics, status: Any) -> Statistics:
 
 def _require_place(held: Array, given: Array) -> None:
     """Raise if a batch and the statistics differ in library or device."""
-    if type(held) is type(given) and device_of(held) == device_of(given):
+    if in_one_place(held, given):
         return
     try:
         namespace_of(statistics=held, batch=given)

@@ -40,6 +40,7 @@ __all__ = [
     "cast",
     "device_of",
     "full_of",
+    "in_one_place",
     "is_finite_number",
     "is_row_major",
     "is_usable",
@@ -125,7 +126,7 @@ def namespace_of(
     xp = None
     for x in given.values():
         found = _namespaces.get(type(x))
-        if found is not xp and (found is None or xp is not None):
+        if found is None or (xp is not None and found is not xp):
             xp = None
             break
         xp = found
@@ -254,6 +255,16 @@ def device_of(x: Array, /) -> Any:
     if device is None:
         _without_device.add(type(x))
     return device
+
+
+def in_one_place(x: Array, y: Array, /) -> bool:
+    """Whether two arrays are of one class and on one device."""
+    kind = type(x)
+    if kind is not type(y):
+        return False
+    if _standard_devices.get(kind):
+        return bool(x.device == y.device)
+    return bool(device_of(x) == device_of(y))
 
 
 def is_row_major(x: Array, /) -> bool:

@@ -28,7 +28,7 @@ from kfac_core.array.finite import (
 )
 from kfac_core.array.namespaces import (
     cast,
-    device_of,
+    in_one_place,
     namespace_of,
     own_namespace,
     require_floating,
@@ -444,7 +444,7 @@ class CurvatureOperator(LinearMap):
     def _leave(self, result: Array, vector: Array, /) -> Array:
         """Return a formula's result in the form and dtype of the vector."""
         xp = own_namespace(result)
-        if tuple(result.shape) != tuple(vector.shape):
+        if result.shape != vector.shape:
             inner = self.inner_shape
             if inner is not None:
                 many = result.shape[: -len(inner)]
@@ -569,9 +569,8 @@ def entering(
         For a vector of incompatible shape, dtype, library or device.
     """
     if (
-        type(vector) is type(like)
+        in_one_place(vector, like)
         and vector.dtype == like.dtype
-        and device_of(vector) == device_of(like)
         and tuple(vector.shape) == shape
     ):
         return vector, own_namespace(like)
