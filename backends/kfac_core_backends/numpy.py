@@ -86,7 +86,7 @@ def _sum_of_squares(x: Any) -> float:
         return float(numbers.dot(numbers))
 
 
-def known_true(condition: Any, /, *, xp: Any) -> bool:
+def known_all(condition: Any, /, *, xp: Any) -> bool:
     """Whether all of a condition holds."""
     return bool(condition.all() if condition.ndim else condition)
 

@@ -292,7 +292,7 @@ def known_finite(x: Any, /, *, xp: Any) -> bool:
     return x.numel() == 0 or all(map(math.isfinite, torch.aminmax(x)))
 
 
-def known_true(condition: Any, /, *, xp: Any) -> bool:
+def known_all(condition: Any, /, *, xp: Any) -> bool:
     """Whether all of a condition holds, if that needs no synchronization."""
     return _plain(condition) and bool(condition.all())
 

@@ -6,6 +6,8 @@ there cancel nothing.  So rows need not be read for it where their sums are at h
 
 from __future__ import annotations
 
+import numpy as np
+
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import NUMBER, Scalar
@@ -14,6 +16,7 @@ __all__ = [
     "all_finite",
     "is_plain",
     "is_readable",
+    "known_all",
     "known_finite",
     "known_true",
     "plain_number",
@@ -41,7 +44,6 @@ def all_finite(x: Array, /, *, xp: Namespace) -> Array:
     return xp.all(xp.isfinite(x))
 
 
-@dispatched
 def known_true(condition: Array, /, *, xp: Namespace) -> bool:
     """Whether the host knows at once that all of a condition holds.
 
@@ -58,6 +60,15 @@ def known_true(condition: Array, /, *, xp: Namespace) -> bool:
         False where some of it does not hold, and where only synchronizing with a device,
         or a value that is being traced, would say so.
     """
+    # What NumPy makes of a condition on a number.
+    if isinstance(condition, np.bool_):
+        return bool(condition)
+    return known_all(condition, xp=xp)
+
+
+@dispatched
+def known_all(condition: Array, /, *, xp: Namespace) -> bool:
+    """Return `known_true` of an array, as a backend knows it."""
     return False
 
 
