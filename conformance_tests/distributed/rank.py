@@ -1,7 +1,7 @@
 """Ranks of a real engine, as a program: exchanges, training, and ways to fail.
 
 ``rank.py torch FOLDER SCENARIO:SIZE ...`` starts so many processes for each scenario, one
-scenario after the other; ``mpirun -n P rank.py mpi FOLDER SCENARIO`` is one process of one.
+scenario after the other; ``mpirun -n P rank.py mpi FOLDER SCENARIO ...`` is one process.
 Each rank writes what it has to say into ``FOLDER/SCENARIO_SIZE_RANK``.
 """
 
@@ -27,6 +27,7 @@ from kfac_core.distributed import (
     running_processes,
 )
 
+LOSING = "late", "killed", "raises", "lost"
 TIMEOUT = 2.0
 FAILING = 1
 PATIENCE = 60.0
@@ -50,20 +51,20 @@ def run(engine, scenario, folder):
     return 0 if failed is None else communicator.size
 
 
-def one_of_mpi(folder, scenario):
-    size = run("mpi", scenario, folder)
-    if size:
-        from mpi4py import MPI
+def one_of_mpi(folder, scenarios):
+    for scenario in scenarios:
+        size = run("mpi", scenario, folder)
+        if size and scenario in LOSING:
+            from mpi4py import MPI
 
-        # A program that lost a rank ends all others: first they have all written.
-        deadline = time.monotonic() + 10.0
-        silent = {FAILING} if scenario in ("late", "killed", "raises", "lost") else ()
-        names = [f"{scenario}_{size}_{k}" for k in range(size) if k not in silent]
-        while time.monotonic() < deadline and not all(
-            (folder / n).exists() for n in names
-        ):
-            time.sleep(0.02)
-        MPI.COMM_WORLD.Abort(1)
+            # A program that lost a rank ends all others: first they have all written.
+            deadline = time.monotonic() + 10.0
+            names = [f"{scenario}_{size}_{k}" for k in range(size) if k != FAILING]
+            while time.monotonic() < deadline and not all(
+                (folder / n).exists() for n in names
+            ):
+                time.sleep(0.02)
+            MPI.COMM_WORLD.Abort(1)
 
 
 def all_of_torch(folder, scenarios):
@@ -241,9 +242,13 @@ def code(communicator):
     """One rank runs other code of the library."""
     from kfac_core.distributed import executor
 
+    own = executor.code_digest
     if communicator.rank == FAILING:
         executor.code_digest = lambda: "other"
-    estimator_of(communicator)
+    try:
+        estimator_of(communicator)
+    finally:
+        executor.code_digest = own
 
 
 # A run that loses a rank, with NumPy, and the one that goes on.
@@ -477,6 +482,38 @@ def divided(communicator):
     require_close(found, expected)
 
 
+def narrowed(communicator):
+    """Directions in bfloat16: near the others, and the same on all ranks to the bit."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = network()
+    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+
+    def run(model, called):
+        execution = Distributed(
+            communicator=communicator,
+            holders=1,
+            like=torch.zeros(1, dtype=torch.float64),
+            directions_dtype="bfloat16",
+        )
+        kfac = kfac_of(model, execution=execution)
+        size = communicator.size
+        found = trained(kfac, called, size, lambda k: rows_of(communicator, k))
+        kfac.estimator.check_replicas(parameters=dict(enumerate(found)))
+        for one, other in zip(found, expected, strict=True):
+            error = torch.linalg.norm(one - other) / torch.linalg.norm(other)
+            assert 1e-8 < error < 1e-2, f"relative difference {error}"
+
+    model = network()
+    run(model, DistributedDataParallel(model))
+    model = network()
+    for module in (model[0], model[2], model):
+        fully_shard(module)
+    run(model, model)
+
+
 # Checkpoints.
 
 
@@ -649,13 +686,22 @@ SCENARIOS = {
     for f in (
         *(exchanges, noticed, late, killed, raises, nan, options, code),
         *(shares, foreign, lost, regained),
-        *(ddp, divided, interrupted, resumed, emptied, by_accelerate, by_lightning),
+        *(
+            ddp,
+            divided,
+            narrowed,
+            interrupted,
+            resumed,
+            emptied,
+            by_accelerate,
+            by_lightning,
+        ),
     )
 }
 
 if __name__ == "__main__":
     engine, folder, *scenarios = sys.argv[1:]
     if engine == "mpi":
-        one_of_mpi(Path(folder), *scenarios)
+        one_of_mpi(Path(folder), scenarios)
     else:
         all_of_torch(Path(folder), scenarios)

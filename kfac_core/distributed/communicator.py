@@ -329,6 +329,11 @@ class Communicator(abc.ABC):
 
     def _entering(self, flat: Array) -> Any:
         """Return an array in the form that the engine exchanges: by default, NumPy's."""
+        if str(flat.dtype).endswith("bfloat16"):
+            raise UnsupportedError(
+                f"{type(self).__name__} sends arrays of NumPy, which has no bfloat16. Send "
+                "float32, or tensors of PyTorch by torch.distributed."
+            )
         return backend_of(own_namespace(flat)).to_numpy(flat)
 
     def _leaving(self, values: Any, like: Array) -> Array:

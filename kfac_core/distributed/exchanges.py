@@ -16,14 +16,19 @@ from kfac_core.distributed.communicator import Operation, Traffic
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
 from kfac_core.distributed.reduction import Item, buckets
-from kfac_core.distributed.transport import lengths_of, pack
+from kfac_core.distributed.transport import (
+    BYTES,
+    dtype_name,
+    lengths_of,
+    narrower,
+    pack,
+)
 from kfac_core.distributed.whole_batch import counts_first
 from kfac_core.errors import UnsupportedError
 from kfac_core.network import Network, NetworkState
 
 __all__ = ["predicted_traffic"]
 
-_BYTES = {"float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 _HEAD = 3
 """Numbers of a vote besides what is added up."""
 
@@ -90,10 +95,11 @@ def predicted_traffic(
             for dtype, length in lengths_of(pack(own, shared=True).form).items():
                 lengths[dtype] = lengths.get(dtype, 0) + length
         for dtype, length in lengths.items():
-            refresh.count("all_gather", length * _BYTES[dtype], len(group))
+            wire = narrower(dtype, options.operators_dtype)
+            refresh.count("all_gather", length * BYTES[wire], len(group))
     if placement.holders < p:
         members = p // placement.holders
-        size = _BYTES[_name(like)]
+        size = BYTES[narrower(dtype_name(like), options.directions_dtype)]
         numbers = {
             name: sum(math.prod(s) for s in block.layer.parameter_shapes.values())
             for name, block in network.blocks.items()
@@ -143,8 +149,9 @@ def _add_sums(
         for dtype, length in _lengths(
             {item.key: item.average for item in bucket}
         ).items():
-            wire = options.dtype if options.dtype and "float" in dtype else dtype
-            traffic.count(operation, length * _BYTES[wire], p)
+            asked = options.statistics_dtype
+            wire = asked if asked and "float" in dtype else dtype
+            traffic.count(operation, length * BYTES[wire], p)
 
 
 def _averages(held: Any) -> Mapping[str, Any]:
@@ -158,7 +165,3 @@ def _lengths(value: Any) -> dict[str, int]:
 
 def _vote(traffic: Traffic, numbers: int, p: int) -> None:
     traffic.count("all_reduce", 8 * (_HEAD + numbers), p)
-
-
-def _name(like: Array) -> str:
-    return str(like.dtype).rpartition(".")[2]

@@ -23,11 +23,30 @@ from kfac_core.array.namespaces import (
     own_namespace,
 )
 from kfac_core.array.structure import fields_of, is_plain, is_structure
-from kfac_core.errors import CommunicationError
+from kfac_core.errors import CommunicationError, UnsupportedError
 from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["Packed", "in_dtype", "lengths_of", "pack", "unpack"]
+__all__ = [
+    "BYTES",
+    "Packed",
+    "dtype_name",
+    "in_dtype",
+    "lengths_of",
+    "narrower",
+    "pack",
+    "unpack",
+]
+
+BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+}
+"""Bytes of a number of each dtype that is sent."""
 
 Form = Any
 """Plain data: dicts, lists, numbers, strings and None."""
@@ -102,7 +121,7 @@ class Packed:
         logical = xp.isdtype(x.dtype, "bool")
         if logical:
             x = xp.astype(x, xp.int32)
-        dtype = str(x.dtype).rpartition(".")[2]
+        dtype = dtype_name(x)
         self.arrays.setdefault(dtype, []).append(xp.reshape(x, (-1,)))
         made: dict[str, Any] = {"array": dtype, "shape": list(x.shape)}
         if logical:
@@ -273,4 +292,34 @@ def _tupled(value: Any) -> Any:
 def in_dtype(flat: Array, dtype: str, /) -> Array:
     """Return an array in the dtype of a name; itself where it has that already."""
     xp = own_namespace(flat)
+    if not hasattr(xp, dtype):
+        raise UnsupportedError(
+            f"Messages in {dtype} were asked for, which {xp.__name__} does not have. Take "
+            "'float32'."
+        )
     return cast(xp, flat, getattr(xp, dtype))
+
+
+def dtype_name(x: Array, /) -> str:
+    """Return the name of an array's dtype, such as ``"float32"``."""
+    return str(x.dtype).rpartition(".")[2]
+
+
+def narrower(name: str, asked: str | None, /) -> str:
+    """Return the dtype in which numbers of a dtype are sent.
+
+    Parameters
+    ----------
+    name : str
+        Their own dtype.
+    asked : str or None
+        What was asked for.
+
+    Returns
+    -------
+    str
+        The latter, where both are floating and it has fewer bits.
+    """
+    if asked is None or "float" not in name or BYTES[asked] >= BYTES[name]:
+        return name
+    return asked
