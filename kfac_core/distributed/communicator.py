@@ -267,7 +267,7 @@ class Communicator(abc.ABC):
         """
         if len(counts) != self.size:
             raise self._wrong_counts(counts)
-        self._require_flat(flat, counts[self.rank])
+        self._require_flat(flat, self._length_here(counts))
         payload = sum(counts) * _item_size(flat)
         self.traffic.count("all_gather", payload, self.size)
         return self._begin("all_gather", flat, {"counts": tuple(counts)})
@@ -316,10 +316,14 @@ class Communicator(abc.ABC):
         self._require_flat(flat, sum(send), send)
         if len(receive) != self.size:
             raise self._wrong_counts(receive)
-        sent = (sum(send) - send[self.rank]) * _item_size(flat)
+        sent = (sum(send) - self._length_here(send)) * _item_size(flat)
         self.traffic.count("all_to_all", _bytes(flat), self.size, sent)
         lengths = {"send": tuple(send), "receive": tuple(receive)}
         return self._begin("all_to_all", flat, lengths)
+
+    def _length_here(self, counts: Sequence[int]) -> int:
+        """Return the length of this rank's part."""
+        return counts[self.rank]
 
     @abc.abstractmethod
     def _start(
