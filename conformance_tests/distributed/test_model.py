@@ -216,9 +216,7 @@ def test_calls_and_bytes_are_those_that_were_predicted(reduce, size, wire):
     blocks = {
         name: block
         for name, block in every_block().items()
-        if block.layer.kind == "dense"
-        and not block.approximation.has_bases
-        and block.approximation.reduction == "sum"
+        if block.approximation.reduction == "sum"
     }
     batches = {
         name: shard(_HOST, batch_of(rng, block, 4), 0, 4)
@@ -253,6 +251,8 @@ def test_calls_and_bytes_are_those_that_were_predicted(reduce, size, wire):
                 "refresh": estimator.refresh,
                 "precondition": functools.partial(estimator.precondition, gradients),
             }
+            estimator.update(batches)
+            estimator.rebase(moments="kronecker")
             for stage in stages.values():
                 stage()
             for name, stage in stages.items():

@@ -20,6 +20,7 @@ from kfac_core.distributed.transport import (
     lengths_of,
     narrower,
     pack,
+    rounded,
     unpack,
 )
 from kfac_core.operators.sparse_rows import SparseRows
@@ -62,7 +63,7 @@ class Exchange:
         Returns
         -------
         dict of str to structure
-            Those of this rank are the given ones, or with `dtype` those that it sent.
+            Those of this rank are the given ones, rounded as they were sent.
         """
         communicator = self._agreement.communicator
         packed = pack(dict(own), shared=True)
@@ -79,8 +80,8 @@ class Exchange:
         }
         found: dict[str, Any] = {}
         for member, form in enumerate(forms):
-            if member == communicator.rank and dtype is None:
-                found |= own
+            if member == communicator.rank:
+                found |= own if dtype is None else rounded(dict(own), dtype)
             else:
                 arrays = {name: parts[member] for name, parts in arrived.items()}
                 found |= unpack(form, arrays)

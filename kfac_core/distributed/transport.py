@@ -22,7 +22,7 @@ from kfac_core.array.namespaces import (
     is_row_major,
     own_namespace,
 )
-from kfac_core.array.structure import fields_of, is_plain, is_structure
+from kfac_core.array.structure import fields_of, is_plain, is_structure, rebuilt
 from kfac_core.errors import CommunicationError, UnsupportedError
 from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -35,6 +35,7 @@ __all__ = [
     "lengths_of",
     "narrower",
     "pack",
+    "rounded",
     "unpack",
 ]
 
@@ -323,3 +324,46 @@ def narrower(name: str, asked: str | None, /) -> str:
     if asked is None or "float" not in name or BYTES[asked] >= BYTES[name]:
         return name
     return asked
+
+
+def rounded(value: Any, dtype: str, /) -> Any:
+    """Return a value as it arrives where it is sent in a dtype.
+
+    Parameters
+    ----------
+    value : structure, dict, tuple, array, number or None
+        As of `pack`.
+    dtype : str
+        Of the message; arrays of a narrower one, and of integers, stay as they are.
+
+    Returns
+    -------
+    structure, dict, tuple, array, number or None
+        In the dtypes of the value.  What stood in several places still does.
+    """
+    return _Rounding(dtype).of(value)
+
+
+class _Rounding:
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._seen: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        if value is None or is_plain(value):
+            return value
+        if isinstance(value, (tuple, list)):
+            return tuple([self.of(part) for part in value])
+        if isinstance(value, dict):
+            return {name: self.of(part) for name, part in value.items()}
+        if id(value) not in self._seen:
+            made = (
+                rebuilt(value, self.of) if is_structure(value) else self._array(value)
+            )
+            self._seen[id(value)] = value, made
+        return self._seen[id(value)][1]
+
+    def _array(self, value: Array) -> Array:
+        own = dtype_name(value)
+        wire = narrower(own, self._dtype)
+        return value if wire == own else in_dtype(in_dtype(value, wire), own)
