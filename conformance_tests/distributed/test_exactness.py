@@ -132,15 +132,21 @@ def test_the_placement_changes_no_bit(size):
     gradients = gradients_of(backend, rng, blocks)
     like = backend.asarray(np.zeros(1))
 
+    # Blocks of equal costs get their owners in the order in which they are given.
+    reordered = dict(reversed(blocks.items()))
+
     def run(communicator):
-        made = []
+        made, owners = [], []
         for holders in divisors(size):
             options = {
                 "holders": holders,
                 "bucket_bytes": 25 * 2 ** (20 * (holders % 2)),
             }
-            estimator = estimator_of(blocks, communicator, like=like, options=options)
+            given = reordered if holders == 1 else blocks
+            estimator = estimator_of(given, communicator, like=like, options=options)
             made += [schedule.run(backend, estimator, communicator.rank, gradients)]
+            owners += [estimator.placement.owners]
+        assert size == 1 or any(own != owners[0] for own in owners)
         return made
 
     found = [directions for made in run_ranks(size, run) for directions in made]
