@@ -62,7 +62,8 @@ class KFAC(kc.integration.NaturalGradient):
     reduction : {"mean", "sum"}, optional
         Reduction over the rows of outputs, in the loss that is differentiated; by default
         that of the loss module, or ``"mean"``.  A cross-entropy that is plainly of the
-        other reduction is refused at the first backward pass.
+        other reduction is refused at the first backward pass; on several processes at
+        each `step` with statistics.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of
         them, ``"empirical"`` uses the gradients of the caller's backward pass.
