@@ -338,7 +338,7 @@ TABLES = {
     "dense layer": Table("docs/choosing.md", partial(fidelity_of, "dense")),
     "convolution": Table("docs/choosing.md", partial(fidelity_of, "convolution")),
     "recurrent layer": Table("docs/choosing.md", partial(fidelity_of, "recurrent")),
-    "truncation": Table("docs/cheaper.md", truncation),
+    "truncation": Table("docs/choosing.md", truncation),
     "drift": Table("docs/roots.md", drift),
     "influence": Table("docs/influence.md", influence, 60),
     "autoencoder": Table("docs/methods.md", partial(methods_on, "autoencoder"), 300),
