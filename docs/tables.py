@@ -357,7 +357,9 @@ TABLES = {
         f"benchmark {name}": Table("docs/benchmarks.md", partial(benchmark, name), 1)
         for name in _BENCHMARKS
     },
-    "traffic": Table("docs/distributed.md", partial(of_benchmark, "traffic")),
+    "traffic": Table(
+        "docs/distributed.md", partial(of_benchmark, "traffic"), needs=("torch",)
+    ),
     "overlap": Table(
         "docs/distributed.md", partial(of_benchmark, "overlap"), 20, ("torch",)
     ),
