@@ -285,7 +285,14 @@ def all_finite(x: Any, /, *, xp: Any) -> Any:
     return torch.tensor(math.isfinite(smallest) and math.isfinite(largest))
 
 
-def known_true(condition: Any, /, *, xp: Any) -> bool:
+def known_finite(x: Any, /, *, xp: Any) -> bool:
+    """Return the same as a bool, of a tensor that `is_plain`."""
+    if not is_plain(x, xp=xp):
+        return False
+    return x.numel() == 0 or all(map(math.isfinite, torch.aminmax(x)))
+
+
+def known_all(condition: Any, /, *, xp: Any) -> bool:
     """Whether all of a condition holds, if that needs no synchronization."""
     return _plain(condition) and bool(condition.all())
 
