@@ -74,7 +74,7 @@ def write_capability_table() -> None:
 
 
 def write_integration_table() -> None:
-    """Write the table of the integrations' options that `integrations.md` includes."""
+    """Write the table of the integrations' options that `quickstarts.md` includes."""
     folder = Path(__file__).parent
     spec = importlib.util.spec_from_file_location(
         "integrations", folder / "examples" / "integrations.py"

@@ -2,7 +2,9 @@
 
 ``python docs/screenshots.py docs/_build/html OUTPUT`` serves the folder on this machine,
 opens every page in frames of 1280 and 400 pixels, and fails where a page is wider than its
-window or a formula cannot be rendered.  Pictures of the first pages go to OUTPUT.
+window, a formula cannot be rendered, or a picture is missing.  Pictures of every guide and
+of some pages of the API go to OUTPUT.  Nothing is loaded from elsewhere: the browser finds
+no other host.
 """
 
 from __future__ import annotations
@@ -20,18 +22,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 WIDTHS = (1280, 400)
-SHOWN = (
-    "index",
-    "install",
-    "quickstart_torch",
-    "mathematics",
-    "approximations",
-    "benchmarks",
-    "command_line",
-    "api",
-    "api/approximations",
-    "api/kfac_core.Kronecker",
-)
+# Beside the guides.
+SHOWN = ("api/approximations", "api/kfac_core.Kronecker", "api/kfac_core.Estimator")
+APART = ("genindex", "py-modindex", "search", "module_texts", "changelog")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PATIENCE = 300
 # What people look for, and the pages of which one must be found first.
@@ -55,12 +48,14 @@ async function load(page, width) {{
   await loaded;
   const inside = frame.contentDocument.documentElement;
   const errors = inside.querySelectorAll(".katex-error").length;
+  const missing = [...inside.querySelectorAll("img")]
+    .filter((node) => node.complete && node.naturalWidth === 0).length;
   const bare = [...inside.querySelectorAll(".math")]
     .filter((node) => !node.querySelector(".katex")).length;
   const over = inside.scrollWidth - inside.clientWidth;
-  if (over > 0 || errors + bare > 0)
+  if (over > 0 || errors + bare + missing > 0)
     found.push(`${{page}} at ${{width}}: ${{over}} pixels too wide, `
-      + `${{errors + bare}} formulas not rendered`);
+      + `${{errors + bare}} formulas not rendered, ${{missing}} pictures missing`);
   frame.remove();
 }}
 (async () => {{
@@ -96,8 +91,10 @@ def main(built: Path, output: Path) -> int:
         )
         text = PROBE.format(pages=pages, widths=list(WIDTHS))
         (site / "probe.html").write_text(text, encoding="utf-8")
+        guides = [page for page in pages if "/" not in page and page not in APART]
+        shown = [*guides, *SHOWN]
         for width in WIDTHS:
-            for page in SHOWN:
+            for page in shown:
                 frame = f"frame-{width}-{page.replace('/', '.')}.html"
                 (site / frame).write_text(_frame(page, width), encoding="utf-8")
         handler = functools.partial(Quiet, directory=str(site))
@@ -108,7 +105,7 @@ def main(built: Path, output: Path) -> int:
         complaints += _searched(browser, address, built)
         output.mkdir(parents=True, exist_ok=True)
         for width in WIDTHS:
-            for page in SHOWN:
+            for page in shown:
                 name = f"frame-{width}-{page.replace('/', '.')}"
                 picture = output / f"{page.replace('/', '.')}-{width}.png"
                 _run(
@@ -171,11 +168,12 @@ def _run(browser: str, address: str, *options: str) -> str:
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
         *options,
         address,
     ]
     ran = subprocess.run(
-        [*command[:4], "--hide-scrollbars", *command[4:]],
+        [*command[:-1], "--hide-scrollbars", command[-1]],
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -294,6 +294,11 @@ def of_benchmark(name: str) -> str:
     return str(importlib.import_module(f"benchmarks.{name}").table())
 
 
+def benchmark(name: str) -> str:
+    """Return a table of the benchmark page, from the measurements that are kept."""
+    return str(importlib.import_module("benchmarks.pages").table(name))
+
+
 _EXAMPLES = "docs/examples/adapters/"
 _ADAPTERS = (
     ("kfac_core_conformance.own:Own", "kfac_core"),
@@ -303,6 +308,10 @@ _ADAPTERS = (
 )
 
 _TORCH = "docs/quickstart_torch.md"
+_BENCHMARKS = (
+    *("autoencoder", "transformer", "small layers", "one call", "calls"),
+    *("memory", "growth", "targets not met"),
+)
 _MODELS = {
     "encoder": ("torch",),
     "bert": ("torch", "transformers"),
@@ -338,12 +347,16 @@ TABLES = {
     "dense layer": Table("docs/choosing.md", partial(fidelity_of, "dense")),
     "convolution": Table("docs/choosing.md", partial(fidelity_of, "convolution")),
     "recurrent layer": Table("docs/choosing.md", partial(fidelity_of, "recurrent")),
-    "truncation": Table("docs/cheaper.md", truncation),
+    "truncation": Table("docs/choosing.md", truncation),
     "drift": Table("docs/roots.md", drift),
     "influence": Table("docs/influence.md", influence, 60),
     "autoencoder": Table("docs/methods.md", partial(methods_on, "autoencoder"), 300),
     "classifier": Table("docs/methods.md", partial(methods_on, "classifier"), 300),
     "conformance": Table("docs/conformance.md", conformance, 20),
+    **{
+        f"benchmark {name}": Table("docs/benchmarks.md", partial(benchmark, name), 1)
+        for name in _BENCHMARKS
+    },
     "traffic": Table(
         "docs/distributed.md", partial(of_benchmark, "traffic"), needs=("torch",)
     ),

@@ -55,6 +55,8 @@ class _Core:
         self._xp = kc.array.selected_backend(self._spec).backend.namespace()
         self.events = device_events(backend, device)
         self._library = importlib.import_module(backend)
+        # A matrix product is timed before there is a workload.
+        self._blocks: dict[str, kc.Block] = {}
 
     def versions(self) -> dict[str, str]:
         versions = kc.array.get_backend(self._backend).versions()

@@ -179,8 +179,9 @@ def test_help_has_options_examples_and_exit_codes(name, capsys):
     assert caught.value.code == 0
     assert "--json" in shown
     assert module.SUMMARY in shown
+    assert max(map(len, shown.splitlines())) <= screen.WIDTH
     for code, meaning in module.EXIT_CODES.items():
-        assert f"  {code}  {meaning}" in shown
+        assert f"{code} {meaning}" in " ".join(shown.split())
     assert 0 in module.EXIT_CODES
     for example in module.EXAMPLES:
         assert f"  {example}" in shown

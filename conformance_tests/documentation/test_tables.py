@@ -45,6 +45,14 @@ def test_every_mark_has_a_program(tables):
             assert tables.ROOT / tables.TABLES[name].page == path
 
 
+def test_the_benchmark_page_shows_the_measurements_that_are_kept(tables):
+    """Its tables are those of `benchmarks.pages`, number by number."""
+    names = [name for name in tables.TABLES if name.startswith("benchmark ")]
+    assert names
+    for name in names:
+        assert tables.TABLES[name].program() == tables.shown(name), name
+
+
 def test_no_table_of_measurements_is_written_by_hand(tables):
     """A table with a column of decimals stands between marks."""
     for path in (DOCS.parent / "README.md", *DOCS.glob("*.md")):

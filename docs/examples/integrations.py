@@ -1,6 +1,6 @@
 """The options that the integrations have in common, and their defaults, from the code.
 
-Prints the table of `docs/integrations.md`.  Signatures are read from the source, so that no
+Prints the table of `docs/quickstarts.md`.  Signatures are read from the source, so that no
 framework is imported.
 """
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from typing import Protocol
 import kfac_core
 from kfac_core.array.optional import entry_points_of
 from kfac_core.cli.parser import Parser
-from kfac_core.cli.screen import complain
+from kfac_core.cli.screen import WIDTH, complain
 from kfac_core.errors import KFACError
 
 __all__ = [
@@ -217,7 +218,15 @@ def _epilog(module: Command) -> str:
         lines += [f"  {example}" for example in module.EXAMPLES]
         lines.append("")
     lines.append("exit codes:")
-    lines += [f"  {code}  {meaning}" for code, meaning in module.EXIT_CODES.items()]
+    for code, meaning in module.EXIT_CODES.items():
+        lines.append(
+            textwrap.fill(
+                meaning,
+                WIDTH,
+                initial_indent=f"  {code}  ",
+                subsequent_indent="     ",
+            )
+        )
     return "\n".join(lines)
 
 

@@ -220,17 +220,15 @@ def _print(
                 "MB",
                 "share",
                 "GB",
-                "",
             ),
             [
                 (
-                    str(step.holders),
+                    f"{step.holders} *" if step is best else str(step.holders),
                     *(_short(1e3 * step.seconds[part]) for part in parts),
                     _short(1e3 * step.total),
-                    f"{step.sent / 1e6:.1f}",
+                    f"{step.sent / 1e6:.0f}",
                     f"{step.sent / step.averaged:.2f}" if step.averaged else "-",
                     f"{step.memory / 1e9:.2f}",
-                    "*" if step is best else "",
                 )
                 for step in steps
             ],

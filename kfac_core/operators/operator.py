@@ -103,8 +103,8 @@ class CurvatureOperator(LinearMap):
     `NotReadyError` if it would have to be computed while a program is traced.
 
     A product that is not finite raises `NotFiniteError` for NumPy arrays and for PyTorch
-    tensors on the CPU without gradients.  On a device, under a tracer and on JAX looking
-    would synchronize, and nothing is looked at: check the result with
+    tensors on the CPU without gradients.  On a device, under a tracer and on JAX this check
+    would synchronize, and is left out: check the result with
     ``xp.all(xp.isfinite(result))`` where you synchronize anyway.
 
     Examples

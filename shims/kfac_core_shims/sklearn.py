@@ -447,18 +447,18 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
     shuffle : bool
         Whether each epoch has a new order.
     random_state : int, RandomState or None
-        Of the initial parameters, orders and splits.
+        Seed of the initial parameters, orders and splits.
     tol : float
-        By how much the loss, or the validation score, has to improve.
+        Least improvement of the loss, or of the validation score, that counts.
     verbose : bool
         Whether the loss of each epoch is printed.
     warm_start : bool
-        Whether `fit` goes on from the last solution, with its curvature.
+        Whether `fit` continues from the last solution, with its curvature.
     early_stopping : bool
         Whether a part of the data is set aside, and training ends when its score does not
         improve; the parameters of the best score are kept.
     validation_fraction : float
-        That part.
+        Fraction of the data that is set aside.
     n_iter_no_change : int
         Number of epochs without improvement after which training ends.
     fisher : {"exact", "gradients"}
@@ -666,18 +666,18 @@ class KFACRegressor(RegressorMixin, _Perceptron):  # type: ignore[misc]
     shuffle : bool
         Whether each epoch has a new order.
     random_state : int, RandomState or None
-        Of the initial parameters, orders and splits.
+        Seed of the initial parameters, orders and splits.
     tol : float
-        By how much the loss, or the validation score, has to improve.
+        Least improvement of the loss, or of the validation score, that counts.
     verbose : bool
         Whether the loss of each epoch is printed.
     warm_start : bool
-        Whether `fit` goes on from the last solution, with its curvature.
+        Whether `fit` continues from the last solution, with its curvature.
     early_stopping : bool
         Whether a part of the data is set aside, and training ends when its score does not
         improve; the parameters of the best score are kept.
     validation_fraction : float
-        That part.
+        Fraction of the data that is set aside.
     n_iter_no_change : int
         Number of epochs without improvement after which training ends.
     fisher : {"exact", "gradients"}

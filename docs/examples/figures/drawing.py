@@ -10,7 +10,8 @@ from . import roundoff, rules
 from .fidelity import Fidelity
 from .network import Seen
 
-BLUE, ORANGE, GREEN, RED = "#1f5a96", "#d1782c", "#3d8b4f", "#b33a3a"
+# Okabe and Ito's; green is this library, as in all figures that compare.
+BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 
 
 def figure(panels: int) -> Any:
@@ -90,7 +91,7 @@ def draw_rules(seen: Seen, path: Path) -> None:
     dampings = np.logspace(-4, 2, 25)
     found = rules.compared(seen, dampings=dampings)
     made, axes = figure(3)
-    colors = dict(zip(rules.RULES, (BLUE, ORANGE, GREEN), strict=True))
+    colors = dict(zip(rules.RULES, (BLUE, ORANGE, "black"), strict=True))
     for rule in rules.RULES[:2]:
         chosen = [row for row in found if row.rule == rule]
         lengths = [row.length for row in chosen]
@@ -125,7 +126,7 @@ def draw_roundoff(path: Path) -> None:
     conditions = np.logspace(1, 7.5, 27)
     found = [roundoff.inverted(float(c)) for c in conditions]
     made, axes = figure(2)
-    styles = dict(zip(roundoff.WAYS, (BLUE, RED, BLUE, RED, "black"), strict=True))
+    styles = dict(zip(roundoff.WAYS, (BLUE, RED, BLUE, RED, GREEN), strict=True))
     for place, way in enumerate(roundoff.WAYS):
         rows = [made_at[place] for made_at in found]
         drawn = [(r.condition, r.error) for r in rows if r.error is not None]

@@ -22,8 +22,6 @@ from methods.soap import SOAP, CarriedSOAP
 from methods.step import Momentum, Plain, QuadraticModel
 from methods.tridiagonal import tridiagonal
 
-CLIP = 1e-1
-
 CLIP = 0.1
 # Of the way to the minimum of the quadratic model, which is as far as one should go.
 PARTS = (0.3, 0.5, 0.7, 1.0)

@@ -37,7 +37,7 @@ def draw(result, path):
         above = f" above {floor:.2f}, the pixels' entropy" if floor else ""
         by_steps.set_ylabel(f"training loss{above}")
         by_steps.set_title(part["title"], loc="left", fontsize=10)
-        by_seconds.set_xlabel("seconds of CPU time")
+        by_seconds.set_xlabel("CPU seconds")
         by_seconds.set_xscale("log")
     handles, labels = rows[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
