@@ -554,6 +554,8 @@ class Stage:
         Name of the stage of a network.
     on_host : bool
         Whether NumPy may compute for a library that shares its memory.
+    is_product : bool
+        Whether its work is products of matrices, counted in flops.
     shares : bool
         Whether parts that several tasks have in common are told by their identity.
     worth_threads : int
@@ -564,6 +566,7 @@ class Stage:
 
     stage: ClassVar[str]
     on_host: ClassVar[bool] = False
+    is_product: ClassVar[bool] = False
     shares: ClassVar[bool] = False
     worth_threads: ClassVar[int] = 0
     kept: ClassVar[tuple[int, ...]] = ()
@@ -927,6 +930,7 @@ class Product(Stage):
 
     stage = "product"
     on_host = True
+    is_product = True
     worth_threads = 10**9
     kept = (1,)
 
