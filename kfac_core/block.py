@@ -73,6 +73,7 @@ from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.feeding import detached_array, raise_for_flags
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
+from kfac_core.layers.row_sums import RowSums
 from kfac_core.layers.rows import Batch, Rows, join_uses
 from kfac_core.linalg.shifted import Factorization, Solving
 from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
@@ -93,8 +94,11 @@ __all__ = [
     "emptied",
 ]
 
-BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
-"""What a block takes: a batch, several uses of one layer, or a batch of each part."""
+BatchLike: TypeAlias = (
+    Batch | RowSums | GradientBatch | Sequence[Batch] | Mapping[str, Any]
+)
+"""What a block takes: a batch or its sums, several uses of one layer, or a batch of each
+part."""
 
 _FULL_PRECISION = Precision()
 
@@ -435,14 +439,14 @@ class Block:
 
         Parameters
         ----------
-        batch : Batch, GradientBatch or sequence of Batch
+        batch : Batch, RowSums, GradientBatch or sequence of Batch
             Batch of the layer; not modified.
         stack : tuple of int
             The shape of leading axes of a stack of batches, for a layer that ``stacks``.
 
         Returns
         -------
-        Rows, IdRows, PixelRows or ExampleGradients
+        Rows, RowSums, IdRows, PixelRows or ExampleGradients
             Rows in the form that the layer and the approximation use; several uses become
             shared positions.
 
@@ -451,6 +455,8 @@ class Block:
         ShapeError, DtypeError, MixedArraysError, UnsupportedError
             For arrays of incompatible shape, dtype, library or device.
         """
+        if isinstance(batch, RowSums):
+            return batch
         if stack:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
@@ -468,6 +474,33 @@ class Block:
                 "conv layer."
             )
         return join_uses(uses)
+
+    def row_sums(self, batch: Batch, dtype: Any, /) -> RowSums | None:
+        """Return sums that `update` and `moments` take in the place of a batch.
+
+        Parameters
+        ----------
+        batch : Batch
+            Inputs and output gradients of the layer; not modified.
+        dtype : dtype
+            Dtype of the sums, that of the statistics.
+
+        Returns
+        -------
+        RowSums or None
+            None where sums of outer products are not all that the statistics need.
+
+        Raises
+        ------
+        ShapeError, DtypeError, MixedArraysError
+            For arrays of incompatible shape, dtype, library or device.
+
+        Notes
+        -----
+        ``R (n^2 + M m^2)`` flops for R rows and M sources, as an update with the batch.
+        """
+        with _quiet("status", batch.output_grads, over="ignore", invalid="ignore"):
+            return self.approximation.row_sums(self.layer, batch, dtype)
 
     @validated
     def mean_gradient(self, batch: BatchLike, /, *, conventions: Conventions) -> Array:
@@ -534,7 +567,7 @@ class Block:
         """
         layer: Any = self.layer
         patches = layer.kind == "conv" and self.approximation.reads_patches
-        if max_patch_elements is None or not patches:
+        if max_patch_elements is None or not patches or isinstance(batch, RowSums):
             yield self.rows(batch)
             return
         if isinstance(batch, list | tuple):
@@ -717,6 +750,9 @@ class UpdateBlock(Stage):
     ) -> bool:
         """Whether equal tasks can be run as one."""
         layer: Any = block.layer
+        if isinstance(batch, RowSums):
+            counted = isinstance(batch.count, int) and not skip
+            return bool(block.stacks and layer.stacks and counted)
         return (
             block.stacks
             and layer.stacks

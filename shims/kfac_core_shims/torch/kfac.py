@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 from warnings import warn
+from weakref import ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -813,7 +814,7 @@ class KFAC(kc.integration.NaturalGradient):
         if self.share is not None and self.communicator is not None:
             # All processes have the same rows.
             rows = float(rows) / self.communicator.size
-        observation = Observation(calls, float(rows), weight=weight)
+        observation = Observation(calls, float(rows), weight=weight, kfac=ref(self))
         self._observations.append(observation)
         row = self.criterion.row
         mode = self.estimator.mode
@@ -853,6 +854,7 @@ class KFAC(kc.integration.NaturalGradient):
                     vectors = torch.where(on, vectors, 0.0) * root
                 with drawing(self.model):
                     capturing.pull_back(edge, reached, vectors, like=z)
+                observation.sum_rows(calls)
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
