@@ -67,6 +67,9 @@ class LayerCall:
         Output gradients of one source each, in float32 or wider.
     sums : RowSums or None
         Sums of outer products, where these stand in the place of all arrays.
+    scaled_by : float
+        What output gradients were multiplied by ahead of `batches_of_calls`, which then
+        need not copy them all: most often its own factor, of a step of one pass.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class LayerCall:
         self.grad_shape, self.grad_scale = grad_shape, grad_scale
         self.output_grads: list[Array] = []
         self.sums: RowSums | None = None
+        self.scaled_by = 1.0
 
     @property
     def has_rows(self) -> bool:
@@ -253,9 +257,10 @@ def _joined_sums(uses: list[LayerCall], scale: Scalar) -> RowSums:
     total: RowSums | None = None
     for use in uses:
         assert use.sums is not None, "a call with rows beside others with sums"
-        total = use.sums if total is None else total.plus(use.sums)
+        part = use.sums.with_scaled_grads(float(scale) / use.scaled_by)
+        total = part if total is None else total.plus(part)
     assert total is not None
-    return total.with_scaled_grads(float(scale))
+    return total
 
 
 def _pair(use: LayerCall, scale: Scalar, share: float, xp: Any) -> tuple[Array, Array]:
@@ -266,8 +271,8 @@ def _pair(use: LayerCall, scale: Scalar, share: float, xp: Any) -> tuple[Array, 
     """
     g = _stacked(use.output_grads, xp)
     if not use.transposed:
-        return use.inputs, _times(g, scale * share)
-    g = _times(g, scale)
+        return use.inputs, _times(g, scale * share / use.scaled_by)
+    g = _times(g, scale / use.scaled_by)
     # Of x only the squares of its entries count, which may be summed over the sources.
     x = g[0, ...] if g.shape[0] == 1 else xp.sqrt(xp.sum(g * g, axis=0))
     h = _times(cast(xp, use.inputs, g.dtype)[None, ...], share)
