@@ -344,7 +344,9 @@ TABLES = {
     "autoencoder": Table("docs/methods.md", partial(methods_on, "autoencoder"), 300),
     "classifier": Table("docs/methods.md", partial(methods_on, "classifier"), 300),
     "conformance": Table("docs/conformance.md", conformance, 20),
-    "traffic": Table("docs/distributed.md", partial(of_benchmark, "traffic")),
+    "traffic": Table(
+        "docs/distributed.md", partial(of_benchmark, "traffic"), needs=("torch",)
+    ),
     "overlap": Table(
         "docs/distributed.md", partial(of_benchmark, "overlap"), 20, ("torch",)
     ),

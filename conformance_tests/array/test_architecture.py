@@ -58,12 +58,13 @@ OWN = {
     "torch_panels": {"torch"},
     "torch_lapack": {"torch", "kfac_core_backends", "threadpoolctl"},
     "jax": {"numpy", "jax"},
+    "jax_axes": {"jax"},
     "cupy": {"numpy", "cupy", "cupyx", "array_api_compat"},
 }
 
 
 # Those that move arrays between processes, and not within one.
-ENGINES = {"mpi", "torch_distributed"}
+ENGINES = {"jax_axes", "mpi", "torch_distributed"}
 
 
 def files_of(folder):

@@ -1,12 +1,36 @@
-"""Counts of how often a function is traced."""
+"""Compilers of whole functions, and counts of how often a function is traced."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Traced"]
+import pytest
+
+__all__ = ["Traced", "compiler_of"]
+
+TORCH_COMPILES_SINCE = "2.13"
+"""The first PyTorch whose compiler is known to take the library's functions whole."""
+
+
+def compiler_of(
+    library: str, *, torch_backend: str | Callable[..., Any] = "eager"
+) -> Callable[..., Any]:
+    """Return what compiles a function of an array library as one graph.
+
+    PyTorch's functions are traced without code generation. The tracers of 2.7 and 2.9
+    refuse what that of 2.13 takes (keys of dictionaries, proxies of mappings), so the test
+    is skipped before it.
+    """
+    if library == "jax":
+        return importlib.import_module("jax").jit
+    torch = importlib.import_module("torch")
+    if torch.__version__ < torch.torch_version.TorchVersion(TORCH_COMPILES_SINCE):
+        pytest.skip(f"compiled by PyTorch {TORCH_COMPILES_SINCE} and later")
+    torch._dynamo.reset()
+    return functools.partial(torch.compile, fullgraph=True, backend=torch_backend)
 
 
 class Traced:

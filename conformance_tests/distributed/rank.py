@@ -1,7 +1,8 @@
 """Ranks of a real engine, as a program: exchanges, training, and ways to fail.
 
+``rank.py programs FOLDER COMMANDS`` runs programs of PyTorch, one after the other.
 ``rank.py torch FOLDER SCENARIO:SIZE ...`` starts so many processes for each scenario, one
-scenario after the other; ``mpirun -n P rank.py mpi FOLDER SCENARIO`` is one process of one.
+scenario after the other; ``mpirun -n P rank.py mpi FOLDER SCENARIO ...`` is one process.
 Each rank writes what it has to say into ``FOLDER/SCENARIO_SIZE_RANK``.
 """
 
@@ -10,11 +11,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import importlib
+import json
 import os
 import pickle
+import runpy
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +32,12 @@ from kfac_core.distributed import (
     running_processes,
 )
 
+LOSING = "late", "killed", "raises", "lost"
+LIBRARIES = {"by_accelerate": "accelerate", "by_lightning": "lightning"}
 TIMEOUT = 2.0
 FAILING = 1
-PATIENCE = 60.0
+# Nothing waits as long, unless the machine has much else to do.
+PATIENCE = 240.0
 
 
 def run(engine, scenario, folder):
@@ -50,27 +58,25 @@ def run(engine, scenario, folder):
     return 0 if failed is None else communicator.size
 
 
-def one_of_mpi(folder, scenario):
-    size = run("mpi", scenario, folder)
-    if size:
-        from mpi4py import MPI
+def one_of_mpi(folder, scenarios):
+    for scenario in scenarios:
+        size = run("mpi", scenario, folder)
+        if size and scenario in LOSING:
+            from mpi4py import MPI
 
-        # A program that lost a rank ends all others: first they have all written.
-        deadline = time.monotonic() + 10.0
-        silent = {FAILING} if scenario in ("late", "killed", "raises", "lost") else ()
-        names = [f"{scenario}_{size}_{k}" for k in range(size) if k not in silent]
-        while time.monotonic() < deadline and not all(
-            (folder / n).exists() for n in names
-        ):
-            time.sleep(0.02)
-        MPI.COMM_WORLD.Abort(1)
+            # A program that lost a rank ends all others: first they have all written.
+            deadline = time.monotonic() + 10.0
+            names = [f"{scenario}_{size}_{k}" for k in range(size) if k != FAILING]
+            while time.monotonic() < deadline and not all(
+                (folder / n).exists() for n in names
+            ):
+                time.sleep(0.02)
+            MPI.COMM_WORLD.Abort(1)
 
 
-def all_of_torch(folder, scenarios):
-    """Start the ranks of each scenario as copies of this process."""
+def import_torch():
+    """Import here what copies of this process then need not import."""
     import torch
-
-    # What is imported here is not imported by each rank.
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
@@ -78,22 +84,70 @@ def all_of_torch(folder, scenarios):
     import kfac_core_shims.torch.sharded  # noqa: F401
 
     torch.set_num_threads(1)
-    for wanted in scenarios:
-        scenario, _, size = wanted.partition(":")
-        ranks = {}
-        for rank in range(int(size)):
-            child = os.fork()
-            if not child:
-                one_of_torch(folder, scenario, rank, int(size))
-            ranks[child] = rank
+
+
+def all_of_torch(folder, scenarios):
+    """Start the ranks of each scenario as copies of this process.
+
+    Those whose ranks wait, one after the other, for one that does not come are first, and
+    run at the same time.
+    """
+    import_torch()
+    waiting = [wanted for wanted in scenarios if wanted.partition(":")[0] in LOSING]
+    others = [[wanted] for wanted in scenarios if wanted not in waiting]
+    for together in (waiting, *others):
+        ranks = set()
+        for wanted in together:
+            scenario, _, size = wanted.partition(":")
+            if scenario in LIBRARIES:
+                importlib.import_module(LIBRARIES[scenario])
+            for rank in range(int(size)):
+                child = os.fork()
+                if not child:
+                    one_of_torch(folder, scenario, rank, int(size))
+                ranks.add(child)
         deadline = time.monotonic() + PATIENCE
         while ranks:
             for child in list(ranks):
                 if os.waitpid(child, os.WNOHANG)[0]:
-                    del ranks[child]
+                    ranks.remove(child)
                 elif time.monotonic() > deadline:
                     os.kill(child, signal.SIGKILL)
             time.sleep(0.01)
+
+
+def programs(folder, commands):
+    """Run programs as copies of this process; write what each says, and how it ends."""
+    import_torch()
+    import sklearn.datasets  # noqa: F401
+
+    codes = []
+    for number, command in enumerate(commands):
+        child = os.fork()
+        if not child:
+            with (folder / f"{number}.txt").open("w") as said:
+                os.dup2(said.fileno(), 1)
+                os.dup2(said.fileno(), 2)
+            one_program(command)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    (folder / "codes.json").write_text(json.dumps(codes))
+
+
+def one_program(command):
+    code = 1
+    try:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).parent))
+        runpy.run_path(command[0], run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def one_of_torch(folder, scenario, rank, size):
@@ -241,9 +295,13 @@ def code(communicator):
     """One rank runs other code of the library."""
     from kfac_core.distributed import executor
 
+    own = executor.code_digest
     if communicator.rank == FAILING:
         executor.code_digest = lambda: "other"
-    estimator_of(communicator)
+    try:
+        estimator_of(communicator)
+    finally:
+        executor.code_digest = own
 
 
 # A run that loses a rank, with NumPy, and the one that goes on.
@@ -477,6 +535,38 @@ def divided(communicator):
     require_close(found, expected)
 
 
+def narrowed(communicator):
+    """Directions in bfloat16: near the others, and the same on all ranks to the bit."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = network()
+    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+
+    def run(model, called):
+        execution = Distributed(
+            communicator=communicator,
+            holders=1,
+            like=torch.zeros(1, dtype=torch.float64),
+            directions_dtype="bfloat16",
+        )
+        kfac = kfac_of(model, execution=execution)
+        size = communicator.size
+        found = trained(kfac, called, size, lambda k: rows_of(communicator, k))
+        kfac.estimator.check_replicas(parameters=dict(enumerate(found)))
+        for one, other in zip(found, expected, strict=True):
+            error = torch.linalg.norm(one - other) / torch.linalg.norm(other)
+            assert 1e-8 < error < 1e-2, f"relative difference {error}"
+
+    model = network()
+    run(model, DistributedDataParallel(model))
+    model = network()
+    for module in (model[0], model[2], model):
+        fully_shard(module)
+    run(model, model)
+
+
 # Checkpoints.
 
 
@@ -649,13 +739,24 @@ SCENARIOS = {
     for f in (
         *(exchanges, noticed, late, killed, raises, nan, options, code),
         *(shares, foreign, lost, regained),
-        *(ddp, divided, interrupted, resumed, emptied, by_accelerate, by_lightning),
+        *(
+            ddp,
+            divided,
+            narrowed,
+            interrupted,
+            resumed,
+            emptied,
+            by_accelerate,
+            by_lightning,
+        ),
     )
 }
 
 if __name__ == "__main__":
     engine, folder, *scenarios = sys.argv[1:]
     if engine == "mpi":
-        one_of_mpi(Path(folder), *scenarios)
+        one_of_mpi(Path(folder), scenarios)
+    elif engine == "programs":
+        programs(Path(folder), json.loads(scenarios[0]))
     else:
         all_of_torch(Path(folder), scenarios)

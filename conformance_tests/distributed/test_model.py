@@ -202,18 +202,21 @@ def test_the_command_names_owners_and_what_has_no_room(capsys):
 
 
 @pytest.mark.parametrize(
-    ("reduce", "size"),
-    [*(("refresh", size) for size in (2, 3, 4, 8, 16)), ("update", 3)],
+    ("reduce", "size", "wire"),
+    [
+        *(("refresh", size, None) for size in (2, 3, 4, 8, 16)),
+        ("update", 3, None),
+        ("refresh", 6, "float32"),
+        ("update", 2, "float32"),
+    ],
 )
-def test_calls_and_bytes_are_those_that_were_predicted(reduce, size):
+def test_calls_and_bytes_are_those_that_were_predicted(reduce, size, wire):
     """Of an update, a refresh and a step, on each rank and for each number of holders."""
     rng = np.random.default_rng(size)
     blocks = {
         name: block
         for name, block in every_block().items()
-        if block.layer.kind == "dense"
-        and not block.approximation.has_bases
-        and block.approximation.reduction == "sum"
+        if block.approximation.reduction == "sum"
     }
     batches = {
         name: shard(_HOST, batch_of(rng, block, 4), 0, 4)
@@ -229,6 +232,9 @@ def test_calls_and_bytes_are_those_that_were_predicted(reduce, size):
                 reduce=reduce,
                 bucket_bytes=1000,
                 like=np.zeros(1),
+                statistics_dtype=wire,
+                operators_dtype=wire,
+                directions_dtype=wire,
             )
             estimator = kc.Estimator(
                 blocks, reduction="sum", damping=0.3, execution=options
@@ -245,6 +251,8 @@ def test_calls_and_bytes_are_those_that_were_predicted(reduce, size):
                 "refresh": estimator.refresh,
                 "precondition": functools.partial(estimator.precondition, gradients),
             }
+            estimator.update(batches)
+            estimator.rebase(moments="kronecker")
             for stage in stages.values():
                 stage()
             for name, stage in stages.items():
@@ -263,6 +271,29 @@ def test_calls_and_bytes_are_those_that_were_predicted(reduce, size):
         return communicator.all_gather(flat, [1] * size).wait().tolist()
 
     run_ranks(size, run)
+
+
+def test_narrow_directions_are_half_the_bytes(capsys):
+    """In the plan and in the choice: what else is sent stays as it is."""
+    network = read_shapes("resnet50").network()
+    options = {"machine": MACHINES["gloo"], "interval": 10}
+    plain, narrow = (
+        predicted_steps(network, 4, dtypes={"directions": dtype}, **options)
+        for dtype in (None, "bfloat16")
+    )
+
+    weights = sum(math.prod(b.layer.matrix_shape) for b in network.blocks.values())
+    for one, other in zip(plain, narrow, strict=True):
+        rows = 4 // one.holders
+        saved = 2 * weights * (rows - 1) / rows
+        assert math.isclose(one.sent - other.sent, saved, abs_tol=1e-3)
+        assert one.averaged == other.averaged
+        assert other.seconds["directions"] <= one.seconds["directions"]
+    assert main(["plan", "resnet50", "--directions", "bfloat16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["steps"]
+    assert main(["plan", "resnet50", "--json"]) == 0
+    plain_steps = json.loads(capsys.readouterr().out)["steps"]
+    assert found[1]["bytes_sent"] < plain_steps[1]["bytes_sent"]
 
 
 def test_constants_are_measured_and_read(tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -215,6 +218,20 @@ def test_by_default_a_fifth_of_the_bytes_of_averaging_are_sent(size, sides):
 
     assert chosen <= 0.2
     assert owners > 0.2
+
+
+def test_every_engine_of_the_project_has_what_is_called():
+    """Each module of the entry points; none needs its library to say what is wrong."""
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    engines = project["entry-points"]["kfac_core.communicators"]
+
+    assert set(engines) == {"alone", "jax", "mpi", "torch"}
+    for module in engines.values():
+        adapter = importlib.import_module(module)
+        assert callable(adapter.connect)
+        assert adapter.problem() is None or isinstance(adapter.problem(), str)
+        assert isinstance(adapter.versions(), dict)
 
 
 def test_engines_are_registered_and_chosen_by_name(monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import kfac_core as kc
 from conformance_tests.builders.shards import dense, every_block, schedule_of, shard
 from conformance_tests.builders.tolerances import assert_close
-from kfac_core.distributed import SummedOver, run_ranks
+from kfac_core.distributed import SummedOver, connect, run_ranks
 
 SUMMED = kc.Conventions(reduction="sum", sources="sum")
 
@@ -46,10 +46,6 @@ def test_every_rank_has_the_statistics_of_all_rows():
         alone = network.update(alone, fed(batches, 0, 5), decay=0.9)
 
     def run(communicator):
-        def psum(x):
-            flat = np.reshape(x, (-1,))
-            return np.reshape(communicator.all_reduce(flat).wait(), np.shape(x))
-
         state = network.empty()
         start, stop = [0, 1, 4, 5][communicator.rank :][:2]
         for batches in schedule.batches:
@@ -58,7 +54,7 @@ def test_every_rank_has_the_statistics_of_all_rows():
                 fed(batches, start, stop),
                 decay=0.9,
                 check="status",
-                executor=SummedOver(psum),
+                executor=SummedOver(communicator),
             )
         return sums_of(state)
 
@@ -74,10 +70,6 @@ def test_flags_of_one_rank_are_those_of_all():
     )
 
     def run(communicator):
-        def psum(x):
-            flat = np.reshape(x, (-1,))
-            return np.reshape(communicator.all_reduce(flat).wait(), np.shape(x))
-
         x = np.ones((2, 3))
         x[0, 0] = np.nan if communicator.rank == 1 else 1.0
         state = network.update(
@@ -85,7 +77,7 @@ def test_flags_of_one_rank_are_those_of_all():
             {"fc": kc.Batch(x, np.ones((2, 2)))},
             decay=0.9,
             check="status",
-            executor=SummedOver(psum),
+            executor=SummedOver(communicator),
         )
         averages = state["fc"].statistics.averages
         return int(state["fc"].status), float(averages["input"].weight)
@@ -100,10 +92,10 @@ def test_windows_are_refused_inside_a_program():
     )
     batch = kc.Batch(np.ones((2, 3)), np.ones((2, 2)))
 
+    alone = SummedOver(connect("alone"))
+
     with pytest.raises(kc.UnsupportedError, match=r"'fc'.*only sums"):
-        network.update(
-            network.empty(), {"fc": batch}, decay=0.9, executor=SummedOver(lambda x: x)
-        )
+        network.update(network.empty(), {"fc": batch}, decay=0.9, executor=alone)
 
 
 def test_under_a_mapped_axis_of_jax(backend, requires_backend):
@@ -113,6 +105,8 @@ def test_under_a_mapped_axis_of_jax(backend, requires_backend):
         pytest.skip("a test of jax alone")
     import jax
 
+    from kfac_core_backends.jax_axes import AxisCommunicator
+
     network = kc.Network(
         {"fc": kc.Block(dense(3, 2), kc.Kronecker())}, conventions=SUMMED
     )
@@ -120,7 +114,6 @@ def test_under_a_mapped_axis_of_jax(backend, requires_backend):
     x, g = rng.normal(size=(2, 4, 1, 3)), rng.normal(size=(2, 4, 1, 2))
     mask = np.asarray([[1, 1, 1, 1], [1, 0, 0, 0]], bool)[..., None]
     state = network.initial(backend.asarray(x[0, 0]), damping=0.1)
-    psum = functools.partial(jax.lax.psum, axis_name="shards")
 
     @jax.jit
     @functools.partial(jax.vmap, in_axes=(None, 0), axis_name="shards")
@@ -130,7 +123,7 @@ def test_under_a_mapped_axis_of_jax(backend, requires_backend):
             {"fc": batch},
             decay=0.9,
             check="status",
-            executor=SummedOver(psum),
+            executor=SummedOver(AxisCommunicator("shards")),
         )
 
     put = backend.asarray
@@ -141,6 +134,59 @@ def test_under_a_mapped_axis_of_jax(backend, requires_backend):
     rows = np.concatenate([kept, np.ones((5, 1))], axis=1)
     for of_shard in backend.to_numpy(found):
         assert_close(np.tril(of_shard), np.tril(rows.T @ rows / 5), "gram", "float64")
+
+
+def test_exchanges_over_a_mapped_axis_of_jax(backend, requires_backend):
+    """Every exchange against NumPy; what one program cannot do is refused by name."""
+    requires_backend("jax")
+    if backend.name != "jax":
+        pytest.skip("a test of jax alone")
+    import jax
+
+    from kfac_core_backends import jax_axes
+
+    x = np.arange(24.0).reshape(2, 3, 4)  # of two times three devices
+
+    def exchanged(flat):
+        c = jax_axes.connect(timeout=1.0)
+        assert jax_axes.problem() is None
+        assert c.size == 6
+        one = [2] * 3
+        rows = jax_axes.AxisCommunicator("column")
+        handles = {
+            "sum": c.all_reduce(flat),
+            "part": rows.reduce_scatter(jax.numpy.tile(flat, 3), [4] * 3),
+            "all": rows.all_gather(flat[:2], one),
+            "one": rows.broadcast(flat, source=2),
+            "each": rows.all_to_all(jax.numpy.tile(flat[:2], 3), one, one),
+            "rank": rows.all_reduce(jax.numpy.reshape(rows.rank * 1.0, (1,))),
+        }
+        assert rows.traffic.calls["all_gather"] == 1
+        for call in (
+            lambda: rows.reduce_scatter(flat, [2, 1, 1]),
+            lambda: rows.split([[0, 1], [2]]),
+        ):
+            with pytest.raises(kc.UnsupportedError, match=r"Pad them|mapped axis"):
+                call()
+        return {name: handle.wait() for name, handle in handles.items()}
+
+    mapped = jax.vmap(jax.vmap(exchanged, axis_name="column"), axis_name="row")
+    found = {
+        name: backend.to_numpy(y) for name, y in mapped(backend.asarray(x)).items()
+    }
+
+    assert jax_axes.problem() is not None
+    for i, j in np.ndindex(2, 3):
+        expected = {
+            "sum": x.sum(axis=(0, 1)),
+            "part": x[i].sum(axis=0),
+            "all": x[i, :, :2].reshape(-1),
+            "one": x[i, 2],
+            "each": x[i, :, :2].reshape(-1),
+            "rank": np.asarray([3.0]),
+        }
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name][i, j], value, err_msg=name)
 
 
 class _NumPy:

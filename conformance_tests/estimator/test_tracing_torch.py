@@ -11,6 +11,7 @@ import pytest
 import kfac_core as kc
 
 from ..builders.tolerances import assert_close
+from ..builders.tracing import compiler_of
 
 N, n, m = 12, 4, 3
 BLOCK = kc.Block(
@@ -68,11 +69,6 @@ def step(statistics, x, g, V, damping, decay, rule):
     return statistics, products, statistics.status | op.status()
 
 
-def compiled(torch, function):
-    """Return a function traced as one graph, without code generation."""
-    return torch.compile(function, fullgraph=True, backend="eager")
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["number", "array"])
 def test_a_compiled_step_is_the_step(torch, tensors, rule, kind):
@@ -82,7 +78,7 @@ def test_a_compiled_step_is_the_step(torch, tensors, rule, kind):
     made = float if kind == "number" else lambda v: torch.tensor(v, dtype=torch.float64)
     args = start, x, g, V, made(0.1), made(0.9)
 
-    _, got, flags = compiled(torch, lambda *a: step(*a, rule))(*args)
+    _, got, flags = compiler_of("torch")(lambda *a: step(*a, rule))(*args)
 
     _, expected, _ = step(*args, rule)
     assert int(flags) == kc.Status.OK
@@ -93,7 +89,7 @@ def test_a_compiled_step_is_the_step(torch, tensors, rule, kind):
 def test_compiled_steps_follow_each_other(torch, tensors):
     """Statistics that one compiled call returns are what the next one takes."""
     x, g, V = tensors
-    one = compiled(torch, lambda *a: step(*a, "factored"))
+    one = compiler_of("torch")(lambda *a: step(*a, "factored"))
     start = BLOCK.initial(x)
 
     got, _, _ = one(start, x, g, V, 0.1, 0.9)
@@ -117,7 +113,7 @@ def test_a_compiled_bad_update_is_a_flag_and_changes_nothing(
     bad = [x.clone(), g.clone()]
     bad[poison][0, 0] = torch.nan
 
-    got, _, flags = compiled(torch, lambda *a: step(*a, "factored"))(
+    got, _, flags = compiler_of("torch")(lambda *a: step(*a, "factored"))(
         start, *bad, V, 0.1, 0.9
     )
 
@@ -133,7 +129,7 @@ def test_looking_at_a_value_breaks_the_graph(torch, tensors):
     """The row that must fail: ``check="raise"`` looks at values and cannot be traced."""
     x, g, _ = tensors
 
-    @compiled_in(torch)
+    @compiler_of("torch")
     def update(x, g):
         return BLOCK.update(
             BLOCK.initial(x), kc.Batch(x, g), conventions=SUMMED, decay=0.9
@@ -141,11 +137,6 @@ def test_looking_at_a_value_breaks_the_graph(torch, tensors):
 
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         update(x, g)
-
-
-def compiled_in(torch):
-    """Return `compiled` as a decorator."""
-    return lambda function: compiled(torch, function)
 
 
 COLD = """
@@ -186,6 +177,7 @@ print(bool(torch.all(torch.isfinite(u))), int(status))
 @pytest.mark.parametrize("rule", RULES)
 def test_the_first_call_of_a_process_may_be_compiled(torch, rule):
     """A process whose first use of the library is inside ``torch.compile`` works."""
+    compiler_of("torch")
     program = COLD.replace("{rule}", rule)
 
     done = subprocess.run(
@@ -385,7 +377,7 @@ def test_a_compiled_step_of_a_network_is_the_step(torch, tensors, case):
         graphs.append(1)
         return graph
 
-    one = torch.compile(step, fullgraph=True, backend=counted)
+    one = compiler_of("torch", torch_backend=counted)(step)
     coefficients = [torch.tensor(v, dtype=torch.float64) for v in (0.2, 0.9, 0.4, 0.5)]
     state = other = network.initial(x, damping=0.2)
     for i in range(4):

@@ -18,6 +18,7 @@ from kfac_core.roots.orthogonal_iteration import (
 
 from ..builders import reference
 from ..builders.tolerances import assert_close
+from ..builders.tracing import compiler_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"
@@ -354,19 +355,10 @@ def test_arguments_that_do_not_fit_are_named(backend):
 def test_a_refresh_runs_inside_a_compiled_program(requires_backend, rng, library):
     """Basis in, basis out: one program, with refusals and flags in it."""
     backend = requires_backend(library, adapter=True)
-    if library == "jax":
-        import jax
-
-        compiler = jax.jit
-    else:
-        import torch
-
-        torch._dynamo.reset()
-        compiler = functools.partial(torch.compile, fullgraph=True, backend="eager")
     A = reference.spd(rng, 8)
     start = ordered_basis(backend.asarray(A))
 
-    @compiler
+    @compiler_of(library)
     def program(Q, A):
         basis = replaced(start, eigenvectors=Q)
         made = refreshed_basis(basis, A, check="status")

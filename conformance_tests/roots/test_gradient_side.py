@@ -21,6 +21,7 @@ from kfac_core.roots.roots import inverse_root
 
 from ..builders import reference
 from ..builders.tolerances import assert_close, assert_differs, relative_error
+from ..builders.tracing import compiler_of
 
 SHAPES = [(4,), (3, 4), (2, 3, 2)]
 
@@ -332,21 +333,12 @@ def test_roots_may_be_symmetric_matrices_in_one_triangle(backend, rng):
 def test_an_update_runs_inside_a_compiled_program(requires_backend, rng, library):
     """Statistics in and out, traced coefficients, and flags as an array."""
     backend = requires_backend(library, adapter=True)
-    if library == "jax":
-        import jax
-
-        compiler = jax.jit
-    else:
-        import torch
-
-        torch._dynamo.reset()
-        compiler = functools.partial(torch.compile, fullgraph=True, backend="eager")
     factors = GradientFactors(shape=(3, 4))
     V, roots = rng.normal(size=(3, 4)), [reference.spd(rng, n) for n in (3, 4)]
     given = [backend.asarray(R) for R in roots]
     start = factors.initial(backend.asarray(V))
 
-    @compiler
+    @compiler_of(library)
     def program(statistics, V, decay):
         return factors.updated(statistics, V, decay=decay, roots=given, check="status")
 

@@ -1,7 +1,5 @@
 """Inverse p-th roots against dense powers; their residual checks and fallbacks."""
 
-import functools
-
 import numpy as np
 import pytest
 
@@ -27,6 +25,7 @@ from kfac_core.roots.roots import inverse_root, root_residual
 from ..array.test_fake_cuda import fake_cuda
 from ..builders import reference
 from ..builders.tolerances import CERTIFICATE_FACTOR, assert_close
+from ..builders.tracing import compiler_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"
@@ -273,18 +272,6 @@ def test_a_root_runs_inside_a_compiled_program(requires_backend, rng, library):
     assert int(status) == Status.OK
     assert int(bad) == Status.BAD_DAMPING
     assert_close(backend.to_numpy(X), expected_root(A, 0.01, 4), "inverse", "float64")
-
-
-def compiler_of(library):
-    """Return the function compiler of a library, set to trace one whole graph."""
-    if library == "jax":
-        import jax
-
-        return jax.jit
-    import torch
-
-    torch._dynamo.reset()
-    return functools.partial(torch.compile, fullgraph=True, backend="eager")
 
 
 def test_nothing_waits_for_the_device(requires_backend):

@@ -139,6 +139,43 @@ def test_means_over_unequal_shards_are_refused_on_all_ranks():
     assert run_ranks(3, lambda c: refused(c, (2, 2, 2))) == ["taken"] * 3
 
 
+@pytest.mark.parametrize(
+    ("reduction", "factor", "said"),
+    [
+        (None, lambda total: 1.0, "Expected a loss that is a mean"),
+        (None, lambda total: 3.0 / total, "taken"),
+        ("mean", lambda total: 1.0, "taken"),  # gradients may be divided later
+        ("sum", lambda total: 1.0, "taken"),
+        ("sum", lambda total: 3.0 / total, "Expected a loss that is a sum"),
+    ],
+)
+def test_a_loss_of_the_other_reduction_is_refused_on_all_ranks(reduction, factor, said):
+    """By its scale over the rows of all, at each step with statistics."""
+    first = network()
+
+    def on_a_rank(communicator):
+        model = copy.deepcopy(first)
+        options = {"communicator": communicator, "update_every": 1}
+        kfac = KFAC(model, likelihood="categorical", reduction=reduction, **options)
+        found = []
+        for step in range(4):
+            model.zero_grad()
+            x, y = data(step)
+            rows = rows_of(step, communicator.rank)
+            # The first two steps are as they should be.
+            by = factor(N) if step > 1 else (1.0 if reduction == "sum" else 3.0 / N)
+            loss = fn.cross_entropy(model(x[rows]), y[rows], reduction="sum") * by
+            loss.backward()
+            averaged(model, communicator)
+            try:
+                kfac.step()
+            except kc.ConventionError as error:
+                found.append(str(error).partition(" over")[0])
+        return found or ["taken"]
+
+    assert run_ranks(3, on_a_rank) == [[said] * (1 if said == "taken" else 2)] * 3
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_steps_of_the_optimizer_are_those_of_one_batch(reduction):
     """Loss, quadratic model and what is decided by them, with a decay and a rejection."""
@@ -221,6 +258,38 @@ def test_eigenbases_and_operators_on_every_rank():
     same(run_ranks(3, on_a_rank), alone)
 
 
+def test_directions_in_bfloat16_are_the_same_on_all_ranks():
+    """Rounded as they were sent, also on the rank that computed them."""
+    first = network()
+    options = {"fisher": "exact", "reduction": "mean"}
+
+    def on_a_rank(communicator):
+        execution = Distributed(
+            communicator=communicator,
+            holders=1,
+            like=torch.zeros(1).double(),
+            directions_dtype="bfloat16",
+        )
+        model = copy.deepcopy(first)
+        found = trained(model, communicator, execution=execution, **options)
+        clipped = [p.grad / found[1][-1] for p in model.parameters()]
+        return *found, clipped
+
+    alone = trained(copy.deepcopy(first), None, **options)
+    found = run_ranks(3, on_a_rank)
+
+    for parameters, _, directions in found:
+        for one, other in zip(parameters, found[0][0], strict=True):
+            assert torch.equal(one, other)
+        for one, other in zip(parameters, alone[0], strict=True):
+            error = torch.linalg.norm(one - other) / torch.linalg.norm(other)
+            assert 1e-6 < error < 1e-2
+        for x in directions:
+            # But for the factor of the clip, one of 8 bits.
+            rounded = x.bfloat16().double()
+            torch.testing.assert_close(x, rounded, rtol=1e-12, atol=0.0)
+
+
 def test_each_rank_draws_labels_of_its_own():
     """Two ranks with the same rows: were the draws the same, so would be the factors."""
     first, (x, _) = network(), data(0)
@@ -250,7 +319,8 @@ def test_no_row_on_any_rank_is_an_error_on_all():
         for bad in (None, 1):
             model.zero_grad()
             rows = slice(0, 0 if bad is None else 3)
-            fn.cross_entropy(model(x[rows]), y[rows], reduction="sum").backward()
+            loss = fn.cross_entropy(model(x[rows]), y[rows], reduction="sum")
+            (loss / 3).backward()
             if communicator.rank == bad:
                 model[6].weight.grad[0, 0] = torch.inf
             with pytest.raises(kc.KFACError) as error:

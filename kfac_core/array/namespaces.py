@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import array_api_compat
@@ -76,14 +75,12 @@ _without_device: set[type[Any]] = set()
 NUMBER = (float, int, numbers.Real)
 """For `isinstance`: Python's own numbers first, for which no abstract class is asked."""
 
-NO_ARRAYS: Mapping[str, Array | None] = MappingProxyType({})
-
 Scalar = Any
 """A Python number, or a 0-d array of the library that the other arrays are of."""
 
 
 def namespace_of(
-    *, optional: Mapping[str, Array | None] = NO_ARRAYS, **arrays: Array
+    *, optional: Mapping[str, Array | None] | None = None, **arrays: Array
 ) -> Namespace:
     """Return the one namespace of the arrays, which are named by the keywords.
 
@@ -112,9 +109,8 @@ def namespace_of(
         If the library follows too old a version of the standard.
     """
     given = arrays
-    for name, x in optional.items():
-        if x is not None:
-            given[name] = x
+    if optional is not None:
+        given |= {name: x for name, x in optional.items() if x is not None}
     xp = None
     for x in given.values():
         found = _namespaces.get(type(x))

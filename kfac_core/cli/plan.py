@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from kfac_core.cli.options import add_json, positive
 from kfac_core.cli.screen import complain, print_json, print_table, printable
@@ -20,6 +20,7 @@ from kfac_core.distributed.model import (
     quickest_step,
     read_machine,
 )
+from kfac_core.distributed.options import DirectionDtype
 from kfac_core.errors import KFACError, UnsupportedError
 
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
@@ -77,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
         "--interval", type=positive, default=10, help="steps between refreshes (10)"
     )
     parser.add_argument(
+        "--directions",
+        choices=get_args(DirectionDtype),
+        help="dtype in which directions are sent (that of the machine's numbers)",
+    )
+    parser.add_argument(
         "--memory",
         type=positive,
         metavar="GB",
@@ -125,6 +131,7 @@ def run(arguments: argparse.Namespace, /) -> int:
                 update_every=arguments.update_every,
                 interval=arguments.interval,
                 memory=_numbers(arguments.memory, machine),
+                dtypes={"directions": arguments.directions},
             )
         except UnsupportedError as error:
             without_room[ranks] = str(error)

@@ -267,7 +267,7 @@ class Communicator(abc.ABC):
         """
         if len(counts) != self.size:
             raise self._wrong_counts(counts)
-        self._require_flat(flat, counts[self.rank])
+        self._require_flat(flat, self._length_here(counts))
         payload = sum(counts) * _item_size(flat)
         self.traffic.count("all_gather", payload, self.size)
         return self._begin("all_gather", flat, {"counts": tuple(counts)})
@@ -316,10 +316,14 @@ class Communicator(abc.ABC):
         self._require_flat(flat, sum(send), send)
         if len(receive) != self.size:
             raise self._wrong_counts(receive)
-        sent = (sum(send) - send[self.rank]) * _item_size(flat)
+        sent = (sum(send) - self._length_here(send)) * _item_size(flat)
         self.traffic.count("all_to_all", _bytes(flat), self.size, sent)
         lengths = {"send": tuple(send), "receive": tuple(receive)}
         return self._begin("all_to_all", flat, lengths)
+
+    def _length_here(self, counts: Sequence[int]) -> int:
+        """Return the length of this rank's part."""
+        return counts[self.rank]
 
     @abc.abstractmethod
     def _start(
@@ -329,6 +333,11 @@ class Communicator(abc.ABC):
 
     def _entering(self, flat: Array) -> Any:
         """Return an array in the form that the engine exchanges: by default, NumPy's."""
+        if str(flat.dtype).endswith("bfloat16"):
+            raise UnsupportedError(
+                f"{type(self).__name__} sends arrays of NumPy, which has no bfloat16. Send "
+                "float32, or tensors of PyTorch by torch.distributed."
+            )
         return backend_of(own_namespace(flat)).to_numpy(flat)
 
     def _leaving(self, values: Any, like: Array) -> Array:

@@ -14,7 +14,15 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
-from kfac_core.distributed.transport import lengths_of, pack, unpack
+from kfac_core.distributed.transport import (
+    dtype_name,
+    in_dtype,
+    lengths_of,
+    narrower,
+    pack,
+    rounded,
+    unpack,
+)
 from kfac_core.operators.sparse_rows import SparseRows
 
 __all__ = ["Exchange", "SentDirections"]
@@ -38,7 +46,9 @@ class Exchange:
         self._agreement = Agreement(communicator)
         self._known: tuple[tuple[int, ...], list[Any]] | None = None
 
-    def __call__(self, own: Mapping[str, Any], like: Array, /) -> dict[str, Any]:
+    def __call__(
+        self, own: Mapping[str, Any], like: Array, /, *, dtype: str | None = None
+    ) -> dict[str, Any]:
         """Return the values of all ranks, by name.
 
         Parameters
@@ -47,31 +57,33 @@ class Exchange:
             This rank's values, of names that no other rank has.
         like : array
             Array of their library and device.
+        dtype : str, optional
+            In which floating numbers are sent, where it is narrower than their own.
 
         Returns
         -------
         dict of str to structure
-            Those of this rank are the given ones.
+            Those of this rank are the given ones, rounded as they were sent.
         """
         communicator = self._agreement.communicator
         packed = pack(dict(own), shared=True)
         forms = self._forms_of_all(packed.form)
         lengths = [lengths_of(form) for form in forms]
         handles = {}
-        for dtype in sorted({dtype for found in lengths for dtype in found}):
-            counts = [found.get(dtype, 0) for found in lengths]
-            flat = packed.flat(dtype, like)
-            handles[dtype] = counts, communicator.all_gather(flat, counts)
+        for name in sorted({name for found in lengths for name in found}):
+            counts = [found.get(name, 0) for found in lengths]
+            flat = in_dtype(packed.flat(name, like), narrower(name, dtype))
+            handles[name] = counts, communicator.all_gather(flat, counts)
         arrived = {
-            dtype: _parts(handle.wait(), counts)
-            for dtype, (counts, handle) in handles.items()
+            name: _parts(in_dtype(handle.wait(), name), counts)
+            for name, (counts, handle) in handles.items()
         }
         found: dict[str, Any] = {}
         for member, form in enumerate(forms):
             if member == communicator.rank:
-                found |= own
+                found |= own if dtype is None else rounded(dict(own), dtype)
             else:
-                arrays = {dtype: parts[member] for dtype, parts in arrived.items()}
+                arrays = {name: parts[member] for name, parts in arrived.items()}
                 found |= unpack(form, arrays)
         return found
 
@@ -106,6 +118,8 @@ class SentDirections:
         Directions of this rank.
     failed : bool
         Whether there are none, since something failed.
+    dtype : str, optional
+        In which directions are sent, where it is narrower than their own.
     """
 
     def __init__(
@@ -116,6 +130,7 @@ class SentDirections:
         own: Mapping[str, Vectors],
         *,
         failed: bool,
+        dtype: str | None = None,
     ) -> None:
         # By dtype, for each rank: the arrays that it sends, as (name, parameter, array).
         self._given = given
@@ -124,22 +139,27 @@ class SentDirections:
             for name in blocks:
                 for key, vector in (own.get(name) or given[name]).items():
                     x = vector.rows if isinstance(vector, SparseRows) else vector
-                    of_ranks = parts.setdefault(str(x.dtype), [[] for _ in names])
+                    of_ranks = parts.setdefault(dtype_name(x), [[] for _ in names])
                     of_ranks[rank].append((name, key, x))
         self._sent = []
-        for _, of_ranks in sorted(parts.items()):
+        for own_dtype, of_ranks in sorted(parts.items()):
             like = next(x for entries in of_ranks for *_, x in entries)
             # One more number says whether the rank failed.
             counts = [1 + sum(_size(x) for *_, x in sent) for sent in of_ranks]
             flat = _flat_with_flag(of_ranks[communicator.rank], like, failed)
-            self._sent.append((of_ranks, counts, communicator.all_gather(flat, counts)))
+            flat = in_dtype(flat, narrower(own_dtype, dtype))
+            handle = communicator.all_gather(flat, counts)
+            self._sent.append((own_dtype, of_ranks, counts, handle))
 
     def wait(self) -> tuple[dict[str, dict[str, Any]], bool]:
-        """Return the directions by block and parameter, and whether a rank failed."""
+        """Return the directions by block and parameter, and whether a rank failed.
+
+        Those of this rank are as it sent them.
+        """
         found: dict[str, dict[str, Any]] = {}
         failed = False
-        for of_ranks, counts, handle in self._sent:
-            arrived = _parts(handle.wait(), counts)
+        for own_dtype, of_ranks, counts, handle in self._sent:
+            arrived = _parts(in_dtype(handle.wait(), own_dtype), counts)
             for entries, flat in zip(of_ranks, arrived, strict=True):
                 failed = failed or bool(flat[0] != 0)
                 start = 1

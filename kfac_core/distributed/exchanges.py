@@ -16,14 +16,19 @@ from kfac_core.distributed.communicator import Operation, Traffic
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
 from kfac_core.distributed.reduction import Item, buckets
-from kfac_core.distributed.transport import lengths_of, pack
+from kfac_core.distributed.transport import (
+    BYTES,
+    dtype_name,
+    lengths_of,
+    narrower,
+    pack,
+)
 from kfac_core.distributed.whole_batch import counts_first
 from kfac_core.errors import UnsupportedError
 from kfac_core.network import Network, NetworkState
 
 __all__ = ["predicted_traffic"]
 
-_BYTES = {"float16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 _HEAD = 3
 """Numbers of a vote besides what is added up."""
 
@@ -65,7 +70,8 @@ def predicted_traffic(
 
     Notes
     -----
-    Computes the operators of empty statistics, to count their numbers.
+    Computes the operators of empty statistics, to count their numbers.  Of the gradients
+    of bare parameters it counts one backpropagated vector.
     """
     for name, block in network.blocks.items():
         if block.approximation.reduction == "merge":
@@ -73,10 +79,13 @@ def predicted_traffic(
                 f"Block {name!r} ({block.approximation.name}) has statistics that grow "
                 "with the rows: what is sent is not known before."
             )
-    state = network.refresh(network.initial(like, damping=1.0), damping=1.0)
+    state = network.initial(like, damping=1.0)
+    if any(block.approximation.has_bases for block in network.blocks.values()):
+        state = network.rebase(state, moments="kronecker")
+    state = network.refresh(state, damping=1.0)
     update, refresh, step = Traffic(), Traffic(), Traffic()
     p, names = placement.size, [*network.blocks]
-    _add_update(update, network, options, state, p)
+    _add_update(update, network, options, state, p, like)
     _vote(refresh, 0, p)
     if options.reduce == "refresh":
         _add_sums(refresh, network, options, placement, state, everywhere=False)
@@ -90,12 +99,13 @@ def predicted_traffic(
             for dtype, length in lengths_of(pack(own, shared=True).form).items():
                 lengths[dtype] = lengths.get(dtype, 0) + length
         for dtype, length in lengths.items():
-            refresh.count("all_gather", length * _BYTES[dtype], len(group))
+            wire = narrower(dtype, options.operators_dtype)
+            refresh.count("all_gather", length * BYTES[wire], len(group))
     if placement.holders < p:
         members = p // placement.holders
-        size = _BYTES[_name(like)]
+        size = BYTES[narrower(dtype_name(like), options.directions_dtype)]
         numbers = {
-            name: sum(math.prod(s) for s in block.layer.parameter_shapes.values())
+            name: _numbers(block.layer.parameter_shapes)
             for name, block in network.blocks.items()
         }
         for message in placement.messages(names, options.bucket_bytes):
@@ -105,13 +115,22 @@ def predicted_traffic(
 
 
 def _add_update(
-    update: Traffic, network: Network, options: Distributed, state: NetworkState, p: int
+    update: Traffic,
+    network: Network,
+    options: Distributed,
+    state: NetworkState,
+    p: int,
+    like: Array,
 ) -> None:
     blocks = state.blocks.values()
     if counts_first(network, options.loss):
         _vote(update, 0, p)
         update.count("all_gather", 8 * p, p)
         update.count("all_gather", 8 * p * 3 * len(network.blocks), p)
+        for block in network.blocks.values():
+            if block.layer.kind == "parameters":
+                numbers = _numbers(block.layer.parameter_shapes)
+                update.count("all_reduce", numbers * BYTES[dtype_name(like)], p)
     # Whether there are rows, whether they are good, and the weight of each average.
     _vote(update, sum(2 + len(_averages(held)) for held in blocks), p)
     if options.reduce == "update":
@@ -143,8 +162,13 @@ def _add_sums(
         for dtype, length in _lengths(
             {item.key: item.average for item in bucket}
         ).items():
-            wire = options.dtype if options.dtype and "float" in dtype else dtype
-            traffic.count(operation, length * _BYTES[wire], p)
+            asked = options.statistics_dtype
+            wire = asked if asked and "float" in dtype else dtype
+            traffic.count(operation, length * BYTES[wire], p)
+
+
+def _numbers(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 def _averages(held: Any) -> Mapping[str, Any]:
@@ -158,7 +182,3 @@ def _lengths(value: Any) -> dict[str, int]:
 
 def _vote(traffic: Traffic, numbers: int, p: int) -> None:
     traffic.count("all_reduce", 8 * (_HEAD + numbers), p)
-
-
-def _name(like: Array) -> str:
-    return str(like.dtype).rpartition(".")[2]

@@ -355,7 +355,8 @@ class DistributedExecutor:
             return {}
         sums_here = self._communicator.rank == 0 or self.options.reduce == "update"
         found: dict[str, Statistics] = {}
-        for name, (bases, status, changed) in self._to_all(news, like).items():
+        sent = self._to_all(news, like, dtype=self.options.operators_dtype)
+        for name, (bases, status, changed) in sent.items():
             if not sums_here:
                 changed = {
                     key: map_structure(lambda x: x * 0, average)
@@ -386,7 +387,7 @@ class DistributedExecutor:
         held = {n: found[0] for n, found in made.items() if n not in failed}
         if self.placement.holders > 1:
             like = next(iter(given.values())).like
-            held = self._to_group(held, like)
+            held = self._to_group(held, like, dtype=self.options.operators_dtype)
         results: dict[str, Any] = {}
         for name in names:
             _, status, damping = numbers[name]
@@ -415,7 +416,11 @@ class DistributedExecutor:
                 found, error = self._attempt(function, own)
                 made |= found
             started.append(
-                SentDirections(self._row, names, given, made, failed=error is not None)
+                SentDirections(
+                    *(self._row, names, given, made),
+                    failed=error is not None,
+                    dtype=self.options.directions_dtype,
+                )
             )
         results: dict[str, Any] = {}
         anything_failed = False
@@ -425,6 +430,9 @@ class DistributedExecutor:
             anything_failed = anything_failed or failed
         if anything_failed:
             Agreement(self._row).vote("product", np.zeros(0), error=error)
+        if self.options.directions_dtype is not None:
+            # What this rank sent, rounded as the others have it.
+            return {name: results[name] for name in tasks}
         return {name: made.get(name) or results[name] for name in tasks}
 
     def _attempt(
@@ -454,7 +462,7 @@ class DistributedExecutor:
             return {name: given[name] for name in own}
         sums, merges = self._items(given)
         found = summed_at_owners(self._communicator, sums, **self._wire)
-        found |= merged_at_owners(self._communicator, merges)
+        found |= self._merged_at_owners(merges)
         return {name: self._joined(name, given[name], found) for name in own}
 
     def _summed_everywhere(
@@ -467,7 +475,7 @@ class DistributedExecutor:
         sums, merges = self._items(parts)
         found = summed(self._communicator, sums, **self._wire)
         if merges:
-            joined = merged_at_owners(self._communicator, merges)
+            joined = self._merged_at_owners(merges)
             found |= self._to_all(joined, merges[0].average.weight)
         made = {name: self._joined(name, part, found) for name, part in parts.items()}
         return {
@@ -482,7 +490,14 @@ class DistributedExecutor:
 
     @property
     def _wire(self) -> dict[str, Any]:
-        return {"dtype": self.options.dtype, "bucket_bytes": self.options.bucket_bytes}
+        return {
+            "dtype": self.options.statistics_dtype,
+            "bucket_bytes": self.options.bucket_bytes,
+        }
+
+    def _merged_at_owners(self, merges: list[Item]) -> dict[str, Any]:
+        dtype = self.options.statistics_dtype
+        return merged_at_owners(self._communicator, merges, dtype=dtype)
 
     def _vote_on_forms(self, step: str, given: Mapping[str, Statistics]) -> None:
         forms = {name: _form_of(statistics) for name, statistics in given.items()}
@@ -574,6 +589,7 @@ def _placement(network: Network, options: Distributed) -> Placement:
         machine=machine,
         interval=options.interval,
         memory=options.memory,
+        dtypes=options.message_dtypes,
     )
     if options.holders == "auto":
         return quickest_step(steps).placement

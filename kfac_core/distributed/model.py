@@ -45,6 +45,7 @@ from kfac_core.distributed.placement import (
     divisors,
     place,
 )
+from kfac_core.distributed.transport import BYTES
 from kfac_core.errors import RecordError
 from kfac_core.execution.costs import Rates, block_costs
 from kfac_core.layers.dense import Dense
@@ -498,6 +499,7 @@ def predicted_steps(
     update_every: int = 1,
     interval: int = 10,
     memory: int | None = None,
+    dtypes: Mapping[str, str | None] | None = None,
 ) -> list[PredictedStep]:
     """Return the predicted step for each possible number of holders.
 
@@ -517,6 +519,9 @@ def predicted_steps(
         Steps between updates, and between refreshes.
     memory : int, optional
         As of `place`.
+    dtypes : mapping of str to str or None, optional
+        Dtypes of messages with ``statistics``, ``operators`` and ``directions``; by
+        default numbers of ``machine.bytes``.
 
     Returns
     -------
@@ -544,6 +549,7 @@ def predicted_steps(
         for name, cost in costs.items()
     )
     averaged = (ranks - 1) / ranks * squares * (2 / update_every + 1 / interval)
+    lengths = _lengths(dtypes or {}, machine)
     found = []
     for holders in divisors(ranks):
         placement = place(
@@ -557,10 +563,24 @@ def predicted_steps(
                 gathered=gathered / update_every,
                 applied=applied,
                 averaged=averaged,
+                lengths=lengths,
                 update_every=update_every,
                 interval=interval,
             )
         )
+    return found
+
+
+def _lengths(dtypes: Mapping[str, str | None], machine: Machine) -> dict[str, float]:
+    """Return the bytes of a number that is sent over those of one that is kept."""
+    found = {}
+    for exchange in ("statistics", "operators", "directions"):
+        asked = dtypes.get(exchange)
+        size = machine.bytes if asked is None else BYTES[asked]
+        if exchange != "statistics":
+            # Only what is narrower changes anything.
+            size = min(size, machine.bytes)
+        found[exchange] = size / machine.bytes
     return found
 
 
@@ -572,6 +592,7 @@ def _predicted(
     gathered: float,
     applied: Mapping[str, float],
     averaged: float,
+    lengths: Mapping[str, float],
     update_every: int,
     interval: int,
 ) -> PredictedStep:
@@ -580,21 +601,26 @@ def _predicted(
     of_groups = [[n for n in loads if placement.group_of(n) == k] for k in range(row)]
     operators = [sum(loads[n].operator for n in names) for names in of_groups]
     products = [sum(applied[n] for n in names) for names in of_groups]
-    numbers = placement.numbers_sent()
+    sent_of = {
+        exchange: numbers * lengths[exchange]
+        for exchange, numbers in placement.numbers_sent().items()
+    }
     statistics = sum(load.statistics for load in loads.values())
     directions = sum(load.direction for load in loads.values())
     # A vector of four numbers a block says what all ranks have.
     vote = machine.all_reduce(4 * len(loads), p)
     seconds = {
         "statistics": gathered / machine.flops,
-        "reduce": vote / update_every + machine.gather(statistics, p) / interval,
+        "reduce": vote / update_every
+        + machine.gather(statistics * lengths["statistics"], p) / interval,
         "refresh": max(placement.flops()) / machine.flops / interval,
-        "operators": machine.gather(max(operators), g) / interval,
+        "operators": machine.gather(max(operators) * lengths["operators"], g)
+        / interval,
         "apply": max(products) / machine.flops,
-        "directions": machine.gather(directions, row, stride=g),
+        "directions": machine.gather(directions * lengths["directions"], row, stride=g),
     }
-    sent = (numbers["statistics"] + numbers["operators"]) / interval
-    sent += numbers["directions"]
+    sent = (sent_of["statistics"] + sent_of["operators"]) / interval
+    sent += sent_of["directions"]
     return PredictedStep(
         p,
         g,

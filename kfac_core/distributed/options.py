@@ -13,10 +13,16 @@ from kfac_core.distributed.placement import divisors
 from kfac_core.errors import ConventionError
 from kfac_core.options import Execution
 
-__all__ = ["Distributed", "LossScale"]
+__all__ = ["Distributed", "DirectionDtype", "LossScale", "MessageDtype"]
 
 LossScale = Literal["shard", "batch", "ddp"]
 """What each process's output gradients are gradients of; see `Distributed`."""
+
+MessageDtype = Literal["float32", "float64"]
+"""Dtypes of messages with statistics and operators."""
+
+DirectionDtype = Literal["bfloat16", "float32", "float64"]
+"""Dtypes of messages with directions."""
 
 
 @checked
@@ -51,8 +57,13 @@ class Distributed:
         mean over this rank's rows; this rank's part of the mean over all rows; or p times
         that, so that the mean of gradients over ranks is the gradient of the whole batch.
         The last two cost one more exchange an update.
-    dtype : {"float32", "float64"}, optional
-        Dtype of messages with statistics; by default that of the statistics.
+    statistics_dtype : {"float32", "float64"}, optional
+        Dtype in which statistics are sent and added up; by default their own.
+    operators_dtype : {"float32", "float64"}, optional
+        Dtype in which operators and bases are sent, where it is narrower than their own.
+    directions_dtype : {"bfloat16", "float32", "float64"}, optional
+        Likewise of directions, and of all products that `Estimator.apply` returns;
+        ``"bfloat16"`` for libraries that have it, with `torch.distributed`.
     bucket_bytes : int
         Size from which a message is sent, while the rest of the sums is packed, or the rest
         of the directions computed.
@@ -78,6 +89,11 @@ class Distributed:
     Of an n x n and an m x m factor ``n (n + 1) / 2 + m (m + 1) / 2`` numbers are sent at a
     refresh, to one rank.  An update keeps the sums of one batch beside the running sums
     until the ranks have agreed, and copies both once.
+
+    The rank that sends operators, bases or directions in a narrower dtype rounds its own
+    copy too, so that all ranks have the same to the bit.  What is not sent is not rounded.
+    The residual of a factor is that of its factorization, before it was sent.  States are
+    gathered in full precision.
     """
 
     communicator: Communicator
@@ -85,12 +101,23 @@ class Distributed:
     interval: int = 10
     reduce: Literal["refresh", "update"] = "refresh"
     loss: LossScale = "shard"
-    dtype: Literal["float32", "float64"] | None = None
+    statistics_dtype: MessageDtype | None = None
+    operators_dtype: MessageDtype | None = None
+    directions_dtype: DirectionDtype | None = None
     bucket_bytes: int = 25 * 2**20
     machine: Machine | None = None
     memory: int | None = None
     like: Array = None
     execution: Execution = field(default_factory=Execution)
+
+    @property
+    def message_dtypes(self) -> dict[str, str | None]:
+        """Dtypes of messages with ``statistics``, ``operators`` and ``directions``."""
+        return {
+            "statistics": self.statistics_dtype,
+            "operators": self.operators_dtype,
+            "directions": self.directions_dtype,
+        }
 
     def __post_init__(self) -> None:
         require_options(self)

@@ -25,7 +25,14 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, own_namespace
 from kfac_core.array.structure import leaves
 from kfac_core.distributed.communicator import Communicator, Handle
-from kfac_core.distributed.transport import Packed, in_dtype, lengths_of, pack, unpack
+from kfac_core.distributed.transport import (
+    Packed,
+    in_dtype,
+    lengths_of,
+    narrower,
+    pack,
+    unpack,
+)
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 
@@ -170,7 +177,7 @@ def summed(
 
 
 def merged_at_owners(
-    communicator: Communicator, items: Iterable[Item], /
+    communicator: Communicator, items: Iterable[Item], /, *, dtype: str | None
 ) -> dict[str, Average]:
     """Return the averages of all ranks, joined in their order, for what this rank owns.
 
@@ -181,6 +188,8 @@ def merged_at_owners(
     items : iterable of Item
         The same keys, owners and shapes on all ranks; each rank's part is sent to its
         owner alone.
+    dtype : str or None
+        Dtype of floating messages, where it is narrower than that of the averages.
 
     Returns
     -------
@@ -202,8 +211,9 @@ def merged_at_owners(
         send = [lengths_of(part.form).get(name, 0) for part in packed]
         receive = [send[communicator.rank]] * communicator.size
         flat = _joined([part.flat(name, like) for part in packed])
+        flat = in_dtype(flat, narrower(name, dtype))
         handles[name] = communicator.all_to_all(flat, send, receive)
-    arrived = {name: handle.wait() for name, handle in handles.items()}
+    arrived = {name: in_dtype(h.wait(), name) for name, h in handles.items()}
     lengths = lengths_of(own.form)
     found: dict[str, Average] = {}
     for rank in ranks:

@@ -1,7 +1,7 @@
 """Statistics of all devices inside one compiled program.
 
-Conventions.  A function compiler that maps a program over devices (JAX's ``shard_map`` or
-``pmap``) has a function that adds an array up over them.  With it each update adds up the
+Conventions.  A function compiler maps a program over devices (JAX's ``shard_map`` or
+``pmap``), and a communicator adds an array up over them.  With it each update adds up the
 sums of all devices' rows, so that every device has the statistics of all rows, and
 everything after the update is the same on all devices.  Shards of unequal sizes are padded
 and masked.  An example that is masked as a whole has no rows, but it is an example, as on
@@ -14,13 +14,14 @@ the program is that of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.status import Status
 from kfac_core.array.structure import map_structure
 from kfac_core.block import emptied
+from kfac_core.distributed.communicator import Communicator
 from kfac_core.errors import UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import GradientBatch
@@ -32,14 +33,13 @@ __all__ = ["SummedOver"]
 class SummedOver:
     """An executor for a program that runs on several devices, each with its own rows.
 
-    ``network.update(..., check="status", executor=SummedOver(psum))`` is then, on every
-    device, the update with the rows of all devices.
+    ``network.update(..., check="status", executor=SummedOver(connect("jax")))`` is then,
+    on every device, the update with the rows of all devices.
 
     Parameters
     ----------
-    psum : callable
-        Returns the sum of an array over all devices, such as
-        ``functools.partial(jax.lax.psum, axis_name="batch")``.
+    communicator : Communicator
+        Of all devices, made inside the mapped function.
     inner : Executor
         Executor that runs the tasks.
 
@@ -49,8 +49,8 @@ class SummedOver:
     number of each device's own examples.
     """
 
-    def __init__(self, psum: Callable[[Array], Array], inner: Executor = plain) -> None:
-        self._psum, self._inner = psum, inner
+    def __init__(self, communicator: Communicator, inner: Executor = plain) -> None:
+        self._communicator, self._inner = communicator, inner
 
     def __call__(self, function: Any, tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name, for the rows of all devices."""
@@ -81,6 +81,12 @@ class SummedOver:
                 decays=block.approximation.decays,
             )
         return found
+
+    def _psum(self, x: Array) -> Array:
+        """Return the sum of an array over all devices."""
+        xp = own_namespace(x)
+        total = self._communicator.all_reduce(xp.reshape(x, (-1,))).wait()
+        return xp.reshape(total, x.shape)
 
     def _summed(self, moments: Statistics) -> Statistics:
         averages = map_structure(self._psum, moments.averages)

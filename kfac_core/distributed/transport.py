@@ -22,12 +22,32 @@ from kfac_core.array.namespaces import (
     is_row_major,
     own_namespace,
 )
-from kfac_core.array.structure import fields_of, is_plain, is_structure
-from kfac_core.errors import CommunicationError
+from kfac_core.array.structure import fields_of, is_plain, is_structure, rebuilt
+from kfac_core.errors import CommunicationError, UnsupportedError
 from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["Packed", "in_dtype", "lengths_of", "pack", "unpack"]
+__all__ = [
+    "BYTES",
+    "Packed",
+    "dtype_name",
+    "in_dtype",
+    "lengths_of",
+    "narrower",
+    "pack",
+    "rounded",
+    "unpack",
+]
+
+BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int32": 4,
+    "int64": 8,
+}
+"""Bytes of a number of each dtype that is sent."""
 
 Form = Any
 """Plain data: dicts, lists, numbers, strings and None."""
@@ -102,7 +122,7 @@ class Packed:
         logical = xp.isdtype(x.dtype, "bool")
         if logical:
             x = xp.astype(x, xp.int32)
-        dtype = str(x.dtype).rpartition(".")[2]
+        dtype = dtype_name(x)
         self.arrays.setdefault(dtype, []).append(xp.reshape(x, (-1,)))
         made: dict[str, Any] = {"array": dtype, "shape": list(x.shape)}
         if logical:
@@ -273,4 +293,77 @@ def _tupled(value: Any) -> Any:
 def in_dtype(flat: Array, dtype: str, /) -> Array:
     """Return an array in the dtype of a name; itself where it has that already."""
     xp = own_namespace(flat)
+    if not hasattr(xp, dtype):
+        raise UnsupportedError(
+            f"Messages in {dtype} were asked for, which {xp.__name__} does not have. Take "
+            "'float32'."
+        )
     return cast(xp, flat, getattr(xp, dtype))
+
+
+def dtype_name(x: Array, /) -> str:
+    """Return the name of an array's dtype, such as ``"float32"``."""
+    return str(x.dtype).rpartition(".")[2]
+
+
+def narrower(name: str, asked: str | None, /) -> str:
+    """Return the dtype in which numbers of a dtype are sent.
+
+    Parameters
+    ----------
+    name : str
+        Their own dtype.
+    asked : str or None
+        What was asked for.
+
+    Returns
+    -------
+    str
+        The latter, where both are floating and it has fewer bits.
+    """
+    if asked is None or "float" not in name or BYTES[asked] >= BYTES[name]:
+        return name
+    return asked
+
+
+def rounded(value: Any, dtype: str, /) -> Any:
+    """Return a value as it arrives where it is sent in a dtype.
+
+    Parameters
+    ----------
+    value : structure, dict, tuple, array, number or None
+        As of `pack`.
+    dtype : str
+        Of the message; arrays of a narrower one, and of integers, stay as they are.
+
+    Returns
+    -------
+    structure, dict, tuple, array, number or None
+        In the dtypes of the value.  What stood in several places still does.
+    """
+    return _Rounding(dtype).of(value)
+
+
+class _Rounding:
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._seen: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        if value is None or is_plain(value):
+            return value
+        if isinstance(value, (tuple, list)):
+            return tuple([self.of(part) for part in value])
+        if isinstance(value, dict):
+            return {name: self.of(part) for name, part in value.items()}
+        if id(value) not in self._seen:
+            made = (
+                rebuilt(value, self.of) if is_structure(value) else self._array(value)
+            )
+            self._seen[id(value)] = value, made
+        return self._seen[id(value)][1]
+
+    def _array(self, value: Array) -> Array:
+        own = dtype_name(value)
+        wire = narrower(own, self._dtype)
+        return value if wire == own else in_dtype(in_dtype(value, wire), own)

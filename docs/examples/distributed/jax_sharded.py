@@ -31,7 +31,7 @@ import jax.numpy as jnp  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core.distributed import SummedOver  # noqa: E402
+from kfac_core.distributed import SummedOver, connect  # noqa: E402
 
 WIDTHS = (64, 32, 10)
 RATE, DAMPING = 0.3, 0.1
@@ -60,7 +60,7 @@ def initial(dtype):
     }
 
 
-def step(weights, state, images, labels, mask, refresh, psum=None):
+def step(weights, state, images, labels, mask, refresh, axis_name=None):
     """Return the weights and the state after one step, and the directions."""
     inputs, x = {}, images
     for name, own in weights.items():
@@ -77,9 +77,10 @@ def step(weights, state, images, labels, mask, refresh, psum=None):
         gradients[name] = {"weight": x.T @ g / BATCH, "bias": jnp.sum(g, 0) / BATCH}
         g = (g @ own["weight"].T) * (1.0 - x**2)
     options = {}
-    if psum is not None:
-        gradients = jax.tree.map(psum, gradients)
-        options["executor"] = SummedOver(psum)
+    if axis_name is not None:
+        gradients = jax.lax.psum(gradients, axis_name)
+        # The devices of the axes that this is mapped over.
+        options["executor"] = SummedOver(connect("jax"))
     state = NETWORK.update(state, batches, decay=0.95, check="status", **options)
     state = jax.lax.cond(
         refresh,
@@ -141,9 +142,7 @@ def main():
     mesh = Mesh(np.array(jax.devices()), ("shards",))
     mapped = jax.jit(
         jax.shard_map(
-            functools.partial(
-                step, psum=functools.partial(jax.lax.psum, axis_name="shards")
-            ),
+            functools.partial(step, axis_name="shards"),
             mesh=mesh,
             in_specs=(EVERYWHERE, EVERYWHERE, DIVIDED, DIVIDED, DIVIDED, EVERYWHERE),
             out_specs=EVERYWHERE,
@@ -151,9 +150,7 @@ def main():
         )
     )
     by_device = jax.pmap(
-        functools.partial(
-            step, psum=functools.partial(jax.lax.psum, axis_name="shards")
-        ),
+        functools.partial(step, axis_name="shards"),
         axis_name="shards",
         in_axes=(None, None, 0, 0, 0, None),
     )

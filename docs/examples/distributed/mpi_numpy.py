@@ -124,7 +124,7 @@ def main():
         program = [sys.executable, "-m", "mpi4py", *sys.argv]
         command = [launcher, "-n", str(chosen.processes), *program]
         sys.exit(subprocess.run(command, check=False).returncode)
-    communicator = connect("mpi", timeout=30.0)
+    communicator = connect("mpi", timeout=120.0)
     holders = holders_of(chosen.holders)
     compared(
         lambda: train(communicator, holders, chosen.dtype),

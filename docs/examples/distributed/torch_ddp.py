@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfac_core.distributed import Distributed, connect
 from kfac_core_shims.torch import KFAC
 
-RATE, DAMPING, TIMEOUT = 0.3, 0.1, 30.0
+RATE, DAMPING, TIMEOUT = 0.3, 0.1, 120.0
 
 
 def network(dtype):

@@ -7,23 +7,14 @@ parts, which is what one device would have had, whatever the masks.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 
 import kfac_core as kc
+from kfac_core_backends.jax_axes import AxisCommunicator, mapped_axes
 
 __all__ = ["averaged", "mapped_axes", "summed_over"]
-
-
-def mapped_axes() -> tuple[Any, ...]:
-    """Return the names of the mapped axes that the caller is inside of."""
-    name = "unsafe_get_axis_names_DO_NOT_USE"
-    # Before JAX 0.10 it was in `jax.core`.
-    names: Any = getattr(jex, name, None) or getattr(jax.core, name)
-    return tuple(names())
 
 
 def averaged(tree: Any, axis_name: Any, /) -> Any:
@@ -35,6 +26,4 @@ def summed_over(
     axis_name: Any, inner: kc.execution.Executor, /
 ) -> kc.distributed.SummedOver:
     """Return the executor of an update with the rows of all devices of an axis."""
-    return kc.distributed.SummedOver(
-        functools.partial(jax.lax.psum, axis_name=axis_name), inner
-    )
+    return kc.distributed.SummedOver(AxisCommunicator(axis_name), inner)

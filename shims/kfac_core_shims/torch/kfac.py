@@ -63,7 +63,8 @@ class KFAC(kc.integration.NaturalGradient):
     reduction : {"mean", "sum"}, optional
         Reduction over the rows of outputs, in the loss that is differentiated; by default
         that of the loss module, or ``"mean"``.  A cross-entropy that is plainly of the
-        other reduction is refused at the first backward pass.
+        other reduction is refused at the first backward pass; on several processes at
+        each `step` with statistics.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of
         them, ``"empirical"`` uses the gradients of the caller's backward pass.
@@ -223,8 +224,9 @@ class KFAC(kc.integration.NaturalGradient):
         if self._division is not None:
             if keep:
                 raise kc.UnsupportedError(
-                    "The model's parameters are divided among processes (DTensor), and "
-                    "KFACOptimizer needs them whole. Use KFAC beside another optimizer."
+                    "The model's parameters are divided among processes (DTensor), for "
+                    "which PyTorch has no forward derivatives, and KFACOptimizer takes one "
+                    "in the direction of each step. Use KFAC beside another optimizer."
                 )
             self._division.install(found)
         chosen = dict(approximations or {})
@@ -714,7 +716,8 @@ class KFAC(kc.integration.NaturalGradient):
         mean = read.mean()
         coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
         if bool(((read - mean).abs() <= coarse * mean).all()):
-            self._require_reduction(float(mean), len(read), coarse)
+            if self._processes == 1:
+                self._require_reduction(float(mean), len(read), coarse)
             self._equal_rows = True
             return weight, float(mean)
         if self.estimator.mode == "empirical":
@@ -728,18 +731,22 @@ class KFAC(kc.integration.NaturalGradient):
     def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
         """Refuse a loss that is not the mean, or the sum, that `reduction` says.
 
-        A row's cross-entropy stands in a mean with a factor of 1/R, in a sum with 1.  It
-        may be less, where batches are accumulated, and what somebody said may be so by
-        the time of the step; then a scaled loss is only told.
+        A row's cross-entropy stands in a mean with a factor of 1/R, in a sum with 1; on p
+        processes, whose gradients are averaged, in a mean with p/R.  It may be less, where
+        batches are accumulated, and what somebody said may be so by the time of the step;
+        then a scaled loss is only told.
         """
-        if self.grad_scaler is not None or self._processes > 1:
+        if self.grad_scaler is not None:
             return
         reduction = self.reduction
-        times = scale * rows if reduction == "mean" else scale
+        means = scale * rows / self._processes
+        times = means if reduction == "mean" else scale
         found = (
             f"each of the {rows} rows' cross-entropies stands in the loss with a factor of "
             f"{scale:.3g}"
         )
+        if self._processes > 1:
+            found = f"{found} on each of {self._processes} processes"
         if self.criterion.reduction_assumed and times > _MEAN:
             raise kc.ConventionError(
                 f"Expected a loss that is a mean over its rows, and {found}. Pass "
@@ -747,7 +754,9 @@ class KFAC(kc.integration.NaturalGradient):
                 "multiplied it, or reduction='mean' if gradients are divided by "
                 f"{times:.3g} before `step`."
             )
-        if reduction == "sum" and abs(scale * rows - 1) <= coarse:
+        # Of as many rows as processes a sum may look like a mean.
+        is_sum = abs(scale - 1) <= coarse
+        if reduction == "sum" and abs(means - 1) <= coarse and not is_sum:
             raise kc.ConventionError(
                 f"Expected a loss that is a sum over its rows, and {found}, as in a mean. "
                 "Pass reduction='mean', or the loss module as `likelihood`."
@@ -760,18 +769,23 @@ class KFAC(kc.integration.NaturalGradient):
                 stacklevel=2,
             )
 
-    def _require_equal_scales(self, seen: list[Observation]) -> None:
-        """Raise on all processes if each averages over rows of its own, of unequal number.
+    def _require_loss_of_all(self, seen: list[Observation]) -> None:
+        """Raise on all processes unless their losses are parts of what `reduction` says.
 
-        Collective.  Gradients are averages over processes, and so would be of another loss
-        than the mean over all rows.
+        Collective.  Gradients are averages over processes: if each process averages over
+        rows of its own, of unequal number, they are of another loss than the mean over all
+        rows.
         """
-        own = [o.scale for o in seen if o.scale is not None]
-        values = [len(own), sum(own), sum(c * c for c in own)]
+        own = [(o.scale, o.rows) for o in seen if o.scale is not None]
+        values = [len(own), sum(c for c, _ in own), sum(c * c for c, _ in own)]
+        values += [sum(rows for _, rows in own), len(own) > 0]
         assert self.communicator is not None
-        count, total, squares = kc.distributed.Agreement(self.communicator).vote(
+        agreement = kc.distributed.Agreement(self.communicator)
+        count, total, squares, rows, ranks = agreement.vote(
             f"scales of the loss at step {self.steps}", values
-        )
+        ).tolist()
+        if not count:
+            return
         if count * squares > (1 + 1e-4) * total * total:
             raise kc.ConventionError(
                 "The loss gives rows of one process another weight than those of another: "
@@ -779,6 +793,9 @@ class KFAC(kc.integration.NaturalGradient):
                 "process's mean take n p / R times, n of its rows, p processes and R rows "
                 "of all; or see that all processes have equally many rows."
             )
+        if self._processes > 1:
+            # Of one pass, where several are accumulated.
+            self._require_reduction(total / count, round(rows * ranks / count), 5e-2)
 
     def _reached(self, edge: Any) -> list[capturing.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
@@ -872,8 +889,8 @@ class KFAC(kc.integration.NaturalGradient):
         else:
             of_sites = {name: s.gradients() for name, s in self._sites.items()}
             given = {name: g for name, g in of_sites.items() if g is not None}
-        if self.communicator is not None and self.reduction == "mean":
-            self._require_equal_scales(seen)
+        if self.communicator is not None and self.wants_outputs:
+            self._require_loss_of_all(seen)
         if seen and not given and self.communicator is None:
             raise kc.NotReadyError(
                 "No parameter of a covered layer has a gradient, though the model's "

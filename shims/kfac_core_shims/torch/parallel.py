@@ -78,7 +78,8 @@ def execution_of(
                 "one of the two out."
             )
         processes = execution.communicator
-        return execution, processes, _division(model, processes)
+        dtype = execution.directions_dtype
+        return execution, processes, _division(model, processes, dtype)
     divided = any(hasattr(p, "placements") for p in model.parameters())
     if communicator is None and (divided or _processes() > 1):
         _require_all_processes(getattr(model, "_orig_mod", model))
@@ -109,7 +110,9 @@ def execution_of(
 
 
 def _division(
-    model: Any, communicator: kc.distributed.Communicator | None
+    model: Any,
+    communicator: kc.distributed.Communicator | None,
+    directions_dtype: str | None = None,
 ) -> Division | None:
     """Return how parameters are divided; refuse what cannot be."""
     for name, module in model.named_modules():
@@ -123,7 +126,7 @@ def _division(
     # What imports DTensor takes a second, and most models have none.
     from kfac_core_shims.torch import sharded
 
-    return sharded.division_of(model, communicator)
+    return sharded.division_of(model, communicator, directions_dtype)
 
 
 def require_one_process(why: str, /) -> None:

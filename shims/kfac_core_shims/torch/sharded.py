@@ -40,12 +40,21 @@ class Division:
         Of the processes of the mesh, in its order.
     tensor_parallel : bool
         Whether layers are called with a part of their weights.
+    directions_dtype : str or None
+        As of `Distributed`.
     """
 
     def __init__(
-        self, communicator: kc.distributed.Communicator, *, tensor_parallel: bool
+        self,
+        communicator: kc.distributed.Communicator,
+        *,
+        tensor_parallel: bool,
+        directions_dtype: str | None,
     ) -> None:
         self.tensor_parallel = tensor_parallel
+        self._wire: Any = None
+        if directions_dtype is not None:
+            self._wire = getattr(torch, directions_dtype)
         self._communicator = communicator
         self._agreement = kc.distributed.Agreement(communicator)
         self._sites: dict[str, Site] = {}
@@ -271,22 +280,31 @@ class Division:
         for name, role, p in self._parameters(like):
             axis, owner = _axis(p), owners[name]
             x = like[name][role]
-            sent = messages.setdefault(x.dtype, _Messages(x, size))
+            wire = self._wire_of(x)
+            sent = messages.setdefault(wire, _Messages(x.to(wire), size))
             if owner != rank:
                 sent.expect(owner, (name, role), tuple(x.shape))
                 continue
+            # Rounded here too, since other processes have the same of what is not divided.
+            whole = own[name][role].to(wire)
             for other in range(size):
-                part = own[name][role]
+                part = whole
                 if axis is not None:
                     part = _slice(part, axis, other, size)
                 if other == rank:
-                    found[name][role] = part
+                    found[name][role] = part.to(x.dtype)
                 else:
                     sent.put(other, part)
         for exchanged in messages.values():
             for (_, (name, role)), x in exchanged.exchanged(self._communicator).items():
-                found[name][role] = x
+                found[name][role] = x.to(like[name][role].dtype)
         return found
+
+    def _wire_of(self, x: Any) -> Any:
+        """Return the dtype in which directions like a tensor are sent."""
+        if self._wire is None or self._wire.itemsize >= x.dtype.itemsize:
+            return x.dtype
+        return self._wire
 
     def _parameters(self, given: Arrays) -> Iterable[tuple[str, str, Any]]:
         for name, roles in given.items():
@@ -328,7 +346,10 @@ class _Messages:
 
 
 def division_of(
-    model: Any, communicator: kc.distributed.Communicator | None, /
+    model: Any,
+    communicator: kc.distributed.Communicator | None,
+    directions_dtype: str | None,
+    /,
 ) -> Division:
     """Return how the parameters of a model are divided.
 
@@ -338,6 +359,8 @@ def division_of(
         The model, with parameters that are ``DTensor``.
     communicator : Communicator or None
         The processes that train it.
+    directions_dtype : str or None
+        As of `Distributed`.
 
     Returns
     -------
@@ -367,7 +390,11 @@ def division_of(
             )
     assert communicator is not None
     fully_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    return Division(communicator, tensor_parallel=not fully_sharded)
+    return Division(
+        communicator,
+        tensor_parallel=not fully_sharded,
+        directions_dtype=directions_dtype,
+    )
 
 
 def _axis(p: Any) -> int | None:
