@@ -28,11 +28,14 @@ from kfac_core.array.finite import all_finite, known_true
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
+    as_number,
     as_scalar,
     device_of,
+    in_one_place,
     namespace_of,
     own_namespace,
     same_place,
+    smallest_normal_of,
     status_unless,
     wide_dtype,
 )
@@ -410,7 +413,7 @@ class Block:
             damping_scaling="none",
             precision=precision,
             check=check,
-            memo={} if memo is None else memo,
+            memo=memo,
             least_shift=least_shift,
         )
         made = refresh(name, self, statistics, damping, solving)
@@ -589,8 +592,6 @@ class Stage:
         Whether NumPy may compute for a library that shares its memory.
     is_product : bool
         Whether its work is products of matrices, counted in flops.
-    shares : bool
-        Whether parts that several tasks have in common are told by their identity.
     worth_threads : int
         How much work is worth handing out to threads.
     kept : tuple of int
@@ -600,9 +601,13 @@ class Stage:
     stage: ClassVar[str]
     on_host: ClassVar[bool] = False
     is_product: ClassVar[bool] = False
-    shares: ClassVar[bool] = False
     worth_threads: ClassVar[int] = 0
     kept: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def shares(self) -> bool:
+        """Whether parts that several tasks have in common are told by their identity."""
+        return False
 
     def stacks(self, *_: Any) -> bool:
         """Whether equal tasks can be run as one."""
@@ -678,13 +683,15 @@ class UpdateBlock(Stage):
         """
         like = statistics.like
         xp = own_namespace(like)
-        decay = as_scalar(xp, decay, like.dtype, "decay")
-        if weight is not None:
-            weight = as_scalar(xp, weight, like.dtype, "weight")
-        flags = statistics.status * 0
-        if not (isinstance(decay, float) and isinstance(weight, float | None)):
-            given = 1.0 if weight is None else weight
-            flags = flags | _coefficient_flags(decay, given, like, xp)
+        flags = as_number(statistics.status) * 0
+        if type(decay) is not float or type(weight) is not float:
+            decay = as_scalar(xp, decay, like.dtype, "decay")
+            given = as_scalar(
+                xp, 1.0 if weight is None else weight, like.dtype, "weight"
+            )
+            weight = None if weight is None else given
+            if not (isinstance(decay, float) and isinstance(given, float)):
+                flags = flags | _coefficient_flags(decay, given, like, xp)
         options = UpdateOptions(
             conventions=self.conventions, decay=decay, weight=weight, skip=skip, xp=xp
         )
@@ -855,8 +862,8 @@ class RefreshBlock(Stage):
         See `Block.operator`.
     damping_scaling : {"none", "mean_eigenvalue"}
         See `kfac_core.Refreshing`.
-    memo : dict
-        Cache for blocks that share a factor.
+    memo : dict or None
+        Cache for blocks that share a factor; None where none do.
     least_shift : float
         See `kfac_core.Refreshing`.
     """
@@ -867,13 +874,17 @@ class RefreshBlock(Stage):
     damping_scaling: DampingScaling
     precision: Precision
     check: Check
-    memo: dict[Any, Any] = field(compare=False)
+    memo: dict[Any, Any] | None = field(default=None, compare=False)
     least_shift: float = 0.0
 
     stage = "refresh"
     on_host = True
-    shares = True
     kept = (1,)
+
+    @property
+    def shares(self) -> bool:
+        """Whether parts that several tasks have in common are told by their identity."""
+        return self.memo is not None
 
     def __call__(
         self,
@@ -908,7 +919,7 @@ class RefreshBlock(Stage):
             compute=compute,
             apply=apply,
             name=name,
-            memo={} if stack else self.memo,
+            memo=None if stack else self.memo,
             xp=xp,
             least_shift=self.least_shift,
         )
@@ -961,8 +972,8 @@ class Product(Stage):
     """
 
     product: str
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any] = field(hash=False)
+    arguments: tuple[Any, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     stage = "product"
     on_host = True
@@ -1043,7 +1054,7 @@ def _with_status(statistics: Statistics, status: Any) -> Statistics:
 
 def _require_place(held: Array, given: Array) -> None:
     """Raise if a batch and the statistics differ in library or device."""
-    if type(held) is type(given) and device_of(held) == device_of(given):
+    if in_one_place(held, given):
         return
     try:
         namespace_of(statistics=held, batch=given)
@@ -1107,6 +1118,8 @@ def _with_overflow(
         if name in options.skip or name in known:
             continue
         total = getattr(average, "sum", average)
+        if getattr(total, "ndim", None) == 0:
+            continue
         if isinstance(total, SymmetricMatrix):
             total = total.diagonal()
         for _, leaf in leaves(total):
@@ -1152,7 +1165,7 @@ def _checked_damping(
         require_damping(value, name=f"damping` of block `{name}")
         _require_normal(value, dtypes, xp)
         return as_scalar(xp, damping, dtypes[0], "damping")
-    smallest = max(float(xp.finfo(dtype).smallest_normal) for dtype in dtypes)
+    smallest = max(smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
     good = (damping <= 0) | (damping >= smallest)
     own = as_scalar(xp, damping, dtypes[0], "damping")
     # NaN is flagged as an invalid damping, where a number would have raised.
@@ -1162,7 +1175,7 @@ def _checked_damping(
 def _require_normal(damping: float, dtypes: tuple[Any, ...], xp: Namespace) -> None:
     """Raise for a damping that a dtype of the operator cannot hold."""
     for dtype in dtypes:
-        smallest = float(xp.finfo(dtype).smallest_normal)
+        smallest = smallest_normal_of(dtype, xp=xp)
         if 0.0 < damping < smallest:
             raise DampingError(
                 f"Expected `damping` to be zero or at least {smallest:.1e}, the smallest "

@@ -101,4 +101,6 @@ class Conventions:
 
     def gradient_scale(self, *, examples: int, rows: Scalar) -> Scalar:
         """Return the factor on each g: 1, N or the number of rows, by ``reduction``."""
-        return {"sum": 1.0, "mean": float(examples), "mean_rows": rows}[self.reduction]
+        if self.reduction == "sum":
+            return 1.0
+        return float(examples) if self.reduction == "mean" else rows

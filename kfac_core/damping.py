@@ -15,6 +15,7 @@ from typing import Literal
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import known_true
 from kfac_core.array.namespaces import NUMBER, Scalar, full_of
 from kfac_core.constraints import RANGES, require_range, validated
 from kfac_core.errors import DampingError
@@ -99,7 +100,9 @@ def factored_shifts(
     positive = mean_eigenvalues[0] > 0
     for n in mean_eigenvalues[1:]:
         positive = positive & (n > 0)
-    safe = [xp.where(positive, n, xp.ones_like(n)) for n in mean_eigenvalues]
+    safe = mean_eigenvalues
+    if not known_true(positive, xp=xp):
+        safe = [xp.where(positive, n, 1.0) for n in mean_eigenvalues]
     # A product of roots, since that of the n_i may overflow or underflow.
     center = _root(safe[0], k, xp)
     for n in safe[1:]:
@@ -117,7 +120,7 @@ def _raised(shifts: list[Array], least: float, xp: Namespace) -> list[Array]:
 
 def _root(x: Scalar, k: int, xp: Namespace) -> Scalar:
     """Return the k-th root; compilers make much of a power."""
-    if k == 2 and not isinstance(x, NUMBER):
+    if k == 2 and hasattr(x, "dtype"):
         return xp.sqrt(x)
     return x ** (1.0 / k)
 

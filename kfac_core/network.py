@@ -17,7 +17,7 @@ flags in ``state[name].status``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, get_args
 
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.choice import choose
@@ -374,6 +374,13 @@ class Network:
         self.shared_factors = SharedFactors(sharing.factors, self.blocks)
         self.tied_weights = TiedWeights(sharing.weights, self.blocks)
         self._taken = {n: self.shared_factors.taken_by(n) for n in self.blocks}
+        checks: tuple[Check, ...] = get_args(Check)
+        self._updates = {
+            check: UpdateBlock(conventions, max_patch_elements, check)
+            for check in checks
+        }
+        self._refreshes = {check: self._refresh_of(check) for check in checks}
+        self._products = {name: Product(name) for name in VECTOR_PRODUCTS}
         if self.chains.of and self.refreshing.damping_scaling != "none":
             raise UnsupportedError(
                 "A chain has no curvature without damping that a damping could be relative "
@@ -537,7 +544,7 @@ class Network:
         shared = getattr(executor, "updates_all", False)
         if shared:
             given = {name: given.get(name) for name in self.blocks}
-        function = UpdateBlock(self.conventions, self.max_patch_elements, check)
+        function = self._updates[check]
         weight, burn_in = self.averaging.weight, self.averaging.burn_in
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, batch in given.items():
@@ -933,9 +940,14 @@ class Network:
         for name, own in given.items():
             operator = self.operator(state, name)
             tasks[name] = self.blocks[name], operator, own
-        made = executor(Product(product, arguments, options), tasks)
+        function = self._products[product]
+        if arguments or options:
+            function = Product(product, arguments, options)
+        made = executor(function, tasks)
         for name, vector in made.items():
-            made[name] = _unless_new(state.blocks[name], vector)
+            refreshes = state.blocks[name].refreshes
+            if not isinstance(refreshes, int):
+                made[name] = _unless_new(refreshes, vector)
         return self.chains.by_layer(made) if self.chains.of else made
 
     def operator(self, state: NetworkState, name: str, /) -> CurvatureOperator:
@@ -1042,7 +1054,8 @@ class Network:
 
     def known(self, name: str, /) -> str:
         """Return the name of a block, or raise `UnknownBlockError`."""
-        require_kind("name", name, str, "the name of a block")
+        if type(name) is not str:
+            require_kind("name", name, str, "the name of a block")
         if name in self.blocks:
             return name
         if name in self.tied_weights.uses:
@@ -1156,9 +1169,9 @@ class Network:
     def _require_ready(self, state: NetworkState, name: str) -> None:
         """Raise `NotReadyError` if a block has nothing to make an operator from."""
         self._statistics_of(state, name)
-        held = state.blocks[name]
         if not self.blocks[name].approximation.has_bases:
             return
+        held = state.blocks[name]
         # Counts that are arrays may be traced, and their values cannot be read.
         never = type(held.basis_age) is int and held.basis_age < 0
         missing = type(held.moments_missing) is int and held.moments_missing
@@ -1175,28 +1188,36 @@ class Network:
         damping: Scalar | Mapping[str, Scalar],
         check: Check,
     ) -> tuple[RefreshBlock, dict[str, tuple[Any, ...]]]:
-        function = RefreshBlock(
+        function = self._refreshes[check]
+        everything: dict[str, Statistics | None] = {}
+        if self.shared_factors.pairs:
+            function = self._refresh_of(check, memo={})
+            everything = {name: held.statistics for name, held in state.blocks.items()}
+        of_blocks = type(damping) is not float and isinstance(damping, Mapping)
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name in names:
+            own: Any = state.blocks[name].statistics
+            if everything:
+                own = self.shared_factors.completed(name, own, everything)
+            own_damping = damping[name] if of_blocks else damping
+            solving = self.solving.get(name, "inverse")
+            tasks[name] = (self.blocks[name], own, own_damping, solving)
+        return function, tasks
+
+    def _refresh_of(
+        self, check: Check, memo: dict[Any, Any] | None = None
+    ) -> RefreshBlock:
+        """Return the function of one block that `refresh` runs for each."""
+        return RefreshBlock(
             rule=self.damping_rule,
             debias=self.averaging.debias,
             factorizations=self.refreshing.factorizations,
             damping_scaling=self.refreshing.damping_scaling,
             precision=self.precision,
             check=check,
-            memo={},
+            memo=memo,
             least_shift=self.refreshing.least_shift,
         )
-        everything: dict[str, Statistics | None] = {}
-        if self.shared_factors.pairs:
-            everything = {name: held.statistics for name, held in state.blocks.items()}
-        tasks: dict[str, tuple[Any, ...]] = {}
-        for name in names:
-            own = self._statistics_of(state, name)
-            if everything:
-                own = self.shared_factors.completed(name, own, everything)
-            own_damping = damping[name] if isinstance(damping, Mapping) else damping
-            solving = self.solving.get(name, "inverse")
-            tasks[name] = (self.blocks[name], own, own_damping, solving)
-        return function, tasks
 
 
 def _one_where(burning: Any, value: Scalar, statistics: Statistics | None) -> Scalar:
@@ -1267,11 +1288,9 @@ def _in_form(value: Any, like: Any) -> Any:
     return xp.zeros_like(like) + (0 if value is None else value)
 
 
-def _unless_new(held: BlockState, vector: dict[str, Any]) -> dict[str, Any]:
+def _unless_new(refreshes: Array, vector: dict[str, Any]) -> dict[str, Any]:
     """Return a product, or zero for a traced state that was never refreshed."""
-    if isinstance(held.refreshes, int):
-        return vector
-    xp, ready = own_namespace(held.refreshes), held.refreshes > 0
+    xp, ready = own_namespace(refreshes), refreshes > 0
     return map_structure(lambda x: xp.where(ready, x, xp.zeros_like(x)), vector)
 
 

@@ -292,20 +292,23 @@ def scale_symmetric(matrix: Any, factor: Any, /, *, xp: Any) -> Any:
 
 
 def all_finite(x: Any, /, *, xp: Any) -> Any:
-    """Return whether every number is finite.
-
-    That is so where the sum of squares is, of which no terms cancel; else the smallest and
-    the largest number tell.
-    """
+    """Return whether every number is finite."""
     if x.numel() == 0 or not _plain(x):
         return NotImplemented
+    return torch.tensor(_is_finite(x))
+
+
+def _is_finite(x: Any) -> bool:
+    """Whether every number is finite: so where the sum of squares is; or by the extremes.
+
+    No terms of that sum cancel.
+    """
     flat = _flat(x)
     if flat is not None and math.isfinite(torch.dot(flat, flat)):
-        return torch.tensor(True)
-    smallest, largest = torch.aminmax(x)
+        return True
     # NaN is both.  (``isfinite`` of x takes twenty times as long; of two numbers on the
     # CPU it takes twice as long as reading them.)
-    return torch.tensor(math.isfinite(smallest) and math.isfinite(largest))
+    return all(map(math.isfinite, torch.aminmax(x)))
 
 
 def _flat(x: Any) -> Any:
@@ -316,7 +319,14 @@ def _flat(x: Any) -> Any:
     return rows.reshape(-1) if rows.is_contiguous() else None
 
 
-def known_true(condition: Any, /, *, xp: Any) -> bool:
+def known_finite(x: Any, /, *, xp: Any) -> bool:
+    """Return the same as a bool, of a tensor that `is_plain`."""
+    if not is_plain(x, xp=xp):
+        return False
+    return x.numel() == 0 or _is_finite(x)
+
+
+def known_all(condition: Any, /, *, xp: Any) -> bool:
     """Whether all of a condition holds, if that needs no synchronization."""
     return _plain(condition) and bool(condition.all())
 

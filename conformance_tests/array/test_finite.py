@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.array.finite import all_finite, known_true
+from kfac_core.array.finite import all_finite, is_plain, known_finite, known_true
 from kfac_core.linalg.gram import gram_update
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
@@ -70,12 +70,19 @@ def test_nothing_else_is_known_to_be_true(backend, dtype, rng, bad, shape):
     """A backend may say that it does not know, but never that what is not is."""
     x = rng.normal(size=shape)
     xp = backend.xp
-    good = xp.isfinite(backend.asarray(x, dtype))
+    own = backend.asarray(x, dtype)
+    good = xp.isfinite(own)
     assert isinstance(known_true(good, xp=xp), bool)
+    # Whoever has numbers at hand knows, and only then.
+    assert known_finite(own, xp=xp) is is_plain(own, xp=xp)
     x = np.concatenate([x, np.ones((*shape[:-2], 1, shape[-1]))], axis=-2)
     x[..., -1, 1] = bad
 
-    assert known_true(xp.isfinite(backend.asarray(x, dtype)), xp=xp) is False
+    own = backend.asarray(x, dtype)
+    assert known_true(xp.isfinite(own), xp=xp) is False
+    assert known_finite(own, xp=xp) is False
+    largest = xp.full_like(own, float(np.finfo(dtype).max))
+    assert known_finite(largest, xp=xp) is is_plain(own, xp=xp)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -170,8 +170,8 @@ def test_a_failure_raises_and_keeps_what_was(on_one_thread, asked, rng):  # noqa
     estimator.refresh()
     kept = estimator.operator("fc")
     estimator.damping = 0.0
-    estimator.update({"fc": kc.Batch(x, g * 0.0)})
     asked.clear()
+    estimator.update({"fc": kc.Batch(x, g * 0.0)})
 
     with pytest.raises(kc.FactorizationError, match="fc/"):
         estimator.refresh()

@@ -196,7 +196,7 @@ class KFOC(Approximation):
             factor = SymmetricMatrix(value, full_storage=True)
             averages[side] = Average(factor, one)
         # What is remembered is so by the identity of an average; these do not last.
-        own = dataclasses.replace(options, debias=True, memo={})
+        own = dataclasses.replace(options, debias=True, memo=None)
         return _KRONECKER.operator(Statistics(averages, statistics.status), layer, own)
 
 

@@ -32,7 +32,15 @@ from typing import Any, Literal
 from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of, full_of, own_namespace
+from kfac_core.array.finite import positive_or_one
+from kfac_core.array.namespaces import (
+    as_array,
+    as_number,
+    cast,
+    device_of,
+    full_of,
+    own_namespace,
+)
 from kfac_core.array.place import Place
 from kfac_core.array.structure import replaced
 from kfac_core.constraints import checked, require_options
@@ -351,7 +359,7 @@ class Kronecker(Approximation):
         xp, averages, apply = options.xp, statistics.averages, options.apply
         # Always debiased: S counts rows, and a biased mean would scale F.
         S = cast(xp, averages["repeats"].value(debias=True), options.compute)
-        S = xp.where(S > 0, S, 1.0)
+        S = positive_or_one(as_number(S), xp=xp)
         separate = self.bias == "separate" and "bias" in layer.parameter_shapes
         sides = ("input", "output")
         kinds = factor_of(self.input, layer), factor_of(self.output, layer)
@@ -379,6 +387,7 @@ class Kronecker(Approximation):
                 least=options.least_shift,
                 xp=xp,
             )
+        shared = {} if options.memo is None else options.memo
         damped, made = [], []
         for side, kind, value, shift in zip(sides, kinds, values, shifts, strict=True):
             reporting: Any = {"check": options.check, "name": f"{options.name}/{side}"}
@@ -387,16 +396,16 @@ class Kronecker(Approximation):
             # The key is the identity of the average, which the statistics keep alive,
             # so that blocks that share a factor share its basis.
             key = ("basis", id(averages[side]), separate and side == "input")
-            if key in options.memo:
-                part = replaced(part, basis=options.memo[key])
+            if key in shared:
+                part = replaced(part, basis=shared[key])
             if not exact:
                 part = part.prepared(*options.factorizations, **reporting)
             elif options.factorizations:
                 part = part.prepared("eigenbasis", **reporting)
             if isinstance(part, ShiftedMatrix) and part.basis is not None:
-                options.memo[key] = part.basis
+                shared[key] = part.basis
             made.append(part)
-        scale = cast(xp, S, apply)
+        scale = as_array(cast(xp, S, apply))
         operator = FactoredKronecker(made[0], made[1], scale)
         if not exact:
             return operator

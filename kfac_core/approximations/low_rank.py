@@ -20,7 +20,7 @@ from typing import Any
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
-from kfac_core.array.namespaces import cast, full_of
+from kfac_core.array.namespaces import cast, full_of, roundoff_of
 from kfac_core.array.place import Place
 from kfac_core.array.structure import in_dtype
 from kfac_core.constraints import checked, require_options
@@ -172,7 +172,7 @@ class LowRankKronecker(Approximation):
         S = xp.where(S > 0, S, xp.ones_like(S))
         lam = full_of(xp, options.damping, S)
         bases, means = [], []
-        stored = float(xp.finfo(statistics.dtype).eps)
+        stored = roundoff_of(statistics.dtype, xp=xp)
         for side in ("input", "output"):
             total = statistics.averages[side].value(debias=options.debias)
             total = in_dtype(total, compute, xp)

@@ -104,9 +104,9 @@ class OperatorOptions:
         Dtypes of factorizing, and of the operator.
     name : str
         The block's name, for messages.
-    memo : dict
+    memo : dict or None
         What operators that share factors have made already, by the identity of the
-        average that it was made from.
+        average that it was made from; None where no factor is shared.
     xp : namespace
         Array API namespace of the statistics.
     """
@@ -119,6 +119,6 @@ class OperatorOptions:
     compute: Any
     apply: Any
     name: str
-    memo: dict[Any, Any]
+    memo: dict[Any, Any] | None
     xp: Namespace
     least_shift: float = 0.0

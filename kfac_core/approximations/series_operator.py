@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from kfac_core.approximations.options import OperatorOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of, full_of
+from kfac_core.array.namespaces import cast, device_of, full_of, roundoff_of
 from kfac_core.array.status import Status
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import FactorizationError, NotFiniteError
@@ -114,7 +114,7 @@ def _made(
         lengths = xp.where(nothing, xp.astype(first, dtype), lengths)
     (A_0, G_0), (A_1, G_1) = parts, lagged
     root_A, root_G = _root(A_0, A_1, xp), _root(G_0, G_1, xp)
-    stored = float(xp.finfo(statistics.dtype).eps)
+    stored = roundoff_of(statistics.dtype, xp=xp)
     chain: WeightedRoots | InfiniteChain
     if lengths is None:
         chain = infinite_chain(

@@ -32,7 +32,7 @@ from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of
+from kfac_core.array.namespaces import cast, device_of, roundoff_of
 from kfac_core.array.place import Place
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced
@@ -222,7 +222,7 @@ def _made(
         factorizations=("cholesky",),
         compute=dtype,
         apply=dtype,
-        memo={},
+        memo=None,
     )
     layers: dict[str, Any] = {}
     for i, layer in enumerate(chain.layers):
@@ -245,7 +245,7 @@ def _made(
             following[0],
             between(own[1], f"{i}-{i + 1}-output"),
             following[1],
-            stored=float(xp.finfo(statistics.dtype).eps),
+            stored=roundoff_of(statistics.dtype, xp=xp),
             xp=xp,
         )
     last = f"{len(roots) - 1}"

@@ -6,6 +6,8 @@ there cancel nothing.  So rows need not be read for it where their sums are at h
 
 from __future__ import annotations
 
+import numpy as np
+
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import NUMBER, Scalar
@@ -14,8 +16,11 @@ __all__ = [
     "all_finite",
     "is_plain",
     "is_readable",
+    "known_all",
+    "known_finite",
     "known_true",
     "plain_number",
+    "positive_or_one",
     "truth_of",
 ]
 
@@ -39,7 +44,6 @@ def all_finite(x: Array, /, *, xp: Namespace) -> Array:
     return xp.all(xp.isfinite(x))
 
 
-@dispatched
 def known_true(condition: Array, /, *, xp: Namespace) -> bool:
     """Whether the host knows at once that all of a condition holds.
 
@@ -56,6 +60,15 @@ def known_true(condition: Array, /, *, xp: Namespace) -> bool:
         False where some of it does not hold, and where only synchronizing with a device,
         or a value that is being traced, would say so.
     """
+    # What NumPy makes of a condition on a number.
+    if isinstance(condition, np.bool_):
+        return bool(condition)
+    return known_all(condition, xp=xp)
+
+
+@dispatched
+def known_all(condition: Array, /, *, xp: Namespace) -> bool:
+    """Return `known_true` of an array, as a backend knows it."""
     return False
 
 
@@ -119,6 +132,32 @@ def is_readable(x: Array, /, *, xp: Namespace) -> bool:
         False for an array that is being traced.
     """
     return is_plain(x, xp=xp) or truth_of(xp.all(x == x), xp=xp) is not None
+
+
+@dispatched
+def known_finite(x: Array, /, *, xp: Namespace) -> bool:
+    """Whether the host knows at once that every number of an array is finite.
+
+    Parameters
+    ----------
+    x : array
+        Array of any shape and real floating dtype.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    bool
+        False where some number is not finite, and where only synchronizing with a device,
+        or a value that is being traced, would say so.
+    """
+    return is_plain(x, xp=xp) and bool(all_finite(x, xp=xp))
+
+
+def positive_or_one(x: Array, /, *, xp: Namespace) -> Array:
+    """Return numbers that may be divided by: 1 where one is not positive, or NaN."""
+    positive = x > 0
+    return x if known_true(positive, xp=xp) else xp.where(positive, x, 1.0)
 
 
 def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:

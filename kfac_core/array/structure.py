@@ -51,6 +51,7 @@ _fields: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
 _meet: dict[type[Any], Callable[..., Any] | None] = {}
 _registrars: dict[str, Registrar] = {}
 _PLAIN = frozenset({type(None), bool, int, float, str, frozenset})
+_WITHOUT_SCALARS = _PLAIN | {np.ndarray}
 
 
 @dataclass_transform(frozen_default=True)
@@ -315,15 +316,18 @@ def without_scalars(value: T, /) -> T:
 
 
 def _holds_scalars(value: Any) -> bool:
-    todo = [value]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, np.generic):
+    parts = [value]
+    for part in parts:
+        if type(part) in _arrays:
+            inner = vars(part).values()
+        elif isinstance(part, dict):
+            inner = part.values()
+        elif isinstance(part, np.generic):
             return True
-        if isinstance(part, dict):
-            todo.extend(part.values())
-        elif type(part) in _arrays:
-            todo.extend(vars(part).values())
+        else:
+            continue
+        # Most are arrays, or None.
+        parts += [x for x in inner if type(x) not in _WITHOUT_SCALARS]
     return False
 
 
@@ -436,10 +440,15 @@ def replaced(value: T, /, **changes: Any) -> T:
     4.0
     """
     cls = type(value)
-    for name, _ in _fields[cls]:
-        if name not in changes:
-            changes[name] = getattr(value, name)
-    return cls(**changes)
+    # A frozen class's constructor is slow.
+    made = object.__new__(cls)
+    held = made.__dict__
+    held.update(vars(value))
+    held.update(changes)
+    if len(held) != len(_fields[cls]):
+        unknown = changes.keys() - vars(value).keys()
+        raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
+    return made
 
 
 def combinable(first: Any, second: Any, /) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -89,6 +89,10 @@ def from_host(x: np.ndarray[Any, Any], /, *, xp: Namespace) -> Array:
     return xp.asarray(x)
 
 
+Known = dict[int, tuple[Any, Any]]
+"""Objects, kept so that no identity is used again, and what takes their places."""
+
+
 class Hosted:
     """An executor that runs whole stages in NumPy, on the memory of the library's arrays.
 
@@ -117,9 +121,12 @@ class Hosted:
         """Return the function of each task, by name."""
         described: Any = function
         xp = _namespace_of(tasks) if described.on_host else None
-        if xp is None or not host_computes(xp=xp):
+        asked = None if xp is None else native_operation("host_computes", xp)
+        if asked is None or not asked(xp=xp):
             return self._inner(function, tasks)
-        seen = _Mapped(_viewed_by(xp))
+        # What was only looked at is the library's own again.
+        owners: Known = {}
+        seen = _Mapped(_viewed_by(xp, owners), {}, once=described.shares)
         here: dict[str, tuple[Any, ...]] = {}
         for name, (block, first, *others) in tasks.items():
             if described.is_product:
@@ -141,9 +148,8 @@ class Hosted:
         elsewhere = {name: task for name, task in tasks.items() if name not in here}
         found = self._inner(function, elsewhere) if elsewhere else {}
         if here:
-            returned = _Mapped(partial(_native("from_host", from_host, xp), xp=xp))
-            # What was only looked at is the library's own again.
-            returned.done = {id(view): (view, own) for own, view in seen.done.values()}
+            own_array = partial(_native("from_host", from_host, xp), xp=xp)
+            returned = _Mapped(own_array, owners, once=described.shares)
             for name, result in self._inner(function, here).items():
                 found[name] = own = returned(result)
                 self._remember(name, own, result)
@@ -163,24 +169,33 @@ class _ElsewhereError(Exception):
 
 
 class _Mapped:
-    """A function of arrays, applied to those of structures; once to each object.
+    """A function of arrays, applied to those of structures.
 
-    What several tasks have in common stays one object, since what is made of a shared
-    factor is remembered by its identity.
+    Parameters
+    ----------
+    function : callable
+        Function of one array.
+    known : dict
+        Some objects by their identity, each with what takes its place.
+    once : bool
+        Whether an object that several tasks have in common stays one: what is made of a
+        shared factor is remembered by its identity.
     """
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
-        self._classes: set[type[Any]] = set()
-        self.done: dict[int, tuple[Any, Any]] = {}
+    _arrays: ClassVar[set[type[Any]]] = set()
+    """The classes of the arrays that were met."""
+
+    def __init__(
+        self, function: Callable[[Any], Any], known: Known, *, once: bool
+    ) -> None:
+        self._function, self._known, self._once = function, known, once
 
     def __call__(self, value: Any) -> Any:
-        known = self.done.get(id(value))
+        known = self._known.get(id(value))
         if known is not None:
             return known[1]
         cls = type(value)
-        # Most are arrays of the one class that was met before.
-        if cls in self._classes:
+        if cls in self._arrays:
             made = self._function(value)
         elif is_structure(value):
             made = rebuilt(value, self)
@@ -192,18 +207,21 @@ class _Mapped:
             return tuple(map(self, value))
         else:
             made = self._function(value)
-            self._classes.add(cls)
-        self.done[id(value)] = value, made
+            self._arrays.add(cls)
+        if self._once:
+            self._known[id(value)] = value, made
         return made
 
 
-def _viewed_by(xp: Namespace) -> Callable[[Any], Any]:
+def _viewed_by(xp: Namespace, owners: Known) -> Callable[[Any], Any]:
+    """Return a function that views an array, and says by its identity whose a view is."""
     found = _native("host_view", host_view, xp)
 
     def view(x: Any) -> Any:
         made: np.ndarray[Any, Any] | None = found(x, xp=xp)
         if made is None:
             raise _ElsewhereError
+        owners[id(made)] = made, x
         return made
 
     return view
@@ -211,7 +229,8 @@ def _viewed_by(xp: Namespace) -> Callable[[Any], Any]:
 
 def _native(name: str, definition: Callable[..., Any], xp: Namespace) -> Any:
     """Return an operation without its dispatch: it is asked for array by array."""
-    return native_operation(name, xp) or definition
+    made: Any = definition
+    return native_operation(name, xp) or made.__wrapped__
 
 
 def _namespace_of(tasks: Tasks) -> Namespace | None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar, as_array, own_namespace
+from kfac_core.array.finite import positive_or_one
+from kfac_core.array.namespaces import Scalar, as_array, as_number, own_namespace
 from kfac_core.array.structure import is_structure, map_structure, structure
 from kfac_core.constraints import RANGES, require_range
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -68,7 +69,7 @@ class Average:
         xp = own_namespace(self.weight)
         if not debias:
             return xp.ones_like(self.weight)
-        return as_array(1.0 / xp.where(self.weight > 0, self.weight, 1.0))
+        return as_array(1.0 / positive_or_one(as_number(self.weight), xp=xp))
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""
@@ -78,11 +79,11 @@ class Average:
 
     def decayed(self, decay: Scalar, weight: Scalar, /) -> Array:
         """Return the weight after an update."""
-        return as_array(self.weight * decay + weight)
+        return as_array(as_number(self.weight) * decay + weight)
 
     def plus(self, value: Scalar, /, *, decay: Scalar, weight: Scalar) -> Average:
         """Return the average after one update with a scalar."""
-        total = as_array(self.sum * decay + value * weight)
+        total = as_array(as_number(self.sum) * decay + value * weight)
         return Average(total, self.decayed(decay, weight))
 
     def absorbed(

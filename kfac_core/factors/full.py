@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, cast
+from kfac_core.array.namespaces import Scalar, cast, roundoff_of
 from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
@@ -70,7 +70,7 @@ class FullFactor:
         factor = average.factor(debias=debias)
         roundoff = 0.0
         if total.array.dtype != dtype:
-            roundoff = float(xp.finfo(total.array.dtype).eps)
+            roundoff = roundoff_of(total.array.dtype, xp=xp)
             factor = cast(xp, factor, dtype)
             total = replaced(total, array=cast(xp, total.array, dtype))
         # Of the weights of a stack, one a matrix.

@@ -70,14 +70,14 @@ def require_parameters(
     ShapeError, DtypeError, MixedArraysError
         For parameters of incompatible shape, dtype, library or device.
     """
-    if set(parameters) != set(shapes):
+    if parameters.keys() != shapes.keys():
         raise ShapeError(
             f"Expected the parameters {sorted(shapes)}, got {sorted(parameters)}."
         )
     xp = namespace_of(**parameters)
-    for name, shape in shapes.items():
-        require_floating(xp, parameters[name], name)
-        require_matrix(parameters[name], tuple(shape), name)
+    for name, x in parameters.items():
+        require_floating(xp, x, name)
+        require_matrix(x, tuple(shapes[name]), name)
     return xp
 
 

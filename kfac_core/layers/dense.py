@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
+from kfac_core.array.namespaces import (
+    namespace_of,
+    require_floating,
+    require_matrix,
+    reshaped,
+    transposed,
+)
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import misfit, require_mask, require_parameters
@@ -121,8 +127,9 @@ class Dense:
         require_floating(xp, g, "output_grads")
         lead = self._leading_axes(batch, len(stack))
         rows = lead[0], math.prod(lead[1:])
-        x = xp.reshape(x, (*stack, *rows, self.in_features))
-        g = xp.reshape(g, (*stack, batch.sources or 1, *rows, self.out_features))
+        x = reshaped(x, (*stack, *rows, self.in_features), xp=xp)
+        sources = batch.sources or 1
+        g = reshaped(g, (*stack, sources, *rows, self.out_features), xp=xp)
         if mask is not None:
             mask = require_mask(mask, lead, xp=xp)
             # Padding may hold anything, NaN included, so it is replaced and not
@@ -196,7 +203,7 @@ class Dense:
         require_matrix(matrix, (*stack, *self.matrix_shape), "matrix")
         weight, bias = split_bias(matrix, self.in_features)
         if self.weight_layout == "oi":
-            weight = xp.matrix_transpose(weight)
+            weight = transposed(weight, xp=xp)
         return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
     def _leading_axes(self, batch: Batch, stacked: int) -> tuple[int, ...]:

@@ -124,9 +124,11 @@ def require_finite_rows(updated: Mapping[str, Any], /) -> None:
     NotFiniteError, IdRangeError, DecayError
         Naming the block and the argument.
     """
-    groups: dict[tuple[type[Any], str], dict[str, Array]] = {}
+    groups: dict[Any, dict[str, Array]] = {}
     for name, new in updated.items():
-        place = type(new.status), str(device_of(new.status))
+        # One alone is read whatever its place is.
+        several = len(updated) > 1
+        place = (type(new.status), str(device_of(new.status))) if several else None
         groups.setdefault(place, {})[name] = new.status
     for statuses in groups.values():
         flags = _read([*statuses.values()])

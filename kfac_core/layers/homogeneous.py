@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
+from kfac_core.array.namespaces import transposed as transpose_of
 
 __all__ = [
     "append_coordinate",
@@ -74,7 +75,7 @@ def join_bias(
     if bias is not None:
         row = bias[..., :, None] if transposed else bias[..., None, :]
         weight = xp.concat([weight, row], axis=-1 if transposed else -2)
-    return xp.matrix_transpose(weight) if transposed else weight
+    return transpose_of(weight, xp=xp) if transposed else weight
 
 
 def split_bias(matrix: Array, features: int, /) -> tuple[Array, Array | None]:

@@ -23,6 +23,7 @@ from kfac_core.array.namespaces import (
     cast,
     device_of,
     namespace_of,
+    reshaped,
     status_unless,
 )
 from kfac_core.array.status import Status
@@ -209,7 +210,7 @@ class Rows(OfOutputs):
         x = cast(xp, self.inputs, dtype)
         g = output_rows(self.output_grads, sharing, dtype, xp=xp)
         if sharing == "expand":
-            x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
+            x = reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
             if not self.homogeneous:
                 return x, None, g
             mask = None if self.mask is None else xp.reshape(self.mask, (-1,))
@@ -491,7 +492,7 @@ def output_rows(
     g = cast(xp, output_grads, dtype)
     if sharing == "reduce":
         g = xp.sum(g, axis=-2, keepdims=True)
-    return xp.reshape(g, (*g.shape[:-4], -1, g.shape[-1]))
+    return reshaped(g, (*g.shape[:-4], -1, g.shape[-1]), xp=xp)
 
 
 @structure()

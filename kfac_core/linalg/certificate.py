@@ -17,7 +17,7 @@ from typing import Any
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.finite import is_plain, known_true
-from kfac_core.array.namespaces import device_of
+from kfac_core.array.namespaces import device_of, roundoff_of
 from kfac_core.linalg.symmetric import (
     SymmetricMatrix,
     matrix_diagonal,
@@ -171,7 +171,7 @@ def pivot_error(lower: Array, diagonal: Array, /, *, xp: Namespace) -> Array:
     largest = xp.where(largest > 0, largest, xp.zeros_like(largest))
     # Roundoff first: the squares of huge ratios overflow.
     ratio = xp.sqrt(largest) / unit
-    return float(xp.finfo(lower.dtype).eps) * ratio * ratio
+    return roundoff_of(lower.dtype, xp=xp) * ratio * ratio
 
 
 def root_condition(lower: Array, /, *, xp: Namespace) -> Array:
@@ -213,7 +213,7 @@ def smallest_known(
         zero if the roots are of the dtype of storage, which has checks of its own.
     """
     worst = xp.zeros_like(lowers[0][0, 0])
-    if stored <= float(xp.finfo(worst.dtype).eps):
+    if stored <= roundoff_of(worst.dtype, xp=xp):
         return worst
     for lower in lowers:
         condition = root_condition(lower, xp=xp)

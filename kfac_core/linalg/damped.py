@@ -13,8 +13,13 @@ from __future__ import annotations
 from typing import Any, TypeVar, cast
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import known_true
-from kfac_core.array.namespaces import own_namespace, status_unless
+from kfac_core.array.finite import known_finite, known_true
+from kfac_core.array.namespaces import (
+    as_number,
+    own_namespace,
+    roundoff_of,
+    status_unless,
+)
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure, without_scalars
 from kfac_core.errors import FactorizationError
@@ -258,11 +263,11 @@ def _validity(
 
     Nothing and None where the host knows that all of a stack is valid.
     """
-    shift, finite = problem.shift, xp.isfinite(image)
+    shift = as_number(problem.shift)
     # The image of an infinite shift is not finite.
-    if known_true(finite & (shift >= 0)[..., None, None], xp=xp):
+    if known_finite(image, xp=xp) and known_true(shift >= 0, xp=xp):
         return (), None
-    finite = xp.all(finite, axis=(-2, -1))
+    finite = xp.all(xp.isfinite(image), axis=(-2, -1))
     return problem_flags(problem, finite, xp), finite & (shift >= 0)
 
 
@@ -295,7 +300,7 @@ def _attempt_inverse(
     if lower is None:
         lower = _lower(problem, valid, xp)
     # A factor that failed is NaN there; this one is overwritten below.
-    positive = lower[..., -1, -1] > 0
+    positive = as_number(lower[..., -1, -1]) > 0
     X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
     residual = inverse_residual(X, z, image, xp=xp)
     return Inverse(X, *_judged(conditions, positive, residual, xp))
@@ -372,7 +377,7 @@ def _judged(
     status = first_flag(
         *conditions,
         (positive, Status.NOT_POSITIVE),
-        (residual <= RESIDUAL_LIMIT, Status.INACCURATE),
+        (as_number(residual) <= RESIDUAL_LIMIT, Status.INACCURATE),
         none=fallback,
         xp=xp,
     )
@@ -459,7 +464,7 @@ def _is_doubtful(problem: DampedMatrix, smallest: Array, xp: Namespace) -> Array
 
 def _is_doubted(problem: DampedMatrix, xp: Namespace) -> bool:
     """Whether B was stored in a narrower dtype than it is factorized in."""
-    return problem.roundoff > float(xp.finfo(problem.matrix.array.dtype).eps)
+    return problem.roundoff > roundoff_of(problem.matrix.array.dtype, xp=xp)
 
 
 def _is_determined(
@@ -467,7 +472,7 @@ def _is_determined(
 ) -> bool:
     """Whether the eigenvalues of M are known, in the dtype of the eigendecomposition."""
     w, shift = basis.eigenvalues, problem.shift
-    roundoff = xp.full_like(shift, float(xp.finfo(w.dtype).eps))
+    roundoff = xp.full_like(shift, roundoff_of(w.dtype, xp=xp))
     diagonal = problem.factor[..., None] * problem.matrix.diagonal()
     error = spectrum_error(
         [Spectrum(w, roundoff, diagonal)],
@@ -480,7 +485,7 @@ def _is_determined(
 
 def _storage_roundoff(problem: DampedMatrix, xp: Namespace) -> float:
     """Return the relative roundoff of B."""
-    return max(problem.roundoff, float(xp.finfo(problem.matrix.array.dtype).eps))
+    return max(problem.roundoff, roundoff_of(problem.matrix.array.dtype, xp=xp))
 
 
 def _clipped(

@@ -9,7 +9,7 @@ part of the form, which is the same for all matrices.
 from __future__ import annotations
 
 from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import own_namespace
+from kfac_core.array.namespaces import own_namespace, roundoff_of
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import root_condition
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -45,7 +45,7 @@ class CholeskyFactor:
         """Estimate the error of solving with L from the roundoff of its dtype alone."""
         xp = own_namespace(self.lower)
         condition = root_condition(self.lower, xp=xp)
-        return float(xp.finfo(self.lower.dtype).eps) * condition
+        return roundoff_of(self.lower.dtype, xp=xp) * condition
 
 
 @structure()

@@ -13,7 +13,7 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import is_factorization_failure
-from kfac_core.array.namespaces import device_of
+from kfac_core.array.namespaces import device_of, roundoff_of
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
@@ -179,7 +179,7 @@ def _attempt(matrix: LowRankSum, xp: Namespace, *, roundoff: float) -> LowRankBa
     w = s * s
     residual = _residual(safe, w, U, xp)
     # Columns were joined by the eigendecomposition of their Gram matrix.
-    roundoff = max(roundoff, float(xp.finfo(w.dtype).eps))
+    roundoff = max(roundoff, roundoff_of(w.dtype, xp=xp))
     w = settled_eigenvalues(w, xp.sum(safe * safe, axis=-1), roundoff, xp=xp)
     status = first_flag(
         (finite, Status.MATRIX_NOT_FINITE),

@@ -18,7 +18,7 @@ Recurrent Neural Networks", ICLR: option 1.
 from __future__ import annotations
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import device_of, status_unless
+from kfac_core.array.namespaces import device_of, roundoff_of, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import (
@@ -265,7 +265,7 @@ def positive_flags(
         `Status` flags.
     """
     smallest = xp.min(values)
-    digits = 10.0 * float(xp.finfo(values.dtype).eps) / RESIDUAL_LIMIT
+    digits = 10.0 * roundoff_of(values.dtype, xp=xp) / RESIDUAL_LIMIT
     accurate = smallest > digits * unit
     if known is not None:
         accurate = accurate & (smallest >= known * unit)

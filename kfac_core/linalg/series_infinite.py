@@ -22,7 +22,7 @@ import math
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import is_readable
-from kfac_core.array.namespaces import device_of, status_unless
+from kfac_core.array.namespaces import device_of, roundoff_of, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.errors import FactorizationError
@@ -240,7 +240,7 @@ def _doublings(
     left: Array, right: Array, check: Check, xp: Namespace
 ) -> tuple[int, Array]:
     """Return how many doublings a sum of powers needs, and whether they are enough."""
-    eps = float(xp.finfo(left.dtype).eps)
+    eps = roundoff_of(left.dtype, xp=xp)
 
     def size(P: Array, Q: Array) -> Array:
         return xp.linalg.vector_norm(P) * xp.linalg.vector_norm(Q)

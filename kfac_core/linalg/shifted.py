@@ -26,6 +26,7 @@ from kfac_core.array.namespaces import (
     full_of,
     is_finite_number,
     own_namespace,
+    roundoff_of,
     status_unless,
 )
 from kfac_core.array.status import Check, Status
@@ -128,7 +129,7 @@ class ShiftedMatrix:
     @property
     def size(self) -> int:
         """The number n of rows."""
-        return int(self.applied.array.shape[-1])
+        return int(self.damped.matrix.array.shape[-1])
 
     @property
     def shift(self) -> Array:
@@ -138,7 +139,7 @@ class ShiftedMatrix:
     @property
     def lead(self) -> tuple[int, ...]:
         """The shape of the stack; empty for a single matrix."""
-        return tuple(self.applied.array.shape[:-2])
+        return tuple(self.damped.matrix.array.shape[:-2])
 
     @property
     def dtype(self) -> Any:
@@ -243,9 +244,7 @@ class ShiftedMatrix:
         """Return the eigenvalues of a basis of A, and how well they are known."""
         assert basis is not None
         xp = self._xp()
-        working = max(
-            self.damped.roundoff, float(xp.finfo(self.damped.shift.dtype).eps)
-        )
+        working = max(self.damped.roundoff, roundoff_of(self.damped.shift.dtype, xp=xp))
         wide = basis.fallback >= int(Fallback.FLOAT64)
         w, M = basis.eigenvalues, self._applied()
         own = xp.full_like(w[..., 0], working)
@@ -270,9 +269,10 @@ class ShiftedMatrix:
         if self.solving == "triangular":
             half = self._lower_solve(v, transpose=False, overwrite=overwrite)
             return self._lower_solve(half, transpose=True, overwrite=True)
-        if v.ndim > self.applied.array.ndim:
+        inverse = self._inverse()
+        if v.ndim > inverse.array.ndim:
             return self._of_many(self.solve, v)
-        return multiply_symmetric(self._inverse(), v, xp=self._xp())
+        return multiply_symmetric(inverse, v, xp=own_namespace(v))
 
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
@@ -527,5 +527,5 @@ def shifted_matrix(
 
 def _roundoff(matrix: ScaledMatrix, xp: Namespace) -> float:
     """Return the relative roundoff of a matrix as it was stored."""
-    own = float(xp.finfo(matrix.matrix.array.dtype).eps)
+    own = roundoff_of(matrix.matrix.array.dtype, xp=xp)
     return max(matrix.roundoff, own)

@@ -10,7 +10,7 @@ from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
-from kfac_core.array.namespaces import Scalar, device_of, own_namespace
+from kfac_core.array.namespaces import Scalar, as_number, device_of, own_namespace
 from kfac_core.array.structure import structure
 
 __all__ = [
@@ -103,7 +103,7 @@ class ScaledMatrix:
     def trace(self) -> Array:
         """Return the trace of ``c B``, shape (...)."""
         xp = own_namespace(self.factor)
-        return self.factor * matrix_trace(self.matrix.array, xp=xp)
+        return as_number(self.factor) * matrix_trace(self.matrix.array, xp=xp)
 
     def multiplied(self) -> SymmetricMatrix:
         """Return ``c B`` as a matrix of its own."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of
+from kfac_core.array.namespaces import cast, device_of, roundoff_of
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import (
@@ -100,7 +100,7 @@ class Categorical(Loss):
         # Parallel sums need not be monotone, so that impossible classes are taken out.
         cumulated = xp.where(p > 0, xp.cumulative_sum(p, axis=-1), xp.zeros_like(p))
         total = xp.max(cumulated, axis=-1, keepdims=True)
-        below_one = 1.0 - float(xp.finfo(z.dtype).eps)
+        below_one = 1.0 - roundoff_of(z.dtype, xp=xp)
         threshold = xp.minimum(u[..., None] * total, total * below_one)
         return xp.argmax(xp.astype(cumulated > threshold, xp.int32), axis=-1)
 

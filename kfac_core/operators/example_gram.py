@@ -29,6 +29,7 @@ from kfac_core.array.namespaces import (
     own_namespace,
     require_floating,
     require_matrix,
+    roundoff_of,
     status_unless,
     wide_dtype,
 )
@@ -141,7 +142,7 @@ class ExampleGramOperator(CurvatureOperator):
             xp, lam = own_namespace(self.inputs), self._lam()
             flag = status_unless(xp, lam > 0, Status.NOT_POSITIVE)
             # Woodbury's formula subtracts two vectors of which 1 - lam/h is equal.
-            roundoff = float(xp.finfo(lam.dtype).eps) * self.gram.trace(shifted=False)
+            roundoff = roundoff_of(lam.dtype, xp=xp) * self.gram.trace(shifted=False)
             close = lam * RESIDUAL_LIMIT >= roundoff
             cancels = status_unless(xp, close, Status.INACCURATE)
             flags = int(flag | cancels) if check == "raise" else 0

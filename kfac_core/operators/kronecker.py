@@ -16,6 +16,7 @@ from kfac_core.array.namespaces import (
     namespace_of,
     own_namespace,
     require_floating,
+    roundoff_of,
     status_unless,
     transposed,
     wide_dtype,
@@ -185,7 +186,7 @@ class FactoredKronecker(CurvatureOperator):
             # What only roundoff made counts as zero, in each group by itself.
             largest = xp.max(found.eigenvalues, axis=-1)
             least = cast(xp, part.size * found.roundoff, largest.dtype) * largest
-            if float(xp.finfo(largest.dtype).eps) > 2.0**-52:
+            if roundoff_of(largest.dtype, xp=xp) > 2.0**-52:
                 wide = part.in_wide_basis(name="block")
                 found = wide.spectrum(eigenbasis_of(wide))
             w = found.eigenvalues
@@ -484,7 +485,7 @@ def _symmetric(xp: Namespace, x: Array, side: str, *, check: Check) -> Array:
     With any other this raises, or with ``check="status"`` returns NaN in its place.
     """
     off = xp.max(xp.abs(x - xp.matrix_transpose(x)))
-    limit = _ASYMMETRY * float(xp.finfo(x.dtype).eps) * xp.max(xp.abs(x))
+    limit = _ASYMMETRY * roundoff_of(x.dtype, xp=xp) * xp.max(xp.abs(x))
     if check == "status":
         return xp.where(off > limit, math.nan * x, x)
     if truth_of(off > limit, xp=xp):

@@ -24,7 +24,13 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import cast, device_of, own_namespace, status_unless
+from kfac_core.array.namespaces import (
+    cast,
+    device_of,
+    own_namespace,
+    roundoff_of,
+    status_unless,
+)
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype, replaced, structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, spectrum_error
@@ -227,7 +233,7 @@ class LowRankOperator(CurvatureOperator):
     def _spectrum_error(self) -> Array:
         """Return a bound of the relative error of the damped eigenvalues, 0-d."""
         xp, S = own_namespace(self.scale), self.scale
-        roundoff = xp.full_like(S, float(xp.finfo(S.dtype).eps))
+        roundoff = xp.full_like(S, roundoff_of(S.dtype, xp=xp))
         a, g = (
             Spectrum(side.eigenvalues, roundoff, None)
             for side in (self.input, self.output)

@@ -12,6 +12,7 @@ from kfac_core.array.namespaces import (
     device_of,
     moved_axis,
     own_namespace,
+    roundoff_of,
     status_unless,
 )
 from kfac_core.array.status import Check, Status
@@ -168,7 +169,7 @@ class ManyKronecker(CurvatureOperator):
         total = p * xp.log(self.scale)
         for part in self.factors.values():
             w = part.eigenvalues(shifted=False)
-            roundoff = part.size * float(xp.finfo(w.dtype).eps)
+            roundoff = part.size * roundoff_of(w.dtype, xp=xp)
             total = total + (p // part.size) * log_sum(w, roundoff=roundoff)
         return total
 

@@ -21,19 +21,19 @@ from typing import Any, NoReturn, get_args
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import (
-    all_finite,
     is_plain,
     is_readable,
-    known_true,
+    known_finite,
     plain_number,
 )
 from kfac_core.array.namespaces import (
     cast,
-    device_of,
+    in_one_place,
     namespace_of,
     own_namespace,
     require_floating,
     require_matrix,
+    roundoff_of,
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.constraints import validated
@@ -391,7 +391,7 @@ class CurvatureOperator(LinearMap):
     def _undamped_logdet(self) -> Array:
         """Return the log-determinant of F, 0-d."""
         w = self.eigenvalues(damped=False)
-        roundoff = float(own_namespace(w).finfo(w.dtype).eps)
+        roundoff = roundoff_of(w.dtype, xp=own_namespace(w))
         return log_sum(w, roundoff=self.shape[0] * roundoff)
 
     @abc.abstractmethod
@@ -429,9 +429,11 @@ class CurvatureOperator(LinearMap):
             )
         stack: tuple[int, ...] = self.stack_shape
         own, given = stack, tuple(getattr(vector, "shape", ()))
-        if given[-len(stack) :] != stack:
-            own = self.vector_shape
-        many = given[: -len(own)] if given[-len(own) :] == own else ()
+        many: tuple[int, ...] = ()
+        if given != stack:
+            if given[-len(stack) :] != stack:
+                own = self.vector_shape
+            many = given[: -len(own)] if given[-len(own) :] == own else ()
         V, xp = entering(vector, (*many, *own), self.like, name=name)
         if own != stack:
             # The columns of a layer's groups stand side by side in its vector.
@@ -442,7 +444,7 @@ class CurvatureOperator(LinearMap):
     def _leave(self, result: Array, vector: Array, /) -> Array:
         """Return a formula's result in the form and dtype of the vector."""
         xp = own_namespace(result)
-        if tuple(result.shape) != tuple(vector.shape):
+        if result.shape != vector.shape:
             inner = self.inner_shape
             if inner is not None:
                 many = result.shape[: -len(inner)]
@@ -452,7 +454,7 @@ class CurvatureOperator(LinearMap):
         if result.dtype != vector.dtype:
             result = xp.astype(result, vector.dtype)
         # Elsewhere looking would synchronize with a device, or there are no values yet.
-        if is_plain(result, xp=xp) and not bool(all_finite(result, xp=xp)):
+        if not known_finite(result, xp=xp) and is_plain(result, xp=xp):
             _raise_for_product(vector, xp)
         return result
 
@@ -567,9 +569,8 @@ def entering(
         For a vector of incompatible shape, dtype, library or device.
     """
     if (
-        type(vector) is type(like)
+        in_one_place(vector, like)
         and vector.dtype == like.dtype
-        and device_of(vector) == device_of(like)
         and tuple(vector.shape) == shape
     ):
         return vector, own_namespace(like)
@@ -625,7 +626,7 @@ def raise_for(
 
 def _raise_for_product(vector: Array, xp: Namespace) -> NoReturn:
     """Raise for a product that is not finite, with what it comes from."""
-    if not known_true(all_finite(vector, xp=xp), xp=xp):
+    if not known_finite(vector, xp=xp):
         raise NotFiniteError(
             "the vector holds NaN or infinity. Expected finite numbers; skip this step."
         )

@@ -26,6 +26,7 @@ from kfac_core.array.namespaces import (
     device_of,
     full_of,
     own_namespace,
+    roundoff_of,
     status_unless,
 )
 from kfac_core.array.status import Check, Status
@@ -268,7 +269,7 @@ class SeriesOperator(CurvatureOperator):
 def _pseudo_root(factor: ShiftedMatrix, lagged: Array, xp: Namespace) -> Root:
     """Return a root of the matrix without its shift, which may be singular."""
     w, Q = factor.eigenvalues(shifted=False), factor.eigenvectors()
-    roundoff = 10.0 * factor.size * float(xp.finfo(w.dtype).eps)
+    roundoff = 10.0 * factor.size * roundoff_of(w.dtype, xp=xp)
     kept = w > roundoff * xp.max(w)
     root = xp.sqrt(xp.where(kept, w, xp.zeros_like(w)))
     inverse = xp.where(kept, 1.0 / xp.where(kept, root, xp.ones_like(w)), 0.0 * w)
