@@ -76,6 +76,7 @@ from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.layers.feeding import detached_array, raise_for_flags
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
+from kfac_core.layers.row_sums import RowSums
 from kfac_core.layers.rows import Batch, Rows, join_uses
 from kfac_core.linalg.shifted import Factorization, Solving
 from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
@@ -96,8 +97,11 @@ __all__ = [
     "emptied",
 ]
 
-BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
-"""What a block takes: a batch, several uses of one layer, or a batch of each part."""
+BatchLike: TypeAlias = (
+    Batch | RowSums | GradientBatch | Sequence[Batch] | Mapping[str, Any]
+)
+"""What a block takes: a batch or its sums, several uses of one layer, or a batch of each
+part."""
 
 _FULL_PRECISION = Precision()
 
@@ -438,14 +442,14 @@ class Block:
 
         Parameters
         ----------
-        batch : Batch, GradientBatch or sequence of Batch
+        batch : Batch, RowSums, GradientBatch or sequence of Batch
             Batch of the layer; not modified.
         stack : tuple of int
             The shape of leading axes of a stack of batches, for a layer that ``stacks``.
 
         Returns
         -------
-        Rows, IdRows, PixelRows or ExampleGradients
+        Rows, RowSums, IdRows, PixelRows or ExampleGradients
             Rows in the form that the layer and the approximation use; several uses become
             shared positions.
 
@@ -454,6 +458,8 @@ class Block:
         ShapeError, DtypeError, MixedArraysError, UnsupportedError
             For arrays of incompatible shape, dtype, library or device.
         """
+        if isinstance(batch, RowSums):
+            return batch
         if stack:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
@@ -471,6 +477,33 @@ class Block:
                 "conv layer."
             )
         return join_uses(uses)
+
+    def row_sums(self, batch: Batch, dtype: Any, /) -> RowSums | None:
+        """Return sums that `update` and `moments` take in the place of a batch.
+
+        Parameters
+        ----------
+        batch : Batch
+            Inputs and output gradients of the layer; not modified.
+        dtype : dtype
+            Dtype of the sums, that of the statistics.
+
+        Returns
+        -------
+        RowSums or None
+            None where sums of outer products are not all that the statistics need.
+
+        Raises
+        ------
+        ShapeError, DtypeError, MixedArraysError
+            For arrays of incompatible shape, dtype, library or device.
+
+        Notes
+        -----
+        ``R (n^2 + M m^2)`` flops for R rows and M sources, as an update with the batch.
+        """
+        with _quiet("status", batch.output_grads, over="ignore", invalid="ignore"):
+            return self.approximation.row_sums(self.layer, batch, dtype)
 
     @validated
     def mean_gradient(self, batch: BatchLike, /, *, conventions: Conventions) -> Array:
@@ -537,7 +570,7 @@ class Block:
         """
         layer: Any = self.layer
         patches = layer.kind == "conv" and self.approximation.reads_patches
-        if max_patch_elements is None or not patches:
+        if max_patch_elements is None or not patches or isinstance(batch, RowSums):
             yield self.rows(batch)
             return
         if isinstance(batch, list | tuple):
@@ -557,6 +590,8 @@ class Stage:
         Name of the stage of a network.
     on_host : bool
         Whether NumPy may compute for a library that shares its memory.
+    is_product : bool
+        Whether its work is products of matrices, counted in flops.
     worth_threads : int
         How much work is worth handing out to threads.
     kept : tuple of int
@@ -565,6 +600,7 @@ class Stage:
 
     stage: ClassVar[str]
     on_host: ClassVar[bool] = False
+    is_product: ClassVar[bool] = False
     worth_threads: ClassVar[int] = 0
     kept: ClassVar[tuple[int, ...]] = ()
 
@@ -721,6 +757,9 @@ class UpdateBlock(Stage):
     ) -> bool:
         """Whether equal tasks can be run as one."""
         layer: Any = block.layer
+        if isinstance(batch, RowSums):
+            counted = isinstance(batch.count, int) and not skip
+            return bool(block.stacks and layer.stacks and counted)
         return (
             block.stacks
             and layer.stacks
@@ -938,6 +977,7 @@ class Product(Stage):
 
     stage = "product"
     on_host = True
+    is_product = True
     worth_threads = 10**9
     kept = (1,)
 

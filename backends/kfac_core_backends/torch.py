@@ -19,6 +19,7 @@ import torch
 
 from kfac_core_backends import blas_threads
 from kfac_core_backends import torch_lapack as lapack
+from kfac_core_backends import torch_onednn as onednn
 from kfac_core_backends import torch_panels as panels
 
 name = "torch"
@@ -241,6 +242,8 @@ def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
 def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
     """Return ``S v`` from the lower triangle of S."""
     array = matrix.array
+    if matrix.full_storage and (found := _large_product(array, v)) is not None:
+        return found
     if matrix.full_storage and not v.is_contiguous():
         # In the order of v, so that what follows reads both in one order.
         return _rows_times(v, array)
@@ -250,6 +253,19 @@ def multiply_symmetric(matrix: Any, v: Any, /, *, xp: Any) -> Any:
         return NotImplemented
     found = lapack.multiply_symmetric(matrix, v)
     return panels.multiply_symmetric(array, v) if found is None else found
+
+
+def multiply_matrices(a: Any, b: Any, /, *, xp: Any) -> Any:
+    """Return ``a b``, of large matrices by oneDNN."""
+    found = _large_product(a, b)
+    return NotImplemented if found is None else found
+
+
+def _large_product(a: Any, b: Any) -> Any:
+    """Return ``a b`` in the order of b, or None where oneDNN does not apply."""
+    if a.ndim != 2 or b.ndim != 2 or not _plain(a, b):
+        return None
+    return onednn.product(a, b)
 
 
 def multiply_triangular(lower: Any, v: Any, /, *, transpose: bool, xp: Any) -> Any:
@@ -276,20 +292,38 @@ def scale_symmetric(matrix: Any, factor: Any, /, *, xp: Any) -> Any:
 
 
 def all_finite(x: Any, /, *, xp: Any) -> Any:
-    """Return whether every number is finite, from the smallest and the largest."""
+    """Return whether every number is finite."""
     if x.numel() == 0 or not _plain(x):
         return NotImplemented
-    smallest, largest = torch.aminmax(x)
+    return torch.tensor(_is_finite(x))
+
+
+def _is_finite(x: Any) -> bool:
+    """Whether every number is finite: so where the sum of squares is; or by the extremes.
+
+    No terms of that sum cancel.
+    """
+    flat = _flat(x)
+    if flat is not None and math.isfinite(torch.dot(flat, flat)):
+        return True
     # NaN is both.  (``isfinite`` of x takes twenty times as long; of two numbers on the
     # CPU it takes twice as long as reading them.)
-    return torch.tensor(math.isfinite(smallest) and math.isfinite(largest))
+    return all(map(math.isfinite, torch.aminmax(x)))
+
+
+def _flat(x: Any) -> Any:
+    """Return the numbers as one axis without a copy, in any order; None if it takes one."""
+    if x.dtype not in (torch.float32, torch.float64):
+        return None
+    rows = x if x.is_contiguous() or x.ndim < 2 else x.mT
+    return rows.reshape(-1) if rows.is_contiguous() else None
 
 
 def known_finite(x: Any, /, *, xp: Any) -> bool:
     """Return the same as a bool, of a tensor that `is_plain`."""
     if not is_plain(x, xp=xp):
         return False
-    return x.numel() == 0 or all(map(math.isfinite, torch.aminmax(x)))
+    return x.numel() == 0 or _is_finite(x)
 
 
 def known_all(condition: Any, /, *, xp: Any) -> bool:
@@ -312,8 +346,13 @@ _SEEN = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}
 """The dtypes in which NumPy computes as fast as PyTorch."""
 
 
-def host_computes(*, xp: Any) -> bool:
-    """Whether NumPy is to compute: where PyTorch has no threads to win by."""
+def host_computes(*, xp: Any, flops: int = 0, dtype: Any = None) -> bool:
+    """Whether NumPy is to compute: where PyTorch has no threads to win by.
+
+    Of large products those of oneDNN take less time.
+    """
+    if flops and dtype == torch.float32 and onednn.is_available():
+        return False
     return lapack.on_one_thread()
 
 

@@ -50,9 +50,10 @@ def _installed() -> Any:
     return None if backend.lapack is None else backend
 
 
-def _host(matrix: Any, /) -> Any:
+def _host(matrix: Any, /, *, smallest: int | None = None) -> Any:
     """Return NumPy's functions where they are to compute with a matrix, else None."""
-    smallest = _FROM if matrix.ndim == 2 else _STACKED_FROM
+    if smallest is None:
+        smallest = _FROM if matrix.ndim == 2 else _STACKED_FROM
     if matrix.shape[-1] < smallest or matrix.dtype not in _FLOATS:
         return None
     return _installed() if on_one_thread() else None
@@ -80,8 +81,12 @@ def _taken_matrix(made: Any, /) -> Any:
 
 
 def gram_update(total: Any, rows: Any, tail: Any, decay: Any, scale: Any, /) -> Any:
-    """Return ``decay total + scale rows^T rows`` by SYRK, lower triangle."""
-    if (host := _host(rows)) is None:
+    """Return ``decay total + scale rows^T rows`` by SYRK, lower triangle.
+
+    Of many rows that takes less time whatever their length.
+    """
+    smallest = 1 if len(rows) > _STACKED_FROM else None
+    if (host := _host(rows, smallest=smallest)) is None:
         return None
     held = None if total is None else _seen(total)
     tail = None if tail is None else tail.numpy()

@@ -54,6 +54,7 @@ OWN = {
     "torch": {"numpy", "torch", "array_api_compat", "kfac_core_backends"},
     "torch_distributed": {"numpy", "torch"},
     "mpi": {"numpy", "mpi4py"},
+    "torch_onednn": {"torch"},
     "torch_panels": {"torch"},
     "torch_lapack": {"torch", "kfac_core_backends", "threadpoolctl"},
     "jax": {"numpy", "jax"},

@@ -70,6 +70,7 @@ OPERATIONS = (
     "multiply_triangular",
     "eigh",
     "multiply_symmetric",
+    "multiply_matrices",
     "scale_symmetric",
     "matrix_diagonal",
     "matrix_trace",

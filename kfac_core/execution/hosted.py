@@ -25,14 +25,22 @@ from kfac_core.network import Executor, Tasks, plain
 __all__ = ["Hosted", "from_host", "host_computes", "host_view"]
 
 
+LARGE = 10**8
+"""Flops of products from which on a library is asked whether its own are faster."""
+
+
 @dispatched
-def host_computes(*, xp: Namespace) -> bool:
+def host_computes(*, xp: Namespace, flops: int = 0, dtype: Any = None) -> bool:
     """Whether stages are to be computed by NumPy at this moment, in this thread.
 
     Parameters
     ----------
     xp : namespace
         Array API namespace of the arrays.
+    flops : int
+        Flops of a block's large products of matrices; 0 for any other work.
+    dtype : dtype, optional
+        Dtype of these matrices.
 
     Returns
     -------
@@ -121,6 +129,11 @@ class Hosted:
         seen = _Mapped(_viewed_by(xp, owners), {}, once=described.shares)
         here: dict[str, tuple[Any, ...]] = {}
         for name, (block, first, *others) in tasks.items():
+            if described.is_product:
+                flops = described.work(block, first, *others)
+                large = {"flops": flops, "dtype": first.like.dtype}
+                if flops >= LARGE and not host_computes(xp=xp, **large):
+                    continue
             known = self._held.get((name, type(first)))
             recognized = (
                 known is not None and known[0] is first and not described.shares

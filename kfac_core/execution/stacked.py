@@ -210,6 +210,7 @@ class _OfStack:
     def __init__(self, function: Any) -> None:
         self._function = function
         self.on_host = function.on_host
+        self.is_product = function.is_product
         self.shares = function.shares
         self.kept = function.kept
         self.worth_threads = function.worth_threads

@@ -18,7 +18,13 @@ import numpy as np
 
 from kfac_core.array.backend import backend_of
 from kfac_core.array.finite import all_finite
-from kfac_core.array.namespaces import Scalar, cast, namespace_of, own_namespace
+from kfac_core.array.namespaces import (
+    Scalar,
+    cast,
+    namespace_of,
+    own_namespace,
+    wide_dtype,
+)
 from kfac_core.constraints import require_one_of, validated
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
@@ -246,7 +252,7 @@ class NaturalGradient:
         KFACError
             As `kfac_core.Block.moments`.
         """
-        used = [call for call in calls if call.output_grads]
+        used = self._used(calls)
         if not rows or not used:
             raise NotReadyError(_NOTHING_SEEN)
         scale: Scalar = 1.0
@@ -262,6 +268,38 @@ class NaturalGradient:
             own = block.moments(batch, **options, name=name)
             found[name] = block.merge(found[name], own) if name in found else own
         return found
+
+    def sum_rows(self, call: LayerCall, /, *, always: bool = False) -> None:
+        """Let go of a call's rows where the step needs their sums alone, which are smaller.
+
+        For a call whose output gradients are all there.  The step is the same up to
+        rounding; see `LayerCall.sum_rows`.  Of processes that take steps together, and of
+        layers whose uses are shared positions, rows are kept.
+
+        Parameters
+        ----------
+        call : LayerCall
+            Call to be given to `directions`, `moments` or `begin`.
+        always : bool
+            See `LayerCall.sum_rows`.
+        """
+        network = self.estimator.network
+        tied = network.tied_weights.uses
+        block = network.blocks.get(call.block)
+        if self.communicator is not None or block is None:
+            return
+        if call.block in tied or call.block in tied.values():
+            return
+        held = self.estimator.state[call.block].statistics
+        if held is not None:
+            dtype = held.dtype
+        else:
+            xp, given = own_namespace(call.inputs), call.inputs.dtype
+            if not xp.isdtype(given, "real floating"):
+                return
+            precision = network.precision
+            dtype = precision.dtype(precision.storage, wide_dtype(xp, given), xp=xp)
+        call.sum_rows(block, dtype, always=always)
 
     def begin(self, calls: Iterable[LayerCall], /, *, rows: Scalar) -> None:
         """Update, and refresh in a thread, before the gradients of the step are known.
@@ -332,7 +370,7 @@ class NaturalGradient:
         background: bool,
     ) -> None:
         """Update and refresh, where they are due."""
-        used = [call for call in calls if call.output_grads]
+        used = self._used(calls)
         rows, examples = self._agreed(gradients, used, rows)
         seen = bool(rows) and any(examples.values())
         missing = self.wants_statistics and not seen
@@ -451,7 +489,7 @@ class NaturalGradient:
         names = (*network.blocks, *network.chains.of, *network.tied_weights.uses)
         examples = dict.fromkeys(names, 0.0)
         for call in calls:
-            N = float(call.inputs.shape[0])
+            N = float(call.examples_here)
             examples[call.block] = examples.get(call.block, 0.0) + N
         if self.communicator is None:
             return rows, examples
@@ -464,6 +502,18 @@ class NaturalGradient:
         step = f"step {self.steps} with the gradients of {sorted(gradients)}"
         total = Agreement(self.communicator).vote(step, own, error=error)
         return float(total[0]), dict(zip(examples, total[1:].tolist(), strict=True))
+
+    def _used(self, calls: Iterable[LayerCall]) -> list[LayerCall]:
+        """Return the calls that output gradients came back to.
+
+        Those of a block all have rows, or all have sums.
+        """
+        used = [call for call in calls if call.has_rows]
+        summed = {call.block for call in used if call.sums is not None}
+        for call in used:
+            if call.block in summed and call.sums is None:
+                self.sum_rows(call, always=True)
+        return used
 
     def _batches(
         self, calls: Iterable[LayerCall], rows: Scalar, examples: Mapping[str, float]

@@ -44,6 +44,7 @@ from kfac_core.linalg.certificate import positive_eigenvalues, probe
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
+from kfac_core.linalg.products import multiply_matrices
 from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.operators.operator import CurvatureOperator, log_sum, raise_for
@@ -367,16 +368,21 @@ class SpectralOperator(CurvatureOperator):
     def _coordinates(self, V: Array, xp: Namespace) -> Array:
         """Return ``Q_A^T V Q_G``."""
         if self.input is not None:
-            V = xp.matmul(xp.matrix_transpose(self.input.eigenvectors), V)
-        return V if self.output is None else xp.matmul(V, self.output.eigenvectors)
+            V = multiply_matrices(
+                xp.matrix_transpose(self.input.eigenvectors), V, xp=xp
+            )
+        if self.output is None:
+            return V
+        return multiply_matrices(V, self.output.eigenvectors, xp=xp)
 
     def _vectors(self, R: Array, xp: Namespace) -> Array:
         """Return ``Q_A R Q_G^T``."""
         if self.input is not None:
-            R = xp.matmul(self.input.eigenvectors, R)
+            R = multiply_matrices(self.input.eigenvectors, R, xp=xp)
         if self.output is None:
             return R
-        return xp.matmul(R, xp.matrix_transpose(self.output.eigenvectors))
+        across = xp.matrix_transpose(self.output.eigenvectors)
+        return multiply_matrices(R, across, xp=xp)
 
     def _values(self) -> Array:
         """Return s."""

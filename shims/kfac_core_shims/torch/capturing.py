@@ -9,7 +9,7 @@ than its modules has used is either read there too (a matrix product), or left a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -78,6 +78,8 @@ class Observation:
     replay : tuple or None
         Arguments of the model's call, positional and by name, and the state of the random
         numbers before it; where these are kept.
+    kfac : weakref.ref
+        The `KFAC` whose step the pass is for.
     """
 
     calls: list[kc.integration.LayerCall] = field(default_factory=list)
@@ -86,6 +88,7 @@ class Observation:
     weight: Any = None
     scale: float | None = None
     replay: Any = None
+    kfac: Any = None
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:
         """Note when a backward pass reaches a call, and take its gradient if empirical."""
@@ -97,8 +100,29 @@ class Observation:
 
     def take(self, reached: Reached, gradients: Any) -> None:
         """Take the empirical gradient of a call out of those of its node."""
-        g = reached.take(gradients[reached.edge.output_nr])
-        reached.call.add_to_source(g)
+        self.take_gradient(
+            reached.call, reached.take(gradients[reached.edge.output_nr])
+        )
+
+    def take_gradient(self, call: Any, g: Any) -> None:
+        """Take the empirical gradient of a call, or a further part of it."""
+        call.add_to_source(g)
+        # A graph that is kept may be gone through once more, for another part of the loss.
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.sum_rows([call])
+
+    def sum_rows(self, calls: Iterable[Any]) -> None:
+        """Let go of rows that the step needs the sums of; all gradients are there."""
+        kfac = self.kfac()
+        if kfac is None:
+            return
+        if torch.is_autocast_enabled("cpu"):
+            # A backward pass was started under autocast.
+            with torch.autocast("cpu", enabled=False):
+                self.sum_rows(calls)
+            return
+        for call in calls:
+            kfac.sum_rows(call)
 
     def clear(self) -> None:
         """Leave all arrays behind: a loss that is kept keeps the calls."""
@@ -114,8 +138,8 @@ def _note(
     if torch.is_grad_enabled():
         return
     observation.differentiated = True
-    if call is not None and call.inputs is not None:
-        call.add_to_source(take(grads[index]))
+    if call is not None and (call.inputs is not None or call.sums is not None):
+        observation.take_gradient(call, take(grads[index]))
 
 
 # Forward hooks.

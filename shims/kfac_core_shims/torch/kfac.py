@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 from warnings import warn
+from weakref import ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -830,16 +831,21 @@ class KFAC(kc.integration.NaturalGradient):
         if self.share is not None and self.communicator is not None:
             # All processes have the same rows.
             rows = float(rows) / self.communicator.size
-        observation = Observation(calls, float(rows), weight=weight)
+        observation = Observation(calls, float(rows), weight=weight, kfac=ref(self))
         self._observations.append(observation)
         row = self.criterion.row
         mode = self.estimator.mode
         assert mode is not None
         share = row.weight(z.shape[-1])
+        # As `batches_of_calls` will scale the gradients of a step's only pass.
+        ahead = math.sqrt(len(z) / rows) if rows else 1.0
         if mode == "empirical":
+            if self.reduction == "mean" and rows:
+                ahead *= rows / self._processes
             scale = self._loss_scale(z) * math.sqrt(share)
-            for r in reached:
-                r.call.grad_scale /= scale
+            for call in calls:
+                call.grad_scale *= ahead / scale
+                call.scaled_by = ahead
         elif reached and (rows or self._processes > 1):
             # Where the rows of one example share a source, they must not add up.
             fewest = min(r.call.examples for r in reached)
@@ -861,8 +867,12 @@ class KFAC(kc.integration.NaturalGradient):
                     positions=self.positions,
                 )
                 vectors = made.vectors
-                if share != 1.0:
-                    vectors = vectors * math.sqrt(share)
+                if weight is not None or z.dtype.itemsize < 4:
+                    ahead = 1.0
+                for call in calls:
+                    call.scaled_by = ahead
+                if share != 1.0 or ahead != 1.0:
+                    vectors = vectors * (math.sqrt(share) * ahead)
                 if weight is not None:
                     # Replaced and not multiplied: padding may hold anything.
                     on = (weight > 0)[..., None]
@@ -870,6 +880,7 @@ class KFAC(kc.integration.NaturalGradient):
                     vectors = torch.where(on, vectors, 0.0) * root
                 with drawing(self.model):
                     capturing.pull_back(edge, reached, vectors, like=z)
+                observation.sum_rows(calls)
         return observation
 
     def _step(self, seen: list[Observation]) -> None:

@@ -1,0 +1,27 @@
+"""Products of matrices that are large enough to choose a library for."""
+
+from __future__ import annotations
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.dispatch import dispatched
+
+__all__ = ["multiply_matrices"]
+
+
+@dispatched
+def multiply_matrices(a: Array, b: Array, /, *, xp: Namespace) -> Array:
+    """Return the product of two matrices, or of each pair of two stacks.
+
+    Parameters
+    ----------
+    a, b : array, shapes (..., m, k) and (..., k, n)
+        Arrays of one dtype.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array, shape (..., m, n)
+        ``a b``, in ``2 m k n`` flops.
+    """
+    return xp.matmul(a, b)
