@@ -120,6 +120,30 @@ JAX_ONLY_THOROUGH = (
     "test_products_are_dense_while_the_rank_suffices[jax-float64-factored]",
     "test_weight_gradient_is_the_sum_over_rows[jax-channels_first-2]",
     "test_every_product_is_that_of_the_dense_block[jax-float64-3-2]",
+    "_inside_a_compiled_program[dense symmetric]",
+    "_inside_a_compiled_program[dense kfoc]",
+    "_inside_a_compiled_program[conv uncorrelated]",
+    "test_expand_is_exact_without_a_reduction[jax-shared1-mean_rows]",
+    "test_expand_is_exact_for_sigma_point_labels[jax-sum]",
+    "test_reduce_is_not_exact_without_a_reduction[jax]",
+    "test_tracing_jax.py::test_vmap_is_a_loop[factored]",
+    "test_tfkfac_9_20_depthwise_powers_are_consistent[jax-factored]",
+    "test_tfkfac_9_2_uncorrelated_input_is_in_the_weights_order[jax-False]",
+    "test_half_precision_is_cast_before_any_product[jax-low rank-bfloat16]",
+    "test_only_equals_are_stacked[jax]",
+    "test_groups_have_bases_of_their_own[jax]",
+    "test_what_float32_cannot_certify_is_made_in_float64[jax-symmetric]",
+    "test_a_record_agrees[jax-float64-kfacjax_conv2d_kf_s1same_bias]",
+    "test_both_ways_of_solving_give_one_answer[jax-float64-approximation0]",
+    "test_factorizations_alone_are_stacked_and_shared_out_too[jax-2]",
+    "test_singular_factors_with_tiny_damping_are_right[jax-Kronecker-exact-float32-1e-05]",
+    "test_a_convolution_is_that_of_dense_sums[jax-float64-True-groups]",
+    "test_a_factor_of_uncorrelated_positions_has_its_own_condition[jax]",
+    "test_tracing_jax.py::test_products_under_jit_are_those_without[factored]",
+    "test_it_goes_to_an_estimator_and_back[jax-150]",
+    "test_an_estimator_restores_the_block[jax-low_rank_kronecker]",
+    "test_the_estimated_norm_is_a_close_lower_bound[jax]",
+    "test_eigen_is_the_best_diagonal_in_its_basis[jax]",
 )
 
 FEW_CASES = 2
@@ -189,7 +213,12 @@ def _has_few_cases(item: pytest.Item) -> bool:
     """Whether a few cases of a test run on this backend without `--thorough`."""
     spec = _backend_of(item)
     elsewhere = WITHOUT_ADAPTERS and spec not in ("", "numpy")
-    return elsewhere or _on_jax(item) or spec == "strict:device1"
+    return (
+        elsewhere
+        or _on_jax(item)
+        or spec == "strict:device1"
+        or item.nodeid.endswith(JAX_ONLY_THOROUGH)
+    )
 
 
 def _on_jax(item: pytest.Item) -> bool:
@@ -197,12 +226,14 @@ def _on_jax(item: pytest.Item) -> bool:
 
 
 def _compiles_long(item: pytest.Item) -> bool:
+    if item.nodeid.endswith(JAX_ONLY_THOROUGH):
+        return True
     if not _on_jax(item):
         return False
     params = item.callspec.params  # type: ignore[attr-defined]
     narrow = params.get("dtype") == "float32" and item.path.stem not in JAX_FLOAT32
     solid = item.path.stem == "test_conv_layer" and 3 in params.values()
-    return narrow or solid or item.name in JAX_ONLY_THOROUGH
+    return narrow or solid
 
 
 @pytest.fixture
