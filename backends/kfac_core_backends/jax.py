@@ -204,15 +204,21 @@ def cholesky_inverse(lower: Any, /, *, overwrite: bool = False, xp: Any) -> Any:
         return _inverse_by_blocks(lower), True
     eye = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
     root = jax_solve_triangular(lower, eye, lower=True)
-    return root.mT @ root, True
+    return _squared(root), True
+
+
+def _squared(root: Any) -> Any:
+    """Return ``R^T R``, symmetric to the bit whatever order a product adds in."""
+    product = root.mT @ root
+    return 0.5 * (product + product.mT)
 
 
 def _inverse_by_blocks(lower: Any) -> Any:
     """Return ``L^-T L^-1`` from the four blocks of ``L^-1``, one of which is zero."""
     first, coupling, second = _triangular_inverse(lower)
     cross = second.T @ coupling
-    top = first.T @ first + coupling.T @ coupling
-    return jnp.block([[top, cross.T], [cross, second.T @ second]])
+    top = _squared(first) + _squared(coupling)
+    return jnp.block([[top, cross.T], [cross, _squared(second)]])
 
 
 def _triangular_inverse(lower: Any) -> tuple[Any, Any, Any]:

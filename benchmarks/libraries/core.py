@@ -192,11 +192,9 @@ class _Programs:
 
     def __init__(self, network: kc.Network, like: Any) -> None:
         jax = importlib.import_module("jax")
-        options = None
-        if jax.default_backend() == "cpu":
-            # Else all blocks are begun at once, in fresh memory for each.
-            options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-        program = functools.partial(jax.jit, compiler_options=options)
+        shim = importlib.import_module("kfac_core_shims.jax.compiled")
+        known = shim.compiler_options(jax.default_backend())
+        program = functools.partial(jax.jit, compiler_options=known and dict(known))
         self._network = network
         self.state = network.initial(like, damping=DAMPING)
         self._update, self._refresh = (

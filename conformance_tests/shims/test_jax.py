@@ -567,7 +567,7 @@ def test_a_compiled_estimator_is_the_estimator(rng, kind):
                 estimator.rebase(moments="kronecker")
             estimator.refresh()
         assert_close_vectors(compiled.precondition(V), plain.precondition(V))
-        sizes.append(programs._program(programs._compiler_options("cpu"))._cache_size())
+        sizes.append(programs._program(programs.compiler_options("cpu"))._cache_size())
 
     # The first update makes statistics, whose form is then that of a program's results.
     assert sizes[1] == sizes[3]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import kfac_core as kc
 
-__all__ = ["compiled", "traced_once"]
+__all__ = ["compiled", "compiler_options", "traced_once"]
 
 
 def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def compiled(function: Any, tasks: Any, /) -> dict[str, Any]:
     }
     # A part of another program is compiled as that is; JAX refuses options for it.
     inside = isinstance(jnp.zeros(()), jax.core.Tracer)
-    options = None if inside else _compiler_options(jax.default_backend())
+    options = None if inside else compiler_options(jax.default_backend())
     try:
         hash(traced)
     except TypeError:  # a product with arguments that no program can be known by
@@ -136,12 +136,22 @@ def _program(options: tuple[tuple[str, str], ...] | None) -> Any:
 
 
 @functools.cache
-def _compiler_options(platform: str) -> tuple[tuple[str, str], ...] | None:
+def compiler_options(platform: str) -> tuple[tuple[str, str], ...] | None:
     """Return what the compiler is told, None where it does not know it.
 
     On the CPU to order operations so that little memory is in use at a time.  By default
     all blocks are begun at once, in fresh memory of a few times the factors' size, and
     the system's clearing of that takes a third of an update.
+
+    Parameters
+    ----------
+    platform : str
+        Name of JAX's backend: ``"cpu"``, ``"gpu"``, ``"tpu"``.
+
+    Returns
+    -------
+    tuple of pairs of str, or None
+        Names and values of the compiler's options.
     """
     if platform != "cpu":
         return None
