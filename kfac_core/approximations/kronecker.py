@@ -491,7 +491,7 @@ def _separately_damped(
         xp=xp,
     )
     lam = full_of(xp, options.damping, S) / S + xp.zeros_like(shifts[1])
-    scale, name = cast(xp, S, apply), options.name
+    scale, name = as_array(cast(xp, S, apply)), options.name
 
     def part(kind: Any, value: Any, shift: Array, what: str) -> Any:
         reporting: Any = {"check": options.check, "name": f"{name}/{what}"}

@@ -7,6 +7,7 @@ from kfac_core.distributed.communicator import (
     Traffic,
     communicator_names,
     connect,
+    engine,
 )
 from kfac_core.distributed.exchanges import predicted_traffic
 from kfac_core.distributed.executor import DistributedExecutor
@@ -41,6 +42,7 @@ __all__ = [
     "block_loads",
     "communicator_names",
     "connect",
+    "engine",
     "execution_for",
     "measured_machine",
     "place",

@@ -269,6 +269,7 @@ class NaturalGradient:
             found[name] = block.merge(found[name], own) if name in found else own
         return found
 
+    @validated
     def sum_rows(self, call: LayerCall, /, *, always: bool = False) -> None:
         """Let go of a call's rows where the step needs their sums alone, which are smaller.
 

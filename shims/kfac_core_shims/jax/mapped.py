@@ -12,9 +12,13 @@ from typing import Any
 import jax
 
 import kfac_core as kc
-from kfac_core_backends.jax_axes import AxisCommunicator, mapped_axes
 
 __all__ = ["averaged", "mapped_axes", "summed_over"]
+
+
+def mapped_axes() -> tuple[Any, ...]:
+    """Return the names of the mapped axes that the caller is inside of."""
+    return tuple(kc.distributed.engine("jax").mapped_axes())
 
 
 def averaged(tree: Any, axis_name: Any, /) -> Any:
@@ -26,4 +30,5 @@ def summed_over(
     axis_name: Any, inner: kc.execution.Executor, /
 ) -> kc.distributed.SummedOver:
     """Return the executor of an update with the rows of all devices of an axis."""
-    return kc.distributed.SummedOver(AxisCommunicator(axis_name), inner)
+    communicator = kc.distributed.engine("jax").AxisCommunicator(axis_name)
+    return kc.distributed.SummedOver(communicator, inner)
