@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from kfac_core.distributed.communicator import Communicator, Operation
+from kfac_core.distributed.communicator import Communicator, Handle, Operation
 from kfac_core.errors import UnsupportedError
 
 __all__ = ["AxisCommunicator", "connect", "mapped_axes", "problem", "versions"]
@@ -70,6 +70,13 @@ class AxisCommunicator(Communicator):
 
     def _leaving(self, values: Any, like: Any) -> Any:
         return values
+
+    def _begin(
+        self, operation: Operation, flat: Any, arguments: Mapping[str, Any]
+    ) -> Handle:
+        # With one device too: only what was added up over an axis is known to be the same
+        # on all of it.
+        return Handle(self._start(operation, flat, arguments))
 
     def _start(
         self, operation: Operation, values: Any, arguments: Mapping[str, Any], /
