@@ -147,7 +147,7 @@ JAX_ONLY_THOROUGH = (
 )
 
 FEW_CASES = 2
-"""How many cases of a test run without `--thorough` where few do, far apart."""
+"""How many cases of a test run without `--thorough` where few do; on JAX often one."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -189,10 +189,12 @@ def pytest_collection_modifyitems(
 
 
 def _some_of(same: list[pytest.Item]) -> list[pytest.Item]:
-    """Return a few cases of one test: the first, the last, and some between."""
-    every = _on_jax(same[0]) and same[0].path.stem in JAX_EVERY_CASE
-    if every or len(same) <= FEW_CASES:
+    """Return a few cases of one test, far apart; on JAX that in the middle of many."""
+    jax = _on_jax(same[0])
+    if len(same) <= FEW_CASES or (jax and same[0].path.stem in JAX_EVERY_CASE):
         return same
+    if jax:
+        return [same[len(same) // 2]]
     step = (len(same) - 1) / (FEW_CASES - 1)
     return [same[round(i * step)] for i in range(FEW_CASES)]
 
