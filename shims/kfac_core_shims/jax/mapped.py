@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 import kfac_core as kc
 
@@ -18,7 +19,10 @@ __all__ = ["averaged", "mapped_axes", "summed_over"]
 
 def mapped_axes() -> tuple[Any, ...]:
     """Return the names of the mapped axes that the caller is inside of."""
-    return tuple(kc.distributed.engine("jax").mapped_axes())
+    name = "unsafe_get_axis_names_DO_NOT_USE"
+    # Before JAX 0.10 it was in `jax.core`.
+    names: Any = getattr(jex, name, None) or getattr(jax.core, name)
+    return tuple(names())
 
 
 def averaged(tree: Any, axis_name: Any, /) -> Any:
