@@ -1,7 +1,9 @@
 """Write the tables of the benchmark page from measurements that are kept here.
 
 Run ``python -m benchmarks.pages NAME FILE`` to keep the measurements of a run: ``FILE`` is
-its ``benchmarks.json``, and ``NAME`` one of `NAMES`.  They go to ``measured_here`` beside
+its ``benchmarks.json``, and ``NAME`` one of `NAMES`; or what ``--output`` of
+`benchmarks.torch_training` or `benchmarks.jax_training` wrote, and ``NAME`` one of
+`TRAINING`.  They go to ``measured_here`` beside
 this file, rounded and without what no table shows.  ``python docs/tables.py --write`` then
 writes the tables, and ``--check`` compares them.  A tilde marks disturbed samples.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +24,15 @@ from benchmarks.stages import MEMORY_LIMITS, TITLES
 from benchmarks.targets import results
 from benchmarks.workloads import SWEEPS
 
-__all__ = ["NAMES", "TABLES", "keep", "table"]
+__all__ = ["NAMES", "TABLES", "TRAINING", "keep", "table"]
 
 FOLDER = Path(__file__).resolve().parent / "measured_here"
 
 NAMES = ("autoencoder", "transformer", "small", "growth")
 """What can be kept: one file for each command of the page."""
+
+TRAINING = ("torch_training", "jax_training")
+"""The programs of whole training steps, of which all is kept."""
 
 PLAIN = "lapack", "torch-kernels", "numpy", "torch", "curvlinops"
 HEADS = {
@@ -49,6 +55,34 @@ CALLS = {
     "precondition-inverse": "product",
 }
 
+TORCH_NETWORKS = {
+    "mlp": "MLP 784-512-512-10, 128 rows",
+    "convolutions": "three convolutions of 3x16x16, 64 images",
+    "gpt": "GPT of width 64, two layers, 16x32",
+}
+TORCH_METHODS = {
+    "sgd": "SGD alone",
+    "kfac-pytorch, inverse": "kfac-pytorch, `inverse`",
+    "kfac-core": '`KFAC(fisher="empirical")`',
+    "kfac-core, all layers": "the same, embeddings and norms too",
+    "kfac-core, gradients": "`KFAC()`: a second backward pass",
+    "kfac-core, all, gradients": "the same, embeddings and norms too",
+    "kfac-pytorch, eigen": "kfac-pytorch, `eigen`",
+    "kfac-core, exact": '`fisher="empirical"`, exact',
+    "kfac-core, exact, gradients": "`KFAC()`, exact",
+}
+JAX_NETWORKS = {
+    "mlp": "784-256-256-256-256-10, batches of 256",
+    "autoencoder": "autoencoder of kfac-jax's examples, 512",
+    "conv": "convolutional classifier of kfac-jax's examples, 256",
+}
+JAX_FIGURES = {
+    "first call, CPU s": "first call, CPU seconds",
+    "first six calls, CPU s": "first six calls, CPU seconds",
+    "step, CPU ms": "a step, CPU milliseconds",
+    "peak memory, MiB": "peak memory, MiB",
+}
+
 Plain = dict[str, Any]
 
 
@@ -58,9 +92,9 @@ def keep(name: str, path: Path, /) -> Path:
     Parameters
     ----------
     name : str
-        One of `NAMES`.
+        One of `NAMES` or `TRAINING`.
     path : pathlib.Path
-        A ``benchmarks.json``.
+        A ``benchmarks.json``, or the output of a program of training steps.
 
     Returns
     -------
@@ -68,7 +102,10 @@ def keep(name: str, path: Path, /) -> Path:
         The file that was written.
     """
     everything = json.loads(path.read_text(encoding="utf-8"))
-    kept = [_less(run) for run in everything["runs"]]
+    if name in TRAINING:
+        kept = _rounded(everything)
+    else:
+        kept = [_less(run) for run in everything["runs"]]
     FOLDER.mkdir(exist_ok=True)
     found = FOLDER / f"{name}.json"
     found.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
@@ -264,6 +301,66 @@ def _growth() -> str:
     return _markdown(["grows with", "stage", *heads, "target"], rows)
 
 
+def _training(name: str) -> Plain:
+    path = FOLDER / f"{name}.json"
+    found: Plain = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _torch_steps() -> str:
+    """Return milliseconds of a step on PyTorch, and quotients to kfac-pytorch's."""
+    found = _training("torch_training")
+    rows = []
+    for method, label in TORCH_METHODS.items():
+        cells = [label]
+        for of_network in found.values():
+            seconds = of_network["seconds"]
+            own, other = seconds.get(method), seconds[_peer_of(method)]
+            shown = "" if own is None else f"{1e3 * own:.1f}"
+            ours = own is not None and method.startswith("kfac-core")
+            cells.append(f"{shown} ({own / other:.2f})" if ours else shown)
+        rows.append(cells)
+    return _markdown(["method", *(TORCH_NETWORKS[network] for network in found)], rows)
+
+
+def _torch_memory() -> str:
+    """Return the peak of a process of each method, above that of SGD alone."""
+    held = _training("torch_training")["gpt"]["bytes"]
+    rows = [
+        [label, f"{(held[method] - held['sgd']) / 2**20:.1f}"]
+        for method, label in TORCH_METHODS.items()
+        if method != "sgd"
+    ]
+    return _markdown(["method", "MiB above SGD"], rows)
+
+
+def _peer_of(method: str) -> str:
+    eigen = "exact" in method or "eigen" in method
+    return "kfac-pytorch, eigen" if eigen else "kfac-pytorch, inverse"
+
+
+def _three_digits(figure: float) -> str:
+    """Return a number with three digits, or with all before the point."""
+    return f"{figure:.0f}" if figure >= 100 else f"{figure:#.3g}"
+
+
+def _jax_steps() -> str:
+    """Return ours, kfac-jax's and the quotient, of medians over processes."""
+    found = _training("jax_training")
+    rows = []
+    for name, label in JAX_FIGURES.items():
+        cells = [label]
+        for runs in found.values():
+            ours, theirs = (
+                statistics.median(run[name] for run in runs[method])
+                for method in ("kfac-core", "kfac-jax")
+            )
+            shown = _three_digits(ours), _three_digits(theirs), f"{ours / theirs:.2f}"
+            cells.append(", ".join(shown))
+        rows.append(cells)
+    return _markdown(["", *(JAX_NETWORKS[network] for network in found)], rows)
+
+
 def _judged() -> Iterable[Result]:
     """Yield the targets that were measured."""
     for name in NAMES:
@@ -316,6 +413,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": _memory,
     "growth": _growth,
     "targets not met": _not_met,
+    "training on PyTorch": _torch_steps,
+    "memory of training on PyTorch": _torch_memory,
+    "training on JAX": _jax_steps,
 }
 """The tables of the page, by name."""
 
@@ -323,8 +423,8 @@ TABLES: dict[str, Callable[[], str]] = {
 def main() -> None:
     """Keep one run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=NAMES)
-    parser.add_argument("file", type=Path, help="a run's benchmarks.json")
+    parser.add_argument("name", choices=(*NAMES, *TRAINING))
+    parser.add_argument("file", type=Path, help="a run's measurements")
     arguments = parser.parse_args()
     print(keep(arguments.name, arguments.file))
 

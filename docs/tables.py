@@ -310,7 +310,8 @@ _ADAPTERS = (
 _TORCH = "docs/quickstart_torch.md"
 _BENCHMARKS = (
     *("autoencoder", "transformer", "small layers", "one call", "calls"),
-    *("memory", "growth", "targets not met"),
+    *("memory", "growth", "targets not met", "training on PyTorch"),
+    "memory of training on PyTorch",
 )
 _MODELS = {
     "encoder": ("torch",),
@@ -357,6 +358,9 @@ TABLES = {
         f"benchmark {name}": Table("docs/benchmarks.md", partial(benchmark, name), 1)
         for name in _BENCHMARKS
     },
+    "benchmark training on JAX": Table(
+        "docs/quickstart_jax.md", partial(benchmark, "training on JAX"), 1
+    ),
     "traffic": Table(
         "docs/distributed.md", partial(of_benchmark, "traffic"), needs=("torch",)
     ),

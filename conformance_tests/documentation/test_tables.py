@@ -13,9 +13,6 @@ pytestmark = pytest.mark.skipif(
     not DOCS.is_dir(), reason="the documentation is not here"
 )
 
-# Times beside other libraries are of a run on a named machine.
-RECORDED = {"benchmarks.md", "quickstart_jax.md"}
-
 
 @pytest.fixture(scope="module")
 def tables():
@@ -59,8 +56,7 @@ def test_no_table_of_measurements_is_written_by_hand(tables):
         text = path.read_text(encoding="utf-8")
         outside = re.sub(r"<!-- table: .*?<!-- end -->", "", text, flags=re.DOTALL)
         for found in re.findall(r"^\|.*?\|$(?=\n[^|]|\Z)", outside, re.M | re.DOTALL):
-            if path.name not in RECORDED:
-                assert not measured(found), (path.name, found)
+            assert not measured(found), (path.name, found)
 
 
 def measured(table):
