@@ -31,6 +31,9 @@ _UNSCALED = 100.0
 _LARGEST_EMPIRICAL = 16.0
 """Entries of a cross-entropy's gradient are at most 1; beyond this the loss is scaled."""
 
+_LOOKED_AT = 1 << 16
+"""Numbers of a pass in which a loss of equal rows is looked at for being one still."""
+
 _ASKED = "it was asked for"
 
 _ESTIMATOR = "precision", "sharing", "refreshing", "averaging", "rates"
@@ -324,11 +327,6 @@ class KFAC(kc.integration.NaturalGradient):
         return self.wants_statistics or self.reduction == "sum" or self._keep
 
     @property
-    def divides_parameters(self) -> bool:
-        """Whether parameters are divided among processes."""
-        return self._division is not None
-
-    @property
     def share(self) -> Callable[[Any], Any] | None:
         """What returns this process's examples, where all have the same rows."""
         if self._division is None or not self._division.tensor_parallel:
@@ -490,7 +488,7 @@ class KFAC(kc.integration.NaturalGradient):
                 if outputs is not None:
                     self._observe_alone(outputs)
                 seen = self._observations if self._by_hand else self.differentiated
-                calls = [call for o in seen for call in o.calls]
+                calls = [call for o in seen for call in o.checked_calls()]
                 rows = sum(o.rows for o in seen)
                 with torch.no_grad():
                     found = self.moments(calls, rows=rows, before=found)
@@ -639,7 +637,7 @@ class KFAC(kc.integration.NaturalGradient):
         passing: Any = None,
         replay: Any = None,
         /,
-    ) -> None:
+    ) -> Observation | None:
         """Observe a pass of the model whose loss is being differentiated.
 
         Parameters
@@ -654,9 +652,14 @@ class KFAC(kc.integration.NaturalGradient):
             Gradients of all outputs of the node of `edge`, if it is the next to be called.
         replay : tuple, optional
             What the model was called with, where it is kept.
+
+        Returns
+        -------
+        Observation or None
+            What was observed, if anything.
         """
         if not self.wants_outputs or self._by_hand:
-            return
+            return None
         if z.ndim < 2:
             raise kc.ShapeError(
                 f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. Pick or reshape "
@@ -672,17 +675,18 @@ class KFAC(kc.integration.NaturalGradient):
             if self._division is None:
                 if self.overlap:
                     self._begin([], 0.0)
-                return
+                return None
         reached = self._reached(edge)
         if not self._checked and z.numel():
             self._checked = self._check(z, gradient)
-        weight = scale = None
+        weight = scale = unread = None
         if gradient is not None and z.numel():
             unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
             weight = None if unread is None else (~unread).to(z.dtype)
-            if not self._equal_rows or self._processes > 1:
+            if self._processes > 1 or not self._has_equal_rows(z, gradient):
                 weight, scale = self._weighted(z, gradient, weight)
         observation = self._record(edge, z, reached, weight)
+        observation.unread = unread
         observation.scale = scale
         observation.differentiated = observation.rows > 0 or self._processes > 1
         observation.replay = replay
@@ -695,6 +699,7 @@ class KFAC(kc.integration.NaturalGradient):
                     observation.watch(r, empirical=True)
         elif self.overlap:
             self._begin(observation.calls, observation.rows)
+        return observation
 
     def _begin(self, calls: Any, rows: float) -> None:
         """Take the statistics of the step, whose only pass is being differentiated."""
@@ -702,11 +707,22 @@ class KFAC(kc.integration.NaturalGradient):
         with torch.no_grad(), torch.autocast(device, enabled=False):
             self.begin(calls, rows=rows)
 
-    def _weighted(self, z: Any, gradient: Any, weight: Any) -> tuple[Any, float | None]:
-        """Return the weights of rows that the loss has, and its scale where there are none.
+    def _has_equal_rows(self, z: Any, gradient: Any) -> bool:
+        """Return whether rows spread over a large pass have one weight, as before.
 
-        Once a pass with hard labels has had none, further passes are not looked at.
+        Of a small pass all rows are looked at, by `_weighted`.
         """
+        every = z.numel() // _LOOKED_AT
+        if not (self._equal_rows and every):
+            return False
+        z, gradient = (x.reshape(-1, x.shape[-1])[::every] for x in (z, gradient))
+        scales = likelihoods.row_scales(self.criterion.row, z, gradient)
+        if scales is None:
+            return False
+        return likelihoods.are_equal(scales[scales > 0], likelihoods.coarseness(z))
+
+    def _weighted(self, z: Any, gradient: Any, weight: Any) -> tuple[Any, float | None]:
+        """Return weights that the loss gives rows, and its scale where there are none."""
         scales = likelihoods.row_scales(self.criterion.row, z, gradient)
         if scales is None:
             return weight, None
@@ -714,9 +730,9 @@ class KFAC(kc.integration.NaturalGradient):
         if len(read) < 2:
             return weight, None
         mean = read.mean()
-        coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
-        if bool(((read - mean).abs() <= coarse * mean).all()):
-            if self._processes == 1:
+        coarse = likelihoods.coarseness(z)
+        if likelihoods.are_equal(read, coarse):
+            if self._processes == 1 and not self._equal_rows:
                 self._require_reduction(float(mean), len(read), coarse)
             self._equal_rows = True
             return weight, float(mean)
@@ -897,7 +913,7 @@ class KFAC(kc.integration.NaturalGradient):
                 "outputs were differentiated. Call kfac.step() after loss.backward() and "
                 "before zero_grad()."
             )
-        calls = itertools.chain.from_iterable(o.calls for o in seen)
+        calls = itertools.chain.from_iterable(o.checked_calls() for o in seen)
         refreshes = self.wants_refresh
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):

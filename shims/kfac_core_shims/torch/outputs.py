@@ -192,15 +192,19 @@ class Pass:
         self.derived = False
         self.replay: Any = None
         self.handle: Any = None
+        self.observation: Any = None
         self.done = False
 
     def arrived(self, gradient: Any) -> None:
         """Take a gradient that came to one of the model's outputs."""
         # A pass that makes a graph, as for a penalty, is not the loss's own.
-        if self.done or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or (self.done and self.observation is None):
             return
         kfac = self.kfac()
         if kfac is None or _is_drawn_through(kfac.model):
+            return
+        if self.done:
+            self.observation.note_further_part(gradient)
             return
         self.done = True
         if self.plain:
@@ -232,7 +236,9 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
-        kfac.observe_pass(edge, z, gradient, passing, replay)
+        found = kfac.observe_pass(edge, z, gradient, passing, replay)
+        if self.plain and found is not None and found.unread is not None:
+            self.observation = found
 
     def drop(self) -> None:
         """Let go of the graph."""
