@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
-from kfac_core_shims.torch import KFAC  # noqa: E402
+from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
 
 EACH_STEP = {"kl_clip": None, "update_every": 1, "refresh_every": 1}
 EXACT = {"fisher": "exact", **EACH_STEP}
@@ -281,3 +281,67 @@ def test_parts_of_a_loss_that_read_other_rows_are_refused():
         (0.5 * fn.cross_entropy(own, y[rows], reduction="sum") / 8).backward()
     kfac.step()
     assert_factors(kfac, expected)
+
+
+# Backward passes that train nothing, or more than one mean.
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_backward_pass_for_inputs_alone_does_not_count(fisher):
+    """An attack on the inputs, and the map of an output's derivatives."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+    x.requires_grad_()
+    z = model(x)
+    for column in z.T:
+        torch.autograd.grad(column.sum(), x, retain_graph=True)
+    (g,) = torch.autograd.grad(fn.cross_entropy(model(x), y), x)
+    x = (x + 0.3 * g.sign()).detach()
+    expected = dense(model, x)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+
+    if fisher == "empirical":
+        z = model(x).detach()
+        g = torch.softmax(z, 1) - fn.one_hot(y, 4)
+        expected = {n: (A, None) for n, (A, _) in expected.items()}
+        expected["2"] = expected["2"][0], g.T @ g / len(z)
+        torch.testing.assert_close(kfac.factors("0")[0], expected.pop("0")[0].detach())
+    assert_factors(kfac, expected)
+
+
+def test_empirical_gradients_of_several_means_are_refused():
+    """Two passes whose losses are added, and not averaged: four times the curvature."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, fisher="empirical", **EACH_STEP)
+
+    def losses(factor):
+        model.zero_grad()
+        for a, b in zip(x.split(4), y.split(4), strict=True):
+            (factor * fn.cross_entropy(model(a), b)).backward()
+
+    losses(1.0)
+    with pytest.raises(kc.ConventionError, match="add up to 2 means"):
+        kfac.step()
+    losses(0.5)
+    kfac.step()
+    g = torch.softmax(model(x).detach(), 1) - fn.one_hot(y, 4)
+    _, G, scale = kfac.factors("2")
+    torch.testing.assert_close(scale * G, g.T @ g / 8)
+
+
+def test_the_optimizer_goes_on_in_another_dtype_and_refuses_class_weights_by_name():
+    """Its last change is of the old dtype; a module with weights needs `observe`."""
+    torch.set_default_dtype(torch.float32)
+    model, (x, y) = network(), batch()
+    optimizer = KFACOptimizer(model)
+
+    def loss(x):
+        return lambda: fn.cross_entropy(model(x), y)
+
+    losses = [float(optimizer.step(loss(x))) for _ in range(2)]
+    model.double()
+    losses += [float(optimizer.step(loss(x.double()))) for _ in range(2)]
+    assert losses[3] < losses[2] < losses[1] < losses[0]
+    with pytest.raises(kc.ConventionError, match="Leave `likelihood` out"):
+        KFACOptimizer(network(), likelihood=nn.CrossEntropyLoss(torch.ones(4)))

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 from warnings import warn
 from weakref import ref
@@ -320,6 +320,12 @@ class KFAC(kc.integration.NaturalGradient):
     def is_divided(self) -> bool:
         """Whether parameters are divided among processes."""
         return self._division is not None
+
+    @property
+    def trained(self) -> Iterator[Any]:
+        """Parameters of the blocks that are trained now."""
+        for site in self._sites.values():
+            yield from (p for p in site.trained if p.requires_grad)
 
     @property
     def wants_outputs(self) -> bool:
@@ -907,6 +913,8 @@ class KFAC(kc.integration.NaturalGradient):
             given = {name: g for name, g in of_sites.items() if g is not None}
         if self.communicator is not None and self.wants_outputs:
             self._require_loss_of_all(seen)
+        if self.estimator.mode == "empirical" and self.communicator is None:
+            self._require_one_mean(seen)
         if seen and not given and self.communicator is None:
             raise kc.NotReadyError(
                 "No parameter of a covered layer has a gradient, though the model's "
@@ -1065,6 +1073,17 @@ class KFAC(kc.integration.NaturalGradient):
                 f"a {self.reduction} over {rows:.0f} rows can have, and fisher='empirical' "
                 "squares them. Pass the gradient scaler as `grad_scaler`, or say which "
                 "`reduction` the loss has."
+            )
+
+    def _require_one_mean(self, seen: list[Observation]) -> None:
+        """Refuse empirical gradients of losses that add up to several means."""
+        means = [o.rows * o.scale for o in seen if o.scale is not None]
+        plain = self.reduction == "mean" and self.grad_scaler is None
+        if plain and len(seen) == len(means) > 1 and sum(means) > _MEAN:
+            raise kc.ConventionError(
+                f"The losses of {len(means)} passes add up to {sum(means):.3g} means over "
+                "their rows, and fisher='empirical' squares their gradients. Multiply each "
+                "loss by its part of the batch, len(part) / len(batch)."
             )
 
     def _loss_scale(self, z: Any) -> float:

@@ -188,6 +188,13 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             keep=True,
             **options,
         )
+        if self.kfac.criterion.weighted:
+            self.kfac.remove()
+            raise kc.ConventionError(
+                "The loss module has class weights, which KFACOptimizer finds in the "
+                "gradients of the outputs, where labels are hard and of three classes or "
+                "more. Leave `likelihood` out, or say likelihood='categorical'."
+            )
         if self.kfac.is_divided:
             self.kfac.remove()
             raise kc.UnsupportedError(
@@ -433,7 +440,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             ]
         if any("change" in self.state[p] for p, _ in trained):
             found["momentum"] = [
-                self.state[p].get("change", zero(p)) for p, _ in trained
+                # In the parameter's dtype, which may have changed since.
+                self.state[p].get("change", zero(p)).to(p)
+                for p, _ in trained
             ]
         return found
 

@@ -8,7 +8,7 @@ differentiates costs nothing and counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -203,6 +203,8 @@ class Pass:
         kfac = self.kfac()
         if kfac is None or _is_drawn_through(kfac.model):
             return
+        if not kfac.is_divided and not _comes_to_any(kfac.trained):
+            return
         if self.done:
             self.observation.note_further_part(gradient)
             return
@@ -245,6 +247,20 @@ class Pass:
         if self.handle is not None:
             self.handle.remove()
         self.edge = self.z = self.base = self.handle = self.replay = None
+
+
+def _comes_to_any(parameters: Iterable[Any]) -> bool:
+    """Whether the backward pass that is running comes to any of some parameters.
+
+    One for inputs alone does not, as of an attack or a saliency map.
+    """
+    for p in parameters:
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
+                return True
+        except RuntimeError:
+            return True  # `autograd.grad` of the parameter itself.
+    return False
 
 
 def _gradient_of_view(z: Any, base: Any, gradient: Any) -> Any:
