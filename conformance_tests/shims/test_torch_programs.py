@@ -5,6 +5,8 @@ Each has the factors of a dense float64 computation by hand, or an error with a 
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -310,24 +312,44 @@ def test_a_backward_pass_for_inputs_alone_does_not_count(fisher):
     assert_factors(kfac, expected)
 
 
-def test_empirical_gradients_of_several_means_are_refused():
-    """Two passes whose losses are added, and not averaged: four times the curvature."""
+@pytest.mark.parametrize("parts", [2, 8])
+def test_empirical_gradients_of_several_means_are_refused(parts):
+    """Losses of two passes, or of single rows, that are added and not averaged."""
     model, (x, y) = network(), batch()
     kfac = KFAC(model, fisher="empirical", **EACH_STEP)
 
     def losses(factor):
         model.zero_grad()
-        for a, b in zip(x.split(4), y.split(4), strict=True):
+        for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
             (factor * fn.cross_entropy(model(a), b)).backward()
 
     losses(1.0)
-    with pytest.raises(kc.ConventionError, match="add up to 2 means"):
+    with pytest.raises(kc.ConventionError, match=f"add up to {parts} means"):
         kfac.step()
-    losses(0.5)
+    losses(1 / parts)
     kfac.step()
     g = torch.softmax(model(x).detach(), 1) - fn.one_hot(y, 4)
     _, G, scale = kfac.factors("2")
     torch.testing.assert_close(scale * G, g.T @ g / 8)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-2])
+def test_a_penalty_of_what_a_weight_is_computed_from_is_named(penalty):
+    """Its gradient does not come through W, and so is no part of the direction."""
+    model, (x, y) = network(), batch()
+    nn.utils.parametrizations.weight_norm(model[0])
+    kfac = KFAC(model, damping=0.04, **EXACT)
+    originals = [*model[0].parametrizations.weight.parameters()]
+    squares = sum(p.square().sum() for p in originals)
+    (fn.cross_entropy(model(x), y) + penalty * squares).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        kfac.step()
+
+    assert ["did not come through" in str(w.message) for w in seen] == [True] * (
+        penalty > 0
+    )
 
 
 def test_the_optimizer_goes_on_in_another_dtype_and_refuses_class_weights_by_name():

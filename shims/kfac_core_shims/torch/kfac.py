@@ -734,7 +734,8 @@ class KFAC(kc.integration.NaturalGradient):
             return weight, None
         read = scales[scales > 0] if weight is None else scales[weight > 0]
         if len(read) < 2:
-            return weight, None
+            alone = len(read) == 1 and self.communicator is None
+            return weight, float(read) if alone else None
         mean = read.mean()
         coarse = likelihoods.coarseness(z)
         if likelihoods.are_equal(read, coarse):
@@ -909,6 +910,9 @@ class KFAC(kc.integration.NaturalGradient):
         if self._division is not None:
             given = self._division.gradients()
         else:
+            if self.communicator is not None:
+                for site in self._sites.values():
+                    site.average(self.communicator)
             of_sites = {name: s.gradients() for name, s in self._sites.items()}
             given = {name: g for name, g in of_sites.items() if g is not None}
         if self.communicator is not None and self.wants_outputs:
