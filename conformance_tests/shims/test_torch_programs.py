@@ -198,6 +198,40 @@ def test_arguments_by_name_have_the_order_of_forward():
     torch.testing.assert_close(A.full(), products.T @ products / 6)
 
 
+# Losses and models that are not what they seem.
+
+
+def test_a_cross_entropy_of_some_outputs_is_refused():
+    """Of masked actions, or of the classes that were seen; right if it is said."""
+    model, (x, y) = network(), batch()
+    valid = fn.one_hot((y + 1) % 4, 4) == 0
+    masked = lambda z: z.masked_fill(~valid, -1e9)  # noqa: E731
+    for read, labels in ((lambda z: z[:, :3], y % 3), (masked, y)):
+        kfac = KFAC(model, **EXACT)
+        with pytest.raises(kc.ConventionError, match="does not read all outputs"):
+            fn.cross_entropy(read(model(x)), labels).backward()
+        kfac.remove()
+    kfac = KFAC(model, likelihood="categorical", output=lambda z: z[:, :3], **EXACT)
+    model.zero_grad()
+    fn.cross_entropy(model(x)[:, :3], y % 3).backward()
+    kfac.step()
+
+    made = model[0](x)
+    z = model[2](torch.tanh(made))[:, :3]
+    assert_factors(kfac, {"0": by_hand([(x, made)], z)})
+
+
+@pytest.mark.parametrize("kind", ["uninitialized", "on the meta device"])
+def test_parameters_that_are_not_made_yet_are_refused(kind):
+    """Their blocks would be of parameters that the model no longer has."""
+    if kind == "uninitialized":
+        model = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 4))
+    else:
+        model = network().to("meta")
+    with pytest.raises(kc.UnsupportedError, match=kind):
+        KFAC(model)
+
+
 # Dtypes in mid-run.
 
 

@@ -13,6 +13,7 @@ from weakref import ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 
 import kfac_core as kc
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
@@ -199,6 +200,7 @@ class KFAC(kc.integration.NaturalGradient):
                 f"Expected `model` to be a torch.nn.Module, got a {type(model).__name__}: "
                 "KFAC(model), and not of its parameters."
             )
+        _require_made(model)
         _require_known(options)
         if overlap and (keep or fisher == "empirical" or output is None):
             raise kc.ConventionError(
@@ -934,8 +936,8 @@ class KFAC(kc.integration.NaturalGradient):
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
                     "no pass of the model was differentiated, its outputs were modified "
-                    "in place, or it was called, or compiled and called, before KFAC was "
-                    "made"
+                    "in place, its parameters were replaced, or it was called, or compiled "
+                    "and called, before KFAC was made"
                 )
                 first = "Call kfac.step() after loss.backward(). "
                 if seen or self._notes:
@@ -1032,6 +1034,8 @@ class KFAC(kc.integration.NaturalGradient):
             clear = torch.softmax(z.float(), -1).amax(-1) < 1 - 1e-3
             told = bool((clear & (size > 0)).any())
             good = bool(((total <= coarse * size) | ~clear).all())
+            if good:
+                _require_all_read(z, g, size)
         if not good:
             raise kc.ConventionError(
                 "The loss is no cross-entropy of logits along the last axis of the "
@@ -1128,6 +1132,36 @@ def _rate_of(lr: Any) -> Any:
             f"step that returns one; got {lr!r}."
         )
     return lr
+
+
+def _require_all_read(z: Any, g: Any, size: Any) -> None:
+    """Refuse a cross-entropy of some of the outputs, as of masked logits.
+
+    An output that it reads has no gradient only if the target is the prediction to all
+    digits.
+    """
+    if z.dtype == torch.float16:
+        return  # Small gradients are zero.
+    likely = torch.softmax(z.double(), -1) > 1e-3
+    left_out = (g == 0) & likely & (size > 0)[..., None]
+    if bool(left_out.any()):
+        raise kc.ConventionError(
+            "The loss does not read all outputs of a row, as a cross-entropy of masked "
+            "logits or of some of the classes. Mask them in the model; or say "
+            "likelihood='categorical', and which logits the loss reads, as in "
+            "output=lambda z: z[..., :k]."
+        )
+
+
+def _require_made(model: Any) -> None:
+    """Raise `UnsupportedError` for parameters that PyTorch has not made yet."""
+    for name, p in model.named_parameters():
+        if is_lazy(p) or p.is_meta:
+            kind = "uninitialized" if is_lazy(p) else "on the meta device"
+            raise kc.UnsupportedError(
+                f"The parameter {name!r} is {kind}, and PyTorch will replace it. Make KFAC "
+                "after to_empty, or after the first call of a model with lazy modules."
+            )
 
 
 def _require_known(options: Mapping[str, Any]) -> None:
