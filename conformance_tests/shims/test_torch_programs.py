@@ -5,6 +5,7 @@ Each has the factors of a dense float64 computation by hand, or an error with a 
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -346,25 +347,87 @@ def test_a_backward_pass_for_inputs_alone_does_not_count(fisher):
     assert_factors(kfac, expected)
 
 
-@pytest.mark.parametrize("parts", [2, 8])
-def test_empirical_gradients_of_several_means_are_refused(parts):
-    """Losses of two passes, or of single rows, that are added and not averaged."""
+CUTS = {"even": (4, 4), "uneven": (3, 5), "single": (1,) * 8}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS)
+def test_rows_of_passes_have_the_weight_that_the_loss_gives_them(
+    sizes, fisher, reduction
+):
+    """Losses of passes that are averaged, or added with factors, whatever their sizes."""
     model, (x, y) = network(), batch()
-    kfac = KFAC(model, fisher="empirical", **EACH_STEP)
-
-    def losses(factor):
-        model.zero_grad()
-        for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            (factor * fn.cross_entropy(model(a), b)).backward()
-
-    losses(1.0)
-    with pytest.raises(kc.ConventionError, match=f"add up to {parts} means"):
-        kfac.step()
-    losses(1 / parts)
+    factors = torch.linspace(0.5, 1.5, len(sizes))
+    if len(sizes) == 2:
+        factors[1] = 0.1  # As of labels that a model guessed.
+    kfac = KFAC(model, reduction=reduction, **{**EXACT, "fisher": fisher})
+    weight = torch.cat(
+        [torch.full((n,), float(f)) for n, f in zip(sizes, factors, strict=True)]
+    )
+    if reduction == "mean":
+        weight /= torch.tensor(sizes).repeat_interleave(torch.tensor(sizes))
+    parts = zip(x.split(sizes), y.split(sizes), factors, strict=True)
+    for a, b, factor in parts:
+        (factor * fn.cross_entropy(model(a), b, reduction=reduction)).backward()
     kfac.step()
-    g = torch.softmax(model(x).detach(), 1) - fn.one_hot(y, 4)
-    _, G, scale = kfac.factors("2")
-    torch.testing.assert_close(scale * G, g.T @ g / 8)
+
+    expected = dense(model, x, weight)
+    if fisher == "empirical":
+        g = torch.softmax(model(x).detach(), 1) - fn.one_hot(y, 4)
+        G = torch.einsum("n,ni,nj->ij", weight, g, g) / weight.sum()
+        expected = {"2": (expected["2"][0], G)}
+    assert_factors(kfac, expected, rtol=1e-8)
+
+
+def test_the_quadratic_model_has_the_weight_of_each_pass():
+    """Its minimum along one direction, by the Fisher matrix of all rows by hand."""
+    model, (x, y) = network(), batch()
+    weight = torch.tensor([1 / 3] * 3 + [1 / 5] * 5) / 2
+    twin = copy.deepcopy(model)
+    optimizer = KFACOptimizer(model, damping=1e-3, fisher="exact")
+
+    def closure():
+        parts = zip(x.split((3, 5)), y.split((3, 5)), strict=True)
+        return sum(fn.cross_entropy(model(a), b) / 2 for a, b in parts)
+
+    optimizer.step(closure)
+    before, after = (list(m.parameters()) for m in (twin, model))
+    change = [q.detach() - p.detach() for p, q in zip(before, after, strict=True)]
+    loss = (fn.cross_entropy(twin(x), y, reduction="none") * weight).sum()
+    slope = sum(
+        (g * d).sum()
+        for g, d in zip(torch.autograd.grad(loss, before), change, strict=True)
+    )
+    names = [name for name, _ in twin.named_parameters()]
+    _, along = torch.func.jvp(
+        lambda *p: torch.func.functional_call(
+            twin, dict(zip(names, p, strict=True)), x
+        ),
+        tuple(p.detach() for p in before),
+        tuple(change),
+    )
+    B = torch.stack([root_of_hessian(z) for z in twin(x)])
+    bend = (weight[:, None] * torch.einsum("npc,np->nc", B, along) ** 2).sum()
+    bend = bend + 1e-3 * sum(d.square().sum() for d in change)
+    assert optimizer.metrics()["accepted"]
+    torch.testing.assert_close(-slope, bend)
+
+
+def test_a_learning_rate_of_zero_moves_nothing_and_clips_nothing():
+    """The first step of a warmup, and the last of a decay."""
+    model, (x, y) = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    for lr in (optimizer, lambda step: 0.0):
+        kfac = KFAC(model, lr=lr, update_every=1)
+        model.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+        assert kfac.metrics()["clip"] == 1
+        kfac.remove()
+    with pytest.raises(kc.ConventionError, match="> 0"):
+        KFAC(model, lr=lambda step: -0.1)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1e-2])

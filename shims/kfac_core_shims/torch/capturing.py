@@ -105,12 +105,17 @@ class Observation:
         Whether a backward pass went through any of the calls.
     weight : torch.Tensor or None
         Weights of the rows.
+    share : float
+        Weight of all rows, beside those of other passes.
     unread : torch.Tensor of bool, or None
         Rows that the loss did not read; None where it read all, or that is not known.
     in_unlike_parts : bool
         Whether a further part of the loss read some of these.
     scale : float or None
-        What the loss multiplied each row's cross-entropy by; None where it was not told.
+        What the loss multiplied each row's cross-entropy by, besides `weight`; None where
+        it was not told.
+    coarse : float
+        Relative difference that roundoff may make in `scale`.
     replay : tuple or None
         Arguments of the model's call, positional and by name, and the state of the random
         numbers before it; where these are kept.
@@ -124,7 +129,9 @@ class Observation:
     weight: Any = None
     unread: Any = None
     in_unlike_parts: bool = False
+    share: float = 1.0
     scale: float | None = None
+    coarse: float = 0.0
     replay: Any = None
     kfac: Any = None
 
@@ -164,8 +171,10 @@ class Observation:
             kfac.sum_rows(call)
 
     def note_further_part(self, gradient: Any) -> None:
-        """Note that a further part of the loss came back to the outputs."""
-        if self.unread is not None and bool(gradient[self.unread].any()):
+        """Note that a further part of the loss came back, with its gradient if known."""
+        self.scale = None
+        known = self.unread is not None and gradient is not None
+        if known and bool(gradient[self.unread].any()):
             self.in_unlike_parts = True
 
     def checked_calls(self) -> list[RecordedCall]:

@@ -32,6 +32,9 @@ _UNSCALED = 100.0
 _LARGEST_EMPIRICAL = 16.0
 """Entries of a cross-entropy's gradient are at most 1; beyond this the loss is scaled."""
 
+_RESTING = 1e-30
+"""In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
+
 _LOOKED_AT = 1 << 16
 """Numbers of a pass in which a loss of equal rows is looked at for being one still."""
 
@@ -496,6 +499,7 @@ class KFAC(kc.integration.NaturalGradient):
                 if outputs is not None:
                     self._observe_alone(outputs)
                 seen = self._observations if self._by_hand else self.differentiated
+                self.balance()
                 calls = [call for o in seen for call in o.checked_calls()]
                 rows = sum(o.rows for o in seen)
                 with torch.no_grad():
@@ -691,11 +695,13 @@ class KFAC(kc.integration.NaturalGradient):
         if gradient is not None and z.numel():
             unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
             weight = None if unread is None else (~unread).to(z.dtype)
-            if self._processes > 1 or not self._has_equal_rows(z, gradient):
+            if self._processes == 1:
+                scale = self._scale_of_equal_rows(z, gradient)
+            if scale is None:
                 weight, scale = self._weighted(z, gradient, weight)
         observation = self._record(edge, z, reached, weight)
         observation.unread = unread
-        observation.scale = scale
+        observation.scale, observation.coarse = scale, likelihoods.coarseness(z)
         observation.differentiated = observation.rows > 0 or self._processes > 1
         observation.replay = replay
         if self.estimator.mode == "empirical":
@@ -715,22 +721,24 @@ class KFAC(kc.integration.NaturalGradient):
         with torch.no_grad(), torch.autocast(device, enabled=False):
             self.begin(calls, rows=rows)
 
-    def _has_equal_rows(self, z: Any, gradient: Any) -> bool:
-        """Return whether rows spread over a large pass have one weight, as before.
+    def _scale_of_equal_rows(self, z: Any, gradient: Any) -> float | None:
+        """Return the scale of a large pass whose rows have one weight, as rows before.
 
-        Of a small pass all rows are looked at, by `_weighted`.
+        Rows spread over it are looked at; of a small pass `_weighted` looks at all.
         """
         every = z.numel() // _LOOKED_AT
         if not (self._equal_rows and every):
-            return False
+            return None
         z, gradient = (x.reshape(-1, x.shape[-1])[::every] for x in (z, gradient))
         scales = likelihoods.row_scales(self.criterion.row, z, gradient)
-        if scales is None:
-            return False
-        return likelihoods.are_equal(scales[scales > 0], likelihoods.coarseness(z))
+        if scales is None or not bool((scales > 0).any()):
+            return None
+        read = scales[scales > 0]
+        equal = likelihoods.are_equal(read, likelihoods.coarseness(z))
+        return float(read.mean()) if equal else None
 
     def _weighted(self, z: Any, gradient: Any, weight: Any) -> tuple[Any, float | None]:
-        """Return weights that the loss gives rows, and its scale where there are none."""
+        """Return weights that the loss gives rows, and what it multiplies them by."""
         scales = likelihoods.row_scales(self.criterion.row, z, gradient)
         if scales is None:
             return weight, None
@@ -750,8 +758,13 @@ class KFAC(kc.integration.NaturalGradient):
                 "The loss has weights of classes or rows, and fisher='empirical' would "
                 "square them. Take fisher='gradients' or 'exact'."
             )
-        found = scales if self.reduction == "sum" else scales / mean
-        return (found if weight is None else found * weight), None
+        alone = self.communicator is None
+        if self.reduction == "sum":
+            found, scale = scales, 1.0
+        else:
+            found, scale = scales / mean, float(mean)
+        weight = found if weight is None else found * weight
+        return weight, scale if alone else None
 
     def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
         """Refuse a loss that is not the mean, or the sum, that `reduction` says.
@@ -821,6 +834,37 @@ class KFAC(kc.integration.NaturalGradient):
         if self._processes > 1:
             # Of one pass, where several are accumulated.
             self._require_reduction(total / count, round(rows * ranks / count), 5e-2)
+
+    def balance(self) -> None:
+        """Give the rows of each pass of the step the weight that the loss gives them.
+
+        Passes may be means over rows of unequal number, or added with factors.  Empirical
+        gradients have that weight, squared, where one is wanted.  Called again, it changes
+        nothing.
+        """
+        seen = self.differentiated
+        scales = [o.scale for o in seen if o.scale]
+        if self.communicator is not None or not scales or len(scales) < len(seen):
+            return
+        if self.grad_scaler is not None:
+            scales = [c / float(self.grad_scaler.get_scale()) for c in scales]
+        rows = sum(o.rows for o in seen)
+        total = sum(o.rows * c for o, c in zip(seen, scales, strict=True))
+        empirical = self.estimator.mode == "empirical"
+        for observation, scale in zip(seen, scales, strict=True):
+            observation.scale = None
+            weight = squares = scale * rows / total
+            if empirical and self.reduction == "mean":
+                # What is squared is R times the gradients, for a total of one.
+                weight, squares = 1.0, 1.0 / (scale * rows * total)
+            elif empirical:
+                squares = rows / (scale * total)
+            if max(abs(weight - 1), abs(squares - 1)) <= observation.coarse:
+                continue
+            observation.rows *= weight
+            observation.share *= weight
+            for call in observation.calls:
+                call.scaled_by /= math.sqrt(squares)
 
     def _reached(self, edge: Any) -> list[capturing.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
@@ -919,14 +963,13 @@ class KFAC(kc.integration.NaturalGradient):
             given = {name: g for name, g in of_sites.items() if g is not None}
         if self.communicator is not None and self.wants_outputs:
             self._require_loss_of_all(seen)
-        if self.estimator.mode == "empirical" and self.communicator is None:
-            self._require_one_mean(seen)
         if seen and not given and self.communicator is None:
             raise kc.NotReadyError(
                 "No parameter of a covered layer has a gradient, though the model's "
                 "outputs were differentiated. Call kfac.step() after loss.backward() and "
                 "before zero_grad()."
             )
+        self.balance()
         calls = itertools.chain.from_iterable(o.checked_calls() for o in seen)
         refreshes = self.wants_refresh
         device = next(self.model.parameters()).device.type
@@ -1083,17 +1126,6 @@ class KFAC(kc.integration.NaturalGradient):
                 "`reduction` the loss has."
             )
 
-    def _require_one_mean(self, seen: list[Observation]) -> None:
-        """Refuse empirical gradients of losses that add up to several means."""
-        means = [o.rows * o.scale for o in seen if o.scale is not None]
-        plain = self.reduction == "mean" and self.grad_scaler is None
-        if plain and len(seen) == len(means) > 1 and sum(means) > _MEAN:
-            raise kc.ConventionError(
-                f"The losses of {len(means)} passes add up to {sum(means):.3g} means over "
-                "their rows, and fisher='empirical' squares their gradients. Multiply each "
-                "loss by its part of the batch, len(part) / len(batch)."
-            )
-
     def _loss_scale(self, z: Any) -> float:
         """Return what the caller's loss is multiplied by, for fisher="empirical"."""
         if self.grad_scaler is not None:
@@ -1124,14 +1156,15 @@ class KFAC(kc.integration.NaturalGradient):
 def _rate_of(lr: Any) -> Any:
     """Return the learning rate as a schedule."""
     if isinstance(lr, torch.optim.Optimizer):
-        return lambda step: max(float(group["lr"]) for group in lr.param_groups)
+        rates = lr.param_groups
+        return lambda step: max(float(group["lr"]) for group in rates) or _RESTING
     number = isinstance(lr, int | float) and not isinstance(lr, bool)
     if not callable(lr) and not (number and 0.0 < lr < math.inf):
         raise kc.ConventionError(
             f"Expected `lr` to be the optimizer, a finite number > 0, or a callable of the "
             f"step that returns one; got {lr!r}."
         )
-    return lr
+    return (lambda step: lr(step) or _RESTING) if callable(lr) else lr
 
 
 def _require_all_read(z: Any, g: Any, size: Any) -> None:

@@ -269,6 +269,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         lr = self._rate()
         start = _Moment(self.kfac.model)
         loss, differentiates = self._differentiated(closure)
+        self.kfac.balance()
         # The step forgets its passes; what the model was called with is needed after it.
         passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
         rows, mean = self._summed("loss", [sum(o.rows for o in passes), float(loss)])
@@ -524,7 +525,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         multiplied = row.likelihood.fisher_factor_transpose_multiply(
             z.to(dtype), change.to(dtype)
         )
-        share = row.weight(z.shape[-1])
+        share = row.weight(z.shape[-1]) * observed.share
         if observed.weight is None:
             return multiplied * share**0.5
         weight = share * observed.weight.clamp(min=0)

@@ -206,7 +206,7 @@ class Pass:
         if not kfac.is_divided and not _comes_to_any(kfac.trained):
             return
         if self.done:
-            self.observation.note_further_part(gradient)
+            self.observation.note_further_part(gradient if self.plain else None)
             return
         self.done = True
         if self.plain:
@@ -239,7 +239,7 @@ class Pass:
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
         found = kfac.observe_pass(edge, z, gradient, passing, replay)
-        if self.plain and found is not None and found.unread is not None:
+        if not self.derived:
             self.observation = found
 
     def drop(self) -> None:
