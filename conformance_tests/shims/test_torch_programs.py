@@ -199,6 +199,52 @@ def test_arguments_by_name_have_the_order_of_forward():
     torch.testing.assert_close(A.full(), products.T @ products / 6)
 
 
+# Checkpoints.
+
+
+class Checkpointed(nn.Module):
+    """Modules that read their weights themselves, whose activations are recomputed."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.recomputes = True
+        self.inner = nn.LSTM(4, 4, batch_first=True)
+        if kind == "encoder":
+            self.inner = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.head = nn.Linear(4, 4)
+
+    def run(self, x):
+        found = self.inner(x)
+        return found[0] if isinstance(found, tuple) else found
+
+    def forward(self, x):
+        again = torch.utils.checkpoint.checkpoint
+        h = again(self.run, x, use_reentrant=False) if self.recomputes else self.run(x)
+        return self.head(h.sum(1))
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("kind", ["lstm", "encoder"])
+def test_products_inside_of_a_checkpoint_are_read(kind, fisher):
+    """A checkpoint gives what it recomputes to one reader of each backward pass."""
+    model, x, y = Checkpointed(kind), torch.randn(4, 5, 4), torch.randint(0, 4, (4,))
+    twin = copy.deepcopy(model)
+    twin.recomputes = False
+    for own in (model, twin):
+        torch.manual_seed(1)
+        kfac = KFAC(own, **{**EXACT, "fisher": fisher})
+        fn.cross_entropy(own(x), y).backward()
+        kfac.step()
+        assert kfac.skipped == {}
+        name = "inner.ih_l0" if kind == "lstm" else "inner.self_attn.q_proj"
+        rows = torch.cat([x.reshape(-1, 4), torch.ones(20, 1)], 1)
+        averages = kfac.estimator.state[name].statistics.averages
+        A = averages["input"].value(debias=True).full()
+        torch.testing.assert_close(A, rows.T @ rows / 20)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 # Losses and models that are not what they seem.
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -459,6 +460,7 @@ class _Walk:
             cast = node.name() == _CAST
             self.uses[key] += max(1, incoming[node]) if cast else 1
         self._parents: dict[Any, list[tuple[Any, int, int]]] | None = None
+        self._saved: dict[Any, Any] = {}
 
     @property
     def parents(self) -> dict[Any, list[tuple[Any, int, int]]]:
@@ -481,13 +483,16 @@ class _Walk:
             )
         if layer.kind != "dense" or "weight" not in site.parameters:
             return "its weight is used outside of its module's forward"
-        found: list[Reached] = []
+        reading: list[tuple[Any, slice | None]] = []
         for node, place, rows, flipped in self._consumers(site, "weight"):
             layout = "oi" if flipped else "io"
-            slot, saved = _PRODUCTS.get(node.name(), (None, ""))
+            slot, _ = _PRODUCTS.get(node.name(), (None, ""))
             if place != slot or layout != layer.weight_layout or not _is_plain(node):
                 return f"its weight is read by {node.name()} in the graph"
-            x = getattr(node, saved).detach()
+            reading.append((node, rows))
+        found: list[Reached] = []
+        inputs = self._inputs_of([node for node, _ in reading])
+        for (node, rows), x in zip(reading, inputs, strict=True):
             call = RecordedCall(site.name, x)
             found.append(Reached(GradientEdge(node, 0), call, rows))
         if "bias" in site.parameters:
@@ -499,6 +504,24 @@ class _Walk:
                 for reached in found:
                     reached.call.bias = reached.edge.node in adding
         return found
+
+    def _inputs_of(self, nodes: list[Any]) -> list[Any]:
+        """Return the inputs that matrix products have saved, each read once."""
+
+        def read() -> None:
+            for node in nodes:
+                if node not in self._saved:
+                    _, saved = _PRODUCTS[node.name()]
+                    self._saved[node] = getattr(node, saved).detach()
+
+        if torch._C._current_graph_task_id() < 0:
+            read()
+        elif any(node not in self._saved for node in nodes):
+            # Checkpoints give what they recompute to one reader in each backward pass, and
+            # that has to be the product itself.  In a thread there is none.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(read).result()
+        return [self._saved[node] for node in nodes]
 
     def _consumers(
         self, site: Site, role: str
