@@ -510,3 +510,29 @@ def test_the_optimizer_goes_on_in_another_dtype_and_refuses_class_weights_by_nam
     assert losses[3] < losses[2] < losses[1] < losses[0]
     with pytest.raises(kc.ConventionError, match="Leave `likelihood` out"):
         KFACOptimizer(network(), likelihood=nn.CrossEntropyLoss(torch.ones(4)))
+
+
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_second_step_without_a_backward_pass_is_refused(clears):
+    """What a step wrote is no gradient; new gradients in its memory are."""
+    model = network()
+    kfac = KFAC(model, kl_clip=None, update_every=5, refresh_every=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch()
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=clears)
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+    written = [p.grad.clone() for p in model.parameters()]
+
+    with pytest.raises(kc.NotReadyError, match="what the last step wrote"):
+        kfac.step()
+
+    for p, g in zip(model.parameters(), written, strict=True):
+        assert torch.equal(p.grad, g)
+    assert kfac.steps == 2
+    for _ in range(4):
+        optimizer.zero_grad(set_to_none=clears)
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+    assert kfac.steps == 6

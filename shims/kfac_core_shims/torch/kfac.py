@@ -6,10 +6,10 @@ import difflib
 import inspect
 import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 from warnings import warn
-from weakref import ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -277,6 +277,7 @@ class KFAC(kc.integration.NaturalGradient):
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
+        self._written: list[tuple[Any, int]] = []
         found.users = [
             (module, [n for n in names if n in self._sites], context)
             for module, names, context in found.users
@@ -428,7 +429,8 @@ class KFAC(kc.integration.NaturalGradient):
         ------
         kfac_core.NotReadyError
             If statistics are due and no pass of the model was differentiated, on any
-            process; or if a gradient scaler has not unscaled the gradients.
+            process; if a gradient scaler has not unscaled the gradients; or if they are
+            what the last step wrote.
         kfac_core.NotFiniteError
             If a gradient or a row is not finite.  Gradients and state are then unchanged.
         """
@@ -900,7 +902,9 @@ class KFAC(kc.integration.NaturalGradient):
         if self.share is not None and self.communicator is not None:
             # All processes have the same rows.
             rows = float(rows) / self.communicator.size
-        observation = Observation(calls, float(rows), weight=weight, kfac=ref(self))
+        observation = Observation(
+            calls, float(rows), weight=weight, kfac=weakref.ref(self)
+        )
         self._observations.append(observation)
         row = self.criterion.row
         mode = self.estimator.mode
@@ -953,6 +957,7 @@ class KFAC(kc.integration.NaturalGradient):
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
+        self._require_new_gradients()
         if self._division is not None:
             given = self._division.gradients()
         else:
@@ -994,8 +999,23 @@ class KFAC(kc.integration.NaturalGradient):
                     self._sites[name].write(direction)
         own = [p for name in found for p in self._sites[name].trained]
         self.preconditioned = frozenset(map(id, own))
+        grads = [p.grad for p in own if p.grad is not None]
+        self._written = [(weakref.ref(g), g._version) for g in grads]
         if refreshes:
             self._name_others(found)
+
+    def _require_new_gradients(self) -> None:
+        """Raise if nothing has touched what the last step has written."""
+        held = {id(p.grad) for site in self._sites.values() for p in site.trained}
+        left = [(grad(), version) for grad, version in self._written]
+        if left and all(
+            g is not None and id(g) in held and g._version == v for g, v in left
+        ):
+            raise kc.NotReadyError(
+                "The gradients are what the last step wrote, and would be preconditioned "
+                "twice. Call kfac.step() once, between loss.backward() and "
+                "optimizer.step()."
+            )
 
     def _clipped(self, gradients: Any, rate: Any, bound: Any) -> Any:
         if self._division is None:
