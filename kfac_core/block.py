@@ -24,14 +24,14 @@ import numpy as np
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
-from kfac_core.array.finite import all_finite, known_true
+from kfac_core.array.finite import all_finite, known_finite, known_true
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
     as_number,
     as_scalar,
+    common_namespace,
     device_of,
-    in_one_place,
     namespace_of,
     own_namespace,
     same_place,
@@ -463,10 +463,11 @@ class Block:
         if stack:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
+        if is_structure(batch):
+            return self.approximation.rows(self.layer, batch)
         if not isinstance(batch, list | tuple):
             # Only a layer of several parts has a batch for each of them.
-            of_parts = isinstance(batch, dict) and hasattr(self.layer, "matrix_shapes")
-            if not (isinstance(batch, Batch) or is_structure(batch) or of_parts):
+            if not (isinstance(batch, dict) and hasattr(self.layer, "matrix_shapes")):
                 what = "a `Batch`, a `GradientBatch` or a sequence of `Batch`"
                 require_kind("batch", batch, Batch, what)
             return self.approximation.rows(self.layer, batch)
@@ -911,7 +912,7 @@ class RefreshBlock(Stage):
             swapped = ["cholesky" if f == "inverse" else f for f in factorizations]
             factorizations = tuple(dict.fromkeys(swapped))
         options = OperatorOptions(
-            damping=_checked_damping(damping, like, (compute, apply), check, name),
+            damping=_checked_damping(damping, like, (compute, apply), check, name, xp),
             rule=self.rule,
             debias=self.debias,
             factorizations=factorizations,
@@ -932,7 +933,8 @@ class RefreshBlock(Stage):
                     undamped = make(statistics, layer, bare)
                     mean = undamped.trace(damped=False) / undamped.shape[0]
                     damping = damping * mean
-                    own = _checked_damping(damping, like, (compute, apply), check, name)
+                    dtypes = compute, apply
+                    own = _checked_damping(damping, like, dtypes, check, name, xp)
                     options = dataclasses.replace(options, damping=own)
                 operator = make(statistics, layer, options)
         except (FactorizationError, NotFiniteError) as error:
@@ -1005,7 +1007,9 @@ class Product(Stage):
                 rows, *self.arguments, **self.options
             )
             return {"weight": SparseRows(weight.indices, product)}
-        given = {key: detached_array(x) for key, x in parameters.items()}
+        given: dict[str, Any] = {}
+        for key, x in parameters.items():
+            given[key] = detached_array(x)
         layer: Any = block.layer
         options: Any = {"stack": stack} if stack else {}
         vector = layer.parameters_to_matrix(given, **options)
@@ -1049,12 +1053,12 @@ def _with_status(statistics: Statistics, status: Any) -> Statistics:
             if not plain or isinstance(held.weight, np.generic):
                 averages = map_structure(np.asarray, averages)
                 break
-    return Statistics(averages, status, statistics.bases)
+    return replaced(statistics, averages=averages, status=status)
 
 
 def _require_place(held: Array, given: Array) -> None:
     """Raise if a batch and the statistics differ in library or device."""
-    if in_one_place(held, given):
+    if common_namespace(held, given) is not None:
         return
     try:
         namespace_of(statistics=held, batch=given)
@@ -1087,7 +1091,7 @@ def _finite_status(
             summed.add(argument)
             names.add(name)
             traces = traces + matrix_trace(total.array, xp=xp)
-    if not (summed and known_true(xp.isfinite(traces), xp=xp)):
+    if not (summed and known_finite(traces, xp=xp)):
         summed, names = set(), set()
     if stack:
         flags = rows.status_of_stack(xp=xp, known=frozenset(summed))
@@ -1148,14 +1152,18 @@ def emptied(statistics: Statistics) -> Statistics:
 
 
 def _checked_damping(
-    damping: Scalar, like: Array, dtypes: tuple[Any, ...], check: Check, name: str
+    damping: Scalar,
+    like: Array,
+    dtypes: tuple[Any, ...],
+    check: Check,
+    name: str,
+    xp: Namespace,
 ) -> Scalar:
     """Return a damping in a dtype; reads the value of a 0-d array if it is to raise.
 
     The dtypes are those of computing and of applying.
     """
     require_damping(damping)
-    xp = own_namespace(like)
     if isinstance(damping, NUMBER):
         _require_normal(float(damping), dtypes, xp)
         return float(damping)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from kfac_core.array.backend import (
     OPERATIONS,
+    Namespace,
     native_operation,
     operations_by_namespace,
 )
@@ -37,20 +38,20 @@ def dispatched(definition: Callable[P, R], /) -> Callable[P, R]:
     if name not in OPERATIONS:
         raise ValueError(f"{name!r} is not among OPERATIONS: {', '.join(OPERATIONS)}")
 
-    @functools.wraps(definition)
-    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        xp: Any = kwargs["xp"]
+    found: Any = definition
+
+    @functools.wraps(found)
+    def operation(*args: Any, xp: Namespace, **kwargs: Any) -> Any:
         # Asked for dozens of times in a step, of namespaces that were met before.
         known = operations_by_namespace.get(xp.__name__)
         native = native_operation(name, xp) if known is None else known.get(name)
         if native is not None:
-            result: Any = native(*args, **kwargs)
+            result = native(*args, xp=xp, **kwargs)
             if result is not NotImplemented:
-                answer: R = result
-                return answer
-        return definition(*args, **kwargs)
+                return result
+        return found(*args, xp=xp, **kwargs)
 
-    return operation
+    return cast("Callable[P, R]", operation)
 
 
 def is_factorization_failure(error: Exception, /) -> bool:
