@@ -12,7 +12,6 @@ executors: whether tasks can be stacked, and how much work they are.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -723,7 +722,7 @@ class UpdateBlock(Stage):
     ) -> tuple[Statistics, Any]:
         """Return the statistics after a batch that is read in parts, and its flags."""
         parts = block.row_parts(batch, max_patch_elements=self.max_patch_elements)
-        alone = dataclasses.replace(options, decay=0.0, weight=None)
+        alone = options._replace(decay=0.0, weight=None)
         empty = emptied(statistics)
         total: Statistics | None = None
         status: Any = 0
@@ -929,13 +928,13 @@ class RefreshBlock(Stage):
             # The status reports infinities; NumPy's warnings would repeat it.
             with _quiet(check, like, over="ignore", invalid="ignore"):
                 if self.damping_scaling == "mean_eigenvalue":
-                    bare = dataclasses.replace(options, damping=0.0, factorizations=())
+                    bare = options._replace(damping=0.0, factorizations=())
                     undamped = make(statistics, layer, bare)
                     mean = undamped.trace(damped=False) / undamped.shape[0]
                     damping = damping * mean
                     dtypes = compute, apply
                     own = _checked_damping(damping, like, dtypes, check, name, xp)
-                    options = dataclasses.replace(options, damping=own)
+                    options = options._replace(damping=own)
                 operator = make(statistics, layer, options)
         except (FactorizationError, NotFiniteError) as error:
             return error
