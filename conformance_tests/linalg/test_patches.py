@@ -233,8 +233,8 @@ def test_array_with_too_few_axes_is_refused(backend):
 
 
 @pytest.mark.parametrize("padding", ["same", "valid"])
-def test_nothing_is_made_beyond_the_padded_array_and_the_result(padding, rng):
-    """NumPy's peak memory is the result, and the image while it is padded."""
+def test_little_is_made_beside_the_result(padding, rng):
+    """NumPy's peak memory is the result, and patches along one of two axes."""
     x = rng.normal(size=(4, 40, 40, 8))
     geometry = Geometry((5, 5), (1, 1), padding, (1, 1))
     extract(x, geometry)
@@ -244,7 +244,8 @@ def test_nothing_is_made_beyond_the_padded_array_and_the_result(padding, rng):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
-    assert peak < got.nbytes + (2.5 * x.nbytes if padding == "same" else 2**16)
+    # With "same", the rows of the image that is padded are 44 and not 40.
+    assert peak < got.nbytes + 1.1 * got.nbytes / 5 + 2**16
 
 
 def test_patches_agree_with_unfold(backend, rng):

@@ -152,15 +152,23 @@ def extract_patches(
 
     Notes
     -----
-    No flops; the padded array and the result are made, and nothing between them.
+    No flops; between the padded array and the result there are patches along the last
+    axis alone, then along the last two, and so on: a k-th of the result, for a kernel of k.
     """
     x, sizes = _prepared(x, kernel_size, strides, padding, dilation, xp)
-    taps = []
-    for corner in itertools.product(*map(range, kernel_size)):
-        axes = zip(corner, sizes, strides, dilation, strict=True)
-        along = [slice(i * e, i * e + (size - 1) * s + 1, s) for i, size, s, e in axes]
-        taps.append(x[(..., *along, slice(None))])
-    return taps[0] if len(taps) == 1 else xp.concat(taps, axis=-1)
+    d = len(kernel_size)
+    # Axis by axis there are sums of kernel sizes of slices, and not products of them.
+    for axis in reversed(range(d)):
+        k, s, e, size = (
+            given[axis] for given in (kernel_size, strides, dilation, sizes)
+        )
+        behind = (slice(None),) * (d - axis)
+        taps = [
+            x[(..., slice(i * e, i * e + (size - 1) * s + 1, s), *behind)]
+            for i in range(k)
+        ]
+        x = xp.concat(taps, axis=-1) if taps[1:] else taps[0]
+    return x
 
 
 def extract_patches_at(
