@@ -1181,7 +1181,7 @@ def _checked_damping(
 
 def _require_normal(damping: float, dtypes: tuple[Any, ...], xp: Namespace) -> None:
     """Raise for a damping that a dtype of the operator cannot hold."""
-    for dtype in dtypes:
+    for dtype in dict.fromkeys(dtypes):
         smallest = smallest_normal_of(dtype, xp=xp)
         if 0.0 < damping < smallest:
             raise DampingError(

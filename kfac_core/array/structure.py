@@ -194,9 +194,11 @@ def rebuilt(value: T, function: Callable[[Any], Any], /) -> T:
     # Hundreds are made at a time, and a frozen class's constructor is slow.
     made = object.__new__(cls)
     held = made.__dict__
-    for name, static in _fields[cls]:
-        part = getattr(value, name)
-        held[name] = part if static or part is None else function(part)
+    held.update(vars(value))
+    for name in _arrays[cls]:
+        part = held[name]
+        if part is not None:
+            held[name] = function(part)
     return made
 
 
@@ -470,8 +472,7 @@ def replaced(value: T, /, **changes: Any) -> T:
     # A frozen class's constructor is slow.
     made = object.__new__(cls)
     held = made.__dict__
-    held.update(vars(value))
-    held.update(changes)
+    held.update(vars(value), **changes)
     if len(held) != len(_fields[cls]):
         unknown = changes.keys() - vars(value).keys()
         raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")
