@@ -12,7 +12,6 @@ Keras and JAX do); ``"valid"`` pads nothing.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any, Literal, TypeAlias
 
