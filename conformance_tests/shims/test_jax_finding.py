@@ -225,6 +225,36 @@ def test_a_mask_leaves_padding_out(shared):
     )
 
 
+@pytest.mark.parametrize("shape", [(T, N), (N * T,), (N, T + 1)])
+def test_a_mask_that_fits_no_layer_is_refused(shared, shape):
+    """It left nothing out, without a word."""
+    params, x, _, _ = shared
+
+    def function(params, x):
+        return jnp.tanh(x @ params["W"] + params["b"]).sum(1) @ params["V"]
+
+    network = shim.Network(function, params, x)
+    z, pull = network.vjp(params, x, mask=jnp.ones(shape, bool))
+    with pytest.raises(kc.ConventionError, match="`mask`, of shape"):
+        pull(jax.grad(nll)(z, LABELS), reduction="sum")
+
+
+def test_a_mask_of_rows_in_an_order_that_cannot_be_told_is_refused(shared):
+    """A layer that merged the mask's axes after sorting them would keep its padding."""
+    params, x, _, _ = shared
+
+    def function(params, x):
+        rows = x.reshape(-1, 2)
+        rows = rows[jnp.argsort(rows[:, 0])]
+        h = jnp.tanh(rows @ params["W"] + params["b"]).reshape(len(x), T, 3)
+        return h.sum(1) @ params["V"]
+
+    network = shim.Network(function, params, x)
+    z, pull = network.vjp(params, x, mask=jnp.ones((N, T), bool))
+    with pytest.raises(kc.ConventionError, match="order that cannot be told"):
+        pull(jax.grad(nll)(z, LABELS), reduction="sum")
+
+
 # ------------------------------------------------------------- every library's modules
 
 

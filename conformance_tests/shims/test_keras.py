@@ -791,12 +791,47 @@ def test_a_step_of_fit_is_the_loop_by_hand():
     assert float(host(kfac.clip.scale)) < 1.0
 
 
+@pytest.mark.skipif(COMPILED, reason="Keras refuses it itself on JAX")
+def test_a_layer_that_is_frozen_after_compile_keeps_its_weights():
+    """Keras gives no gradients of it; the other layer's direction is as by hand."""
+    model = network(layers.Dense(5, activation="tanh"), layers.Dense(3), shape=(4,))
+    model.compile(keras.optimizers.SGD(1.0), keras.losses.CategoricalCrossentropy(True))
+    KFAC(model, fisher="exact", damping=0.1, kl_clip=None)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(7, 4)).astype("float32"), np.eye(3)[rng.integers(0, 3, 7)]
+    model.layers[0].trainable = False
+    U, c, W, b = before = [host(w) for w in model.get_weights()]
+    model.fit(x, y, batch_size=7, shuffle=False, verbose=0)
+    after = [host(w) for w in model.get_weights()]
+
+    h = np.tanh(x @ U + c)
+    z, h1 = h @ W + b, with_ones(h)
+    g = roots_of_fisher(z)
+    A, G = h1.T @ h1 / 7, np.einsum("mni,mnj->ij", g, g) / 7
+    direction = damped_inverse(A, G, h1.T @ (softmax(z) - y) / 7)
+    changes = [old - new for old, new in zip(before, after, strict=True)]
+    assert not np.any(changes[0])
+    assert not np.any(changes[1])
+    close(np.concatenate([changes[2], changes[3][None]]), direction)
+
+
+@pytest.mark.skipif(not COMPILED, reason="PyTorch runs the step as it is written")
+@pytest.mark.parametrize("name", ["damping", "update_every", "kl_clip"])
+def test_a_schedule_that_a_compiled_step_would_not_follow_is_refused(name):
+    """A damping was taken at step zero, without a word; the loop of one's own follows."""
+    model = network(layers.Dense(3), shape=(4,))
+    KFAC(model, **LOSS, **{name: lambda step: 1})
+    model.compile(keras.optimizers.SGD(1.0), keras.losses.CategoricalCrossentropy(True))
+    with pytest.raises(kc.UnsupportedError, match=f"`{name}` is a function"):
+        KFAC(model, **{name: lambda step: 1})
+
+
 def test_the_other_backend():
     """A few of these tests on JAX, in a process of its own; `--thorough` runs them all."""
     pytest.importorskip("jax")
     if BACKEND == "jax":
         pytest.skip("this is it")
-    chosen = "step_of_fit or sum_over_batch_size or its_last_batch"
+    chosen = "step_of_fit or sum_over_batch_size or its_last_batch or would_not_follow"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k"]
     here = Path(__file__)
     run = subprocess.run(
@@ -816,4 +851,4 @@ def test_the_other_backend():
     )
 
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "3 passed" in run.stdout
+    assert "6 passed" in run.stdout

@@ -330,6 +330,14 @@ def root_of_fisher(z):
     return vectors * np.sqrt(np.clip(values, 0, None))[..., None, :]
 
 
+def test_an_array_of_two_layers_is_refused():
+    """It would move twice in each step; a tied layer is one that is observed twice."""
+    parameters = dense_parameters()
+    parameters["again"] = {"weight": parameters["fc"]["weight"], "bias": np.zeros(3)}
+    with pytest.raises(kc.UnsupportedError, match=r"'fc' \(weight\) and 'again'"):
+        KFAC(parameters, **SETTINGS)
+
+
 @pytest.mark.parametrize("form", ["kept", "flattened"])
 def test_rows_of_outputs_at_several_positions(form):
     """The curvature is that of the mean over R rows, however a layer's axes are kept."""

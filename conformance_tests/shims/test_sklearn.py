@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import pickle
 import unittest
 
@@ -166,6 +168,49 @@ def test_a_warm_start_goes_on():
     assert model.loss_curve_[3] < last
     with pytest.raises(ValueError, match="classes"):
         model.fit(X, y + 1)
+
+
+def _in_a_file_of_joblib(model):
+    joblib = pytest.importorskip("joblib")
+    file = io.BytesIO()
+    joblib.dump(model, file)
+    file.seek(0)
+    return joblib.load(file)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [_in_a_file_of_joblib, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+)
+def test_a_copy_goes_on_training(copied):
+    """What is trained is what predicts: joblib makes two arrays of one."""
+    X, y = clusters(3)
+    model = KFACClassifier((5,), random_state=0).partial_fit(X, y, classes=range(3))
+    other = copied(model)
+    before = [W.copy() for W in other.coefs_]
+    for _ in range(3):
+        model.partial_fit(X, y)
+        other.partial_fit(X, y)
+
+    for W, found, old in zip(model.coefs_, other.coefs_, before, strict=True):
+        np.testing.assert_array_equal(W, found)
+        assert not np.array_equal(found, old)
+
+
+def test_what_a_run_reads_at_first_may_not_change():
+    """It was ignored; the penalty and the number of epochs are read each time."""
+    X, y = clusters(3)
+    model = KFACClassifier((5,), max_iter=3, warm_start=True, random_state=0).fit(X, y)
+    before = [W.copy() for W in model.coefs_]
+    model.set_params(damping=0.1, hidden_layer_sizes=(7,))
+    with pytest.raises(ValueError, match="hidden_layer_sizes, damping changed"):
+        model.fit(X, y)
+    assert all(map(np.array_equal, model.coefs_, before))
+    model.set_params(damping=1e-3, hidden_layer_sizes=(5,), alpha=10.0, max_iter=20)
+    model.fit(X, y)
+    assert np.linalg.norm(model.coefs_[0]) < np.linalg.norm(before[0])
+    with pytest.raises(ValueError, match="`sample_weight` >= 0"):
+        model.fit(X, y, sample_weight=-np.ones(len(X)))
 
 
 def test_early_stopping_keeps_the_best_parameters():

@@ -117,6 +117,18 @@ def test_unequal_shards_are_one_batch(fisher, reduction):
     same(found, alone)
 
 
+def test_a_computed_weight_has_the_gradient_of_all_ranks():
+    """Its own comes from the backward pass of one rank, and is averaged in the step."""
+    first = network()
+    first[4] = nn.utils.parametrizations.weight_norm(first[4])
+    options = {"fisher": "exact", "reduction": "mean"}
+
+    alone = trained(copy.deepcopy(first), None, **options)
+    found = run_ranks(3, lambda c: trained(copy.deepcopy(first), c, **options))
+
+    same(found, alone)
+
+
 def test_means_over_unequal_shards_are_refused_on_all_ranks():
     """Their average is not the mean over all rows; over equal shards it is."""
     first = network()

@@ -130,6 +130,7 @@ class KFAC:
         **options: Any,
     ) -> None:
         self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
+        _refuse_shared(self.parameters)
         if unknown := set(layers or {}) - set(self.parameters):
             raise kc.UnknownBlockError(f"There are no parameters of {unknown}.")
         blocks = {}
@@ -542,6 +543,19 @@ def _layer_of(name: str, arrays: Mapping[str, Array], /) -> kc.Layer:
         )
         return kc.Dense(**sizes, bias="bias" in shapes, weight_layout="io")
     raise kc.ShapeError(f"Say in `layers` what {name!r} is; its shapes are {shapes}.")
+
+
+def _refuse_shared(parameters: Vector) -> None:
+    """Raise `UnsupportedError` for an array that two layers have."""
+    owners: dict[int, str] = {}
+    for name, arrays in parameters.items():
+        for key, array in arrays.items():
+            other = owners.setdefault(id(array), f"{name!r} ({key})")
+            if other != f"{name!r} ({key})":
+                raise kc.UnsupportedError(
+                    f"Layers {other} and {name!r} ({key}) have one array, which would move "
+                    "twice. Give it once, and observe its layer with a list of two batches."
+                )
 
 
 def _refuse_masked(what: str, /, *arrays: Any) -> None:

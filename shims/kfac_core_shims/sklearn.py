@@ -55,6 +55,18 @@ DERIVATIVES: dict[str, Any] = {
     "relu": lambda a: (a > 0).astype(a.dtype),
 }
 
+_READ_AT_FIRST = (
+    "hidden_layer_sizes",
+    "activation",
+    "early_stopping",
+    "fisher",
+    "damping",
+    "decay",
+    "update_every",
+    "refresh_every",
+)
+"""Parameters that describe the network and its optimizer, which a run keeps."""
+
 
 class _Network:
     """A multilayer perceptron: its matrices, and derivatives of its outputs."""
@@ -136,6 +148,11 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
         self.refresh_every = refresh_every
 
     @property
+    def _matrices(self) -> list[Array]:
+        """The arrays that the optimizer changes: a file may make copies of others."""
+        return [held["weight"] for held in self._optimizer.parameters.values()]
+
+    @property
     def coefs_(self) -> list[Array]:
         """Weight matrices of the layers, each of shape (inputs, outputs)."""
         return [W[:-1] for W in self._matrices]
@@ -171,7 +188,9 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, *, incremental: bool) -> Any:
         self._require_parameters()
-        first = not hasattr(self, "_matrices") or not (self.warm_start or incremental)
+        first = not hasattr(self, "_optimizer") or not (self.warm_start or incremental)
+        if not first:
+            self._require_unchanged()
         X, y = validate_data(
             self,
             X,
@@ -186,6 +205,8 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
         targets = self._encoded(y, first, incremental).astype(X.dtype)
         if sample_weight is not None:
             sample_weight = _check_sample_weight(sample_weight, X, dtype=X.dtype)
+            if (sample_weight < 0).any():
+                raise ValueError("Expected `sample_weight` >= 0, got negative values.")
         if incremental and self.early_stopping:
             raise ValueError("partial_fit does not support early_stopping=True")
         # A state of its own: partial_fit goes on drawing where it was.
@@ -239,6 +260,16 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
                     f"Expected `{name}` to be {range_}, got {getattr(self, name)!r}."
                 )
 
+    def _require_unchanged(self) -> None:
+        """Raise ValueError for parameters that only the first call of a run reads."""
+        started = self._started.items()
+        changed = [n for n, value in started if repr(getattr(self, n)) != value]
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} changed since training began, and are read then. "
+                "Fit a clone, or set warm_start=False."
+            )
+
     def _hidden_sizes(self) -> list[int]:
         sizes = self.hidden_layer_sizes
         return [*sizes] if isinstance(sizes, Iterable) else [sizes]
@@ -250,13 +281,14 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
         self.n_layers_ = len(sizes)
         # Glorot and Bengio (2010), with the constants of MLPClassifier.
         factor = 2.0 if self.activation == "logistic" else 6.0
-        self._matrices = []
+        matrices = []
         for n, m in pairwise(sizes):
             bound = (factor / (n + m)) ** 0.5
             drawn = self._random.uniform(-bound, bound, size=(n + 1, m))
-            self._matrices.append(drawn.astype(X.dtype))
+            matrices.append(drawn.astype(X.dtype))
+        self._started = {name: repr(getattr(self, name)) for name in _READ_AT_FIRST}
         self._optimizer = KFAC(
-            {_name(i): {"weight": W} for i, W in enumerate(self._matrices)},
+            {_name(i): {"weight": W} for i, W in enumerate(matrices)},
             likelihood=self._likelihood,
             fisher=self.fisher,
             damping=self.damping,
@@ -453,7 +485,8 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
     verbose : bool
         Whether the loss of each epoch is printed.
     warm_start : bool
-        Whether `fit` continues from the last solution, with its curvature.
+        Whether `fit` continues from the last solution, with its curvature; parameters of
+        the network and of its optimizer may not change then.
     early_stopping : bool
         Whether a part of the data is set aside, and training ends when its score does not
         improve; the parameters of the best score are kept.
@@ -672,7 +705,8 @@ class KFACRegressor(RegressorMixin, _Perceptron):  # type: ignore[misc]
     verbose : bool
         Whether the loss of each epoch is printed.
     warm_start : bool
-        Whether `fit` continues from the last solution, with its curvature.
+        Whether `fit` continues from the last solution, with its curvature; parameters of
+        the network and of its optimizer may not change then.
     early_stopping : bool
         Whether a part of the data is set aside, and training ends when its score does not
         improve; the parameters of the best score are kept.

@@ -142,6 +142,12 @@ class Network:
             reduction of the loss whose derivative by the outputs the cotangent is;
             ``pull(made) -> Captured`` for `kfac_core.losses.SourceVectors`.
 
+        Raises
+        ------
+        ConventionError
+            From ``pull``, for a mask that no layer's rows have the axes of, or one that
+            merged them.
+
         Notes
         -----
         Inside a mapped axis (``pmap``, ``shard_map``) gradients are those of the local
@@ -222,12 +228,15 @@ class Network:
         pairs: list[Any] = []
         vectors: list[Any] = []
         declared = "sum" if made is not None else reduction
+        masked = mask is None
         for (site, axis), (x, own_mask), g in zip(sites, seen, grads, strict=True):
             rows = Rows(site, axis, batch, g.dtype)
             how: dict[str, Any] = {"sources": made is not None, "reduction": declared}
             x = rows.inputs(x)
             g = rows.output_grads(g, **how)
+            from_mark = own_mask is not None
             own_mask = rows.mask(own_mask, x, mask)
+            masked = masked or not (from_mark or own_mask is None)
             if site.tied and site.kind == "dense":
                 x, g = rows.transposed(x, g, **how)
             own_uses = self.leaves.uses([site])
@@ -237,6 +246,11 @@ class Network:
                 uses.append(own_uses[turn * len(own_uses) // max(rows.separate, 1)])
                 pairs.append((x_turn, mask_turn))
                 vectors.append(g_turn)
+        if not masked:
+            raise kc.ConventionError(
+                f"No layer's rows have the axes of `mask`, of shape {tuple(mask.shape)}: "
+                f"expected (N, T), with the {batch.examples} examples first."
+            )
         captured = self.wiring.captured(
             uses, pairs, vectors, reduction=reduction, made=made
         )

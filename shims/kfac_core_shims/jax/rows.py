@@ -111,6 +111,12 @@ class Rows:
         lead = 1 if self.separate else 0
         rows = x.shape[lead:] if self.kind == "embedding" else x.shape[lead:-1]
         if tuple(rows[: given.ndim]) != tuple(given.shape):
+            if rows[0] == given.size != len(given):
+                raise kc.ConventionError(
+                    f"A layer has {rows[0]} rows on one axis, those of `mask` of shape "
+                    f"{tuple(given.shape)} in an order that cannot be told. Keep the "
+                    "examples as an axis of their own, or mark the layer with its mask."
+                )
             return None
         wide = given.reshape(*given.shape, *(1,) * (len(rows) - given.ndim))
         return jnp.broadcast_to(wide, (*x.shape[:lead], *rows))

@@ -399,7 +399,9 @@ class KFAC(kc.integration.NaturalGradient):
             shapes = site.block.layer.parameter_shapes
             found = {}
             for role, where in site.places.items():
-                g = gradients[place[id(where.variable)]]
+                # A layer may have been frozen since the model was compiled.
+                i = place.get(id(where.variable))
+                g = None if i is None else gradients[i]
                 if g is None:
                     break
                 g = g if where.row is None else g[where.row]
@@ -441,6 +443,8 @@ class KFAC(kc.integration.NaturalGradient):
                 "gradient_accumulation_steps is not known: Keras accumulates after K-FAC. "
                 "Use a larger batch_size."
             )
+        if self._jax:
+            self._require_numbers()
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         step, attached = model.train_step, model.optimizer
@@ -466,6 +470,18 @@ class KFAC(kc.integration.NaturalGradient):
         model.train_function = None
         if self._jax:
             self._make_variables()
+
+    def _require_numbers(self) -> None:
+        """Refuse schedules, which the step that Keras compiles would not follow."""
+        own = {"damping": self.damping_schedule, "decay": self.decay_schedule}
+        for name in ("update_every", "refresh_every", "kl_clip"):
+            own[name] = getattr(self, name)
+        given = [name for name, value in own.items() if callable(value)]
+        if given:
+            raise kc.UnsupportedError(
+                f"`{given[0]}` is a function of the step, and Keras compiles the step on "
+                "JAX. Pass a number; or write the loop, with a model that is not compiled."
+            )
 
     def _optimizer(self) -> Any:
         """Return the optimizer that is given unscaled gradients, of finite ones."""

@@ -8,8 +8,10 @@ than its modules has used is either read there too (a matrix product), or left a
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -29,6 +31,37 @@ _SPLITS = "SplitBackward0", "SplitWithSizesBackward0"
 _PRODUCTS = {"MmBackward0": (1, "_saved_self"), "AddmmBackward0": (2, "_saved_mat1")}
 
 
+class RecordedCall(kc.integration.LayerCall):
+    """A call whose inputs lie in memory of the program, which may write to it again.
+
+    Attributes
+    ----------
+    version : int
+        How often PyTorch had seen that memory written to when the call was made.
+    """
+
+    def __init__(self, block: str, inputs: Any, /, **options: Any) -> None:
+        super().__init__(block, inputs, **options)
+        self.version = _version(inputs)
+
+    def require_unchanged(self) -> None:
+        """Raise `UnsupportedError` if the inputs were written to after the call.
+
+        Autograd notices that only of what it has saved itself until the backward pass.
+        """
+        if self.inputs is not None and _version(self.inputs) != self.version:
+            raise kc.UnsupportedError(
+                f"The input of a call of layer {self.block!r} was written to before its "
+                "statistics were taken: in place, as in `x += layer(x)`, or as a buffer "
+                "that holds the next part of the batch. Write `x = x + layer(x)`, or call "
+                "the model with a copy, x.clone()."
+            )
+
+
+def _version(x: Any) -> int:
+    return 0 if x.is_inference() else int(x._version)
+
+
 @dataclass(frozen=True)
 class Reached:
     """A call that outputs depend on.
@@ -37,7 +70,7 @@ class Reached:
     ----------
     edge : GradientEdge
         Where the gradient of the call's output comes back.
-    call : kfac_core.integration.LayerCall
+    call : RecordedCall
         Its inputs.
     columns : slice or None
         Which features of that gradient are the block's; None for all.
@@ -46,7 +79,7 @@ class Reached:
     """
 
     edge: Any
-    call: kc.integration.LayerCall
+    call: RecordedCall
     columns: slice | None = None
     share: Callable[[Any], Any] | None = None
 
@@ -65,7 +98,7 @@ class Observation:
 
     Attributes
     ----------
-    calls : list of LayerCall
+    calls : list of RecordedCall
         Calls that they depend on.
     rows : float
         Number of their rows, or the sum of the rows' weights.
@@ -73,8 +106,17 @@ class Observation:
         Whether a backward pass went through any of the calls.
     weight : torch.Tensor or None
         Weights of the rows.
+    share : float
+        Weight of all rows, beside those of other passes.
+    unread : torch.Tensor of bool, or None
+        Rows that the loss did not read; None where it read all, or that is not known.
+    in_unlike_parts : bool
+        Whether a further part of the loss read some of these.
     scale : float or None
-        What the loss multiplied each row's cross-entropy by; None where it was not told.
+        What the loss multiplied each row's cross-entropy by, besides `weight`; None where
+        it was not told.
+    coarse : float
+        Relative difference that roundoff may make in `scale`.
     replay : tuple or None
         Arguments of the model's call, positional and by name, and the state of the random
         numbers before it; where these are kept.
@@ -82,11 +124,15 @@ class Observation:
         The `KFAC` whose step the pass is for.
     """
 
-    calls: list[kc.integration.LayerCall] = field(default_factory=list)
+    calls: list[RecordedCall] = field(default_factory=list)
     rows: float = 0.0
     differentiated: bool = False
     weight: Any = None
+    unread: Any = None
+    in_unlike_parts: bool = False
+    share: float = 1.0
     scale: float | None = None
+    coarse: float = 0.0
     replay: Any = None
     kfac: Any = None
 
@@ -122,13 +168,34 @@ class Observation:
                 self.sum_rows(calls)
             return
         for call in calls:
+            call.require_unchanged()
             kfac.sum_rows(call)
+
+    def note_further_part(self, gradient: Any) -> None:
+        """Note that a further part of the loss came back, with its gradient if known."""
+        self.scale = None
+        known = self.unread is not None and gradient is not None
+        if known and bool(gradient[self.unread].any()):
+            self.in_unlike_parts = True
+
+    def checked_calls(self) -> list[RecordedCall]:
+        """Return the calls; raise if they are not what the loss has seen."""
+        if self.in_unlike_parts:
+            raise kc.UnsupportedError(
+                "The loss was differentiated in parts, and a part reads rows of outputs "
+                "that the first did not, which were left out as ignored. Add the parts up "
+                "and differentiate their sum, or call observe(outputs) before; "
+                "kfac.discard() forgets what was no loss."
+            )
+        for call in self.calls:
+            call.require_unchanged()
+        return self.calls
 
     def clear(self) -> None:
         """Leave all arrays behind: a loss that is kept keeps the calls."""
         for call in self.calls:
             call.clear()
-        self.replay = self.weight = None
+        self.replay = self.weight = self.unread = None
 
 
 def _note(
@@ -175,8 +242,8 @@ class _CallHook(_Inert):
         for site in self.sites:
             if not site.is_in(module):
                 continue
-            arguments = tuple(x.detach() if _is_tensor(x) else x for x in a)
-            arguments += tuple(x.detach() if _is_tensor(x) else x for x in k.values())
+            given = (*a, *(k.values() if len(k) < 2 else _in_order(module, k)))
+            arguments = tuple(x.detach() if _is_tensor(x) else x for x in given)
             examples = None
             if kfac.share is not None:
                 examples = len(arguments[0])
@@ -186,7 +253,7 @@ class _CallHook(_Inert):
                 reading = read(module, arguments, y)
             if reading is None:
                 continue
-            call = kc.integration.LayerCall(
+            call = RecordedCall(
                 site.name,
                 reading.inputs,
                 mask=reading.mask,
@@ -277,10 +344,10 @@ def install(kfac: Any, found: Found, /) -> list[Any]:
         read = [site for site in read if site.part.read is not None]
         if read:
             hook = _CallHook(kfac, read)
-            # Before the hooks that make whole parameters, or whole outputs, parts again.
-            first = kfac.divides_parameters
+            # Before hooks that change what the module returned, and those that make whole
+            # parameters, or whole outputs, parts again.
             handles.append(
-                module.register_forward_hook(hook, with_kwargs=True, prepend=first)
+                module.register_forward_hook(hook, with_kwargs=True, prepend=True)
             )
         if context is not None:
             around = _Around(kfac, context)
@@ -293,6 +360,13 @@ def install(kfac: Any, found: Found, /) -> list[Any]:
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
+
+
+def _in_order(module: Any, named: Mapping[str, Any]) -> list[Any]:
+    """Return arguments that were given by name in the order of ``forward``'s."""
+    order = [*inspect.signature(module.forward).parameters]
+    known = [name for name in order if name in named]
+    return [named[n] for n in (*known, *(n for n in named if n not in known))]
 
 
 # Walking the graph.
@@ -386,6 +460,7 @@ class _Walk:
             cast = node.name() == _CAST
             self.uses[key] += max(1, incoming[node]) if cast else 1
         self._parents: dict[Any, list[tuple[Any, int, int]]] | None = None
+        self._saved: dict[Any, Any] = {}
 
     @property
     def parents(self) -> dict[Any, list[tuple[Any, int, int]]]:
@@ -408,14 +483,17 @@ class _Walk:
             )
         if layer.kind != "dense" or "weight" not in site.parameters:
             return "its weight is used outside of its module's forward"
-        found: list[Reached] = []
+        reading: list[tuple[Any, slice | None]] = []
         for node, place, rows, flipped in self._consumers(site, "weight"):
             layout = "oi" if flipped else "io"
-            slot, saved = _PRODUCTS.get(node.name(), (None, ""))
+            slot, _ = _PRODUCTS.get(node.name(), (None, ""))
             if place != slot or layout != layer.weight_layout or not _is_plain(node):
                 return f"its weight is read by {node.name()} in the graph"
-            x = getattr(node, saved).detach()
-            call = kc.integration.LayerCall(site.name, x)
+            reading.append((node, rows))
+        found: list[Reached] = []
+        inputs = self._inputs_of([node for node, _ in reading])
+        for (node, rows), x in zip(reading, inputs, strict=True):
+            call = RecordedCall(site.name, x)
             found.append(Reached(GradientEdge(node, 0), call, rows))
         if "bias" in site.parameters:
             adding = [node for node, *_ in self._consumers(site, "bias")]
@@ -426,6 +504,24 @@ class _Walk:
                 for reached in found:
                     reached.call.bias = reached.edge.node in adding
         return found
+
+    def _inputs_of(self, nodes: list[Any]) -> list[Any]:
+        """Return the inputs that matrix products have saved, each read once."""
+
+        def read() -> None:
+            for node in nodes:
+                if node not in self._saved:
+                    _, saved = _PRODUCTS[node.name()]
+                    self._saved[node] = getattr(node, saved).detach()
+
+        if torch._C._current_graph_task_id() < 0:
+            read()
+        elif any(node not in self._saved for node in nodes):
+            # Checkpoints give what they recompute to one reader in each backward pass, and
+            # that has to be the product itself.  In a thread there is none.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(read).result()
+        return [self._saved[node] for node in nodes]
 
     def _consumers(
         self, site: Site, role: str

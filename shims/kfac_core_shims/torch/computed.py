@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from warnings import warn
 
 import torch
 
+import kfac_core as kc
 from kfac_core_shims.torch.sites import Site
 
 __all__ = ["ComputedSite"]
@@ -28,10 +30,13 @@ class ComputedSite(Site):
         What the weight is computed from.
     gradient : torch.Tensor or None
         The gradient of the weight, summed over the passes since the last step.
+    warned : bool
+        Whether a warning was made of gradients that do not come through the weight.
     """
 
     originals: list[Any]
     gradient: Any = field(default=None)
+    warned: bool = False
 
     @property
     def trained(self) -> list[Any]:
@@ -58,6 +63,8 @@ class ComputedSite(Site):
         size = sum(float((c * c).sum()) for c in carried)
         pairs = zip(carried, self.originals, strict=True)
         scale = sum(float((c * p.grad).sum()) for c, p in pairs) / size if size else 1.0
+        if not self.warned:
+            self._warn_of_more([scale * c for c in carried])
         found = {"weight": self.part.to_layer(self.gradient * scale)}
         if "bias" in self.parameters:
             found["bias"] = self.parameters["bias"].grad
@@ -81,6 +88,34 @@ class ComputedSite(Site):
     def forget(self) -> None:
         """Forget the gradients that came since the last step."""
         self.gradient = None
+
+    def average(self, communicator: kc.distributed.Communicator) -> None:
+        """Make the gradient the average over processes, as those of parameters are."""
+        own = self.gradient
+        if own is None:
+            with torch.no_grad():
+                own = torch.zeros_like(_computed_weight(self.module))
+        came = own.new_full((1,), self.gradient is not None)
+        total = communicator.all_reduce(torch.cat([own.reshape(-1), came])).wait()
+        if total[-1] > 0:
+            self.gradient = total[:-1].reshape(own.shape) / communicator.size
+
+    def _warn_of_more(self, carried: list[Any]) -> None:
+        """Warn if gradients are more than what was carried from the weight."""
+        grads = [p.grad for p in self.originals]
+        rest = [g - c for g, c in zip(grads, carried, strict=True)]
+        most, least = (sum(float((x * x).sum()) for x in xs) for xs in (grads, rest))
+        coarse = 5e-2 if self.gradient.dtype.itemsize < 4 else 1e-4
+        if least > coarse * coarse * most:
+            self.warned = True
+            warn(
+                f"K-FAC leaves out {(least / most) ** 0.5:.2g} of the gradient of what the "
+                f"weight of {self.name!r} is computed from, which did not come through the "
+                "weight: that of a penalty on it, of clipped or noisy entries, or of "
+                "passes between which a spectral norm changed. Give penalties to the "
+                "optimizer, as weight_decay.",
+                stacklevel=2,
+            )
 
     def _add(self, g: Any) -> None:
         # A pass that makes a graph, as for a penalty, is not the loss's own.

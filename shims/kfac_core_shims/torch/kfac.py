@@ -6,13 +6,14 @@ import difflib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 from warnings import warn
 from weakref import ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 
 import kfac_core as kc
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
@@ -30,6 +31,12 @@ _UNSCALED = 100.0
 
 _LARGEST_EMPIRICAL = 16.0
 """Entries of a cross-entropy's gradient are at most 1; beyond this the loss is scaled."""
+
+_RESTING = 1e-30
+"""In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
+
+_LOOKED_AT = 1 << 16
+"""Numbers of a pass in which a loss of equal rows is looked at for being one still."""
 
 _ASKED = "it was asked for"
 
@@ -196,6 +203,7 @@ class KFAC(kc.integration.NaturalGradient):
                 f"Expected `model` to be a torch.nn.Module, got a {type(model).__name__}: "
                 "KFAC(model), and not of its parameters."
             )
+        _require_made(model)
         _require_known(options)
         if overlap and (keep or fisher == "empirical" or output is None):
             raise kc.ConventionError(
@@ -319,14 +327,15 @@ class KFAC(kc.integration.NaturalGradient):
         return self._division is not None
 
     @property
+    def trained(self) -> Iterator[Any]:
+        """Parameters of the blocks that are trained now."""
+        for site in self._sites.values():
+            yield from (p for p in site.trained if p.requires_grad)
+
+    @property
     def wants_outputs(self) -> bool:
         """Whether a forward pass now is to be observed."""
         return self.wants_statistics or self.reduction == "sum" or self._keep
-
-    @property
-    def divides_parameters(self) -> bool:
-        """Whether parameters are divided among processes."""
-        return self._division is not None
 
     @property
     def share(self) -> Callable[[Any], Any] | None:
@@ -490,7 +499,8 @@ class KFAC(kc.integration.NaturalGradient):
                 if outputs is not None:
                     self._observe_alone(outputs)
                 seen = self._observations if self._by_hand else self.differentiated
-                calls = [call for o in seen for call in o.calls]
+                self.balance()
+                calls = [call for o in seen for call in o.checked_calls()]
                 rows = sum(o.rows for o in seen)
                 with torch.no_grad():
                     found = self.moments(calls, rows=rows, before=found)
@@ -639,7 +649,7 @@ class KFAC(kc.integration.NaturalGradient):
         passing: Any = None,
         replay: Any = None,
         /,
-    ) -> None:
+    ) -> Observation | None:
         """Observe a pass of the model whose loss is being differentiated.
 
         Parameters
@@ -654,9 +664,14 @@ class KFAC(kc.integration.NaturalGradient):
             Gradients of all outputs of the node of `edge`, if it is the next to be called.
         replay : tuple, optional
             What the model was called with, where it is kept.
+
+        Returns
+        -------
+        Observation or None
+            What was observed, if anything.
         """
         if not self.wants_outputs or self._by_hand:
-            return
+            return None
         if z.ndim < 2:
             raise kc.ShapeError(
                 f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. Pick or reshape "
@@ -672,18 +687,21 @@ class KFAC(kc.integration.NaturalGradient):
             if self._division is None:
                 if self.overlap:
                     self._begin([], 0.0)
-                return
+                return None
         reached = self._reached(edge)
         if not self._checked and z.numel():
             self._checked = self._check(z, gradient)
-        weight = scale = None
+        weight = scale = unread = None
         if gradient is not None and z.numel():
             unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
             weight = None if unread is None else (~unread).to(z.dtype)
-            if not self._equal_rows or self._processes > 1:
+            if self._processes == 1:
+                scale = self._scale_of_equal_rows(z, gradient)
+            if scale is None:
                 weight, scale = self._weighted(z, gradient, weight)
         observation = self._record(edge, z, reached, weight)
-        observation.scale = scale
+        observation.unread = unread
+        observation.scale, observation.coarse = scale, likelihoods.coarseness(z)
         observation.differentiated = observation.rows > 0 or self._processes > 1
         observation.replay = replay
         if self.estimator.mode == "empirical":
@@ -695,6 +713,7 @@ class KFAC(kc.integration.NaturalGradient):
                     observation.watch(r, empirical=True)
         elif self.overlap:
             self._begin(observation.calls, observation.rows)
+        return observation
 
     def _begin(self, calls: Any, rows: float) -> None:
         """Take the statistics of the step, whose only pass is being differentiated."""
@@ -702,21 +721,35 @@ class KFAC(kc.integration.NaturalGradient):
         with torch.no_grad(), torch.autocast(device, enabled=False):
             self.begin(calls, rows=rows)
 
-    def _weighted(self, z: Any, gradient: Any, weight: Any) -> tuple[Any, float | None]:
-        """Return the weights of rows that the loss has, and its scale where there are none.
+    def _scale_of_equal_rows(self, z: Any, gradient: Any) -> float | None:
+        """Return the scale of a large pass whose rows have one weight, as rows before.
 
-        Once a pass with hard labels has had none, further passes are not looked at.
+        Rows spread over it are looked at; of a small pass `_weighted` looks at all.
         """
+        every = z.numel() // _LOOKED_AT
+        if not (self._equal_rows and every):
+            return None
+        z, gradient = (x.reshape(-1, x.shape[-1])[::every] for x in (z, gradient))
+        scales = likelihoods.row_scales(self.criterion.row, z, gradient)
+        if scales is None or not bool((scales > 0).any()):
+            return None
+        read = scales[scales > 0]
+        equal = likelihoods.are_equal(read, likelihoods.coarseness(z))
+        return float(read.mean()) if equal else None
+
+    def _weighted(self, z: Any, gradient: Any, weight: Any) -> tuple[Any, float | None]:
+        """Return weights that the loss gives rows, and what it multiplies them by."""
         scales = likelihoods.row_scales(self.criterion.row, z, gradient)
         if scales is None:
             return weight, None
         read = scales[scales > 0] if weight is None else scales[weight > 0]
         if len(read) < 2:
-            return weight, None
+            alone = len(read) == 1 and self.communicator is None
+            return weight, float(read) if alone else None
         mean = read.mean()
-        coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
-        if bool(((read - mean).abs() <= coarse * mean).all()):
-            if self._processes == 1:
+        coarse = likelihoods.coarseness(z)
+        if likelihoods.are_equal(read, coarse):
+            if self._processes == 1 and not self._equal_rows:
                 self._require_reduction(float(mean), len(read), coarse)
             self._equal_rows = True
             return weight, float(mean)
@@ -725,8 +758,13 @@ class KFAC(kc.integration.NaturalGradient):
                 "The loss has weights of classes or rows, and fisher='empirical' would "
                 "square them. Take fisher='gradients' or 'exact'."
             )
-        found = scales if self.reduction == "sum" else scales / mean
-        return (found if weight is None else found * weight), None
+        alone = self.communicator is None
+        if self.reduction == "sum":
+            found, scale = scales, 1.0
+        else:
+            found, scale = scales / mean, float(mean)
+        weight = found if weight is None else found * weight
+        return weight, scale if alone else None
 
     def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
         """Refuse a loss that is not the mean, or the sum, that `reduction` says.
@@ -796,6 +834,37 @@ class KFAC(kc.integration.NaturalGradient):
         if self._processes > 1:
             # Of one pass, where several are accumulated.
             self._require_reduction(total / count, round(rows * ranks / count), 5e-2)
+
+    def balance(self) -> None:
+        """Give the rows of each pass of the step the weight that the loss gives them.
+
+        Passes may be means over rows of unequal number, or added with factors.  Empirical
+        gradients have that weight, squared, where one is wanted.  Called again, it changes
+        nothing.
+        """
+        seen = self.differentiated
+        scales = [o.scale for o in seen if o.scale]
+        if self.communicator is not None or not scales or len(scales) < len(seen):
+            return
+        if self.grad_scaler is not None:
+            scales = [c / float(self.grad_scaler.get_scale()) for c in scales]
+        rows = sum(o.rows for o in seen)
+        total = sum(o.rows * c for o, c in zip(seen, scales, strict=True))
+        empirical = self.estimator.mode == "empirical"
+        for observation, scale in zip(seen, scales, strict=True):
+            observation.scale = None
+            weight = squares = scale * rows / total
+            if empirical and self.reduction == "mean":
+                # What is squared is R times the gradients, for a total of one.
+                weight, squares = 1.0, 1.0 / (scale * rows * total)
+            elif empirical:
+                squares = rows / (scale * total)
+            if max(abs(weight - 1), abs(squares - 1)) <= observation.coarse:
+                continue
+            observation.rows *= weight
+            observation.share *= weight
+            for call in observation.calls:
+                call.scaled_by /= math.sqrt(squares)
 
     def _reached(self, edge: Any) -> list[capturing.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
@@ -887,6 +956,9 @@ class KFAC(kc.integration.NaturalGradient):
         if self._division is not None:
             given = self._division.gradients()
         else:
+            if self.communicator is not None:
+                for site in self._sites.values():
+                    site.average(self.communicator)
             of_sites = {name: s.gradients() for name, s in self._sites.items()}
             given = {name: g for name, g in of_sites.items() if g is not None}
         if self.communicator is not None and self.wants_outputs:
@@ -897,7 +969,8 @@ class KFAC(kc.integration.NaturalGradient):
                 "outputs were differentiated. Call kfac.step() after loss.backward() and "
                 "before zero_grad()."
             )
-        calls = itertools.chain.from_iterable(o.calls for o in seen)
+        self.balance()
+        calls = itertools.chain.from_iterable(o.checked_calls() for o in seen)
         refreshes = self.wants_refresh
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -906,8 +979,8 @@ class KFAC(kc.integration.NaturalGradient):
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
                     "no pass of the model was differentiated, its outputs were modified "
-                    "in place, or it was called, or compiled and called, before KFAC was "
-                    "made"
+                    "in place, its parameters were replaced, or it was called, or compiled "
+                    "and called, before KFAC was made"
                 )
                 first = "Call kfac.step() after loss.backward(). "
                 if seen or self._notes:
@@ -1004,6 +1077,8 @@ class KFAC(kc.integration.NaturalGradient):
             clear = torch.softmax(z.float(), -1).amax(-1) < 1 - 1e-3
             told = bool((clear & (size > 0)).any())
             good = bool(((total <= coarse * size) | ~clear).all())
+            if good:
+                _require_all_read(z, g, size)
         if not good:
             raise kc.ConventionError(
                 "The loss is no cross-entropy of logits along the last axis of the "
@@ -1081,14 +1156,45 @@ class KFAC(kc.integration.NaturalGradient):
 def _rate_of(lr: Any) -> Any:
     """Return the learning rate as a schedule."""
     if isinstance(lr, torch.optim.Optimizer):
-        return lambda step: max(float(group["lr"]) for group in lr.param_groups)
+        rates = lr.param_groups
+        return lambda step: max(float(group["lr"]) for group in rates) or _RESTING
     number = isinstance(lr, int | float) and not isinstance(lr, bool)
     if not callable(lr) and not (number and 0.0 < lr < math.inf):
         raise kc.ConventionError(
             f"Expected `lr` to be the optimizer, a finite number > 0, or a callable of the "
             f"step that returns one; got {lr!r}."
         )
-    return lr
+    return (lambda step: lr(step) or _RESTING) if callable(lr) else lr
+
+
+def _require_all_read(z: Any, g: Any, size: Any) -> None:
+    """Refuse a cross-entropy of some of the outputs, as of masked logits.
+
+    An output that it reads has no gradient only if the target is the prediction to all
+    digits.
+    """
+    if z.dtype == torch.float16:
+        return  # Small gradients are zero.
+    likely = torch.softmax(z.double(), -1) > 1e-3
+    left_out = (g == 0) & likely & (size > 0)[..., None]
+    if bool(left_out.any()):
+        raise kc.ConventionError(
+            "The loss does not read all outputs of a row, as a cross-entropy of masked "
+            "logits or of some of the classes. Mask them in the model; or say "
+            "likelihood='categorical', and which logits the loss reads, as in "
+            "output=lambda z: z[..., :k]."
+        )
+
+
+def _require_made(model: Any) -> None:
+    """Raise `UnsupportedError` for parameters that PyTorch has not made yet."""
+    for name, p in model.named_parameters():
+        if is_lazy(p) or p.is_meta:
+            kind = "uninitialized" if is_lazy(p) else "on the meta device"
+            raise kc.UnsupportedError(
+                f"The parameter {name!r} is {kind}, and PyTorch will replace it. Make KFAC "
+                "after to_empty, or after the first call of a model with lazy modules."
+            )
 
 
 def _require_known(options: Mapping[str, Any]) -> None:

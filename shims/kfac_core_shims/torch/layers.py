@@ -435,8 +435,9 @@ def _read_tied(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
 
 
 def _read_shift(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
-    rows = y.detach().reshape(-1, y.shape[-1])
-    return Reading(inputs=rows, grad_shape=tuple(rows.shape))
+    # A shift does not read its inputs, and the logits may be written to.
+    shape = y[..., 0].numel(), y.shape[-1]
+    return Reading(inputs=y.new_zeros(()).expand(shape), grad_shape=shape)
 
 
 def _embedding_bag(module: Any, owns: Owns) -> Parts | str:
@@ -483,8 +484,13 @@ class _Unit:
         for copied in self.copies:
             if copied.training != module.training:
                 copied.training = module.training
-            if getattr(copied, self.weight).device != x.device:
-                copied.to(x.device)
+            # The model may have been moved, or brought into another dtype, since.
+            own, dtype = (
+                getattr(copied, self.weight),
+                getattr(module, self.weight).dtype,
+            )
+            if own.device != x.device or own.dtype != dtype:
+                copied.to(x.device, dtype)
             if self.buffers:
                 pairs = zip(copied.buffers(), module.buffers(), strict=True)
                 for mine, buffer in pairs:

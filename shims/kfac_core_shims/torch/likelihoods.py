@@ -12,6 +12,8 @@ import kfac_core as kc
 
 __all__ = [
     "Criterion",
+    "are_equal",
+    "coarseness",
     "criterion_of",
     "has_weighted_outputs",
     "looks_like_probabilities",
@@ -193,12 +195,23 @@ def row_scales(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
     p = torch.softmax(z.to(g.dtype), -1).scatter(-1, label, 0.0)
     others = g.scatter(-1, label, 0.0)
     scale = others.sum(-1, keepdim=True) / p.sum(-1, keepdim=True)
-    coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
+    coarse = coarseness(z)
     largest = (scale * p).amax(-1)
     apart = (others - scale * p).abs().amax(-1)
     if not bool(((apart <= coarse * largest) & (scale[..., 0] >= 0)).all()):
         return None
     return scale[..., 0]
+
+
+def coarseness(z: Any, /) -> float:
+    """Return the relative difference that roundoff makes in gradients of such outputs."""
+    return 5e-2 if z.dtype.itemsize < 4 else 1e-3
+
+
+def are_equal(values: Any, coarse: float, /) -> bool:
+    """Return whether all values are their mean, up to a relative difference."""
+    mean = values.mean()
+    return bool(((values - mean).abs() <= coarse * mean).all())
 
 
 def has_weighted_outputs(row: kc.integration.RowLoss, z: Any, g: Any, /) -> bool:
@@ -235,7 +248,7 @@ def has_weighted_outputs(row: kc.integration.RowLoss, z: Any, g: Any, /) -> bool
     read = (g != 0) & (z.abs() < 7.0)
     scale, sign = scale[read], positive[read].long()
     rows, outputs = rows[read], outputs[read]
-    coarse = 5e-2 if z.dtype.itemsize < 4 else 1e-3
+    coarse = coarseness(z)
     if len(scale) < 8 or _spread(scale, torch.zeros_like(sign)) <= coarse:
         return False
     groups = sign, outputs, 2 * outputs + sign, rows

@@ -188,6 +188,13 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             keep=True,
             **options,
         )
+        if self.kfac.criterion.weighted:
+            self.kfac.remove()
+            raise kc.ConventionError(
+                "The loss module has class weights, which KFACOptimizer finds in the "
+                "gradients of the outputs, where labels are hard and of three classes or "
+                "more. Leave `likelihood` out, or say likelihood='categorical'."
+            )
         if self.kfac.is_divided:
             self.kfac.remove()
             raise kc.UnsupportedError(
@@ -262,6 +269,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         lr = self._rate()
         start = _Moment(self.kfac.model)
         loss, differentiates = self._differentiated(closure)
+        self.kfac.balance()
         # The step forgets its passes; what the model was called with is needed after it.
         passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
         rows, mean = self._summed("loss", [sum(o.rows for o in passes), float(loss)])
@@ -433,7 +441,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             ]
         if any("change" in self.state[p] for p, _ in trained):
             found["momentum"] = [
-                self.state[p].get("change", zero(p)) for p, _ in trained
+                # In the parameter's dtype, which may have changed since.
+                self.state[p].get("change", zero(p)).to(p)
+                for p, _ in trained
             ]
         return found
 
@@ -515,7 +525,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         multiplied = row.likelihood.fisher_factor_transpose_multiply(
             z.to(dtype), change.to(dtype)
         )
-        share = row.weight(z.shape[-1])
+        share = row.weight(z.shape[-1]) * observed.share
         if observed.weight is None:
             return multiplied * share**0.5
         weight = share * observed.weight.clamp(min=0)

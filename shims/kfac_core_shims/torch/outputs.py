@@ -8,7 +8,7 @@ differentiates costs nothing and counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -192,15 +192,21 @@ class Pass:
         self.derived = False
         self.replay: Any = None
         self.handle: Any = None
+        self.observation: Any = None
         self.done = False
 
     def arrived(self, gradient: Any) -> None:
         """Take a gradient that came to one of the model's outputs."""
         # A pass that makes a graph, as for a penalty, is not the loss's own.
-        if self.done or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or (self.done and self.observation is None):
             return
         kfac = self.kfac()
         if kfac is None or _is_drawn_through(kfac.model):
+            return
+        if not kfac.is_divided and not _comes_to_any(kfac.trained):
+            return
+        if self.done:
+            self.observation.note_further_part(gradient if self.plain else None)
             return
         self.done = True
         if self.plain:
@@ -232,13 +238,29 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
-        kfac.observe_pass(edge, z, gradient, passing, replay)
+        found = kfac.observe_pass(edge, z, gradient, passing, replay)
+        if not self.derived:
+            self.observation = found
 
     def drop(self) -> None:
         """Let go of the graph."""
         if self.handle is not None:
             self.handle.remove()
         self.edge = self.z = self.base = self.handle = self.replay = None
+
+
+def _comes_to_any(parameters: Iterable[Any]) -> bool:
+    """Whether the backward pass that is running comes to any of some parameters.
+
+    One for inputs alone does not, as of an attack or a saliency map.
+    """
+    for p in parameters:
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
+                return True
+        except RuntimeError:
+            return True  # `autograd.grad` of the parameter itself.
+    return False
 
 
 def _gradient_of_view(z: Any, base: Any, gradient: Any) -> Any:

@@ -99,6 +99,9 @@ class Site:
     def forget(self) -> None:
         """Forget what belongs to the last step; here nothing."""
 
+    def average(self, communicator: kc.distributed.Communicator) -> None:
+        """Average over processes what their loop has not; here nothing."""
+
     def rows_of(self, role: str) -> slice | None:
         """Return which rows of a parameter are this block's; None for all."""
         return self.part.rows.get(role)

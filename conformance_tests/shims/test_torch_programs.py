@@ -1,0 +1,512 @@
+"""Programs that PyTorch's users write around a model: buffers, hooks, dtypes, weights.
+
+Each has the factors of a dense float64 computation by hand, or an error with a name.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as fn  # noqa: E402
+
+import kfac_core as kc  # noqa: E402
+from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
+
+EACH_STEP = {"kl_clip": None, "update_every": 1, "refresh_every": 1}
+EXACT = {"fisher": "exact", **EACH_STEP}
+NEWEST = {"decay": 1e-9, **EXACT}
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def network():
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def batch(n=8):
+    return torch.randn(n, 5), torch.randint(0, 4, (n,))
+
+
+def root_of_hessian(z):
+    p = torch.softmax(z.detach(), 0)
+    values, vectors = torch.linalg.eigh(torch.diag(p) - torch.outer(p, p))
+    return vectors * values.clamp(min=0).sqrt()
+
+
+def by_hand(calls, z, weight=None):
+    """Return A and G of a linear layer with a bias, from the rows of its calls.
+
+    `calls` are pairs of inputs and outputs; `z` are the outputs (N, P) of the network.
+    """
+    x = torch.cat([x.reshape(-1, x.shape[-1]) for x, _ in calls]).double()
+    x = torch.cat([x, torch.ones(len(x), 1)], 1)
+    weight = torch.ones(len(z)) if weight is None else weight
+    G = 0.0
+    for n, row in enumerate(z):
+        for column in root_of_hessian(row.double()).T:
+            ys = [y for _, y in calls]
+            found = torch.autograd.grad(row, ys, column.to(z.dtype), retain_graph=True)
+            for g in found:
+                g = g.reshape(-1, g.shape[-1]).double()
+                G = G + weight[n] * g.T @ g
+    return x.T @ x / len(x), G / weight.sum()
+
+
+def dense(model, x, weight=None):
+    """Return A and G of both linear layers of `network`, and those alone."""
+    y = model[0](x)
+    h = torch.tanh(y)
+    z = model[2](h)
+    found = by_hand([(x, y)], z, weight), by_hand([(h, z)], z, weight)
+    return dict(zip("02", found, strict=True))
+
+
+def assert_factors(kfac, expected, rtol=1e-10):
+    for name, (A, G) in expected.items():
+        found_A, found_G, scale = kfac.factors(name)
+        torch.testing.assert_close(found_A.double(), A.detach(), rtol=rtol, atol=1e-10)
+        torch.testing.assert_close(
+            (scale * found_G).double(), G.detach(), rtol=rtol, atol=1e-10
+        )
+
+
+# Memory that is written to.
+
+
+class Residual(nn.Module):
+    """Adds a layer's output to its input: in place, or not."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.norm, self.mix, self.head = (
+            nn.LayerNorm(5),
+            nn.Linear(5, 5),
+            nn.Linear(5, 4),
+        )
+        self.in_place = in_place
+
+    def forward(self, x):
+        h = self.norm(x)
+        if self.in_place:
+            h += self.mix(h)
+            return self.head(h)
+        return self.head(h + self.mix(h))
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_an_input_that_was_written_to_is_refused(fisher):
+    """Under autocast, autograd keeps a cast of it, and so allows `x += layer(x)`."""
+    torch.set_default_dtype(torch.float32)
+    x, y = batch()
+
+    def stepped(in_place):
+        model = Residual(in_place)
+        kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = fn.cross_entropy(model(x), y)
+        loss.backward()
+        kfac.step()
+        return kfac
+
+    rows = torch.cat([fn.layer_norm(x, (5,)), torch.ones(8, 1)], 1)
+    A = stepped(in_place=False).factors("mix")[0]
+    torch.testing.assert_close(A, rows.T @ rows / 8, rtol=1e-5, atol=1e-6)
+    with pytest.raises(kc.UnsupportedError, match="'mix' was written to"):
+        stepped(in_place=True)
+
+
+def test_a_buffer_that_holds_the_next_part_is_refused():
+    """Accumulation through one buffer: the parts' rows would all be the last part's."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **EXACT)
+    expected, buffer = dense(model, x), torch.empty(4, 5)
+
+    def accumulate(copied):
+        for rows in (slice(0, 4), slice(4, 8)):
+            buffer.copy_(x[rows])
+            outputs = model(buffer.clone() if copied else buffer)
+            (fn.cross_entropy(outputs, y[rows]) / 2).backward()
+
+    accumulate(copied=False)
+    with pytest.raises(kc.UnsupportedError, match="written to"):
+        kfac.step()
+    assert kfac.steps == 0
+    model.zero_grad()
+    accumulate(copied=True)
+    kfac.step()
+    assert_factors(kfac, expected)
+
+
+# Hooks and arguments.
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_that_scales_a_layers_output_is_outside_of_the_layer(before):
+    """Whether it was there when `KFAC` was made, or came later."""
+    model, (x, y) = network(), batch()
+
+    def hook():
+        return model[0].register_forward_hook(lambda module, inputs, out: 3 * out)
+
+    handle = hook() if before else None
+    kfac = KFAC(model, **EXACT)
+    handle = handle or hook()
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    handle.remove()
+
+    inner = model[0](x)
+    outer = model[2](torch.tanh(3 * inner))
+    assert_factors(kfac, {"0": by_hand([(x, inner)], outer)})
+
+
+def test_arguments_by_name_have_the_order_of_forward():
+    """Both inputs of a bilinear layer, and the output size of a convolution."""
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.spread = nn.ConvTranspose1d(1, 1, 3, stride=2)
+            self.pair = nn.Bilinear(10, 10, 4, bias=False)
+
+        def forward(self, x):
+            h = self.spread(output_size=[10], input=x[:, None])[:, 0]
+            return self.pair(input2=x.repeat(1, 5)[:, :10], input1=h)
+
+    model, x = Named(), torch.randn(6, 4)
+    kfac = KFAC(model, **EXACT)
+    fn.cross_entropy(model(x), torch.randint(0, 4, (6,))).backward()
+    kfac.step()
+
+    h, repeated = (
+        model.spread(x[:, None], output_size=[10])[:, 0],
+        x.repeat(1, 5)[:, :10],
+    )
+    products = torch.einsum("ni,nj->nij", h, repeated).flatten(1).detach()
+    A = kfac.estimator.state["pair"].statistics.averages["input"].value(debias=True)
+    torch.testing.assert_close(A.full(), products.T @ products / 6)
+
+
+# Checkpoints.
+
+
+class Checkpointed(nn.Module):
+    """Modules that read their weights themselves, whose activations are recomputed."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.recomputes = True
+        self.inner = nn.LSTM(4, 4, batch_first=True)
+        if kind == "encoder":
+            self.inner = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        self.head = nn.Linear(4, 4)
+
+    def run(self, x):
+        found = self.inner(x)
+        return found[0] if isinstance(found, tuple) else found
+
+    def forward(self, x):
+        again = torch.utils.checkpoint.checkpoint
+        h = again(self.run, x, use_reentrant=False) if self.recomputes else self.run(x)
+        return self.head(h.sum(1))
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("kind", ["lstm", "encoder"])
+def test_products_inside_of_a_checkpoint_are_read(kind, fisher):
+    """A checkpoint gives what it recomputes to one reader of each backward pass."""
+    model, x, y = Checkpointed(kind), torch.randn(4, 5, 4), torch.randint(0, 4, (4,))
+    twin = copy.deepcopy(model)
+    twin.recomputes = False
+    for own in (model, twin):
+        torch.manual_seed(1)
+        kfac = KFAC(own, **{**EXACT, "fisher": fisher})
+        fn.cross_entropy(own(x), y).backward()
+        kfac.step()
+        assert kfac.skipped == {}
+        name = "inner.ih_l0" if kind == "lstm" else "inner.self_attn.q_proj"
+        rows = torch.cat([x.reshape(-1, 4), torch.ones(20, 1)], 1)
+        averages = kfac.estimator.state[name].statistics.averages
+        A = averages["input"].value(debias=True).full()
+        torch.testing.assert_close(A, rows.T @ rows / 20)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+# Losses and models that are not what they seem.
+
+
+def test_a_cross_entropy_of_some_outputs_is_refused():
+    """Of masked actions, or of the classes that were seen; right if it is said."""
+    model, (x, y) = network(), batch()
+    valid = fn.one_hot((y + 1) % 4, 4) == 0
+    masked = lambda z: z.masked_fill(~valid, -1e9)  # noqa: E731
+    for read, labels in ((lambda z: z[:, :3], y % 3), (masked, y)):
+        kfac = KFAC(model, **EXACT)
+        with pytest.raises(kc.ConventionError, match="does not read all outputs"):
+            fn.cross_entropy(read(model(x)), labels).backward()
+        kfac.remove()
+    kfac = KFAC(model, likelihood="categorical", output=lambda z: z[:, :3], **EXACT)
+    model.zero_grad()
+    fn.cross_entropy(model(x)[:, :3], y % 3).backward()
+    kfac.step()
+
+    made = model[0](x)
+    z = model[2](torch.tanh(made))[:, :3]
+    assert_factors(kfac, {"0": by_hand([(x, made)], z)})
+
+
+@pytest.mark.parametrize("kind", ["uninitialized", "on the meta device"])
+def test_parameters_that_are_not_made_yet_are_refused(kind):
+    """Their blocks would be of parameters that the model no longer has."""
+    if kind == "uninitialized":
+        model = nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 4))
+    else:
+        model = network().to("meta")
+    with pytest.raises(kc.UnsupportedError, match=kind):
+        KFAC(model)
+
+
+# Dtypes in mid-run.
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(6), nn.BatchNorm1d(6), nn.GroupNorm(2, 6)]
+)
+def test_a_model_becomes_double_in_mid_run(norm, steps):
+    """Norms are computed with unit scale too, in the new dtype."""
+    torch.set_default_dtype(torch.float32)
+    model = nn.Sequential(nn.Linear(5, 6), norm, nn.Tanh(), nn.Linear(6, 4)).float()
+    x, y = batch()
+    kfac = KFAC(model, **NEWEST)
+    for _ in range(steps):
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+    model.double().zero_grad()
+    x = x.double()
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+
+    h = torch.tanh(model[1](model[0](x)))
+    z = model[3](h)
+    rtol = 1e-5 if steps else 1e-10
+    assert_factors(kfac, {"3": by_hand([(h, z)], z)}, rtol=rtol)
+
+
+# Weights of rows that come later.
+
+
+def weighted(z, y, weight):
+    return (fn.cross_entropy(z, y, reduction="none") * weight).sum() / weight.sum()
+
+
+@pytest.mark.parametrize("first", ["one class", "uniform"])
+@pytest.mark.parametrize("rows", [12, 1 << 15])
+def test_weights_are_found_after_a_batch_of_equal_ones(first, rows):
+    """Class weights after a batch of one class; importance weights that start at one."""
+    model, (x, y) = network(), batch(12)
+    by_class = torch.tensor([1.0, 5.0, 2.0, 0.5])
+    kfac = KFAC(model, **NEWEST)
+    ones = torch.ones_like(y)
+    weight = torch.ones(12) if first == "uniform" else by_class[ones]
+    weighted(model(x), ones, weight).backward()
+    kfac.step()
+    model.zero_grad()
+    weight = by_class[y]
+    times = -(-rows // 12)
+    expected = dense(model, x, weight)
+    weighted(
+        model(x.repeat(times, 1)), y.repeat(times), weight.repeat(times)
+    ).backward()
+    kfac.step()
+
+    assert_factors(kfac, expected, rtol=1e-8)
+
+
+def test_parts_of_a_loss_that_read_other_rows_are_refused():
+    """Rows that the first part does not read would be left out as ignored."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **EXACT)
+    expected = dense(model, x)
+
+    def parts(outputs, rows):
+        (fn.cross_entropy(outputs[rows], y[rows], reduction="sum") / 8).backward(
+            retain_graph=True
+        )
+
+    outputs = model(x)
+    parts(outputs, slice(0, 4))
+    parts(outputs, slice(4, 8))
+    with pytest.raises(kc.UnsupportedError, match="first did not"):
+        kfac.step()
+    assert kfac.steps == 0
+
+    # The same rows again, and rows of passes of their own, are as they were.
+    model.zero_grad()
+    for rows in (slice(0, 4), slice(4, 8)):
+        own = model(x[rows])
+        (0.5 * fn.cross_entropy(own, y[rows], reduction="sum") / 8).backward(
+            retain_graph=True
+        )
+        (0.5 * fn.cross_entropy(own, y[rows], reduction="sum") / 8).backward()
+    kfac.step()
+    assert_factors(kfac, expected)
+
+
+# Backward passes that train nothing, or more than one mean.
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_a_backward_pass_for_inputs_alone_does_not_count(fisher):
+    """An attack on the inputs, and the map of an output's derivatives."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+    x.requires_grad_()
+    z = model(x)
+    for column in z.T:
+        torch.autograd.grad(column.sum(), x, retain_graph=True)
+    (g,) = torch.autograd.grad(fn.cross_entropy(model(x), y), x)
+    x = (x + 0.3 * g.sign()).detach()
+    expected = dense(model, x)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+
+    if fisher == "empirical":
+        z = model(x).detach()
+        g = torch.softmax(z, 1) - fn.one_hot(y, 4)
+        expected = {n: (A, None) for n, (A, _) in expected.items()}
+        expected["2"] = expected["2"][0], g.T @ g / len(z)
+        torch.testing.assert_close(kfac.factors("0")[0], expected.pop("0")[0].detach())
+    assert_factors(kfac, expected)
+
+
+CUTS = {"even": (4, 4), "uneven": (3, 5), "single": (1,) * 8}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("sizes", CUTS.values(), ids=CUTS)
+def test_rows_of_passes_have_the_weight_that_the_loss_gives_them(
+    sizes, fisher, reduction
+):
+    """Losses of passes that are averaged, or added with factors, whatever their sizes."""
+    model, (x, y) = network(), batch()
+    factors = torch.linspace(0.5, 1.5, len(sizes))
+    if len(sizes) == 2:
+        factors[1] = 0.1  # As of labels that a model guessed.
+    kfac = KFAC(model, reduction=reduction, **{**EXACT, "fisher": fisher})
+    weight = torch.cat(
+        [torch.full((n,), float(f)) for n, f in zip(sizes, factors, strict=True)]
+    )
+    if reduction == "mean":
+        weight /= torch.tensor(sizes).repeat_interleave(torch.tensor(sizes))
+    parts = zip(x.split(sizes), y.split(sizes), factors, strict=True)
+    for a, b, factor in parts:
+        (factor * fn.cross_entropy(model(a), b, reduction=reduction)).backward()
+    kfac.step()
+
+    expected = dense(model, x, weight)
+    if fisher == "empirical":
+        g = torch.softmax(model(x).detach(), 1) - fn.one_hot(y, 4)
+        G = torch.einsum("n,ni,nj->ij", weight, g, g) / weight.sum()
+        expected = {"2": (expected["2"][0], G)}
+    assert_factors(kfac, expected, rtol=1e-8)
+
+
+def test_the_quadratic_model_has_the_weight_of_each_pass():
+    """Its minimum along one direction, by the Fisher matrix of all rows by hand."""
+    model, (x, y) = network(), batch()
+    weight = torch.tensor([1 / 3] * 3 + [1 / 5] * 5) / 2
+    twin = copy.deepcopy(model)
+    optimizer = KFACOptimizer(model, damping=1e-3, fisher="exact")
+
+    def closure():
+        parts = zip(x.split((3, 5)), y.split((3, 5)), strict=True)
+        return sum(fn.cross_entropy(model(a), b) / 2 for a, b in parts)
+
+    optimizer.step(closure)
+    before, after = (list(m.parameters()) for m in (twin, model))
+    change = [q.detach() - p.detach() for p, q in zip(before, after, strict=True)]
+    loss = (fn.cross_entropy(twin(x), y, reduction="none") * weight).sum()
+    slope = sum(
+        (g * d).sum()
+        for g, d in zip(torch.autograd.grad(loss, before), change, strict=True)
+    )
+    names = [name for name, _ in twin.named_parameters()]
+    _, along = torch.func.jvp(
+        lambda *p: torch.func.functional_call(
+            twin, dict(zip(names, p, strict=True)), x
+        ),
+        tuple(p.detach() for p in before),
+        tuple(change),
+    )
+    B = torch.stack([root_of_hessian(z) for z in twin(x)])
+    bend = (weight[:, None] * torch.einsum("npc,np->nc", B, along) ** 2).sum()
+    bend = bend + 1e-3 * sum(d.square().sum() for d in change)
+    assert optimizer.metrics()["accepted"]
+    torch.testing.assert_close(-slope, bend)
+
+
+def test_a_learning_rate_of_zero_moves_nothing_and_clips_nothing():
+    """The first step of a warmup, and the last of a decay."""
+    model, (x, y) = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    for lr in (optimizer, lambda step: 0.0):
+        kfac = KFAC(model, lr=lr, update_every=1)
+        model.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+        assert kfac.metrics()["clip"] == 1
+        kfac.remove()
+    with pytest.raises(kc.ConventionError, match="> 0"):
+        KFAC(model, lr=lambda step: -0.1)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e-2])
+def test_a_penalty_of_what_a_weight_is_computed_from_is_named(penalty):
+    """Its gradient does not come through W, and so is no part of the direction."""
+    model, (x, y) = network(), batch()
+    nn.utils.parametrizations.weight_norm(model[0])
+    kfac = KFAC(model, damping=0.04, **EXACT)
+    originals = [*model[0].parametrizations.weight.parameters()]
+    squares = sum(p.square().sum() for p in originals)
+    (fn.cross_entropy(model(x), y) + penalty * squares).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        kfac.step()
+
+    assert ["did not come through" in str(w.message) for w in seen] == [True] * (
+        penalty > 0
+    )
+
+
+def test_the_optimizer_goes_on_in_another_dtype_and_refuses_class_weights_by_name():
+    """Its last change is of the old dtype; a module with weights needs `observe`."""
+    torch.set_default_dtype(torch.float32)
+    model, (x, y) = network(), batch()
+    optimizer = KFACOptimizer(model)
+
+    def loss(x):
+        return lambda: fn.cross_entropy(model(x), y)
+
+    losses = [float(optimizer.step(loss(x))) for _ in range(2)]
+    model.double()
+    losses += [float(optimizer.step(loss(x.double()))) for _ in range(2)]
+    assert losses[3] < losses[2] < losses[1] < losses[0]
+    with pytest.raises(kc.ConventionError, match="Leave `likelihood` out"):
+        KFACOptimizer(network(), likelihood=nn.CrossEntropyLoss(torch.ones(4)))
