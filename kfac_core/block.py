@@ -12,7 +12,6 @@ executors: whether tasks can be stacked, and how much work they are.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,14 +23,14 @@ import numpy as np
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
-from kfac_core.array.finite import all_finite, known_true
+from kfac_core.array.finite import all_finite, known_finite, known_true
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
     as_number,
     as_scalar,
+    common_namespace,
     device_of,
-    in_one_place,
     namespace_of,
     own_namespace,
     same_place,
@@ -463,10 +462,11 @@ class Block:
         if stack:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
+        if is_structure(batch):
+            return self.approximation.rows(self.layer, batch)
         if not isinstance(batch, list | tuple):
             # Only a layer of several parts has a batch for each of them.
-            of_parts = isinstance(batch, dict) and hasattr(self.layer, "matrix_shapes")
-            if not (isinstance(batch, Batch) or is_structure(batch) or of_parts):
+            if not (isinstance(batch, dict) and hasattr(self.layer, "matrix_shapes")):
                 what = "a `Batch`, a `GradientBatch` or a sequence of `Batch`"
                 require_kind("batch", batch, Batch, what)
             return self.approximation.rows(self.layer, batch)
@@ -722,7 +722,7 @@ class UpdateBlock(Stage):
     ) -> tuple[Statistics, Any]:
         """Return the statistics after a batch that is read in parts, and its flags."""
         parts = block.row_parts(batch, max_patch_elements=self.max_patch_elements)
-        alone = dataclasses.replace(options, decay=0.0, weight=None)
+        alone = options._replace(decay=0.0, weight=None)
         empty = emptied(statistics)
         total: Statistics | None = None
         status: Any = 0
@@ -911,7 +911,7 @@ class RefreshBlock(Stage):
             swapped = ["cholesky" if f == "inverse" else f for f in factorizations]
             factorizations = tuple(dict.fromkeys(swapped))
         options = OperatorOptions(
-            damping=_checked_damping(damping, like, (compute, apply), check, name),
+            damping=_checked_damping(damping, like, (compute, apply), check, name, xp),
             rule=self.rule,
             debias=self.debias,
             factorizations=factorizations,
@@ -928,12 +928,13 @@ class RefreshBlock(Stage):
             # The status reports infinities; NumPy's warnings would repeat it.
             with _quiet(check, like, over="ignore", invalid="ignore"):
                 if self.damping_scaling == "mean_eigenvalue":
-                    bare = dataclasses.replace(options, damping=0.0, factorizations=())
+                    bare = options._replace(damping=0.0, factorizations=())
                     undamped = make(statistics, layer, bare)
                     mean = undamped.trace(damped=False) / undamped.shape[0]
                     damping = damping * mean
-                    own = _checked_damping(damping, like, (compute, apply), check, name)
-                    options = dataclasses.replace(options, damping=own)
+                    dtypes = compute, apply
+                    own = _checked_damping(damping, like, dtypes, check, name, xp)
+                    options = options._replace(damping=own)
                 operator = make(statistics, layer, options)
         except (FactorizationError, NotFiniteError) as error:
             return error
@@ -1005,7 +1006,9 @@ class Product(Stage):
                 rows, *self.arguments, **self.options
             )
             return {"weight": SparseRows(weight.indices, product)}
-        given = {key: detached_array(x) for key, x in parameters.items()}
+        given: dict[str, Any] = {}
+        for key, x in parameters.items():
+            given[key] = detached_array(x)
         layer: Any = block.layer
         options: Any = {"stack": stack} if stack else {}
         vector = layer.parameters_to_matrix(given, **options)
@@ -1049,12 +1052,12 @@ def _with_status(statistics: Statistics, status: Any) -> Statistics:
             if not plain or isinstance(held.weight, np.generic):
                 averages = map_structure(np.asarray, averages)
                 break
-    return Statistics(averages, status, statistics.bases)
+    return replaced(statistics, averages=averages, status=status)
 
 
 def _require_place(held: Array, given: Array) -> None:
     """Raise if a batch and the statistics differ in library or device."""
-    if in_one_place(held, given):
+    if common_namespace(held, given) is not None:
         return
     try:
         namespace_of(statistics=held, batch=given)
@@ -1087,7 +1090,7 @@ def _finite_status(
             summed.add(argument)
             names.add(name)
             traces = traces + matrix_trace(total.array, xp=xp)
-    if not (summed and known_true(xp.isfinite(traces), xp=xp)):
+    if not (summed and known_finite(traces, xp=xp)):
         summed, names = set(), set()
     if stack:
         flags = rows.status_of_stack(xp=xp, known=frozenset(summed))
@@ -1148,14 +1151,18 @@ def emptied(statistics: Statistics) -> Statistics:
 
 
 def _checked_damping(
-    damping: Scalar, like: Array, dtypes: tuple[Any, ...], check: Check, name: str
+    damping: Scalar,
+    like: Array,
+    dtypes: tuple[Any, ...],
+    check: Check,
+    name: str,
+    xp: Namespace,
 ) -> Scalar:
     """Return a damping in a dtype; reads the value of a 0-d array if it is to raise.
 
     The dtypes are those of computing and of applying.
     """
     require_damping(damping)
-    xp = own_namespace(like)
     if isinstance(damping, NUMBER):
         _require_normal(float(damping), dtypes, xp)
         return float(damping)
@@ -1174,7 +1181,7 @@ def _checked_damping(
 
 def _require_normal(damping: float, dtypes: tuple[Any, ...], xp: Namespace) -> None:
     """Raise for a damping that a dtype of the operator cannot hold."""
-    for dtype in dtypes:
+    for dtype in dict.fromkeys(dtypes):
         smallest = smallest_normal_of(dtype, xp=xp)
         if 0.0 < damping < smallest:
             raise DampingError(

@@ -930,11 +930,14 @@ class Network:
         KFACError
             See `precondition` and the product.
         """
-        require_one_of("product", product, VECTOR_PRODUCTS)
+        if type(product) is not str or product not in self._products:
+            require_one_of("product", product, VECTOR_PRODUCTS)
         if type(vectors) is not dict:
             require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
         # An operator that is here can be applied here; the others refuse by name.
-        state = state.as_part(getattr(executor, "share", state.share))
+        share = getattr(executor, "share", state.share)
+        if share != state.share:
+            state = state.as_part(share)
         given = self.chains.vectors(vectors) if self.chains.of else vectors
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, own in given.items():
@@ -960,7 +963,9 @@ class Network:
         NotReadyError
             Before the block's first refresh.
         """
-        held = state.blocks[self.known(name)]
+        if type(name) is not str or name not in self.blocks:
+            name = self.known(name)
+        held = state.blocks[name]
         operator = held.operator
         if operator is None or (type(held.refreshes) is int and not held.refreshes):
             raise NotReadyError(
@@ -993,7 +998,9 @@ class Network:
             require_range("names", names, NAMES)
             ready = [self.known(name) for name in names]
         for name in ready:
-            self._require_ready(state, name)
+            has_bases = self.blocks[name].approximation.has_bases
+            if has_bases or state.blocks[name].statistics is None:
+                self._require_ready(state, name)
         return ready
 
     def with_operators_of(

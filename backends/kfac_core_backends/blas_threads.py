@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,12 @@ threadpoolctl: Any = optional_module("threadpoolctl")
 __all__ = ["hold_threads", "pools", "threads"]
 
 
-def pools() -> tuple[Any, ...] | None:
+def pools() -> Sequence[Any] | None:
     """Return the pools of threads of every BLAS in the process; None where unknown."""
     if threadpoolctl is None:
         return None
-    return tuple(_controller(len(sys.modules)).lib_controllers)
+    found: Sequence[Any] = _controller(len(sys.modules)).lib_controllers
+    return found
 
 
 @functools.lru_cache(maxsize=1)

@@ -68,6 +68,8 @@ def all_finite(x: Any, /, *, xp: Any) -> Any:
 
 def known_finite(x: Any, /, *, xp: Any) -> bool:
     """Return the same as a bool."""
+    if x.ndim == 0:
+        return math.isfinite(x)
     return math.isfinite(_sum_of_squares(x)) or bool(np.isfinite(x).all())
 
 

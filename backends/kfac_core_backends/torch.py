@@ -24,6 +24,11 @@ from kfac_core_backends import torch_panels as panels
 
 name = "torch"
 
+_is_compiling = torch.compiler.is_compiling
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a function transform looks on at a tensor."""
+
 
 def versions() -> dict[str, str]:
     """Return PyTorch's version."""
@@ -129,7 +134,7 @@ def _plain(*tensors: Any) -> bool:
     Not where something looks on: autograd, a function transform, a compiler, or a
     subclass of tensors.  A GPU has its own kernels for what is done by panels here.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return False
     # A loop, since this is asked a hundred times in a refresh.
     for x in tensors:
@@ -137,7 +142,7 @@ def _plain(*tensors: Any) -> bool:
             type(x) is not torch.Tensor
             or not x.is_cpu
             or x.requires_grad
-            or torch._C._functorch.is_functorch_wrapped_tensor(x)
+            or _is_wrapped(x)
         ):
             return False
     return True
@@ -339,7 +344,7 @@ def is_plain(x: Any, /, *, xp: Any) -> bool:
 
 def truth_of(condition: Any, /, *, xp: Any) -> Any:
     """Return a condition as a bool; None where a compiler would break the graph for it."""
-    return None if torch.compiler.is_compiling() else NotImplemented
+    return None if _is_compiling() else NotImplemented
 
 
 _SEEN = {torch.float32, torch.float64, torch.bool, torch.int32, torch.int64}

@@ -64,7 +64,11 @@ def on_one_thread() -> bool:
     if torch.get_num_threads() != 1 or _installed() is None:
         return False
     pools = blas_threads.pools()
-    return pools is not None and all(pool.num_threads == 1 for pool in pools)
+    # A loop, since this is asked at each stage.
+    for pool in pools or ():
+        if pool.num_threads != 1:
+            return False
+    return pools is not None
 
 
 def _seen(matrix: Any, /) -> _Matrix:

@@ -25,7 +25,6 @@ Eigenbasis", arXiv:1806.03884, section 3.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -197,7 +196,7 @@ class Eigen(Approximation):
         """
         factors = self._factors.updated(statistics, rows, layer, options)
         decay = self.decays.get("block", options.decay)
-        own = dataclasses.replace(options, decay=decay)
+        own = options._replace(decay=decay)
         averages = {**factors.averages, "block": self._moments(statistics, rows, own)}
         return Statistics(averages, statistics.status, statistics.bases)
 

@@ -32,7 +32,6 @@ Triebel (2021), "Kronecker-Factored Optimal Curvature".
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,7 +195,7 @@ class KFOC(Approximation):
             factor = SymmetricMatrix(value, full_storage=True)
             averages[side] = Average(factor, one)
         # What is remembered is so by the identity of an average; these do not last.
-        own = dataclasses.replace(options, debias=True, memo=None)
+        own = options._replace(debias=True, memo=None)
         return _KRONECKER.operator(Statistics(averages, statistics.status), layer, own)
 
 

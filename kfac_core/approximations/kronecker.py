@@ -325,7 +325,7 @@ class Kronecker(Approximation):
         new["repeats"] = old["repeats"].plus(
             share.repeats, decay=options.decay, weight=share.example_weight
         )
-        return Statistics(new, statistics.status)
+        return replaced(statistics, averages=new)
 
     def operator(
         self, statistics: Statistics, layer: Layer, options: OperatorOptions, /
@@ -361,10 +361,12 @@ class Kronecker(Approximation):
         S = cast(xp, averages["repeats"].value(debias=True), options.compute)
         S = positive_or_one(as_number(S), xp=xp)
         separate = self.bias == "separate" and "bias" in layer.parameter_shapes
-        sides = ("input", "output")
-        kinds = factor_of(self.input, layer), factor_of(self.output, layer)
+        kinds = {
+            "input": factor_of(self.input, layer),
+            "output": factor_of(self.output, layer),
+        }
         values, means = [], []
-        for side, kind in zip(sides, kinds, strict=True):
+        for side, kind in kinds.items():
             value = kind.value(
                 averages[side], debias=options.debias, dtype=options.compute, xp=xp
             )
@@ -387,23 +389,23 @@ class Kronecker(Approximation):
                 least=options.least_shift,
                 xp=xp,
             )
-        shared = {} if options.memo is None else options.memo
+        memo = options.memo
         damped, made = [], []
-        for side, kind, value, shift in zip(sides, kinds, values, shifts, strict=True):
+        for side, value, shift in zip(kinds, values, shifts, strict=True):
             reporting: Any = {"check": options.check, "name": f"{options.name}/{side}"}
-            part: Any = kind.damped(value, shift, **reporting, apply_dtype=apply)
+            part: Any = kinds[side].damped(value, shift, **reporting, apply_dtype=apply)
             damped.append(part)
             # The key is the identity of the average, which the statistics keep alive,
             # so that blocks that share a factor share its basis.
             key = ("basis", id(averages[side]), separate and side == "input")
-            if key in shared:
-                part = replaced(part, basis=shared[key])
+            if memo is not None and key in memo:
+                part = replaced(part, basis=memo[key])
             if not exact:
                 part = part.prepared(*options.factorizations, **reporting)
             elif options.factorizations:
                 part = part.prepared("eigenbasis", **reporting)
-            if isinstance(part, ShiftedMatrix) and part.basis is not None:
-                shared[key] = part.basis
+            if memo is not None and isinstance(part, ShiftedMatrix) and part.basis:
+                memo[key] = part.basis
             made.append(part)
         scale = as_array(cast(xp, S, apply))
         operator = FactoredKronecker(made[0], made[1], scale)
@@ -466,7 +468,7 @@ def without_bias_products(value: Any, /, *, xp: Namespace) -> Any:
 
 
 def _separately_damped(
-    values: list[Any], kinds: tuple[Any, Any], S: Array, options: OperatorOptions
+    values: list[Any], kinds: dict[str, Any], S: Array, options: OperatorOptions
 ) -> SeparateBias:
     """Return the weight's and the bias's blocks, each with factored damping of its own."""
     xp, apply = options.xp, options.apply
@@ -483,7 +485,7 @@ def _separately_damped(
     else:
         G_bias = G * own[..., None]
     shifts = factored_shifts(
-        [kinds[0].mean_eigenvalue(A), kinds[1].mean_eigenvalue(G)],
+        [kinds["input"].mean_eigenvalue(A), kinds["output"].mean_eigenvalue(G)],
         options.damping,
         scale=S,
         unit_pi=options.rule == "factored_unit_pi",
@@ -500,13 +502,13 @@ def _separately_damped(
 
     one = cast(xp, xp.ones_like(own)[..., None], apply)
     weight = FactoredKronecker(
-        part(kinds[0], A, shifts[0], "input"),
-        part(kinds[1], G, shifts[1], "output"),
+        part(kinds["input"], A, shifts[0], "input"),
+        part(kinds["output"], G, shifts[1], "output"),
         scale,
     )
     bias = FactoredKronecker(
         shifted_diagonal(one, xp.zeros_like(one[..., 0]), check=options.check),
-        part(kinds[1], G_bias, lam, "bias/output"),
+        part(kinds["output"], G_bias, lam, "bias/output"),
         scale,
     )
     return SeparateBias(weight, bias).prepared(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kfac_core.array.backend import Namespace
 from kfac_core.array.namespaces import Scalar, cast
@@ -17,8 +16,7 @@ from kfac_core.linalg.shifted import Factorization
 __all__ = ["OperatorOptions", "UpdateOptions"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
+class UpdateOptions(NamedTuple):
     """The options of one update of an approximation's statistics.
 
     Attributes
@@ -30,17 +28,17 @@ class UpdateOptions:
     weight : float, 0-d array or None
         The weight of this update; None is its number of rows (and of examples, for
         the mean number of repeats), so that averages of micro-batches merge exactly.
-    skip : frozenset of str
-        The factors that are left as they are.
     xp : namespace
         Array API namespace of the arrays.
+    skip : frozenset of str
+        The factors that are left as they are.
     """
 
     conventions: Conventions
     decay: Scalar
     weight: Scalar | None
-    skip: frozenset[str] = frozenset()
     xp: Namespace
+    skip: frozenset[str] = frozenset()
 
     def shares(self, statistics: Statistics, rows: Any, /) -> UpdateShares:
         """Return the scales and weights of an update with these rows.
@@ -82,8 +80,7 @@ class UpdateOptions:
         return UpdateShares(own / nonzero, own / N, own, own, scale, repeats)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorOptions:
+class OperatorOptions(NamedTuple):
     """The options of `kfac_core.Block.operator`, which documents them.
 
     Attributes

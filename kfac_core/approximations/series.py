@@ -28,7 +28,6 @@ Recurrent Neural Networks", ICLR.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -184,7 +183,7 @@ class Series(Approximation):
         -----
         ``3 R (n^2 + M m^2)`` flops for R rows, or ``R (n^2 + M m^2)`` (independent).
         """
-        whole = dataclasses.replace(options, skip=frozenset())
+        whole = options._replace(skip=frozenset())
         new = _LAG_0.updated(statistics, rows, layer, whole)
         if self.variant == "independent":
             return new

@@ -23,7 +23,6 @@ Martens and Grosse (2015), arXiv:1503.05671, section 4.3.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -217,8 +216,7 @@ def _made(
     xp: Namespace,
 ) -> TridiagonalOperator:
     """Return the operator, computed in one dtype."""
-    of_a_layer = dataclasses.replace(
-        options,
+    of_a_layer = options._replace(
         factorizations=("cholesky",),
         compute=dtype,
         apply=dtype,
@@ -226,7 +224,7 @@ def _made(
     )
     layers: dict[str, Any] = {}
     for i, layer in enumerate(chain.layers):
-        named = dataclasses.replace(of_a_layer, name=chain.names[i])
+        named = of_a_layer._replace(name=chain.names[i])
         layers[f"{i}"] = _OF_A_LAYER.operator(_of_layer(statistics, i), layer, named)
     roots: list[tuple[Root, Root]] = []
     for part in layers.values():

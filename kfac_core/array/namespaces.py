@@ -37,9 +37,9 @@ __all__ = [
     "as_number",
     "as_scalar",
     "cast",
+    "common_namespace",
     "device_of",
     "full_of",
-    "in_one_place",
     "is_finite_number",
     "is_row_major",
     "is_usable",
@@ -83,6 +83,8 @@ _without_device: set[type[Any]] = set()
 NUMBER = (float, int, numbers.Real)
 """For `isinstance`: Python's own numbers first, for which no abstract class is asked."""
 
+_OF_NUMPY = (np.ndarray, np.generic)
+
 Scalar = Any
 """A Python number, or a 0-d array of the library that the other arrays are of."""
 
@@ -117,36 +119,42 @@ def namespace_of(
         If the library follows too old a version of the standard.
     """
     given = arrays
-    if optional is not None:
-        given |= {name: x for name, x in optional.items() if x is not None}
+    for name, x in optional.items() if optional is not None else ():
+        if x is not None:
+            given[name] = x
     xp = None
     for x in given.values():
         found = _namespaces.get(type(x))
         if found is None or (xp is not None and found is not xp):
-            xp = None
+            xp = _met_namespace(given)
             break
         xp = found
-    if xp is None:
-        try:
-            # None and Python numbers have no namespace and are passed over.
-            xp = array_api_compat.array_namespace(*given.values())
-            complete = all(hasattr(x, "dtype") for x in given.values())
-        except TypeError as error:
-            raise _explain(given) from error
-        if not complete:
-            raise _explain(given)
-        _require_version(xp)
-        for name, x in given.items():
-            _meet(x, xp, name)
-    first: tuple[str, Any] | None = None
+    first = where = None
     for name, x in given.items():
-        if type(x) in _problem_of:
+        kind = type(x)
+        if kind in _problem_of:
             _require_usable(x, name)
-        place = x.device if _standard_devices.get(type(x)) else device_of(x)
-        if first is None and place is not None:
-            first = (name, place)
-        elif first is not None and place != first[1] and place is not None:
-            raise _places_differ(*first, name, place)
+        place = x.device if _standard_devices.get(kind) else device_of(x)
+        if where is None:
+            first, where = name, place
+        elif place != where and place is not None:
+            raise _places_differ(str(first), where, name, place)
+    return xp
+
+
+def _met_namespace(given: dict[str, Array]) -> Namespace:
+    """Return the namespace of arrays of which some were not met before, or raise."""
+    try:
+        # None and Python numbers have no namespace and are passed over.
+        xp = array_api_compat.array_namespace(*given.values())
+        complete = all(hasattr(x, "dtype") for x in given.values())
+    except TypeError as error:
+        raise _explain(given) from error
+    if not complete:
+        raise _explain(given)
+    _require_version(xp)
+    for name, x in given.items():
+        _meet(x, xp, name)
     return xp
 
 
@@ -253,14 +261,16 @@ def device_of(x: Array, /) -> Any:
     return device
 
 
-def in_one_place(x: Array, y: Array, /) -> bool:
-    """Whether two arrays are of one class and on one device."""
+def common_namespace(x: Array, y: Array, /) -> Namespace | None:
+    """Return the namespace of two arrays of one class on one device; None for others."""
     kind = type(x)
     if kind is not type(y):
-        return False
-    if _standard_devices.get(kind):
-        return bool(x.device == y.device)
-    return bool(device_of(x) == device_of(y))
+        return None
+    standard = _standard_devices.get(kind)
+    first, second = (x.device, y.device) if standard else (device_of(x), device_of(y))
+    if first != second:
+        return None
+    return _namespaces.get(kind) or own_namespace(x)
 
 
 def is_row_major(x: Array, /) -> bool:
@@ -327,7 +337,8 @@ def smallest_normal_of(dtype: Any, /, *, xp: Namespace) -> float:
 
 def transposed(x: Array, /, *, xp: Namespace) -> Array:
     """Return matrices transposed, by the attribute where arrays have the standard's."""
-    return x.mT if hasattr(x, "mT") else xp.matrix_transpose(x)
+    made = getattr(x, "mT", None)
+    return xp.matrix_transpose(x) if made is None else made
 
 
 def cast(xp: Namespace, x: Array, dtype: Any, /) -> Array:
@@ -417,7 +428,7 @@ def reshaped(x: Array, shape: tuple[int, ...], /, *, xp: Namespace) -> Array:
 
 def full_of(xp: Namespace, value: Scalar, like: Array, /) -> Array:
     """Return a scalar as a 0-d array of the dtype and on the device of another array."""
-    if isinstance(value, np.generic) and isinstance(like, np.ndarray | np.generic):
+    if isinstance(value, np.generic) and isinstance(like, _OF_NUMPY):
         return np.asarray(value, dtype=like.dtype)
     if isinstance(value, NUMBER):
         return xp.full((), float(value), dtype=like.dtype, device=device_of(like))

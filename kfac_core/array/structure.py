@@ -91,6 +91,7 @@ def structure(
     def decorate(cls: type[T]) -> type[T]:
         made = dataclasses.dataclass(frozen=True, eq=False)(cls)
         names = tuple(field.name for field in dataclasses.fields(made))  # type: ignore[arg-type]
+        _store_in_place(made)
         _static[made] = static
         _meet[made] = meet
         _arrays[made] = tuple(name for name in names if name not in static)
@@ -100,6 +101,30 @@ def structure(
         return made
 
     return decorate
+
+
+def _store_in_place(cls: Any) -> None:
+    """Give a frozen dataclass a constructor that stores all fields in one place.
+
+    Its own makes a call for each field, and takes twice as long.  Classes with more to do
+    than to store what they are given keep that.
+    """
+    fields = dataclasses.fields(cls)
+    stored = all(
+        f.init and not f.kw_only and f.default_factory is dataclasses.MISSING
+        for f in fields
+    )
+    if not stored or hasattr(cls, "__post_init__"):
+        return
+    names = [f.name for f in fields]
+    scope: dict[str, Any] = {}
+    lines = [f"def __init__(self, {', '.join(names)}):", " __held__ = self.__dict__"]
+    lines += [f" __held__[{name!r}] = {name}" for name in names]
+    exec("\n".join(lines), scope)  # as dataclasses does
+    made, own = scope["__init__"], cls.__init__
+    for known in ("__annotations__", "__defaults__", "__module__", "__qualname__"):
+        setattr(made, known, getattr(own, known))
+    cls.__init__ = made
 
 
 def register_structures_with(registrar: Registrar, /) -> None:
@@ -169,9 +194,11 @@ def rebuilt(value: T, function: Callable[[Any], Any], /) -> T:
     # Hundreds are made at a time, and a frozen class's constructor is slow.
     made = object.__new__(cls)
     held = made.__dict__
-    for name, static in _fields[cls]:
-        part = getattr(value, name)
-        held[name] = part if static or part is None else function(part)
+    held.update(vars(value))
+    for name in _arrays[cls]:
+        part = held[name]
+        if part is not None:
+            held[name] = function(part)
     return made
 
 
@@ -326,8 +353,10 @@ def _holds_scalars(value: Any) -> bool:
             return True
         else:
             continue
-        # Most are arrays, or None.
-        parts += [x for x in inner if type(x) not in _WITHOUT_SCALARS]
+        for x in inner:
+            # Most are arrays, or None.
+            if type(x) not in _WITHOUT_SCALARS:
+                parts.append(x)
     return False
 
 
@@ -443,8 +472,7 @@ def replaced(value: T, /, **changes: Any) -> T:
     # A frozen class's constructor is slow.
     made = object.__new__(cls)
     held = made.__dict__
-    held.update(vars(value))
-    held.update(changes)
+    held.update(vars(value), **changes)
     if len(held) != len(_fields[cls]):
         unknown = changes.keys() - vars(value).keys()
         raise TypeError(f"{cls.__name__} has no field {', '.join(sorted(unknown))}")

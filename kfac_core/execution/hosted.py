@@ -234,7 +234,11 @@ def _native(name: str, definition: Callable[..., Any], xp: Namespace) -> Any:
 
 
 def _namespace_of(tasks: Tasks) -> Namespace | None:
-    """Return the namespace of the statistics or the operator that the tasks begin with."""
+    """Return the namespace of the statistics or the operator that the tasks begin with.
+
+    None without any, and for NumPy's own arrays.
+    """
     for _, first, *_ in tasks.values():
-        return None if first is None else own_namespace(first.like)
+        like = None if first is None else first.like
+        return None if like is None or type(like) is np.ndarray else own_namespace(like)
     return None

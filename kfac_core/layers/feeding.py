@@ -52,22 +52,22 @@ def detached(batch: Any, name: str, /) -> Any:
     ArgumentError
         For anything else.
     """
+    if is_structure(batch):
+        changed = {}
+        for field, value in vars(batch).items():
+            if _detaching.get(type(value), detached_array) is not None:
+                without = map_structure(detached_array, value)
+                if without is not value:
+                    changed[field] = without
+        return replaced(batch, **changed) if changed else batch
     if isinstance(batch, list | tuple):
         return tuple([detached(use, name) for use in batch])
     if isinstance(batch, dict):
         return {layer: detached(own, layer) for layer, own in batch.items()}
-    if not is_structure(batch):
-        raise ArgumentError(
-            f"Block {name!r}: expected a `Batch`, a `GradientBatch` or a sequence of "
-            f"`Batch`, got {type(batch).__name__}."
-        )
-    changed = {}
-    for field, value in vars(batch).items():
-        if _detaching.get(type(value), detached_array) is not None:
-            without = map_structure(detached_array, value)
-            if without is not value:
-                changed[field] = without
-    return replaced(batch, **changed) if changed else batch
+    raise ArgumentError(
+        f"Block {name!r}: expected a `Batch`, a `GradientBatch` or a sequence of "
+        f"`Batch`, got {type(batch).__name__}."
+    )
 
 
 def is_empty(batch: Any, /) -> bool:
@@ -124,15 +124,19 @@ def require_finite_rows(updated: Mapping[str, Any], /) -> None:
     NotFiniteError, IdRangeError, DecayError
         Naming the block and the argument.
     """
+    if len(updated) < 2:
+        # One alone is read whatever its place is.
+        for name, new in updated.items():
+            if flags := int(new.status):
+                raise_for_flags(flags, name=name)
+        return
     groups: dict[Any, dict[str, Array]] = {}
     for name, new in updated.items():
-        # One alone is read whatever its place is.
-        several = len(updated) > 1
-        place = (type(new.status), str(device_of(new.status))) if several else None
+        place = type(new.status), str(device_of(new.status))
         groups.setdefault(place, {})[name] = new.status
     for statuses in groups.values():
-        flags = _read([*statuses.values()])
-        for name, flag in zip(statuses, flags, strict=True):
+        found = _read([*statuses.values()])
+        for name, flag in zip(statuses, found, strict=True):
             if flag:
                 raise_for_flags(flag, name=name)
 

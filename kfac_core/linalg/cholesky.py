@@ -9,7 +9,7 @@ from __future__ import annotations
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched, is_factorization_failure
 from kfac_core.array.namespaces import Scalar, device_of
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices
 from kfac_core.linalg.triangular import triangular_inverse
 
 __all__ = [
@@ -53,7 +53,7 @@ def damped_cholesky(
     """
     scaled = matrix.full()
     if not isinstance(factor, float) or factor != 1.0:
-        scaled = scaled * _for_matrices(factor)
+        scaled = scaled * for_matrices(factor)
     damped = add_to_diagonal(scaled, shift, xp=xp)
     try:
         lower = xp.linalg.cholesky(damped)
@@ -135,9 +135,4 @@ def add_to_diagonal(array: Array, shift: Scalar, /, *, xp: Namespace) -> Array:
     """Return ``array + shift I``, shape (..., n, n); never modifies the array."""
     n = array.shape[-1]
     eye = xp.eye(n, dtype=array.dtype, device=device_of(array))
-    return array + _for_matrices(shift) * eye
-
-
-def _for_matrices(scalar: Scalar) -> Scalar:
-    """Return a number, or one for each of a stack, in a shape to multiply matrices."""
-    return scalar if isinstance(scalar, int | float) else scalar[..., None, None]
+    return array + for_matrices(shift) * eye

@@ -48,7 +48,7 @@ from kfac_core.linalg.fallback import (
     untouched,
     with_fallbacks,
 )
-from kfac_core.linalg.symmetric import SymmetricMatrix, multiply_symmetric
+from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices, multiply_symmetric
 
 __all__ = [
     "DampedMatrix",
@@ -89,8 +89,8 @@ class DampedMatrix:
     def multiply(self, v: Array, /, *, shifted: bool = True, xp: Namespace) -> Array:
         """Return ``M v``, or ``c B v``."""
         product = multiply_symmetric(self.matrix, v, xp=xp)
-        product = self.factor[..., None, None] * product
-        return product + self.shift[..., None, None] * v if shifted else product
+        product = for_matrices(self.factor) * product
+        return product + for_matrices(self.shift) * v if shifted else product
 
 
 T = TypeVar("T")
@@ -342,7 +342,7 @@ def _attempt_known_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposi
     """
     if not _is_doubted(problem, xp):
         return _attempt_eigen(problem, xp)
-    full = problem.factor[..., None, None] * problem.matrix.full()
+    full = for_matrices(problem.factor) * problem.matrix.full()
     diagonal = xp.linalg.diagonal(full)
     root = xp.sqrt(xp.where(diagonal > 0, diagonal, xp.ones_like(diagonal)))
     outer = root[..., :, None] * root[..., None, :]

@@ -64,6 +64,11 @@ class ShiftedRankOne:
     tail: int
 
     @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(n,)`` of a vector."""
+        return (self.size,)
+
+    @property
     def lead(self) -> tuple[int, ...]:
         """Empty: this is no stack."""
         return ()

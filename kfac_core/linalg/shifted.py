@@ -56,6 +56,7 @@ from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.symmetric import (
     ScaledMatrix,
     SymmetricMatrix,
+    for_matrices,
     multiply_symmetric,
 )
 from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
@@ -137,6 +138,11 @@ class ShiftedMatrix:
         return self.damped.shift
 
     @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(*lead, n)`` of a vector for each matrix of the stack."""
+        return tuple(self.damped.matrix.array.shape[:-1])
+
+    @property
     def lead(self) -> tuple[int, ...]:
         """The shape of the stack; empty for a single matrix."""
         return tuple(self.damped.matrix.array.shape[:-2])
@@ -190,7 +196,7 @@ class ShiftedMatrix:
             factorizations = tuple(
                 "cholesky" if f == "inverse" else f for f in factorizations
             )
-        options = Reporting(check=check, name=name)
+        options: Reporting = {"check": check, "name": name}
         made: dict[str, Any] = {}
         factor = None
         if "cholesky" in factorizations and self.cholesky is None:
@@ -269,7 +275,9 @@ class ShiftedMatrix:
         if self.solving == "triangular":
             half = self._lower_solve(v, transpose=False, overwrite=overwrite)
             return self._lower_solve(half, transpose=True, overwrite=True)
-        inverse = self._inverse()
+        made = self.inverse or self._having("inverse").inverse
+        assert made is not None
+        inverse = made.matrix
         if v.ndim > inverse.array.ndim:
             return self._of_many(self.solve, v)
         return multiply_symmetric(inverse, v, xp=own_namespace(v))
@@ -354,7 +362,7 @@ class ShiftedMatrix:
     def dense(self, *, shifted: bool) -> Array:
         """Return M, or A, with both triangles, shape (..., n, n)."""
         xp, A = self._xp(), self._applied()
-        full = A.factor[..., None, None] * self.applied.full()
+        full = for_matrices(A.factor) * self.applied.full()
         return add_to_diagonal(full, A.shift, xp=xp) if shifted else full
 
     def status(self) -> Array:
@@ -370,11 +378,6 @@ class ShiftedMatrix:
         """Return the same with a missing factorization, made now where that can raise."""
         require_readable(self.shift, factorization)
         return self.prepared(factorization)
-
-    def _inverse(self) -> SymmetricMatrix:
-        made = self.inverse or self._having("inverse").inverse
-        assert made is not None
-        return made.matrix
 
     def _lower(self) -> Array:
         made = self.cholesky or self._having("cholesky").cholesky
@@ -518,14 +521,10 @@ def shifted_matrix(
         narrowed = SymmetricMatrix(cast(xp, B.array, apply_dtype), B.full_storage)
     # NumPy makes scalars of its own of 0-d arrays.
     shift = full_of(xp, shift, B.array)
-    damped = DampedMatrix(B, matrix.factor, shift, _roundoff(matrix, xp))
+    # As it was stored.
+    roundoff = max(matrix.roundoff, roundoff_of(B.array.dtype, xp=xp))
+    damped = DampedMatrix(B, matrix.factor, shift, roundoff)
     made = ShiftedMatrix(damped, narrowed)
     if not factorizations:
         return made
     return made.prepared(*factorizations, check=check, name=name)
-
-
-def _roundoff(matrix: ScaledMatrix, xp: Namespace) -> float:
-    """Return the relative roundoff of a matrix as it was stored."""
-    own = roundoff_of(matrix.matrix.array.dtype, xp=xp)
-    return max(matrix.roundoff, own)

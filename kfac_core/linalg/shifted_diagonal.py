@@ -57,6 +57,11 @@ class ShiftedDiagonal:
         return int(self.entries.shape[-1])
 
     @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The shape ``(*lead, n)`` of a vector for each matrix of the stack."""
+        return tuple(self.entries.shape)
+
+    @property
     def lead(self) -> tuple[int, ...]:
         """The shape of the stack; empty for a single matrix."""
         return tuple(self.entries.shape[:-1])

@@ -16,6 +16,7 @@ from kfac_core.array.structure import structure
 __all__ = [
     "ScaledMatrix",
     "SymmetricMatrix",
+    "for_matrices",
     "matrix_diagonal",
     "matrix_trace",
     "multiply_symmetric",
@@ -108,6 +109,12 @@ class ScaledMatrix:
     def multiplied(self) -> SymmetricMatrix:
         """Return ``c B`` as a matrix of its own."""
         return self.matrix.scaled(self.factor)
+
+
+def for_matrices(x: Scalar, /) -> Scalar:
+    """Return a number, or one for each of a stack, in a shape to multiply matrices."""
+    # A 0-d array is multiplied in half of the time of one with axes.
+    return x[..., None, None] if getattr(x, "ndim", 0) else x
 
 
 @dispatched

@@ -35,7 +35,7 @@ from kfac_core.linalg.shifted import (
     shifted_matrix,
 )
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal, shifted_diagonal
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices
 from kfac_core.operators.operator import CurvatureOperator, log_sum
 from kfac_core.operators.parts import Bases, eigenbasis_of
 from kfac_core.operators.spectral import SpectralOperator
@@ -98,7 +98,7 @@ class FactoredKronecker(CurvatureOperator):
     @property
     def stack_shape(self) -> tuple[int, ...]:
         """The shape ``(*lead, n, m)`` of one vector for each part of a stack."""
-        return (*self.input.lead, self.input.size, self.output.size)
+        return (*self.input.stack_shape, self.output.size)
 
     @property
     def like(self) -> Array:
@@ -267,7 +267,7 @@ class FactoredKronecker(CurvatureOperator):
 
     def _scale(self) -> Array:
         """Return S with axes for the vectors' rows and columns."""
-        return self.scale[..., None, None]
+        return for_matrices(self.scale)
 
     def _dampings(self) -> dict[str, Array]:
         return {

@@ -28,7 +28,7 @@ from kfac_core.array.finite import (
 )
 from kfac_core.array.namespaces import (
     cast,
-    in_one_place,
+    common_namespace,
     namespace_of,
     own_namespace,
     require_floating,
@@ -202,12 +202,12 @@ class CurvatureOperator(LinearMap):
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
         """Return ``F_damped v``, or ``F v``."""
         V, xp = self._enter(vector, "multiply")
-        return self._leave(self._multiply(V, xp, damped), vector)
+        return self._leave(self._multiply(V, xp, damped), vector, xp)
 
     def multiply_inverse(self, vector: Array, /) -> Array:
         """Return ``F_damped^-1 v``."""
         V, xp = self._enter(vector, "multiply_inverse")
-        return self._leave(self._multiply_inverse(V, xp), vector)
+        return self._leave(self._multiply_inverse(V, xp), vector, xp)
 
     @validated
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
@@ -221,13 +221,13 @@ class CurvatureOperator(LinearMap):
         if exponent == -1:
             return self.multiply_inverse(vector)
         V, xp = self._enter(vector, "multiply_matpower")
-        return self._leave(self._power(V, xp, exponent), vector)
+        return self._leave(self._power(V, xp, exponent), vector, xp)
 
     @validated
     def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
         """Return ``L v`` or ``L^T v``, with ``L L^T = F_damped`` and L lower."""
         V, xp = self._enter(vector, "multiply_cholesky")
-        return self._leave(self._lower_multiply(V, xp, transpose), vector)
+        return self._leave(self._lower_multiply(V, xp, transpose), vector, xp)
 
     @validated
     def multiply_cholesky_inverse(
@@ -235,12 +235,12 @@ class CurvatureOperator(LinearMap):
     ) -> Array:
         """Return ``L^-1 v`` or ``L^-T v``."""
         V, xp = self._enter(vector, "multiply_cholesky_inverse")
-        return self._leave(self._lower_solve(V, xp, transpose), vector)
+        return self._leave(self._lower_solve(V, xp, transpose), vector, xp)
 
     def sample(self, noise: Array, /) -> Array:
         """Turn white noise into noise of covariance ``F_damped^-1``."""
         Z, xp = self._enter(noise, "sample", name="noise")
-        return self._leave(self._sample(Z, xp), noise)
+        return self._leave(self._sample(Z, xp), noise, xp)
 
     @abc.abstractmethod
     @validated
@@ -441,9 +441,8 @@ class CurvatureOperator(LinearMap):
         inner = self.inner_shape
         return V if inner is None else xp.reshape(V, (*many, *inner)), xp
 
-    def _leave(self, result: Array, vector: Array, /) -> Array:
+    def _leave(self, result: Array, vector: Array, xp: Namespace, /) -> Array:
         """Return a formula's result in the form and dtype of the vector."""
-        xp = own_namespace(result)
         if result.shape != vector.shape:
             inner = self.inner_shape
             if inner is not None:
@@ -568,12 +567,9 @@ def entering(
     ShapeError, DtypeError, MixedArraysError
         For a vector of incompatible shape, dtype, library or device.
     """
-    if (
-        in_one_place(vector, like)
-        and vector.dtype == like.dtype
-        and tuple(vector.shape) == shape
-    ):
-        return vector, own_namespace(like)
+    xp = common_namespace(vector, like)
+    if xp is not None and vector.dtype == like.dtype and tuple(vector.shape) == shape:
+        return vector, xp
     xp = namespace_of(**{name: vector, "operator": like})
     require_floating(xp, vector, name)
     require_matrix(vector, shape, name)
