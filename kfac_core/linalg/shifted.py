@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypedDict, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_plain, is_readable, truth_of
+from kfac_core.array.finite import is_plain, is_readable, known_true, truth_of
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
@@ -219,7 +219,10 @@ class ShiftedMatrix:
         """Return the same with an eigenbasis that determines M, where there is a shift."""
         xp, basis = self._xp(), self.basis
         assert basis is not None
-        inaccurate = (self.shift > 0) & xp.logical_not(self._is_determined())
+        shifted = self.shift > 0
+        if known_true(xp.logical_not(shifted), xp=xp):
+            return self
+        inaccurate = shifted & xp.logical_not(self._is_determined())
         if check == "status":
             flags = status_unless(
                 xp, xp.logical_not(inaccurate), int(Status.INACCURATE)

@@ -35,7 +35,7 @@ _LARGEST_EMPIRICAL = 16.0
 _RESTING = 1e-30
 """In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
 
-_LOOKED_AT = 1 << 16
+_LOOKED_AT = 1 << 13
 """Numbers of a pass in which a loss of equal rows is looked at for being one still."""
 
 _ASKED = "it was asked for"
