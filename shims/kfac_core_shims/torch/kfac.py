@@ -732,6 +732,9 @@ class KFAC(kc.integration.NaturalGradient):
         if not (self._equal_rows and every):
             return None
         z, gradient = (x.reshape(-1, x.shape[-1])[::every] for x in (z, gradient))
+        scale = likelihoods.scale_of_hard_labels(z, gradient)
+        if scale is not None:
+            return scale
         scales = likelihoods.row_scales(self.criterion.row, z, gradient)
         if scales is None or not bool((scales > 0).any()):
             return None

@@ -203,6 +203,31 @@ def row_scales(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
     return scale[..., 0]
 
 
+def scale_of_hard_labels(z: Any, g: Any, /) -> float | None:
+    """Return the scale of `row_scales` where it is plainly the same for all rows.
+
+    For losses in which `row_scales` has found hard labels before: here the entry of the
+    label alone is looked at, ``g = c (p - 1)``, in a third of the time.
+
+    Parameters
+    ----------
+    z, g : torch.Tensor, shape (R, P)
+        The outputs and the gradient that the loss sent back to them.
+
+    Returns
+    -------
+    float or None
+        None if rows differ, and where a probability is one to roundoff or a row is not
+        read, so that it cannot be told so simply.
+    """
+    label = g.argmin(-1, keepdim=True)
+    p = torch.softmax(z.to(torch.promote_types(z.dtype, torch.float32)), -1)
+    scale = g.gather(-1, label) / (p.gather(-1, label) - 1)
+    low, high = (float(x) for x in torch.aminmax(scale))
+    equal = low > 0 and high - low <= coarseness(z) * high
+    return 0.5 * (low + high) if equal else None
+
+
 def coarseness(z: Any, /) -> float:
     """Return the relative difference that roundoff makes in gradients of such outputs."""
     return 5e-2 if z.dtype.itemsize < 4 else 1e-3
