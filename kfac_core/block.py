@@ -23,7 +23,7 @@ import numpy as np
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
-from kfac_core.array.finite import all_finite, known_finite, known_true
+from kfac_core.array.finite import all_finite, is_plain, known_finite, known_true
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
@@ -63,7 +63,9 @@ from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
     DampingError,
+    DtypeError,
     FactorizationError,
+    IdRangeError,
     KFACError,
     MixedArraysError,
     NotFiniteError,
@@ -71,7 +73,7 @@ from kfac_core.errors import (
 )
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.layers.example_gradients import GradientBatch, require_known_rows
 from kfac_core.layers.feeding import detached_array, raise_for_flags
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
@@ -525,6 +527,7 @@ class Block:
         rows = self.rows(batch)
         xp = array_api_compat.array_namespace(rows.like)
         rows, _ = _with_ids_inside(rows, xp)
+        require_known_rows(rows, conventions.reduction)
         dtype = wide_dtype(xp, rows.like.dtype)
         scale = conventions.gradient_scale(
             examples=rows.examples, rows=rows.kept(dtype, xp=xp)
@@ -996,6 +999,7 @@ class Product(Stage):
             )
         weight = parameters.get("weight")
         if isinstance(weight, SparseRows):
+            _require_ids(weight.indices, operator)
             restricted: Any = operator
             small = restricted.at_rows(weight.indices)
             rows = detached_array(weight.rows)
@@ -1026,6 +1030,22 @@ class Product(Stage):
         """Return how many flops a product with two full factors takes."""
         n, m = block.layer.matrix_shape
         return 2 * n * m * (n + m)
+
+
+def _require_ids(indices: Array, operator: CurvatureOperator, /) -> None:
+    """Raise for `SparseRows.indices` that are no ids, as far as the host can read them."""
+    xp, count = namespace_of(indices=indices), operator.vector_shape[0]
+    if not xp.isdtype(indices.dtype, "integral") or indices.ndim != 1:
+        raise DtypeError(
+            "Expected `indices` of `SparseRows` to be integer ids of shape (k,), got "
+            f"{indices.dtype} of shape {tuple(indices.shape)}."
+        )
+    inside = (indices >= 0) & (indices < count)
+    if is_plain(indices, xp=xp) and not known_true(inside, xp=xp):
+        raise IdRangeError(
+            f"Expected `indices` of `SparseRows` from 0 to {count - 1}, got ids that are "
+            "negative, or not below the number of embeddings."
+        )
 
 
 def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManager[Any]:
