@@ -480,7 +480,14 @@ def _check_statistics(
     dtype = precision.dtype(precision.storage, statistics.dtype, xp=xp)
     for path, x in leaves(statistics):
         if _is_real(x) and x.dtype != dtype:
-            raise _problem(f"statistics.{path}", f"of dtype {dtype}", x.dtype)
+            place = f"statistics.{path}"
+            if precision.storage is None:
+                raise _problem(place, f"of dtype {dtype}", x.dtype)
+            raise StateError(
+                f"expected {place} to be of dtype {precision.storage}, as "
+                f"Precision(storage=...) says, got {x.dtype}. Load it with the precision "
+                "that it was saved with."
+            )
     for name, average in statistics.averages.items():
         if not 0 <= float(average.weight) <= most * 1.001:
             raise StateError(

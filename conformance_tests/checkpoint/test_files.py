@@ -139,6 +139,27 @@ def test_a_target_that_is_no_regular_file_is_refused(tmp_path):
             kc.load_checkpoint(source, made())
 
 
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    """The error named the temporary file in it."""
+    target = tmp_path / "runs" / "state.safetensors"
+    with pytest.raises(kc.StateError, match=r"state.safetensors: there is no folder"):
+        kc.save_checkpoint(target, trained())
+
+
+def test_another_precision_is_named_as_it_is_written(path):
+    """It was shown as a class of NumPy."""
+    block = kc.Block(LAYER, kc.Kronecker())
+    narrow = kc.Estimator(
+        {"a": block},
+        reduction="sum",
+        damping=0.3,
+        decay=0.8,
+        precision=kc.Precision(storage="float32"),
+    )
+    with pytest.raises(kc.StateError, match=r"dtype float32, .* got float64\. Load"):
+        kc.load_checkpoint(path, narrow, backend="numpy")
+
+
 @pytest.mark.parametrize("length", [200, 243, 255])
 def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path, length):
     """The temporary file beside it has a name of its own."""
