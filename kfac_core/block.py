@@ -1193,15 +1193,15 @@ def _checked_damping(
     if isinstance(damping, NUMBER):
         _require_normal(float(damping), dtypes, xp)
         return float(damping)
+    own = as_scalar(xp, damping, dtypes[0], "damping")
     same_place(statistics=like, damping=damping)
     if check == "raise":
         value = float(detached_array(damping))
         require_damping(value, name=f"damping` of block `{name}")
         _require_normal(value, dtypes, xp)
-        return as_scalar(xp, damping, dtypes[0], "damping")
+        return own
     smallest = max(smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
     good = (damping <= 0) | (damping >= smallest)
-    own = as_scalar(xp, damping, dtypes[0], "damping")
     # NaN is flagged as an invalid damping, where a number would have raised.
     return xp.where(good, own, xp.full_like(own, xp.nan))
 

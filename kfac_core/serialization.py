@@ -265,6 +265,7 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     if held.statistics is not None:
         most = max(1.0, network.averaging.weight) * max(held.updates, 1)
         _check_statistics(held.statistics, network.precision, most)
+        _check_factors(held.statistics, network.shared_factors.taken_by(name))
     if held.operator is not None:
         _check_operator(held.operator, block)
     return held
@@ -493,6 +494,22 @@ def _check_statistics(
             raise StateError(
                 f"the weight of {name!r} is not one of so many updates: expected one in "
                 f"[0, {most:.6g}], got {float(average.weight):.6g}."
+            )
+
+
+def _check_factors(statistics: Statistics, taken: frozenset[str]) -> None:
+    """Check that one factor is as complete as the other, unless it is another block's."""
+    weights = {
+        side: float(statistics.averages[side].weight)
+        for side in ("input", "output")
+        if side in statistics.averages and side not in taken
+    }
+    for side, weight in weights.items():
+        if not weight and any(weights.values()):
+            raise StateError(
+                f"the factor {side!r} has no statistics, and the other one has: it was "
+                "that of another block, and is not here. Make the estimator with the same "
+                "Sharing(factors=...)."
             )
 
 

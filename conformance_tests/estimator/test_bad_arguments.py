@@ -85,6 +85,17 @@ def test_a_bad_damping_is_refused_when_set(backend, kept, number, value):
     assert_refused(kept, kc.DampingError, "`damping` to be a finite number >= 0", act)
 
 
+def test_a_damping_of_another_library_is_said_to_be_one(backend, batch):
+    """It was said that one of two devices was `cpu` and the other `cpu`."""
+    if backend.name == "numpy":
+        pytest.skip("NumPy's own scalars are those of the batch")
+    made = estimator()
+    made.update({"fc1": batch, "fc2": batch})
+    made.damping = np.array(0.2)
+    with pytest.raises(kc.MixedArraysError, match="`damping` is a 0-d array of numpy"):
+        made.refresh()
+
+
 def test_a_mapping_of_dampings_is_a_copy(backend, batch):
     """The caller's own may change; that of the constructor was followed, unchecked."""
     given = {"fc1": 0.1, "fc2": 0.2}
