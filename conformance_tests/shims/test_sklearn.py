@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+from scipy.sparse import csr_matrix
 from sklearn.base import clone
 from sklearn.datasets import load_digits, make_classification
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -258,6 +259,24 @@ def test_a_few_epochs_go_further_than_those_of_adam():
     kfac = KFACClassifier(fisher="gradients", **options).fit(X / 16, y)
 
     assert kfac.loss_ < 0.2 * adam.loss_
+
+
+def test_labels_in_a_sparse_matrix_are_predicted_in_one():
+    """They came back as one object without a shape, which no score compares."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 3))
+    y = (X > 0).astype(int)
+    options = {"random_state": 0, "max_iter": 10}
+    dense = KFACClassifier((4,), **options).fit(X, y)
+    model = KFACClassifier((4,), **options).fit(X, csr_matrix(y))
+
+    found = model.predict(X)
+
+    assert found.shape == (60, 3)
+    np.testing.assert_array_equal(found.toarray(), dense.predict(X))
+    stopped = KFACClassifier((4,), early_stopping=True, **options)
+    assert 0 <= stopped.fit(X, csr_matrix(y)).best_validation_score_ <= 1
+    assert model.score(X, csr_matrix(y)) == dense.score(X, y) > 0.2
 
 
 @pytest.mark.parametrize(("seed", "n"), [(0, 200), (2, 100)])

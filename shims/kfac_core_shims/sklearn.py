@@ -600,7 +600,7 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
             )
         return self._fit(X, y, sample_weight, incremental=True)
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: Any) -> Any:
         """Return the most probable labels.
 
         Parameters
@@ -611,7 +611,7 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
         Returns
         -------
         array, shape (n_samples,) or (n_samples, n_labels)
-            Labels.
+            Labels; a sparse matrix where those of `fit` were one.
         """
         return self._decoded(self._raw_predict(X))
 
@@ -653,10 +653,10 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
         p = np.exp(z - z.max(axis=1, keepdims=True))
         return np.asarray(p / p.sum(axis=1, keepdims=True))
 
-    def _decoded(self, z: Array) -> Array:
+    def _decoded(self, z: Array) -> Any:
+        """Return labels; a sparse matrix of several where the given ones were sparse."""
         p = self._probabilities(z)
-        found = self._labels.inverse_transform(p[:, 0] if p.shape[1] == 1 else p)
-        return np.asarray(found)
+        return self._labels.inverse_transform(p[:, 0] if p.shape[1] == 1 else p)
 
     def _encoded(self, y: Array, first: bool, incremental: bool) -> Array:
         if not hasattr(self, "classes_") or (first and not incremental):
