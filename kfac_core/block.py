@@ -23,7 +23,13 @@ import numpy as np
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
-from kfac_core.array.finite import all_finite, is_plain, known_finite, known_true
+from kfac_core.array.finite import (
+    all_finite,
+    is_plain,
+    known_finite,
+    known_true,
+    truth_of,
+)
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
@@ -62,6 +68,7 @@ from kfac_core.constraints import (
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
+    ConventionError,
     DampingError,
     DtypeError,
     FactorizationError,
@@ -248,6 +255,7 @@ class Block:
         precision: Precision = _FULL_PRECISION,
         check: Check = "raise",
         name: str = "block",
+        statistics: Statistics | None = None,
     ) -> Statistics:
         """Return the statistics of one batch alone, weighted by its number of rows.
 
@@ -267,6 +275,9 @@ class Block:
             See `update`.
         name : str
             Name of the block in error messages.
+        statistics : Statistics, optional
+            Statistics that are to absorb these.  The second moments of `kfac_core.Eigen`
+            are taken in their bases, and in the coordinates without.
 
         Returns
         -------
@@ -282,7 +293,11 @@ class Block:
         require_kind("precision", precision, Precision, "Precision")
         require_check(check)
         given = self.rows(batch)
-        empty = self.initial(given.like, precision=precision)
+        if statistics is None or not statistics.bases:
+            empty = self.initial(given.like, precision=precision)
+        else:
+            _require_place(statistics.like, given.like)
+            empty = emptied(statistics)
         xp = empty.namespace
         rows, outside = _with_ids_inside(given, xp)
         status = outside | rows.status(xp=xp)
@@ -298,7 +313,8 @@ class Block:
         return new if check == "raise" else _accepted(new, empty)
 
     def merge(self, first: Statistics, second: Statistics, /) -> Statistics:
-        """Return the statistics of both data sets together."""
+        """Return the statistics of both data sets together, taken in the same bases."""
+        _require_bases(first, second)
         return without_scalars(first.merged(second))
 
     @validated
@@ -333,6 +349,7 @@ class Block:
         xp, dtype = statistics.namespace, statistics.dtype
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
+        _require_bases(statistics, moments)
         absorbed = statistics.absorbed(
             moments, decay=decay, weight=weight, decays=self.approximation.decays
         )
@@ -1169,6 +1186,21 @@ def _with_overflow(
     return flags | xp.where(
         overflow * 0 + flags == 0, overflow, xp.zeros_like(overflow)
     )
+
+
+def _require_bases(held: Statistics, given: Statistics) -> None:
+    """Raise for second moments in other bases, as far as the host can read them."""
+    for side, basis in held.bases.items():
+        own, other = basis.eigenvectors, given.bases[side].eigenvectors
+        if own is other:
+            continue
+        xp = own_namespace(own)
+        if truth_of(xp.all(own == other), xp=xp) is False:
+            raise ConventionError(
+                f"The second moments were taken in other bases of {side!r} than those "
+                "that they are added to. Take them by `Block.moments(..., statistics=...)`,"
+                " with the block's statistics after its last rebase."
+            )
 
 
 def emptied(statistics: Statistics) -> Statistics:

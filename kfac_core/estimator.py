@@ -351,8 +351,8 @@ class Estimator:
         ----------
         moments : mapping of str to Statistics
             Statistics of each part from `kfac_core.Block.moments`, with this estimator's
-            ``conventions`` and precision, added up by `kfac_core.Block.merge`.  The N of
-            a mean loss is that of each part.
+            ``conventions`` and precision (and for `kfac_core.Eigen` its statistics), added
+            up by `kfac_core.Block.merge`.  The N of a mean loss is that of each part.
 
         Raises
         ------

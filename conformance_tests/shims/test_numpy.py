@@ -340,6 +340,40 @@ def test_a_step_that_fails_may_be_repeated():
     assert b.estimator.state["fc"].updates == 2
 
 
+def test_steps_of_ekfac_are_in_its_bases():
+    """Of squared errors, where the block is exactly ``A (x) I`` in every basis.
+
+    Second moments were taken in the coordinates, and added to those in the bases.
+    """
+    x, y = random(12, 4), random(12, 3, seed=1)
+    parameters = dense_parameters()
+    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    optimizer = KFAC(
+        parameters,
+        **SETTINGS | {"update_every": 1},
+        likelihood="gaussian",
+        fisher="exact",
+        layers={"fc": kc.Block(layer, kc.Eigen())},
+        damping_rule="exact",
+    )
+    X = np.concatenate([x, np.ones((12, 1))], axis=1)
+    F = np.kron(X.T @ X / 12, np.eye(3)) + DAMPING * np.eye(15)
+    for step in range(3):
+        W = matrix(parameters["fc"])
+        z = X @ W
+        drawn = optimizer.vectors(z)
+        optimizer.observe("fc", kc.Batch(x, drawn, sources=len(drawn)))
+        if step != 1:
+            optimizer.update()
+            optimizer.estimator.rebase(moments="carried" if step else "kronecker")
+        G = X.T @ (z - y) / 12
+
+        optimizer.step({"fc": {"weight": G[:-1], "bias": G[-1]}})
+
+        expected = W - np.linalg.solve(F, G.ravel()).reshape(5, 3)
+        np.testing.assert_allclose(matrix(parameters["fc"]), expected, atol=1e-10)
+
+
 def test_bad_descriptions_are_refused():
     """A shape that says nothing, a layer of other shapes, a name, memory to read only."""
     layer = kc.Dense(in_features=5, out_features=3, bias=False, weight_layout="io")

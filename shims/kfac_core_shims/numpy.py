@@ -283,7 +283,8 @@ class KFAC:
         block = known.blocks[known.known(name)]
         options: Any = {"conventions": known.conventions, "precision": known.precision}
         given = uses[0] if isinstance(batch, kc.Batch) else uses
-        moments = block.moments(given, **options, name=name)
+        held = self.estimator.state[known.known(name)].statistics
+        moments = block.moments(given, **options, name=name, statistics=held)
         seen = self._seen.get(name)
         self._seen[name] = block.merge(seen, moments) if seen else moments
 
