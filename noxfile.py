@@ -107,9 +107,7 @@ def tests(session: nox.Session) -> None:
 def tests_torch(session: nox.Session) -> None:
     """Run the conformance tests on PyTorch, on the CPU."""
     session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
-    # Those of the shim are run so by `tests-shims`.
-    elsewhere = "--ignore=conformance_tests/shims"
-    session.run("pytest", "--backend=torch", elsewhere, *PARALLEL, *session.posargs)
+    session.run("pytest", "--backend=torch", *PARALLEL, *session.posargs)
     # On one thread PyTorch leaves its refreshes to NumPy; the others see it compute.
     session.run(
         *("pytest", "--backend=torch", "-k", "estimator or refresh or stack or shim"),
