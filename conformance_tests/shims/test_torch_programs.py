@@ -536,3 +536,163 @@ def test_a_second_step_without_a_backward_pass_is_refused(clears):
         fn.cross_entropy(model(x), y).backward()
         kfac.step()
     assert kfac.steps == 6
+
+
+# Gradients that are read, and not trained by.
+
+
+def empirical_factors(model, x, y):
+    """Return A and G of both linear layers of `network`, with the rows of its own loss."""
+    made = model[0](x)
+    h = torch.tanh(made)
+    z = model[2](h)
+    loss = fn.cross_entropy(z, y, reduction="sum")
+    pairs = zip("02", (x, h), torch.autograd.grad(loss, [made, z]), strict=True)
+    found = {}
+    for name, rows, g in pairs:
+        rows = torch.cat([rows.detach(), torch.ones(len(rows), 1)], 1)
+        found[name] = rows.T @ rows / len(x), g.T @ g / len(x)
+    return found
+
+
+def logged(loss, model, *, retain_graph=True):
+    return torch.autograd.grad(loss, [*model.parameters()], retain_graph=retain_graph)
+
+
+LOGGED = {
+    "before": lambda loss, z, log, model: (log(loss), loss.backward()),
+    "twice": lambda loss, z, log, model: (log(loss), log(loss), loss.backward()),
+    "after": lambda loss, z, log, model: (loss.backward(retain_graph=True), log(loss)),
+    "a row": lambda loss, z, log, model: (
+        log(z[0].logsumexp(0) - z[0, 0]),
+        loss.backward(),
+    ),
+    "a layer": lambda loss, z, log, model: (
+        torch.autograd.grad(loss, model[2].weight, retain_graph=True),
+        loss.backward(),
+    ),
+    "in parts": lambda loss, z, log, model: (
+        log(loss),
+        (0.25 * loss).backward(retain_graph=True),
+        (0.75 * loss).backward(),
+    ),
+}
+OUTPUTS = {
+    "tensor": (lambda z: z, "auto"),
+    "dict": (lambda z: {"logits": z, "twice": 2 * z}, "auto"),
+    "view": (lambda z: z.view_as(z), lambda z: z[:, :]),
+    "by hand": (lambda z: z, None),
+}
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("returned", OUTPUTS)
+@pytest.mark.parametrize("when", LOGGED)
+def test_gradients_for_a_logger_do_not_count(when, returned, fisher):
+    """By `torch.autograd.grad` through the same forward pass, and through others."""
+    pack, output = OUTPUTS[returned]
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x):
+            return pack(self.net(x))
+
+    model, (x, y) = Packed(), batch()
+    kfac = KFAC(
+        model,
+        likelihood="categorical",
+        output=output,
+        **{**EXACT, "fisher": fisher},
+    )
+    empirical = fisher == "empirical"
+    expected = (empirical_factors if empirical else dense)(
+        model.net, *(x, y) if empirical else (x,)
+    )
+    if output is not None:  # A batch for validation.
+        found = model(torch.randn(3, 5))
+        found = found["logits"] if returned == "dict" else found
+        logged(fn.cross_entropy(found, y[:3]), model, retain_graph=False)
+    # Two parts of unequal size, whose rows have the weight of the loss.
+    for rows in (slice(0, 3), slice(3, 8)):
+        z = model(x[rows])
+        z = z["logits"] if returned == "dict" else z
+        if output is None:
+            kfac.observe(z)
+        loss = fn.cross_entropy(z, y[rows], reduction="sum") / 8
+        LOGGED[when](loss, z, lambda part: logged(part, model), model.net)
+    kfac.step()
+    assert_factors(kfac, {f"net.{name}": f for name, f in expected.items()})
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_gradients_that_the_loop_assigns_count(fisher):
+    """As of `torch.autograd.grad`, in parts or not, where there is no other pass."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+    empirical = fisher == "empirical"
+    expected = (empirical_factors if empirical else dense)(
+        model, *(x, y) if empirical else (x,)
+    )
+    loss = fn.cross_entropy(model(x), y)
+    grads = zip(logged(0.25 * loss, model), logged(0.75 * loss, model), strict=True)
+    for p, (first, second) in zip(model.parameters(), grads, strict=True):
+        p.grad = first + second
+    kfac.step()
+    assert_factors(kfac, expected)
+    assert kfac.steps == 1
+
+
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_a_computed_weight_has_the_gradient_of_the_passes_that_train(parametrized):
+    """The direction of weight norm's V and g, beside a logger's other batch."""
+    torch.manual_seed(1)
+    model, (x, y) = network(), batch()
+    nn.utils.parametrizations.weight_norm(model[0])
+    twin = copy.deepcopy(model)
+    kfac, other = KFAC(model, **EXACT), KFAC(twin, **EXACT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for first in (parametrized, not parametrized):
+            if first:
+                logged(fn.cross_entropy(model(x[:3] ** 2), y[:3]), model)
+            else:
+                fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+    fn.cross_entropy(twin(x), y).backward()
+    other.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_hooks_can_tell_what_is_drawn_from_what_the_loss_sent(fisher):
+    """A hook that clamps the loss's gradients, and lets K-FAC's own vectors through."""
+    model, (x, y) = network(), batch()
+    bound, seen = 0.01, []
+    expected = (
+        empirical_factors(model, x, y) if fisher == "empirical" else dense(model, x)
+    )["0"]
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+
+    def clamp(g):
+        if kfac.is_drawing:
+            return None
+        seen.append(g)
+        return g.clamp(-bound, bound)
+
+    handle = model[0].register_forward_hook(
+        lambda module, inputs, made: made.register_hook(clamp) and None
+    )
+    fn.cross_entropy(model(x), y).backward()
+    assert not kfac.is_drawing
+    handle.remove()
+    (clamped,) = (g.clamp(-bound, bound) for g in seen)
+    torch.testing.assert_close(model[0].weight.grad, clamped.T @ x)
+    kfac.step()
+    if fisher == "empirical":
+        rows = 8 * clamped
+        expected = expected[0], rows.T @ rows / 8
+    assert_factors(kfac, {"0": expected})

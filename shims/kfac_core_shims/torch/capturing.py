@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 import kfac_core as kc
-from kfac_core_shims.torch.outputs import outside_compilers
+from kfac_core_shims.torch.outputs import accumulates, outside_compilers
 from kfac_core_shims.torch.sites import Found, Site
 
 __all__ = ["Observation", "Reached", "calls_below", "install", "pull_back"]
@@ -38,11 +38,14 @@ class RecordedCall(kc.integration.LayerCall):
     ----------
     version : int
         How often PyTorch had seen that memory written to when the call was made.
+    own_scale : float
+        What the call itself multiplies output gradients by.
     """
 
     def __init__(self, block: str, inputs: Any, /, **options: Any) -> None:
         super().__init__(block, inputs, **options)
         self.version = _version(inputs)
+        self.own_scale = self.grad_scale
 
     def require_unchanged(self) -> None:
         """Raise `UnsupportedError` if the inputs were written to after the call.
@@ -104,6 +107,10 @@ class Observation:
         Number of their rows, or the sum of the rows' weights.
     differentiated : bool
         Whether a backward pass went through any of the calls.
+    accumulated : bool
+        Whether one that added to ``.grad`` did, and not `torch.autograd.grad` alone.
+    withdrawn : bool
+        Whether another observation stands in its place.
     weight : torch.Tensor or None
         Weights of the rows.
     share : float
@@ -127,6 +134,8 @@ class Observation:
     calls: list[RecordedCall] = field(default_factory=list)
     rows: float = 0.0
     differentiated: bool = False
+    accumulated: bool = False
+    withdrawn: bool = False
     weight: Any = None
     unread: Any = None
     in_unlike_parts: bool = False
@@ -135,6 +144,7 @@ class Observation:
     coarse: float = 0.0
     replay: Any = None
     kfac: Any = None
+    task: tuple[int, bool | None] = (-1, None)
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:
         """Note when a backward pass reaches a call, and take its gradient if empirical."""
@@ -149,6 +159,21 @@ class Observation:
         self.take_gradient(
             reached.call, reached.take(gradients[reached.edge.output_nr])
         )
+
+    def adds(self) -> bool | None:
+        """Whether the backward pass that runs adds to ``.grad``; see `accumulates`."""
+        number = torch._C._current_graph_task_id()
+        if number != self.task[0]:
+            kfac = self.kfac()
+            known = kfac is None or kfac.is_divided
+            self.task = number, True if known else accumulates(kfac.trained)
+        return self.task[1]
+
+    def begin_to_accumulate(self) -> None:
+        """Leave behind what `torch.autograd.grad` brought, which is not in ``.grad``."""
+        self.accumulated = True
+        for call in self.calls:
+            call.output_grads = []
 
     def take_gradient(self, call: Any, g: Any) -> None:
         """Take the empirical gradient of a call, or a further part of it."""
@@ -202,8 +227,16 @@ def _note(
     observation: Observation, call: Any, index: int, take: Any, grads: Any
 ) -> None:
     # A pass that makes a graph, as for a penalty, is not the loss's own.
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or observation.withdrawn:
         return
+    adds = observation.adds()
+    if adds is None or (observation.accumulated and not adds):
+        return
+    if adds and not observation.accumulated:
+        if call is None:
+            observation.accumulated = True
+        else:
+            observation.begin_to_accumulate()
     observation.differentiated = True
     if call is not None and (call.inputs is not None or call.sums is not None):
         observation.take_gradient(call, take(grads[index]))

@@ -15,6 +15,7 @@ from warnings import warn
 import torch
 
 import kfac_core as kc
+from kfac_core_shims.torch.outputs import accumulates
 from kfac_core_shims.torch.sites import Site
 
 __all__ = ["ComputedSite"]
@@ -30,12 +31,15 @@ class ComputedSite(Site):
         What the weight is computed from.
     gradient : torch.Tensor or None
         The gradient of the weight, summed over the passes since the last step.
+    accumulated : bool
+        Whether these added to ``.grad``; not those of `torch.autograd.grad`.
     warned : bool
         Whether a warning was made of gradients that do not come through the weight.
     """
 
     originals: list[Any]
     gradient: Any = field(default=None)
+    accumulated: bool = False
     warned: bool = False
 
     @property
@@ -87,7 +91,7 @@ class ComputedSite(Site):
 
     def forget(self) -> None:
         """Forget the gradients that came since the last step."""
-        self.gradient = None
+        self.gradient, self.accumulated = None, False
 
     def average(self, communicator: kc.distributed.Communicator) -> None:
         """Make the gradient the average over processes, as those of parameters are."""
@@ -119,9 +123,13 @@ class ComputedSite(Site):
 
     def _add(self, g: Any) -> None:
         # A pass that makes a graph, as for a penalty, is not the loss's own.
-        if not torch.is_grad_enabled():
-            g = g.detach()
-            self.gradient = g.clone() if self.gradient is None else self.gradient + g
+        adds = None if torch.is_grad_enabled() else accumulates(self.originals)
+        if adds is None or (self.accumulated and not adds):
+            return
+        if adds and not self.accumulated:
+            self.gradient, self.accumulated = None, True
+        g = g.detach()
+        self.gradient = g.clone() if self.gradient is None else self.gradient + g
 
     def _carried(self, v: Any) -> list[Any]:
         """Return ``(dW/dtheta)^T v`` for each original parameter."""

@@ -18,7 +18,13 @@ from torch.nn.parameter import is_lazy
 import kfac_core as kc
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
-from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook, drawing
+from kfac_core_shims.torch.outputs import (
+    OutputHook,
+    Pass,
+    RandomHook,
+    drawing,
+    is_drawn_through,
+)
 from kfac_core_shims.torch.sites import find_sites
 
 __all__ = ["KFAC"]
@@ -347,8 +353,26 @@ class KFAC(kc.integration.NaturalGradient):
 
     @property
     def differentiated(self) -> list[Observation]:
-        """Observed passes since the last step that a backward pass went through."""
-        return [seen for seen in self._observations if seen.differentiated]
+        """Observed passes since the last step that a backward pass went through.
+
+        Those through which `torch.autograd.grad` went, as for a logger, count only where no
+        pass added to ``.grad``.
+        """
+        seen = [o for o in self._observations if o.differentiated]
+        return [o for o in seen if o.accumulated] or seen
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether a backward pass since the last step has added to ``.grad``."""
+        return any(o.accumulated for o in self._observations)
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether the backward pass that is running is K-FAC's own, of no loss.
+
+        Its vectors go through the hooks of the model's tensors and modules too.
+        """
+        return is_drawn_through(self.model)
 
     def observe(self, outputs: Any, /, weight: Any = None) -> None:
         """Record a forward pass by hand, before its loss is differentiated.
@@ -416,8 +440,11 @@ class KFAC(kc.integration.NaturalGradient):
             )
         self._by_hand = True
         observation = self._record(edge, outputs.detach(), reached, weight)
+        empirical = self.estimator.mode == "empirical"
+        if not empirical:
+            observation.sum_rows(observation.calls)
         for r in reached:
-            observation.watch(r, empirical=self.estimator.mode == "empirical")
+            observation.watch(r, empirical=empirical)
 
     def step(self) -> None:
         """Replace ``.grad`` of parameters in a block by the natural gradient.
@@ -651,6 +678,8 @@ class KFAC(kc.integration.NaturalGradient):
         passing: Any = None,
         replay: Any = None,
         /,
+        *,
+        accumulates: bool = True,
     ) -> Observation | None:
         """Observe a pass of the model whose loss is being differentiated.
 
@@ -666,6 +695,8 @@ class KFAC(kc.integration.NaturalGradient):
             Gradients of all outputs of the node of `edge`, if it is the next to be called.
         replay : tuple, optional
             What the model was called with, where it is kept.
+        accumulates : bool
+            Whether the backward pass adds to ``.grad``.
 
         Returns
         -------
@@ -705,17 +736,34 @@ class KFAC(kc.integration.NaturalGradient):
         observation.unread = unread
         observation.scale, observation.coarse = scale, likelihoods.coarseness(z)
         observation.differentiated = observation.rows > 0 or self._processes > 1
+        observation.accumulated = accumulates
         observation.replay = replay
         if self.estimator.mode == "empirical":
             self._require_unscaled(z, gradient, observation.rows)
             for r in reached:
                 if passing is not None and r.edge.node is edge.node:
                     observation.take(r, passing)
-                else:
-                    observation.watch(r, empirical=True)
-        elif self.overlap:
+                observation.watch(r, empirical=True)
+            return observation
+        if self.overlap:
             self._begin(observation.calls, observation.rows)
+        elif accumulates:
+            observation.sum_rows(observation.calls)
         return observation
+
+    def withdraw(self, observation: Observation, /) -> None:
+        """Forget what `autograd.grad` went through: a pass that adds to ``.grad`` came.
+
+        Parameters
+        ----------
+        observation : Observation
+            What was observed of the same outputs.
+        """
+        observation.withdrawn = True
+        self._observations.remove(observation)
+        for call in observation.calls:
+            call.output_grads = []
+        self.give_up()
 
     def _begin(self, calls: Any, rows: float) -> None:
         """Take the statistics of the step, whose only pass is being differentiated."""
@@ -920,7 +968,7 @@ class KFAC(kc.integration.NaturalGradient):
                 ahead *= rows / self._processes
             scale = self._loss_scale(z) * math.sqrt(share)
             for call in calls:
-                call.grad_scale *= ahead / scale
+                call.grad_scale = call.own_scale * ahead / scale
                 call.scaled_by = ahead
         elif reached and (rows or self._processes > 1):
             # Where the rows of one example share a source, they must not add up.
@@ -956,7 +1004,6 @@ class KFAC(kc.integration.NaturalGradient):
                     vectors = torch.where(on, vectors, 0.0) * root
                 with drawing(self.model):
                     capturing.pull_back(edge, reached, vectors, like=z)
-                observation.sum_rows(calls)
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
