@@ -6,6 +6,7 @@ Each has the factors of a dense float64 computation by hand, or an error with a 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -696,3 +697,126 @@ def test_hooks_can_tell_what_is_drawn_from_what_the_loss_sent(fisher):
         rows = 8 * clamped
         expected = expected[0], rows.T @ rows / 8
     assert_factors(kfac, {"0": expected})
+
+
+# Parameters that the model no longer has, or did not train.
+
+
+REPLACED = {
+    "assigned": lambda model: model[0].load_state_dict(
+        {name: x.clone() for name, x in model[0].state_dict().items()}, assign=True
+    ),
+    "module": lambda model: model.__setitem__(0, nn.Linear(5, 6)),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_gradients_of_replaced_parameters_are_not_in_the_clip(how):
+    """The old ones still have theirs, which no optimizer clears any more."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, lr=0.1, kl_clip=1e9, update_every=1, refresh_every=25)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    old = [p.grad.clone() for p in model[0].parameters()]
+    kept = [*model[0].parameters()]
+    REPLACED[how](model)
+    model.zero_grad()
+    fn.cross_entropy(model(x), y).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match=r"0\.weight.*replaced.*make KFAC again"):
+        kfac.step()
+
+    after = [p.grad for p in model.parameters()]
+    own = sum((v * d).sum() for v, d in zip(before[2:], after[2:], strict=True))
+    torch.testing.assert_close(float(kfac.clip.size), 0.01 * float(own))
+    assert all(torch.equal(p.grad, g) for p, g in zip(kept, old, strict=True))
+    assert all(torch.equal(v, d) for v, d in zip(before[:2], after[:2], strict=True))
+
+
+def test_a_block_that_is_pruned_later_is_left_alone():
+    """Its parameter stays the same, and is no longer what the layer multiplies by."""
+    from torch.nn.utils import prune
+
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, kl_clip=None)
+    for _ in range(2):
+        model.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        gradient = model[0]._parameters.get("weight_orig", model[0].weight).grad.clone()
+        if kfac.steps:
+            with pytest.warns(
+                UserWarning, match=r"0\.bias.*weight_orig.*after pruning"
+            ):
+                kfac.step()
+        else:
+            kfac.step()
+            prune.l1_unstructured(model[0], "weight", 0.5)
+    assert torch.equal(model[0].weight_orig.grad, gradient)
+
+
+def test_a_model_whose_parameters_were_all_replaced_is_refused():
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **EACH_STEP)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    model.load_state_dict(
+        {n: v.clone() for n, v in model.state_dict().items()}, assign=True
+    )
+    fn.cross_entropy(model(x), y).backward()
+    with pytest.raises(kc.NotReadyError, match="its parameters were replaced"):
+        kfac.step()
+    assert kfac.steps == 1
+
+
+def test_a_block_that_is_lost_between_refreshes_is_named_at_once():
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model)
+    for freeze in (False, True):
+        model.zero_grad()
+        model[0].bias.requires_grad_(not freeze)
+        fn.cross_entropy(model(x), y).backward()
+        if freeze:
+            with pytest.warns(
+                UserWarning, match=r"0\.weight.*another parameter.*frozen"
+            ):
+                kfac.step()
+        else:
+            kfac.step()
+
+
+def test_parameters_without_a_block_are_named_with_reason_and_remedy():
+    """Of attention, of a layer that is trained later, and of one whose weight is frozen."""
+
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(
+                5, 1, add_bias_kv=True, batch_first=True
+            )
+            self.later, self.partly, self.head = (nn.Linear(5, 5) for _ in range(3))
+
+        def forward(self, x):
+            h, _ = self.attention(x[:, None], x[:, None], x[:, None])
+            return self.head(self.partly(self.later(h[:, 0])))
+
+    model, (x, y) = Attending(), batch()
+    model.later.requires_grad_(False)
+    model.partly.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"bias_k.*bias_v.*partly\.bias"):
+        kfac = KFAC(model, **EACH_STEP)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    model.later.requires_grad_(True)
+    fn.cross_entropy(model(x), y).backward()
+    with pytest.warns(UserWarning, match=r"later\.weight.*later\.bias.*frozen when"):
+        kfac.step()
+    expected = {
+        "attention.bias_k": "add_bias_kv=False",
+        "attention.bias_v": "add_bias_kv=False",
+        "partly.bias": "the weight that it belongs to was frozen.*make KFAC again",
+        "later.weight": "frozen when KFAC was made; make KFAC again",
+        "later.bias": "frozen when KFAC was made; make KFAC again",
+    }
+    assert set(kfac.skipped) == set(expected)
+    for name, why in expected.items():
+        assert re.search(why, kfac.skipped[name])

@@ -276,6 +276,9 @@ class KFAC(kc.integration.NaturalGradient):
         self.samples, self.positions = samples, positions
         self.skipped: dict[str, str] = {}
         self._reasons, self._notes = dict(found.reasons), dict[str, None]()
+        self._trained_at_first = {
+            name for name, p in self.model.named_parameters() if p.requires_grad
+        }
         self._observations: list[Observation] = []
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
@@ -284,6 +287,9 @@ class KFAC(kc.integration.NaturalGradient):
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
         self._written: list[tuple[Any, int]] = []
+        self._places = self._where_they_are()
+        self._replaced: set[str] = set()
+        self._count = len(self._sites)
         found.users = [
             (module, [n for n in names if n in self._sites], context)
             for module, names, context in found.users
@@ -1007,6 +1013,8 @@ class KFAC(kc.integration.NaturalGradient):
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
+        if any(held.get(key) is not x for held, key, x in self._places):
+            self._find_replaced()
         self._require_new_gradients()
         if self._division is not None:
             given = self._division.gradients()
@@ -1014,7 +1022,11 @@ class KFAC(kc.integration.NaturalGradient):
             if self.communicator is not None:
                 for site in self._sites.values():
                     site.average(self.communicator)
-            of_sites = {name: s.gradients() for name, s in self._sites.items()}
+            of_sites = {
+                name: site.gradients()
+                for name, site in self._sites.items()
+                if name not in self._replaced
+            }
             given = {name: g for name, g in of_sites.items() if g is not None}
         if self.communicator is not None and self.wants_outputs:
             self._require_loss_of_all(seen)
@@ -1051,12 +1063,18 @@ class KFAC(kc.integration.NaturalGradient):
         self.preconditioned = frozenset(map(id, own))
         grads = [p.grad for p in own if p.grad is not None]
         self._written = [(weakref.ref(g), g._version) for g in grads]
-        if refreshes:
+        fewer, self._count = len(found) < self._count, len(found)
+        if refreshes or fewer:
             self._name_others(found)
 
     def _require_new_gradients(self) -> None:
         """Raise if nothing has touched what the last step has written."""
-        held = {id(p.grad) for site in self._sites.values() for p in site.trained}
+        held = {
+            id(p.grad)
+            for name, site in self._sites.items()
+            if name not in self._replaced
+            for p in site.trained
+        }
         left = [(grad(), version) for grad, version in self._written]
         if left and all(
             g is not None and id(g) in held and g._version == v for g, v in left
@@ -1087,6 +1105,46 @@ class KFAC(kc.integration.NaturalGradient):
         own = {id(p) for p in site.trained}
         return [n for n, p in self.model.named_parameters() if id(p) in own]
 
+    def _where_they_are(self) -> list[tuple[Any, str, Any]]:
+        """Return where the model holds the blocks' parameters: mapping, key, and what."""
+        found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        if self.is_divided:
+            return []  # Each forward pass replaces them for a while.
+        own = {id(p) for site in self._sites.values() for p in site.trained}
+        for name, p in self.model.named_parameters():
+            if id(p) not in own:
+                continue
+            module, (*path, last) = self.model, name.split(".")
+            for key in path:
+                inner = getattr(module, key)
+                found[id(module), key] = module._modules, key, inner
+                module = inner
+            found[id(module), last] = module._parameters, last, p
+        return list(found.values())
+
+    def _find_replaced(self) -> None:
+        """Find the blocks of parameters that the model no longer has, or not there."""
+        now = dict(self.model.named_parameters())
+        live = {id(p) for p in now.values()}
+        for name, site in self._sites.items():
+            there = site.is_in(site.module)
+            if not there or not all(id(p) in live for p in site.trained):
+                self._replaced.add(name)
+        known = {id(p) for site in self._sites.values() for p in site.trained}
+        moved = {id(p) for name in self._replaced for p in self._sites[name].trained}
+        for name, p in now.items():
+            if id(p) in moved:
+                self._reasons[name] = (
+                    "its module reads it in another way than when KFAC was made, as after "
+                    "pruning; make KFAC again"
+                )
+            elif id(p) not in known and name in self._trained_at_first:
+                self._reasons[name] = (
+                    "it was replaced after KFAC was made, as by a new module or by "
+                    "load_state_dict(assign=True); make KFAC again, and the optimizer"
+                )
+        self._places = [(h, key, x) for h, key, x in self._places if h.get(key) is x]
+
     def _name_others(self, blocks: Iterable[str]) -> None:
         """Warn once of each trained parameter that is in none of these blocks."""
         known = {id(p) for n in blocks for p in self._sites[n].trained}
@@ -1096,9 +1154,12 @@ class KFAC(kc.integration.NaturalGradient):
             trained = p.requires_grad and (p.grad is not None or self.steps == 0)
             if not trained or id(p) in known or name in self.skipped:
                 continue
-            default = "it was trained only after KFAC was made, or frozen in part"
+            default = "it was added after KFAC was made; make KFAC again"
             if id(p) in with_site:
-                default = "it took no part in the observed outputs, or was replaced"
+                default = (
+                    "it took no part in the observed outputs, or another parameter of its "
+                    "block is frozen or has no gradient"
+                )
             others[name] = self._reasons.get(name, default)
         self.skipped |= others
         unasked = [name for name, why in others.items() if why != _ASKED]
