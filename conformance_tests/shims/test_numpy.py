@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -336,6 +339,45 @@ def test_an_array_of_two_layers_is_refused():
     parameters["again"] = {"weight": parameters["fc"]["weight"], "bias": np.zeros(3)}
     with pytest.raises(kc.UnsupportedError, match=r"'fc' \(weight\) and 'again'"):
         KFAC(parameters, **SETTINGS)
+
+
+def test_an_array_in_the_place_of_a_parameter_is_refused():
+    """The step would move the old one; what is written into it is the next step's start."""
+    parameters, gradient, (x, g) = dense_parameters(), dense_gradient(), dense_case()
+    optimizer = KFAC(parameters, **SETTINGS)
+    new, old = parameters["fc"]["weight"] + 1.0, parameters["fc"]["weight"]
+    before = old.copy()
+    for replaced in ("array", "layer"):
+        if replaced == "array":
+            parameters["fc"]["weight"] = new
+        else:
+            parameters["fc"] = {**parameters["fc"], "weight": new}
+        optimizer.observe("fc", kc.Batch(x, g))
+        with pytest.raises(kc.UnsupportedError, match=r"\[\.\.\.\] = new"):
+            optimizer.step(gradient)
+        assert np.array_equal(old, before)
+        assert optimizer.steps == 0
+        parameters["fc"]["weight"] = old
+
+    old[...] = new
+    start = matrix(parameters["fc"])
+    optimizer.step(gradient)
+    expected = start - dense_direction(x, g, gradient["fc"])
+    np.testing.assert_allclose(matrix(parameters["fc"]), expected, rtol=1e-10)
+
+
+def test_a_copy_goes_on_with_parameters_of_its_own():
+    parameters, gradient, (x, g) = dense_parameters(), dense_gradient(), dense_case()
+    optimizer = KFAC(parameters, **SETTINGS)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        start = matrix(copied.parameters["fc"])
+        copied.observe("fc", kc.Batch(x, g))
+        copied.step(gradient)
+        expected = start - dense_direction(x, g, gradient["fc"])
+        np.testing.assert_allclose(
+            matrix(copied.parameters["fc"]), expected, rtol=1e-10
+        )
+    assert np.array_equal(matrix(parameters["fc"]), matrix(dense_parameters()["fc"]))
 
 
 @pytest.mark.parametrize("form", ["kept", "flattened"])
