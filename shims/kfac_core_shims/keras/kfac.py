@@ -18,7 +18,13 @@ from keras import ops
 
 import kfac_core as kc
 from kfac_core_shims.keras.layers import Site, each_site, tapped
-from kfac_core_shims.keras.losses import OutputLoss, losses_of, reduction_of, rows_of
+from kfac_core_shims.keras.losses import (
+    OutputLoss,
+    losses_of,
+    own_loss_of,
+    reduction_of,
+    rows_of,
+)
 from kfac_core_shims.keras.taps import Tape, run_taped, shadowed
 
 __all__ = ["KFAC"]
@@ -45,7 +51,7 @@ class KFAC(kc.integration.NaturalGradient):
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss, RowLoss or list, optional
         Likelihood of one row of outputs, or a list for several outputs; by default that of
         the compiled losses.  Probabilities at the end of a model are read as the losses
-        read them.
+        read them.  Needed by a model with a ``compute_loss`` or ``train_step`` of its own.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them (one
         backward pass for each), ``"empirical"`` takes the targets of the data; see
@@ -115,7 +121,8 @@ class KFAC(kc.integration.NaturalGradient):
         self.model, self.likelihood = model, likelihood
         self._find_sites()
         reduction = reduction_of(model, reduction)
-        if getattr(model, "_compile_loss", None) is None:
+        own = likelihood is None and own_loss_of(model)
+        if own or getattr(model, "_compile_loss", None) is None:
             losses_of(model, likelihood, reduction)  # raises now
         execution: dict[str, Any] = {}
         if self._jax:
