@@ -280,6 +280,115 @@ def test_parameters_that_are_not_made_yet_are_refused(kind):
         KFAC(model)
 
 
+def focal(z, y):
+    p = torch.softmax(z, 1).gather(1, y[:, None])[:, 0]
+    return ((1 - p) ** 2 * -p.log()).mean()
+
+
+def distilled(z, y, *, warmth=3.0):
+    logits = 4 * torch.sin(torch.arange(z.numel())).reshape(z.shape)
+    teacher = torch.softmax(logits / warmth, 1)
+    found = fn.kl_div((z / warmth).log_softmax(1), teacher, reduction="batchmean")
+    return warmth**2 * found
+
+
+def smoothed(z, y, **options):
+    return fn.cross_entropy(z, y, label_smoothing=0.2, **options)
+
+
+def rewarded(z, y):
+    return (
+        fn.cross_entropy(z, y, reduction="none") * torch.linspace(-1, 1, len(y))
+    ).mean()
+
+
+OTHER_LOSSES = {
+    "temperature": (lambda z, y: fn.cross_entropy(z / 2, y), "outputs divided by 2,"),
+    "sharper": (lambda z, y: fn.cross_entropy(z * 5, y), "outputs divided by 0.2,"),
+    "focal": (focal, "label's probability, as a focal loss"),
+    "distillation": (distilled, "not probabilities.*temperature"),
+    "smoothed sum": (lambda z, y: smoothed(z, y, reduction="sum"), "not probabilities"),
+    "smoothed weights": (
+        lambda z, y: smoothed(z, y, weight=torch.arange(1.0, 5)),
+        "not probabilities.*weights",
+    ),
+    "rewards": (rewarded, "not probabilities.*policy gradients"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LOSSES)
+def test_losses_that_only_look_like_a_cross_entropy_are_named(kind):
+    """By their gradients at the outputs, which sum to zero too; silent where it is said."""
+    loss, message = OTHER_LOSSES[kind]
+    model, (x, y) = network(), batch(40)
+    said = copy.deepcopy(model)
+    kfac = KFAC(model, **EXACT)
+    if "divided" in message:
+        with pytest.raises(kc.ConventionError, match=message):
+            loss(model(x), y).backward()
+    else:
+        with pytest.warns(UserWarning, match=message):
+            loss(model(x), y).backward()
+    kfac = KFAC(said, likelihood="categorical", **EXACT)
+    loss(said(x), y).backward()
+    kfac.step()
+
+
+LIKE_LOSSES = {
+    "smoothed": (smoothed, lambda z: z),
+    "hardly smoothed": (
+        lambda z, y: fn.cross_entropy(z, y, label_smoothing=1e-3),
+        lambda z: z,
+    ),
+    "mixed": (
+        lambda z, y: (
+            0.3 * fn.cross_entropy(z, y) + 0.7 * fn.cross_entropy(z, y.flip(0))
+        ),
+        lambda z: z,
+    ),
+    "distilled": (lambda z, y: distilled(z, y, warmth=1.0), lambda z: z),
+    "accumulated": (lambda z, y: smoothed(z, y) / 4, lambda z: z),
+    "temperature that is said": (
+        lambda z, y: fn.cross_entropy(z / 2, y),
+        lambda z: z / 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LIKE_LOSSES)
+@pytest.mark.parametrize("gain", [1.0, 1e-3])
+def test_soft_labels_leave_the_curvature_as_it_is(kind, gain):
+    """Also of outputs that are nearly equal, as at the start of training."""
+    loss, scaled = LIKE_LOSSES[kind]
+    model, (x, y) = network(), batch(40)
+    with torch.no_grad():
+        model[2].weight.mul_(gain)
+    said = {"output": scaled, "likelihood": "categorical"} if "said" in kind else {}
+    kfac = KFAC(model, **said, **EXACT)
+    loss(model(x), y).backward()
+    kfac.step()
+    made = model[0](x)
+    h = torch.tanh(made)
+    z = model[2](h)
+    pairs = {"0": by_hand([(x, made)], scaled(z)), "2": by_hand([(h, z)], scaled(z))}
+    assert_factors(kfac, pairs)
+
+
+def test_a_temperature_is_found_once_outputs_tell_it():
+    """Equal outputs, as of weights that start at zero, have the gradients of any."""
+    model, (x, y) = network(), batch(40)
+    with torch.no_grad():
+        for p in model[2].parameters():
+            p.zero_()
+    kfac = KFAC(model, **EXACT)
+    fn.cross_entropy(model(x) / 2, y).backward()
+    kfac.step()
+    with torch.no_grad():
+        model[2].weight.normal_()
+    with pytest.raises(kc.ConventionError, match="outputs divided by 2,"):
+        fn.cross_entropy(model(x) / 2, y).backward()
+
+
 # Dtypes in mid-run.
 
 

@@ -282,7 +282,7 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations: list[Observation] = []
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
-        self._equal_rows = False
+        self._equal_rows = self._saw_weights = self._saw_targets = False
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
@@ -800,6 +800,7 @@ class KFAC(kc.integration.NaturalGradient):
         """Return weights that the loss gives rows, and what it multiplies them by."""
         scales = likelihoods.row_scales(self.criterion.row, z, gradient)
         if scales is None:
+            self._look_at_targets(z, gradient, weight)
             return weight, None
         read = scales[scales > 0] if weight is None else scales[weight > 0]
         if len(read) < 2:
@@ -817,6 +818,16 @@ class KFAC(kc.integration.NaturalGradient):
                 "The loss has weights of classes or rows, and fisher='empirical' would "
                 "square them. Take fisher='gradients' or 'exact'."
             )
+        if self.criterion.assumed and not self._saw_weights:
+            self._saw_weights = True
+            if likelihoods.follow_the_prediction(z, gradient, scales):
+                warn(
+                    "The loss weighs each row by a function of its label's probability, as "
+                    "a focal loss does. The curvature is that of a cross-entropy with "
+                    "these weights, without the derivatives of the weights. Say "
+                    "likelihood='categorical' if that is meant.",
+                    stacklevel=2,
+                )
         alone = self.communicator is None
         if self.reduction == "sum":
             found, scale = scales, 1.0
@@ -824,6 +835,34 @@ class KFAC(kc.integration.NaturalGradient):
             found, scale = scales / mean, float(mean)
         weight = found if weight is None else found * weight
         return weight, scale if alone else None
+
+    def _look_at_targets(self, z: Any, gradient: Any, weight: Any) -> None:
+        """Warn once if soft targets of a loss that nobody named are no probabilities.
+
+        Those of a cross-entropy of the outputs are, also where batches are accumulated.
+        """
+        known = self.criterion.reduction_assumed or self.reduction == "sum"
+        if self._saw_targets or not (self.criterion.assumed and known):
+            return
+        if self.communicator is not None:
+            return
+        rows = z[..., 0].numel() if weight is None else float(weight.sum())
+        scale = 1.0 / max(rows, 1) if self.reduction == "mean" else 1.0
+        if self.grad_scaler is not None:
+            scale *= float(self.grad_scaler.get_scale())
+        least = float(likelihoods.implied_targets(z, gradient, scale).min())
+        if least < -likelihoods.coarseness(z):
+            self._saw_targets = True
+            warn(
+                f"The loss is no {self.reduction} of cross-entropies of the outputs: their "
+                f"targets would be as low as {least:.2g}, and not probabilities. It may "
+                "have a temperature or weights, as in distillation or policy gradients, be "
+                "of another `reduction`, or be multiplied by a gradient scaler "
+                "(`grad_scaler`). The curvature is that of a plain cross-entropy. Say "
+                "likelihood='categorical' if that is meant, output=lambda z: z / T for a "
+                "temperature, or pass weights of rows to observe(outputs, weight).",
+                stacklevel=2,
+            )
 
     def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
         """Refuse a loss that is not the mean, or the sum, that `reduction` says.
@@ -1210,13 +1249,15 @@ class KFAC(kc.integration.NaturalGradient):
             good = bool(((total <= coarse * size) | ~clear).all())
             if good:
                 _require_all_read(z, g, size)
+                told &= _require_no_temperature(z, g)
         if not good:
             raise kc.ConventionError(
                 "The loss is no cross-entropy of logits along the last axis of the "
                 f"outputs, of shape {tuple(z.shape)}. Pass the loss module to KFAC, such "
                 "as likelihood=nn.MSELoss(), or likelihood=nn.NLLLoss() for outputs of a "
                 "log_softmax, or one of 'categorical', 'bernoulli', 'gaussian'. With "
-                "classes on the second axis say output=lambda z: z.movedim(1, -1)."
+                "classes on the second axis say output=lambda z: z.movedim(1, -1), and for "
+                "a loss of z / T output=lambda z: z / T."
             )
         return told
 
@@ -1315,6 +1356,21 @@ def _require_all_read(z: Any, g: Any, size: Any) -> None:
             "likelihood='categorical', and which logits the loss reads, as in "
             "output=lambda z: z[..., :k]."
         )
+
+
+def _require_no_temperature(z: Any, g: Any) -> bool:
+    """Refuse a cross-entropy of scaled logits; return whether it could be told."""
+    if z.shape[-1] < 3:
+        return True
+    found = likelihoods.temperature(z, g)
+    if found is None or math.isnan(found):
+        # Of narrow dtypes rows may be too alike for ever.
+        return found is None or z.dtype.itemsize < 4
+    raise kc.ConventionError(
+        f"The loss is a cross-entropy of the outputs divided by {found:.3g}, and not of "
+        "themselves. Say likelihood='categorical', output=lambda z: z / "
+        f"{found:.3g}; or divide in the model."
+    )
 
 
 def _require_made(model: Any) -> None:
