@@ -13,6 +13,7 @@ pip's configuration, and so may take a CUDA build where pip finds a CPU build.
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -24,10 +25,13 @@ nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.sessions = ["tests"]
 
 ROOT = Path(__file__).parent.resolve()
+# A module is compiled once, not once in every process of the tests.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 # As many processes as there are cores; a later `-n` among the arguments wins.
 PARALLEL = ("-n", "auto", "--dist", "worksteal")
-TORCH_CPU = ("-c", "constraints/torch-cpu.txt")
+# PyTorch has 2,000 modules, of which a session imports a few: Python compiles these itself.
+TORCH_CPU = ("-c", "constraints/torch-cpu.txt", "--no-compile")
 # Libraries that two examples stand below, without what these have for CUDA and vision.
 CONSUMERS = (
     "laplace-torch==0.3",

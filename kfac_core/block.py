@@ -279,10 +279,11 @@ class Block:
         require_kind("conventions", conventions, Conventions, "Conventions")
         require_kind("precision", precision, Precision, "Precision")
         require_check(check)
-        rows = self.rows(batch)
-        empty = self.initial(rows.like, precision=precision)
+        given = self.rows(batch)
+        empty = self.initial(given.like, precision=precision)
         xp = empty.namespace
-        status = rows.status(xp=xp)
+        rows, outside = _with_ids_inside(given, xp)
+        status = outside | rows.status(xp=xp)
         if check == "raise":
             raise_for_flags(int(status), name=name)
         options = UpdateOptions(conventions=conventions, decay=0.0, weight=None, xp=xp)
@@ -523,8 +524,7 @@ class Block:
         """
         rows = self.rows(batch)
         xp = array_api_compat.array_namespace(rows.like)
-        if isinstance(rows, IdRows):
-            rows = rows.with_ids_inside(xp=xp)
+        rows, _ = _with_ids_inside(rows, xp)
         dtype = wide_dtype(xp, rows.like.dtype)
         scale = conventions.gradient_scale(
             examples=rows.examples, rows=rows.kept(dtype, xp=xp)
@@ -701,16 +701,12 @@ class UpdateBlock(Stage):
         rows = block.rows(batch, stack=stack) if stack else block.rows(batch)
         _require_place(like, rows.like)
         if isinstance(rows, IdRows):
-            # Not every library raises for an index out of range; some crash.
-            flags = flags | rows.status(xp=xp)
-            rows = rows.with_ids_inside(xp=xp)
+            rows, outside = rows.with_ids_inside(xp=xp)
+            flags = flags | outside
         # The status reports infinities; NumPy would also warn of inf - inf.
         with _quiet(self.check, like, over="ignore", invalid="ignore"):
             new = block.approximation.updated(statistics, rows, block.layer, options)
-            if not isinstance(rows, IdRows):
-                flags = _finite_status(flags, block, rows, new, options, stack)
-            else:
-                flags = _with_overflow(flags, block, new, options, stack)
+            flags = _finite_status(flags, block, rows, new, options, stack)
         return _with_status(new, flags)
 
     def _by_parts(
@@ -726,14 +722,15 @@ class UpdateBlock(Stage):
         empty = emptied(statistics)
         total: Statistics | None = None
         status: Any = 0
-        for rows in parts:
-            _require_place(statistics.like, rows.like)
-            status = status | rows.status(xp=options.xp)
+        for given in parts:
+            _require_place(statistics.like, given.like)
+            rows, outside = _with_ids_inside(given, options.xp)
+            status = status | outside | rows.status(xp=options.xp)
             with _quiet(self.check, rows.like, over="ignore", invalid="ignore"):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
                 total = part if total is None else total.merged(part)
-            # Otherwise the loop variable keeps this chunk alive while the next one is made.
-            del rows
+            # Otherwise the variables keep this chunk alive while the next one is made.
+            del given, rows
         assert total is not None
         if options.weight is None:
             return statistics.merged(total), status
@@ -1055,6 +1052,11 @@ def _with_status(statistics: Statistics, status: Any) -> Statistics:
     return replaced(statistics, averages=averages, status=status)
 
 
+def _with_ids_inside(rows: Any, xp: Namespace) -> tuple[Any, Any]:
+    """Return rows whose ids, if they have any, are in range, and a flag of what was not."""
+    return rows.with_ids_inside(xp=xp) if isinstance(rows, IdRows) else (rows, 0)
+
+
 def _require_place(held: Array, given: Array) -> None:
     """Raise if a batch and the statistics differ in library or device."""
     if common_namespace(held, given) is not None:
@@ -1086,10 +1088,17 @@ def _finite_status(
     traces: Any = 0.0
     for name, argument in block.approximation.sums_of_squares:
         total = new.averages[name].sum
-        if name not in options.skip and isinstance(total, SymmetricMatrix):
-            summed.add(argument)
-            names.add(name)
-            traces = traces + matrix_trace(total.array, xp=xp)
+        if name in options.skip:
+            continue
+        if isinstance(total, SymmetricMatrix):
+            trace = matrix_trace(total.array, xp=xp)
+        elif getattr(total, "ndim", 0) > len(stack):
+            trace = xp.sum(total, axis=-1)
+        else:
+            continue
+        summed.add(argument)
+        names.add(name)
+        traces = traces + trace
     if not (summed and known_finite(traces, xp=xp)):
         summed, names = set(), set()
     if stack:

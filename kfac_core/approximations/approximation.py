@@ -41,7 +41,9 @@ class Approximation(Protocol):
     """The averages that are Gram matrices of all rows of an argument, by name.
 
     ``("input", "inputs")`` says that where the diagonal of the average ``input`` is finite,
-    so were the ``inputs`` of the batch, which then need not be read for it.
+    so were the ``inputs`` of the batch, which then need not be read for it.  An average of
+    one axis is the diagonal itself.  ``"gradients"`` are those of a layer without pairs of
+    inputs and output gradients.
     """
 
     @property

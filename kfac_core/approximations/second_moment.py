@@ -61,6 +61,7 @@ class Diagonal(Approximation):
 
     name = "diagonal"
     reduction = "sum"
+    sums_of_squares = (("block", "gradients"),)
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics."""
@@ -137,6 +138,7 @@ class Full(Approximation):
 
     name = "full"
     reduction = "sum"
+    sums_of_squares = (("block", "gradients"),)
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics."""

@@ -51,11 +51,13 @@ class ChainRows(NamedTuple):
         """An array of the rows' library and device."""
         return self.layers[0].like
 
-    def status(self, *, xp: Namespace) -> Array | int:
-        """Return the `Status` flags of rows that are not finite, 0-d int32."""
+    def status(
+        self, *, xp: Namespace, known: frozenset[str] = frozenset()
+    ) -> Array | int:
+        """Return the flags of all layers' rows; see `Rows.status`."""
         flags: Array | int = 0
         for rows in self.layers:
-            flags = flags | rows.status(xp=xp)
+            flags = flags | rows.status(xp=xp, known=known)
         return flags
 
 

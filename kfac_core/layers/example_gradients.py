@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import all_finite
 from kfac_core.array.namespaces import Scalar, cast, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
@@ -93,7 +94,11 @@ class ExampleGradients:
         """Return the v, shape (K, p)."""
         return cast(xp, self.gradients, dtype)
 
-    def status(self, *, xp: Namespace) -> Array:
-        """Return whether the gradients are not finite, 0-d int32 of `Status` flags."""
-        finite = xp.all(xp.isfinite(self.gradients))
-        return status_unless(xp, finite, Status.OUTPUT_GRADS_NOT_FINITE)
+    def status(
+        self, *, xp: Namespace, known: frozenset[str] = frozenset()
+    ) -> Array | int:
+        """Return whether the gradients are not finite; see `Rows.status`."""
+        if "gradients" in known:
+            return 0
+        good = all_finite(self.gradients, xp=xp)
+        return status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE)

@@ -8,6 +8,7 @@ vector is ever formed.
 from __future__ import annotations
 
 from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.finite import all_finite, known_true
 from kfac_core.array.namespaces import cast, device_of, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced, structure
@@ -51,10 +52,17 @@ class IdRows(OfOutputs):
         """An array of the rows' library and device."""
         return self.output_grads
 
-    def with_ids_inside(self, *, xp: Namespace) -> IdRows:
-        """Return the rows with id 0 for those that `status` finds out of range."""
+    def with_ids_inside(self, *, xp: Namespace) -> tuple[IdRows, Array | int]:
+        """Return the rows with id 0 for those out of range, and the flag of such.
+
+        Not every library raises for an index out of range; some crash.
+        """
         inside = (self.ids >= 0) & (self.ids < self.size)
-        return replaced(self, ids=xp.where(inside, self.ids, xp.zeros_like(self.ids)))
+        if known_true(inside, xp=xp):
+            return self, 0
+        ids = xp.where(inside, self.ids, xp.zeros_like(self.ids))
+        flag = status_unless(xp, xp.all(inside), Status.IDS_OUT_OF_RANGE)
+        return replaced(self, ids=ids), flag
 
     def factor_rows(
         self, sharing: WeightSharing, dtype: object, /, *, xp: Namespace
@@ -139,13 +147,14 @@ class IdRows(OfOutputs):
         D = xp.matmul(xp.matrix_transpose(hot), g)
         return xp.reshape(D, (M * N, self.size * m))
 
-    def status(self, *, xp: Namespace) -> Array:
-        """Return what is wrong with the rows, 0-d int32 of `Status` flags."""
-        inside = xp.all((self.ids >= 0) & (self.ids < self.size))
-        finite = xp.all(xp.isfinite(self.output_grads))
-        return status_unless(xp, inside, Status.IDS_OUT_OF_RANGE) | status_unless(
-            xp, finite, Status.OUTPUT_GRADS_NOT_FINITE
-        )
+    def status(
+        self, *, xp: Namespace, known: frozenset[str] = frozenset()
+    ) -> Array | int:
+        """Return whether the output gradients are not finite; see `Rows.status`."""
+        if "output_grads" in known:
+            return 0
+        good = all_finite(self.output_grads, xp=xp)
+        return status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE)
 
     def _values(self, dtype: object, xp: Namespace) -> Array:
         """Return what each id adds to its x, shape of the ids."""
