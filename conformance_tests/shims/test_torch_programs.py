@@ -755,9 +755,60 @@ def test_gradients_that_the_loop_assigns_count(fisher):
     assert kfac.steps == 1
 
 
-@pytest.mark.parametrize("parametrized", [False, True])
-def test_a_computed_weight_has_the_gradient_of_the_passes_that_train(parametrized):
-    """The direction of weight norm's V and g, beside a logger's other batch."""
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("output", ["auto", None])
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("kind", ["left out", "discriminator", "perturbed"])
+def test_passes_whose_gradients_were_cleared_do_not_count(kind, clears, output, fisher):
+    """Of a batch that was left out, of a generator's loss, of the first half of SAM."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(
+        model,
+        likelihood="categorical",
+        output=output,
+        **{**EXACT, "fisher": fisher},
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def differentiate(x, y):
+        z = model(x)
+        if output is None:
+            kfac.observe(z)
+        fn.cross_entropy(z, y).backward()
+
+    made = torch.randn(5, 5, requires_grad=True)  # As a generator made it.
+    differentiate(3 * made, y[:5])
+    if kind == "perturbed":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad)
+    optimizer.zero_grad(set_to_none=clears)
+    empirical = fisher == "empirical"
+    expected = (empirical_factors if empirical else dense)(
+        model, *(x, y) if empirical else (x,)
+    )
+    for rows in (slice(0, 4), slice(4, 8)):
+        z = model(x[rows])
+        if output is None:
+            kfac.observe(z)
+        (fn.cross_entropy(z, y[rows]) / 2).backward()
+    kfac.step()
+    assert_factors(kfac, expected)
+
+
+def test_targets_that_the_model_made_itself_are_no_error():
+    """A teacher that still is the student: nothing is left of the gradient but roundoff."""
+    model, (x, _) = network(), batch()
+    kfac = KFAC(model, **EXACT)
+    expected = dense(model, x)
+    fn.cross_entropy(model(x), torch.softmax(model(x).detach(), 1)).backward()
+    kfac.step()
+    assert_factors(kfac, expected)
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "cleared"])
+def test_a_computed_weight_has_the_gradient_of_the_passes_that_train(kind):
+    """The direction of weight norm's V and g, beside another batch that trains nothing."""
     torch.manual_seed(1)
     model, (x, y) = network(), batch()
     nn.utils.parametrizations.weight_norm(model[0])
@@ -765,11 +816,15 @@ def test_a_computed_weight_has_the_gradient_of_the_passes_that_train(parametrize
     kfac, other = KFAC(model, **EXACT), KFAC(twin, **EXACT)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for first in (parametrized, not parametrized):
-            if first:
-                logged(fn.cross_entropy(model(x[:3] ** 2), y[:3]), model)
-            else:
-                fn.cross_entropy(model(x), y).backward()
+        other_loss = fn.cross_entropy(model(x[:3] ** 2), y[:3])
+        if kind == "before":
+            logged(other_loss, model)
+        elif kind == "cleared":
+            other_loss.backward()
+            model.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        if kind == "after":
+            logged(other_loss, model)
         kfac.step()
     fn.cross_entropy(twin(x), y).backward()
     other.step()
@@ -929,3 +984,65 @@ def test_parameters_without_a_block_are_named_with_reason_and_remedy():
     assert set(kfac.skipped) == set(expected)
     for name, why in expected.items():
         assert re.search(why, kfac.skipped[name])
+
+
+# Rows that depend on each other, and heads of unlike sizes.
+
+
+def test_examples_that_a_batch_norm_mixes_are_right_in_expectation():
+    """One source is of all rows, whose products have signs: without, they add up."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
+    )
+    x = torch.randn(3, 3)
+    kfac = KFAC(model, likelihood="categorical", fisher="exact", decay=1.0)
+    made = model[0](x)
+    _, expected = by_hand([(x, made)], model[1:](made))
+    kfac.update(model(x) for _ in range(300))
+    _, G, scale = kfac.factors("0")
+    assert float((scale * G - expected).norm()) < 0.1 * float(expected.norm())
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_heads_of_unlike_sizes_on_batches_of_their_own(fisher):
+    """The exact sources of the layer below are as many as each head has outputs."""
+
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.below = nn.Linear(5, 6)
+            self.heads = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 3)])
+
+        def forward(self, x, place):
+            return self.heads[place](torch.tanh(self.below(x)))
+
+    model, (x, y) = Headed(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+    calls, G, rows = [], 0.0, (slice(0, 6), slice(6, 8))
+    for place, own in enumerate(rows):
+        made = model.below(x[own])
+        z = model.heads[place](torch.tanh(made))
+        calls.append(x[own])
+        if fisher == "exact":
+            _, part = by_hand([(x[own], made)], z)
+            G = G + part * len(z)
+        else:
+            loss = fn.cross_entropy(z, y[own] % 3, reduction="sum")
+            (g,) = torch.autograd.grad(loss, made)
+            G = G + g.T @ g
+    for place, own in enumerate(rows):
+        loss = fn.cross_entropy(model(x[own], place), y[own] % 3, reduction="sum")
+        (loss / 8).backward()
+    kfac.step()
+    joined = torch.cat([torch.cat(calls), torch.ones(8, 1)], 1)
+    assert_factors(kfac, {"below": (joined.T @ joined / 8, G / 8)})
+
+
+def test_a_batch_of_ignored_labels_alone_is_named():
+    model, (x, _) = network(), batch()
+    kfac = KFAC(model, **EXACT)
+    loss = fn.cross_entropy(model(x), torch.full((8,), -100), reduction="sum")
+    loss.backward()
+    with pytest.raises(kc.NotReadyError, match="all labels are ignored"):
+        kfac.step()

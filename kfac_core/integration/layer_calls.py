@@ -211,8 +211,8 @@ def batches_of_calls(
     Parameters
     ----------
     calls : iterable of LayerCall
-        Those of one block have the same number of sources; calls without any are left
-        out.
+        Calls without sources are left out.  Where those of one block have unlike numbers of
+        sources, which are summed, as exact ones of heads of unlike sizes, zeros are added.
     rows : float
         R, the rows of the network's outputs, or the sum of their weights.
     scale : float
@@ -241,7 +241,8 @@ def batches_of_calls(
             continue
         xp = own_namespace(uses[0].inputs)
         pairs = [_pair(use, scale, math.sqrt(N / rows), xp) for use in uses]
-        g = _joined([grads for _, grads in pairs], xp, axis=1)
+        most = max(grads.shape[0] for _, grads in pairs)
+        g = _joined([_padded(grads, most, xp) for _, grads in pairs], xp, axis=1)
         batches[name] = Batch(
             _joined([inputs for inputs, _ in pairs], xp),
             g,
@@ -278,6 +279,12 @@ def _pair(use: LayerCall, scale: Scalar, share: float, xp: Any) -> tuple[Array, 
     h = _times(cast(xp, use.inputs, g.dtype)[None, ...], share)
     others = [xp.zeros_like(h)] * (g.shape[0] - 1)
     return x, _joined([h, *others], xp)
+
+
+def _padded(g: Array, sources: int, xp: Any) -> Array:
+    """Return output gradients of so many sources, the last of which are zero."""
+    missing = sources - g.shape[0]
+    return _joined([g, *[xp.zeros_like(g[:1, ...])] * missing], xp)
 
 
 def _times(x: Array, factor: Scalar) -> Array:

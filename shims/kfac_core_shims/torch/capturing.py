@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 import kfac_core as kc
-from kfac_core_shims.torch.outputs import accumulates, outside_compilers
+from kfac_core_shims.torch.outputs import outside_compilers
 from kfac_core_shims.torch.sites import Found, Site
 
 __all__ = ["Observation", "Reached", "calls_below", "install", "pull_back"]
@@ -144,7 +144,6 @@ class Observation:
     coarse: float = 0.0
     replay: Any = None
     kfac: Any = None
-    task: tuple[int, bool | None] = (-1, None)
 
     def watch(self, reached: Reached, *, empirical: bool) -> None:
         """Note when a backward pass reaches a call, and take its gradient if empirical."""
@@ -159,15 +158,6 @@ class Observation:
         self.take_gradient(
             reached.call, reached.take(gradients[reached.edge.output_nr])
         )
-
-    def adds(self) -> bool | None:
-        """Whether the backward pass that runs adds to ``.grad``; see `accumulates`."""
-        number = torch._C._current_graph_task_id()
-        if number != self.task[0]:
-            kfac = self.kfac()
-            known = kfac is None or kfac.is_divided
-            self.task = number, True if known else accumulates(kfac.trained)
-        return self.task[1]
 
     def begin_to_accumulate(self) -> None:
         """Leave behind what `torch.autograd.grad` brought, which is not in ``.grad``."""
@@ -227,10 +217,11 @@ def _note(
     observation: Observation, call: Any, index: int, take: Any, grads: Any
 ) -> None:
     # A pass that makes a graph, as for a penalty, is not the loss's own.
-    if torch.is_grad_enabled() or observation.withdrawn:
+    if torch.is_grad_enabled():
         return
-    adds = observation.adds()
-    if adds is None or (observation.accumulated and not adds):
+    kfac = observation.kfac()
+    adds = None if kfac is None else kfac.adds_to_gradients()
+    if observation.withdrawn or adds is None or (observation.accumulated and not adds):
         return
     if adds and not observation.accumulated:
         if call is None:

@@ -33,6 +33,8 @@ class ComputedSite(Site):
         The gradient of the weight, summed over the passes since the last step.
     accumulated : bool
         Whether these added to ``.grad``; not those of `torch.autograd.grad`.
+    task : int
+        The last backward pass that did.
     warned : bool
         Whether a warning was made of gradients that do not come through the weight.
     """
@@ -40,6 +42,7 @@ class ComputedSite(Site):
     originals: list[Any]
     gradient: Any = field(default=None)
     accumulated: bool = False
+    task: int = -1
     warned: bool = False
 
     @property
@@ -126,8 +129,14 @@ class ComputedSite(Site):
         adds = None if torch.is_grad_enabled() else accumulates(self.originals)
         if adds is None or (self.accumulated and not adds):
             return
-        if adds and not self.accumulated:
-            self.gradient, self.accumulated = None, True
+        if adds:
+            task = torch._C._current_graph_task_id()
+            cleared = not any(
+                p.grad is not None and bool(p.grad.any()) for p in self.originals
+            )
+            if not self.accumulated or (task != self.task and cleared):
+                self.gradient = None
+            self.accumulated, self.task = True, task
         g = g.detach()
         self.gradient = g.clone() if self.gradient is None else self.gradient + g
 

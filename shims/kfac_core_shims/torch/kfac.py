@@ -22,6 +22,7 @@ from kfac_core_shims.torch.outputs import (
     OutputHook,
     Pass,
     RandomHook,
+    accumulates,
     drawing,
     is_drawn_through,
 )
@@ -280,6 +281,8 @@ class KFAC(kc.integration.NaturalGradient):
             name for name, p in self.model.named_parameters() if p.requires_grad
         }
         self._observations: list[Observation] = []
+        self._replaced: set[str] = set()
+        self._task = -1  # The last backward pass that added to `.grad`.
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
         self._equal_rows = self._saw_weights = self._saw_targets = False
@@ -288,7 +291,6 @@ class KFAC(kc.integration.NaturalGradient):
         self.preconditioned: frozenset[int] = frozenset()
         self._written: list[tuple[Any, int]] = []
         self._places = self._where_they_are()
-        self._replaced: set[str] = set()
         self._count = len(self._sites)
         found.users = [
             (module, [n for n in names if n in self._sites], context)
@@ -342,8 +344,9 @@ class KFAC(kc.integration.NaturalGradient):
     @property
     def trained(self) -> Iterator[Any]:
         """Parameters of the blocks that are trained now."""
-        for site in self._sites.values():
-            yield from (p for p in site.trained if p.requires_grad)
+        for name, site in self._sites.items():
+            if name not in self._replaced:
+                yield from (p for p in site.trained if p.requires_grad)
 
     @property
     def wants_outputs(self) -> bool:
@@ -371,6 +374,37 @@ class KFAC(kc.integration.NaturalGradient):
     def has_accumulated(self) -> bool:
         """Whether a backward pass since the last step has added to ``.grad``."""
         return any(o.accumulated for o in self._observations)
+
+    def adds_to_gradients(self) -> bool | None:
+        """Whether the backward pass that is running adds to ``.grad`` of any block.
+
+        Earlier passes whose gradients are gone, as by ``zero_grad``, are forgotten: the
+        step will not read them.
+
+        Returns
+        -------
+        bool or None
+            False where it returns gradients (`torch.autograd.grad`), None where it comes to
+            no block.
+        """
+        if self.is_divided:
+            return True
+        if is_drawn_through(self.model):
+            return None
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return True
+        adds = accumulates(self.trained)
+        if adds:
+            self._task = task
+            if self.has_accumulated and not self._has_gradients():
+                for observation in [o for o in self._observations if o.accumulated]:
+                    self.withdraw(observation)
+        return adds
+
+    def _has_gradients(self) -> bool:
+        """Whether any block has a gradient that is not zero."""
+        return any(p.grad is not None and bool(p.grad.any()) for p in self.trained)
 
     @property
     def is_drawing(self) -> bool:
@@ -742,6 +776,11 @@ class KFAC(kc.integration.NaturalGradient):
         observation.unread = unread
         observation.scale, observation.coarse = scale, likelihoods.coarseness(z)
         observation.differentiated = observation.rows > 0 or self._processes > 1
+        if not observation.rows:
+            self.note(
+                "the loss read no row of the outputs, as where all labels are ignored; "
+                "leave such a batch out, without a step"
+            )
         observation.accumulated = accumulates
         observation.replay = replay
         if self.estimator.mode == "empirical":
@@ -758,12 +797,12 @@ class KFAC(kc.integration.NaturalGradient):
         return observation
 
     def withdraw(self, observation: Observation, /) -> None:
-        """Forget what `autograd.grad` went through: a pass that adds to ``.grad`` came.
+        """Forget a pass that the gradients of the step are not of.
 
         Parameters
         ----------
         observation : Observation
-            What was observed of the same outputs.
+            What was observed of it.
         """
         observation.withdrawn = True
         self._observations.remove(observation)
@@ -1016,9 +1055,10 @@ class KFAC(kc.integration.NaturalGradient):
                 call.grad_scale = call.own_scale * ahead / scale
                 call.scaled_by = ahead
         elif reached and (rows or self._processes > 1):
-            # Where the rows of one example share a source, they must not add up.
+            # Rows that share a source must not add up: those of one example, and those of
+            # examples that a batch norm or the loss mixes.  Signs of others do nothing.
             fewest = min(r.call.examples for r in reached)
-            shared = z.ndim > 2 or fewest < len(z)
+            shared = self.positions == "signs" or z.ndim > 2 or fewest < len(z)
             # A seed of its own for each pass of each step on each process, and the same in
             # a resumed run.
             rank = 0
@@ -1085,8 +1125,8 @@ class KFAC(kc.integration.NaturalGradient):
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
                     "no pass of the model was differentiated, its outputs were modified "
-                    "in place, its parameters were replaced, or it was called, or compiled "
-                    "and called, before KFAC was made"
+                    "in place, its parameters were replaced (as by torch.func), or it "
+                    "was called, or compiled and called, before KFAC was made"
                 )
                 first = "Call kfac.step() after loss.backward(). "
                 if seen or self._notes:
@@ -1175,7 +1215,7 @@ class KFAC(kc.integration.NaturalGradient):
             if id(p) in moved:
                 self._reasons[name] = (
                     "its module reads it in another way than when KFAC was made, as after "
-                    "pruning; make KFAC again"
+                    "pruning or tying; make KFAC again"
                 )
             elif id(p) not in known and name in self._trained_at_first:
                 self._reasons[name] = (
@@ -1245,10 +1285,13 @@ class KFAC(kc.integration.NaturalGradient):
             total, size = g.sum(-1).abs(), g.abs().sum(-1)
             coarse = 2e-2 if gradient.dtype.itemsize < 4 else 1e-3
             clear = torch.softmax(z.float(), -1).amax(-1) < 1 - 1e-3
+            # Of targets that the model made itself only roundoff is left.
+            read = size > 64 * torch.finfo(gradient.dtype).eps / size.numel()
+            clear &= read
             told = bool((clear & (size > 0)).any())
             good = bool(((total <= coarse * size) | ~clear).all())
             if good:
-                _require_all_read(z, g, size)
+                _require_all_read(z, g, read)
                 told &= _require_no_temperature(z, g)
         if not good:
             raise kc.ConventionError(
@@ -1257,7 +1300,8 @@ class KFAC(kc.integration.NaturalGradient):
                 "as likelihood=nn.MSELoss(), or likelihood=nn.NLLLoss() for outputs of a "
                 "log_softmax, or one of 'categorical', 'bernoulli', 'gaussian'. With "
                 "classes on the second axis say output=lambda z: z.movedim(1, -1), and for "
-                "a loss of z / T output=lambda z: z / T."
+                "a loss of z / T output=lambda z: z / T. If logits are made of the "
+                "outputs later, say output=None and call kfac.observe(logits)."
             )
         return told
 
@@ -1339,7 +1383,7 @@ def _rate_of(lr: Any) -> Any:
     return (lambda step: lr(step) or _RESTING) if callable(lr) else lr
 
 
-def _require_all_read(z: Any, g: Any, size: Any) -> None:
+def _require_all_read(z: Any, g: Any, read: Any) -> None:
     """Refuse a cross-entropy of some of the outputs, as of masked logits.
 
     An output that it reads has no gradient only if the target is the prediction to all
@@ -1348,7 +1392,7 @@ def _require_all_read(z: Any, g: Any, size: Any) -> None:
     if z.dtype == torch.float16:
         return  # Small gradients are zero.
     likely = torch.softmax(z.double(), -1) > 1e-3
-    left_out = (g == 0) & likely & (size > 0)[..., None]
+    left_out = (g == 0) & likely & read[..., None]
     if bool(left_out.any()):
         raise kc.ConventionError(
             "The loss does not read all outputs of a row, as a cross-entropy of masked "

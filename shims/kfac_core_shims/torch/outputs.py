@@ -211,7 +211,7 @@ class Pass:
         if kfac is None or is_drawn_through(kfac.model):
             return
         self.task = task
-        adds = True if kfac.is_divided else accumulates(kfac.trained)
+        adds = kfac.adds_to_gradients()
         if adds is None or (not adds and kfac.has_accumulated):
             return
         if self.done and self.accumulates == adds:
@@ -221,6 +221,8 @@ class Pass:
             # What autograd.grad returned before was not what made `.grad`.
             kfac.withdraw(self.observation)
             self.observation = None
+        if self.edge is None:
+            return  # The graph was let go of.
         self.done, self.accumulates = True, adds
         if self.plain:
             self.finish(gradient)
