@@ -986,6 +986,65 @@ def test_parameters_without_a_block_are_named_with_reason_and_remedy():
         assert re.search(why, kfac.skipped[name])
 
 
+def test_a_complex_layer_is_left_alone():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wave = nn.Linear(5, 6, dtype=torch.complex128)
+            self.head = nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.head(self.wave(x.to(torch.complex128)).abs())
+
+    model, (x, y) = Complex(), batch()
+    with pytest.warns(UserWarning, match=r"wave\.weight.*numbers are complex"):
+        kfac = KFAC(model, **EXACT)
+    fn.cross_entropy(model(x), y).backward()
+    before = model.wave.weight.grad.clone()
+    kfac.step()
+    assert torch.equal(model.wave.weight.grad, before)
+    h = model.wave(x.to(torch.complex128)).abs().detach()
+    z = model.head(h)
+    assert_factors(kfac, {"head": by_hand([(h, z)], z)})
+
+
+def test_outputs_without_an_axis_of_numbers_say_what_to_pick():
+    model, (x, y) = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), batch()
+    kfac = KFAC(model, likelihood=nn.MSELoss(), **EXACT)
+    with pytest.raises(kc.ShapeError, match=r"output=lambda z: z\[:, None\]"):
+        fn.mse_loss(model(x), y.double()).backward()
+    kfac.remove()
+    kfac = KFAC(model, likelihood=nn.MSELoss(), output=lambda z: z[:, None], **EXACT)
+    fn.mse_loss(model(x), y.double()).backward()
+    kfac.step()
+    rows = torch.cat([x, torch.ones(8, 1)], 1)
+    assert_factors(kfac, {"0": (rows.T @ rows / 8, 2 * torch.ones(1, 1))})
+
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x, y):
+            return fn.cross_entropy(self.net(x), y)
+
+    model = Scored()
+    kfac = KFAC(model, **EXACT)
+    with pytest.raises(kc.ShapeError, match=r"returns its loss.*output=1"):
+        model(x, y).backward()
+
+
+def test_torchscript_is_left_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(5, 6))
+    with pytest.raises(kc.UnsupportedError, match="TorchScript hides"):
+        KFAC(scripted)
+    with pytest.warns(UserWarning, match=r"0\.weight.*TorchScript hides"):
+        kfac = KFAC(nn.Sequential(scripted, nn.Linear(6, 4)))
+    assert [*kfac.estimator.blocks] == ["1"]
+
+
 # Rows that depend on each other, and heads of unlike sizes.
 
 
@@ -1046,3 +1105,97 @@ def test_a_batch_of_ignored_labels_alone_is_named():
     loss.backward()
     with pytest.raises(kc.NotReadyError, match="all labels are ignored"):
         kfac.step()
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("kind", ["cached", "rollout"])
+def test_calls_that_several_passes_depend_on(kind, together):
+    """Features that are computed once for two passes, and outputs that are inputs again."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.below, self.head = nn.Linear(5, 6), nn.Linear(6, 5)
+            self.kept = None
+
+        def forward(self, x):
+            if self.kept is None or kind == "rollout":
+                self.made = self.below(x)
+                self.kept = torch.tanh(self.made)
+            self.out = self.head(self.kept)
+            return self.out
+
+    model, (x, _) = Model(), batch()
+    y = torch.randint(0, 5, (2, 8))
+
+    def passes():
+        model.kept, found = None, []
+        for _ in range(2):
+            z = model(found[-1][1] if found else x)
+            found.append((model.made, z))
+        return found
+
+    # Rows of all passes, with the calls that each depends on.
+    made = passes()
+    xs = [x, x if kind == "cached" else made[0][1].detach()]
+    G = 0.0
+    for _, z in made:
+        for row in z:
+            for column in root_of_hessian(row).T:
+                unique = {id(y): y for y, _ in made}.values()
+                for g in torch.autograd.grad(
+                    row, [*unique], column, retain_graph=True, allow_unused=True
+                ):
+                    G = G + (0.0 if g is None else g.T @ g)
+    # As often as passes depend on them.
+    xs = torch.cat([*xs, x] if kind == "rollout" else xs)
+    xs = torch.cat([xs, torch.ones(len(xs), 1)], 1)
+    expected = {"below": (xs.T @ xs / len(xs), G / 16)}
+
+    kfac = KFAC(model, likelihood="categorical", **EXACT)
+    losses = [fn.cross_entropy(z, y[i]) / 2 for i, (_, z) in enumerate(passes())]
+    if together:
+        sum(losses).backward()
+    else:
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+    kfac.step()
+    assert_factors(kfac, expected)
+
+    kfac = KFAC(model, likelihood="categorical", **{**EXACT, "fisher": "empirical"})
+    with pytest.raises(kc.UnsupportedError, match=r"several forward passes.*'below'"):
+        sum(fn.cross_entropy(z, y[0]) for _, z in passes()).backward()
+
+
+def test_a_data_set_is_all_its_passes_though_gradients_are_cleared():
+    """`update` reads no gradients."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": "empirical"})
+    expected = empirical_factors(model, x, y)
+    for rows in (slice(0, 4), slice(4, 8)):
+        model.zero_grad()
+        fn.cross_entropy(model(x[rows]), y[rows]).backward()
+    kfac.update()
+    assert_factors(kfac, expected)
+
+
+def test_overlap_is_for_the_pass_that_makes_the_gradients():
+    """Not one that a logger made before, nor one that was cleared; two are refused."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, overlap=True, **NEWEST)
+    for kind in ("logged", "again", "cleared"):
+        model.zero_grad()
+        expected = dense(model, x)
+        loss = fn.cross_entropy(model(x), y)
+        if kind == "cleared":
+            fn.cross_entropy(model(3 * x), y).backward()
+            model.zero_grad()
+        else:
+            other = loss if kind == "again" else fn.cross_entropy(model(3 * x), y)
+            logged(other, model)
+        loss.backward()
+        kfac.step()
+        assert_factors(kfac, expected, rtol=1e-7)
+    fn.cross_entropy(model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="steps of one pass"):
+        fn.cross_entropy(model(x), y).backward()

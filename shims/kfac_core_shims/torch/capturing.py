@@ -40,12 +40,37 @@ class RecordedCall(kc.integration.LayerCall):
         How often PyTorch had seen that memory written to when the call was made.
     own_scale : float
         What the call itself multiplies output gradients by.
+    is_taken : bool
+        Whether it is of an observed pass.
     """
 
     def __init__(self, block: str, inputs: Any, /, **options: Any) -> None:
         super().__init__(block, inputs, **options)
         self.version = _version(inputs)
         self.own_scale = self.grad_scale
+        self.is_taken = False
+
+    def again(self) -> RecordedCall:
+        """Return the same call without output gradients, for those of another pass."""
+        if self.inputs is None:
+            raise kc.UnsupportedError(
+                f"Outputs of several forward passes depend on one call of layer "
+                f"{self.block!r}, whose rows were let go of after the first backward pass. "
+                "Keep its graph (retain_graph=True), or add the losses and differentiate "
+                "their sum."
+            )
+        found = RecordedCall(
+            self.block,
+            self.inputs,
+            mask=self.mask,
+            grad_shape=self.grad_shape,
+            grad_scale=self.own_scale,
+            transposed=self.transposed,
+            examples=self.examples,
+            bias=self.bias,
+        )
+        found.version = self.version
+        return found
 
     def require_unchanged(self) -> None:
         """Raise `UnsupportedError` if the inputs were written to after the call.
@@ -111,6 +136,8 @@ class Observation:
         Whether one that added to ``.grad`` did, and not `torch.autograd.grad` alone.
     withdrawn : bool
         Whether another observation stands in its place.
+    cleared : bool
+        Whether what it added to ``.grad`` is gone.
     weight : torch.Tensor or None
         Weights of the rows.
     share : float
@@ -136,6 +163,7 @@ class Observation:
     differentiated: bool = False
     accumulated: bool = False
     withdrawn: bool = False
+    cleared: bool = False
     weight: Any = None
     unread: Any = None
     in_unlike_parts: bool = False
@@ -223,6 +251,7 @@ def _note(
     adds = None if kfac is None else kfac.adds_to_gradients()
     if observation.withdrawn or adds is None or (observation.accumulated and not adds):
         return
+    observation.cleared = False
     if adds and not observation.accumulated:
         if call is None:
             observation.accumulated = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import itertools
@@ -368,6 +369,8 @@ class KFAC(kc.integration.NaturalGradient):
         pass added to ``.grad``.
         """
         seen = [o for o in self._observations if o.differentiated]
+        if not self._collects:
+            seen = [o for o in seen if not o.cleared]
         return [o for o in seen if o.accumulated] or seen
 
     @property
@@ -378,7 +381,7 @@ class KFAC(kc.integration.NaturalGradient):
     def adds_to_gradients(self) -> bool | None:
         """Whether the backward pass that is running adds to ``.grad`` of any block.
 
-        Earlier passes whose gradients are gone, as by ``zero_grad``, are forgotten: the
+        Earlier passes whose gradients are gone, as by ``zero_grad``, are not counted: the
         step will not read them.
 
         Returns
@@ -398,8 +401,10 @@ class KFAC(kc.integration.NaturalGradient):
         if adds:
             self._task = task
             if self.has_accumulated and not self._has_gradients():
-                for observation in [o for o in self._observations if o.accumulated]:
-                    self.withdraw(observation)
+                for observation in self._observations:
+                    observation.cleared = observation.accumulated
+            if all(o.cleared or not o.accumulated for o in self._observations):
+                self.give_up()
         return adds
 
     def _has_gradients(self) -> bool:
@@ -746,9 +751,12 @@ class KFAC(kc.integration.NaturalGradient):
         if not self.wants_outputs or self._by_hand:
             return None
         if z.ndim < 2:
+            what = "Of a number for each row say output=lambda z: z[:, None]"
+            if not z.ndim:
+                what = "A model that returns its loss is to return (loss, logits): output=1"
             raise kc.ShapeError(
-                f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. Pick or reshape "
-                "them with `output`, or call `observe`."
+                f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. {what}; or call "
+                "`observe`."
             )
         if hasattr(z, "placements"):
             raise kc.UnsupportedError(
@@ -756,7 +764,7 @@ class KFAC(kc.integration.NaturalGradient):
                 "or make the last layer return a plain tensor."
             )
         if not z.numel():
-            self.note("the outputs had no rows")
+            self.note("the outputs had no rows; leave such a batch out, without a step")
             if self._division is None:
                 if self.overlap:
                     self._begin([], 0.0)
@@ -797,7 +805,7 @@ class KFAC(kc.integration.NaturalGradient):
         return observation
 
     def withdraw(self, observation: Observation, /) -> None:
-        """Forget a pass that the gradients of the step are not of.
+        """Forget a pass that only returned gradients.
 
         Parameters
         ----------
@@ -807,11 +815,17 @@ class KFAC(kc.integration.NaturalGradient):
         observation.withdrawn = True
         self._observations.remove(observation)
         for call in observation.calls:
-            call.output_grads = []
+            call.output_grads, call.is_taken = [], False
         self.give_up()
 
     def _begin(self, calls: Any, rows: float) -> None:
         """Take the statistics of the step, whose only pass is being differentiated."""
+        if self._begun is not None:
+            raise kc.ConventionError(
+                "This step was begun already: `overlap` is for steps of one pass, whose "
+                "statistics are taken while it runs. Make KFAC without `overlap` to "
+                "accumulate; kfac.discard() forgets a pass."
+            )
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             self.begin(calls, rows=rows)
@@ -1024,7 +1038,20 @@ class KFAC(kc.integration.NaturalGradient):
                 "observed after the backward pass, computed by other weights, or by a "
                 "model that was compiled and called before KFAC was made"
             )
-        return reached
+        return [self._own(r) for r in reached]
+
+    def _own(self, reached: capturing.Reached) -> capturing.Reached:
+        """Return a call for one pass alone, where another's outputs depend on it too."""
+        if not reached.call.is_taken or self._by_hand:
+            return reached
+        if self.estimator.mode == "empirical":
+            raise kc.UnsupportedError(
+                f"Outputs of several forward passes depend on one call of layer "
+                f"{reached.call.block!r}, as on cached features or in a rollout, and its "
+                "gradient does not tell them apart, as fisher='empirical' needs. Take "
+                "fisher='gradients' or 'exact'; or call observe(outputs) with all of them."
+            )
+        return dataclasses.replace(reached, call=reached.call.again())
 
     def _record(
         self, edge: Any, z: Any, reached: list[capturing.Reached], weight: Any
@@ -1034,6 +1061,8 @@ class KFAC(kc.integration.NaturalGradient):
         rows = z[..., 0].numel() if weight is None else float(weight.sum())
         self._drawn += z[..., 0].numel()
         calls = [r.call for r in reached]
+        for call in calls:
+            call.is_taken = True
         if self.share is not None and self.communicator is not None:
             # All processes have the same rows.
             rows = float(rows) / self.communicator.size
@@ -1125,8 +1154,9 @@ class KFAC(kc.integration.NaturalGradient):
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
                     "no pass of the model was differentiated, its outputs were modified "
-                    "in place, its parameters were replaced (as by torch.func), or it "
-                    "was called, or compiled and called, before KFAC was made"
+                    "in place, its parameters were replaced (as by torch.func), parts of "
+                    "it were called and not itself (`model(x)`), or it was called, or "
+                    "compiled and called, before KFAC was made"
                 )
                 first = "Call kfac.step() after loss.backward(). "
                 if seen or self._notes:

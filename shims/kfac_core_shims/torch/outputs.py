@@ -215,6 +215,7 @@ class Pass:
         if adds is None or (not adds and kfac.has_accumulated):
             return
         if self.done and self.accumulates == adds:
+            self.observation.cleared = False
             self.observation.note_further_part(gradient if self.plain else None)
             return
         if self.done:

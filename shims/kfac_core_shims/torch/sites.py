@@ -162,6 +162,12 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
         if prefix in skipped:
             _explain(found, prefix, own, "it was asked for")
             continue
+        if isinstance(module, torch.jit.ScriptModule):
+            why = (
+                "TorchScript hides its calls; leave it in Python, or take torch.compile"
+            )
+            _explain(found, prefix, own, why)
+            continue
         if is_parametrized(module):
             site = _computed(prefix, module)
             if isinstance(site, str):
@@ -222,6 +228,8 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
 def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
     """Return the parts of a module, or why it has none."""
     weight = next(module.parameters(recurse=False))
+    if any(p.is_complex() for p in module.parameters(recurse=False)):
+        return "its numbers are complex; write it with real ones"
     alike = users[id(weight)]
     if len({_kind(user) for user in alike}) > 1:
         tied = describe_tied(module, alike)
