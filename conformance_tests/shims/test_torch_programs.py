@@ -1199,3 +1199,92 @@ def test_overlap_is_for_the_pass_that_makes_the_gradients():
     fn.cross_entropy(model(x), y).backward()
     with pytest.raises(kc.ConventionError, match="steps of one pass"):
         fn.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize("kind", ["module", "smoothed", "nll", "name"])
+def test_classes_on_the_second_axis_are_refused_where_the_likelihood_is_said(kind):
+    """As PyTorch's loss modules read them, also where both axes have one length."""
+    model = nn.Conv2d(2, 4, 1)
+    x, y = torch.randn(3, 2, 4, 4), torch.randint(0, 4, (3, 4, 4))
+    module = nn.CrossEntropyLoss(label_smoothing=0.1 * (kind == "smoothed"))
+    if kind == "nll":
+        model, module = nn.Sequential(model, nn.LogSoftmax(1)), nn.NLLLoss()
+    said = "categorical" if kind == "name" else module
+    kfac = KFAC(model, likelihood=said, **EXACT)
+    with pytest.raises(kc.ConventionError, match=r"movedim\(1, -1\)"):
+        module(model(x), y).backward()
+    kfac.remove()
+    kfac = KFAC(model, likelihood=said, output=lambda z: z.movedim(1, -1), **EXACT)
+    module(model(x), y).backward()
+    kfac.step()
+    G = 0.0
+    for row in model(x).movedim(1, -1).reshape(-1, 4):
+        B = root_of_hessian(row)
+        G = G + B @ B.T / 48
+    _, found, scale = kfac.factors("0" if kind == "nll" else "")
+    torch.testing.assert_close(scale * found, G)
+
+    # Tokens, whose classes are on the last axis, are flattened ahead of the loss.
+    model, module = nn.Linear(2, 4), nn.CrossEntropyLoss()
+    kfac = KFAC(model, likelihood=module, **EXACT)
+    module(model(x.movedim(1, -1)).flatten(0, 2), y.flatten()).backward()
+    kfac.step()
+
+
+def test_a_second_kfac_of_the_same_gradients_is_refused():
+    """One that is made anew, or of a part, is not."""
+    model, (x, y) = network(), batch()
+    first, second = KFAC(model, **EXACT), KFAC(model, **EXACT)
+    fn.cross_entropy(model(x), y).backward()
+    first.step()
+    with pytest.raises(kc.NotReadyError, match="another KFAC wrote"):
+        second.step()
+    for kfac in (first, second):
+        model.zero_grad()
+        expected = dense(model, x)
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+        assert_factors(kfac, expected)
+        first.discard()
+    parts = [KFAC(model, skip_layers=[name], **EXACT) for name in ("0", "2")]
+    model.zero_grad()
+    fn.cross_entropy(model(x), y).backward()
+    for kfac in parts:
+        kfac.step()
+        assert kfac.steps == 1
+
+
+def test_a_layer_that_takes_part_later_has_its_operator_at_once():
+    """As with stochastic depth: its gradient is not left as it is until a refresh."""
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = (nn.Linear(5, 5) for _ in range(3))
+            self.drops = True
+
+        def forward(self, x):
+            h = torch.tanh(self.first(x))
+            if not self.drops:
+                self.made = self.second(h)
+                h = h + self.made
+            return self.head(h)
+
+    model, (x, y) = Deep(), batch()
+    kfac = KFAC(model, likelihood="categorical", **{**EXACT, "refresh_every": 25})
+    for drops in (True, False):
+        model.zero_grad()
+        model.drops = drops
+        z = model(x)
+        fn.cross_entropy(z, y).backward(retain_graph=True)
+        gradient = model.second.weight.grad, model.second.bias.grad
+        if not drops:
+            h = torch.tanh(model.first(x)).detach()
+            A, G = by_hand([(h, model.made)], z)
+            V = torch.cat([gradient[0], gradient[1][:, None]], 1)
+        kfac.step()
+    root = 0.03**0.5
+    A, G = A + root * torch.eye(6), G + root * torch.eye(5)
+    expected = torch.linalg.solve(G, torch.linalg.solve(A, V.T).T)
+    found = torch.cat([model.second.weight.grad, model.second.bias.grad[:, None]], 1)
+    torch.testing.assert_close(found, expected)

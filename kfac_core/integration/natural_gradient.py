@@ -74,7 +74,8 @@ class NaturalGradient:
         Over the rows of outputs, in the loss that is differentiated.
     update_every, refresh_every : int or callable of int
         Steps between statistics, and between factorizations; a callable takes the number
-        of steps taken so far.
+        of steps taken so far.  On one process the first batch that a block is part of gives
+        it its first operator.
     bases_every : int or callable of int
         Steps between the eigenbases of EKFAC blocks.  Without such blocks it is not read.
     damping, decay : float or callable of int, optional
@@ -393,10 +394,23 @@ class NaturalGradient:
                     refresh = estimator.start_refresh()
                 else:
                     estimator.refresh()
+            elif batches is not None and self.communicator is None:
+                self._refresh_new(batches)
         except BaseException:
             self._restore(before)
             raise
         self._begun = _Begun(before, rows, refresh)
+
+    def _refresh_new(self, names: Iterable[str]) -> None:
+        """Make the first operators of blocks that no batch before this one had."""
+        network, state = self.estimator.network, self.estimator.state
+        new = {network.block_of(n) for n in names}
+        new = {n for n in new if state[n].operator is None}
+        if new:
+            based = [n for n in new if network.blocks[n].approximation.has_bases]
+            if based:
+                self.estimator.rebase(based, moments="kronecker")
+            self.estimator.refresh(new)
 
     def _directions(
         self, gradients: Mapping[str, Mapping[str, Any]], rows: Scalar

@@ -46,6 +46,9 @@ _RESTING = 1e-30
 _LOOKED_AT = 1 << 13
 """Numbers of a pass in which a loss of equal rows is looked at for being one still."""
 
+_STEPPING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Objects that have taken a step, which must not be one after the other on one gradient."""
+
 _ASKED = "it was asked for"
 
 _ESTIMATOR = "precision", "sharing", "refreshing", "averaging", "rates"
@@ -751,7 +754,10 @@ class KFAC(kc.integration.NaturalGradient):
         if not self.wants_outputs or self._by_hand:
             return None
         if z.ndim < 2:
-            what = "Of a number for each row say output=lambda z: z[:, None]"
+            what = (
+                "Where each row is a number, say output=lambda z: z[:, None]; where all "
+                "are one row, z[None]"
+            )
             if not z.ndim:
                 what = "A model that returns its loss is to return (loss, logits): output=1"
             raise kc.ShapeError(
@@ -1178,21 +1184,33 @@ class KFAC(kc.integration.NaturalGradient):
 
     def _require_new_gradients(self) -> None:
         """Raise if nothing has touched what the last step has written."""
+        _STEPPING.add(self)
         held = {
             id(p.grad)
             for name, site in self._sites.items()
             if name not in self._replaced
             for p in site.trained
         }
-        left = [(grad(), version) for grad, version in self._written]
-        if left and all(
-            g is not None and id(g) in held and g._version == v for g, v in left
-        ):
+        for kfac in _STEPPING:
+            if kfac is not self and any(kfac._left(held)):
+                raise kc.NotReadyError(
+                    "The gradients are what the step of another KFAC wrote, and would be "
+                    "preconditioned twice. Have one KFAC for each parameter, or clear and "
+                    "differentiate again in between."
+                )
+        left = list(self._left(held))
+        if left and all(left):
             raise kc.NotReadyError(
                 "The gradients are what the last step wrote, and would be preconditioned "
                 "twice. Call kfac.step() once, between loss.backward() and "
                 "optimizer.step()."
             )
+
+    def _left(self, held: set[int]) -> Iterator[bool]:
+        """Yield of each gradient that the last step wrote whether it is still there."""
+        for grad, version in self._written:
+            g = grad()
+            yield g is not None and id(g) in held and g._version == version
 
     def _clipped(self, gradients: Any, rate: Any, bound: Any) -> Any:
         if self._division is None:
@@ -1284,6 +1302,15 @@ class KFAC(kc.integration.NaturalGradient):
     def _check(self, z: Any, gradient: Any) -> bool:
         """Check that outputs and loss are what the likelihood says; return if it could."""
         told = True
+        if gradient is not None and likelihoods.has_classes_second(
+            self.criterion.row, z, gradient
+        ):
+            raise kc.ConventionError(
+                "The loss reads classes on the second axis of the outputs, of shape "
+                f"{tuple(z.shape)}, and the likelihood on the last. Say "
+                "output=lambda z: z.movedim(1, -1), and likelihood='categorical' if none "
+                "is said."
+            )
         if self.criterion.assumed:
             told = self._check_assumed(z, gradient)
         if gradient is not None and likelihoods.has_weighted_outputs(

@@ -20,6 +20,7 @@ __all__ = [
     "has_weighted_outputs",
     "looks_like_probabilities",
     "follow_the_prediction",
+    "has_classes_second",
     "implied_targets",
     "row_scales",
     "temperature",
@@ -335,6 +336,37 @@ def are_equal(values: Any, coarse: float, /) -> bool:
     """Return whether all values are their mean, up to a relative difference."""
     mean = values.mean()
     return bool(((values - mean).abs() <= coarse * mean).all())
+
+
+def has_classes_second(row: kc.integration.RowLoss, z: Any, g: Any, /) -> bool:
+    """Return whether a loss of classes reads them on the second axis, not on the last.
+
+    As PyTorch's loss modules do of (N, C, d1, ...).  Along the axis of the classes the
+    gradient sums to zero, or has one entry for each label.
+
+    Parameters
+    ----------
+    row : RowLoss
+        The loss of a row.
+    z, g : torch.Tensor, shape (N, ..., P)
+        The outputs and the gradient that the loss sent back to them.
+
+    Returns
+    -------
+    bool
+        False also where it cannot be told.
+    """
+    if row.likelihood != _CATEGORICAL or z.ndim < 3 or not g.any():
+        return False
+
+    def reads(axis: int) -> bool:
+        wide = g.double()
+        size = wide.abs().sum(axis)
+        coarse = 2e-2 if g.dtype.itemsize < 4 else 1e-3
+        sums = bool((wide.sum(axis).abs() <= coarse * size).all())
+        return sums or bool((((g != 0).sum(axis) == 1) | (size == 0)).all())
+
+    return reads(1) and not reads(-1)
 
 
 def has_weighted_outputs(row: kc.integration.RowLoss, z: Any, g: Any, /) -> bool:
