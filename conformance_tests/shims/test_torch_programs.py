@@ -1288,3 +1288,43 @@ def test_a_layer_that_takes_part_later_has_its_operator_at_once():
     expected = torch.linalg.solve(G, torch.linalg.solve(A, V.T).T)
     found = torch.cat([model.second.weight.grad, model.second.bias.grad[:, None]], 1)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["bernoulli", "squares"])
+def test_masked_outputs_are_named(kind):
+    """The curvature of all would be that of more than the loss reads."""
+    model, (x, _) = network(), batch()
+    y, mask = torch.randint(0, 2, (8, 4)).double(), torch.rand(8, 4) < 0.6
+    if kind == "squares":
+        mask = torch.arange(8) % 3 > 0
+    module = nn.BCEWithLogitsLoss() if kind == "bernoulli" else nn.MSELoss()
+
+    def masked(z):
+        if kind == "squares":
+            return ((z - y).square().mean(1) * mask).sum() / mask.sum()
+        each = fn.binary_cross_entropy_with_logits(z, y, reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+    kfac = KFAC(model, likelihood=module, **EXACT)
+    if kind == "bernoulli":
+        with pytest.raises(kc.ConventionError, match=r"observe\(outputs\[mask\]\[:"):
+            masked(model(x)).backward()
+    else:
+        with pytest.warns(UserWarning, match=r"mask.*observe\(outputs\[mask\]\)"):
+            masked(model(x)).backward()
+    kfac.remove()
+    model.zero_grad()
+
+    kfac = KFAC(model, likelihood=module, output=None, **EXACT)
+    z = model(x)
+    kfac.observe(z[mask][:, None] if kind == "bernoulli" else z[mask])
+    masked(z).backward()
+    kfac.step()
+    p = torch.sigmoid(z.detach())
+    if kind == "bernoulli":
+        G = torch.diag((p * (1 - p) * mask).sum(0) / mask.sum())
+    else:
+        G = 2 * torch.eye(4) / 4
+    _, found, scale = kfac.factors("2")
+    # Rows of one example have random signs in common.
+    torch.testing.assert_close((scale * found).diag(), G.diag())

@@ -1321,6 +1321,22 @@ class KFAC(kc.integration.NaturalGradient):
                 "that count more), with which it is no likelihood of the outputs. Leave "
                 "them out; weights of rows may be passed to observe(outputs, weight)."
             )
+        count = 0
+        if gradient is not None:
+            count = likelihoods.left_out(self.criterion.row, z, gradient)
+        if count and self.criterion.row.likelihood in likelihoods.BOUNDED:
+            raise kc.ConventionError(
+                f"The loss does not read {count} of {z.numel()} outputs, in rows of which "
+                "it reads others, and the likelihood reads all. Of a mask, say output=None "
+                "and call kfac.observe(outputs[mask][:, None])."
+            )
+        if count > 1:
+            warn(
+                f"The loss sends nothing back to {count} of {z.numel()} outputs, as where "
+                "a mask leaves them out, and the curvature counts them. Say output=None "
+                "and call kfac.observe(outputs[mask]) with the rows that it reads.",
+                stacklevel=2,
+            )
         if likelihoods.looks_like_probabilities(self.criterion.row, z):
             warn(
                 "The observed outputs look like probabilities, but the likelihood reads "

@@ -18,6 +18,7 @@ __all__ = [
     "coarseness",
     "criterion_of",
     "has_weighted_outputs",
+    "left_out",
     "looks_like_probabilities",
     "follow_the_prediction",
     "has_classes_second",
@@ -141,6 +142,35 @@ def looks_like_probabilities(row: kc.integration.RowLoss, z: Any, /) -> bool:
     if row.likelihood == _BERNOULLI and z.numel() >= 64:
         return bool(((z >= 0) & (z <= 1)).all().item())
     return False
+
+
+def left_out(row: kc.integration.RowLoss, z: Any, g: Any, /) -> int:
+    """Return how many single outputs a loss seems not to read, as where it is masked.
+
+    A gradient is exactly zero there; else only where the target is the prediction.
+
+    Parameters
+    ----------
+    row : RowLoss
+        The loss of a row.
+    z, g : torch.Tensor, shape (N, ..., P)
+        The outputs and the gradient that the loss sent back to them.
+
+    Returns
+    -------
+    int
+        Of sigmoid cross-entropies, in rows that are read in part; of squared errors, in all
+        rows.  Zero also where it cannot be told.
+    """
+    if g.dtype == torch.float16:
+        return 0  # Small gradients are zero.
+    if row.likelihood == _BERNOULLI:
+        found = (g == 0) & (z.abs() < 7.0) & (g != 0).any(-1, keepdim=True)
+    elif isinstance(row.likelihood, kc.losses.Gaussian | kc.losses.SquaredError):
+        found = (g == 0) & (z != 0)
+    else:
+        return 0
+    return int(found.sum())
 
 
 def unread_rows(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
