@@ -610,7 +610,7 @@ class Stage:
         return False
 
     def stacks(self, *_: Any) -> bool:
-        """Whether equal tasks can be run as one."""
+        """Whether equal tasks can be run as one, of a block that ``stacks``."""
         return False
 
     def accepts(self, result: Any, /) -> bool:
@@ -752,14 +752,13 @@ class UpdateBlock(Stage):
         skip: frozenset[str],
         /,
     ) -> bool:
-        """Whether equal tasks can be run as one."""
+        """Whether equal tasks can be run as one; see `Stage.stacks`."""
         layer: Any = block.layer
         if isinstance(batch, RowSums):
             counted = isinstance(batch.count, int) and not skip
-            return bool(block.stacks and layer.stacks and counted)
+            return bool(layer.stacks and counted)
         return (
-            block.stacks
-            and layer.stacks
+            layer.stacks
             and self.max_patch_elements is None
             and not skip
             and isinstance(batch, Batch)
@@ -942,10 +941,9 @@ class RefreshBlock(Stage):
     def stacks(
         self, block: Block, statistics: Statistics, damping: Scalar, solving: Solving, /
     ) -> bool:
-        """Whether equal tasks can be run as one."""
+        """Whether equal tasks can be run as one; see `Stage.stacks`."""
         return (
-            block.stacks
-            and self.check == "raise"
+            self.check == "raise"
             and self.rule != "exact"
             and self.damping_scaling == "none"
         )
@@ -1018,9 +1016,9 @@ class Product(Stage):
     def stacks(
         self, block: Block, operator: CurvatureOperator, parameters: Any, /
     ) -> bool:
-        """Whether equal tasks can be run as one."""
+        """Whether equal tasks can be run as one; see `Stage.stacks`."""
         layer: Any = block.layer
-        return self.product == "multiply_inverse" and block.stacks and layer.stacks
+        return self.product == "multiply_inverse" and bool(layer.stacks)
 
     def work(self, block: Block, /, *_: Any) -> int:
         """Return how many flops a product with two full factors takes."""

@@ -4,8 +4,8 @@ Conventions.  Fresh memory costs as much as the numbers that are put there: the 
 maps and clears it page by page, a quarter of a microsecond for each kilobyte.  Running
 sums and inverses are replaced by others of the same size again and again.  So when the
 last view of an array of `empty` is gone, its memory is kept for the next one.  No more
-is kept than is in use, so that what is held at most doubles, and nothing is held when
-nothing is in use.
+is kept than half of what is in use: of running sums, inverses and the sums that these
+were made of one is replaced at a time.  Nothing is held when nothing is in use.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Store:
             self.used -= memory.nbytes
             self.kept += memory.nbytes
             self.spare.setdefault(memory.nbytes, []).append(memory)
-        while self.kept > self.used:
+        while 2 * self.kept > self.used:
             # Any would do; the size that came back first goes first.
             oldest = next(iter(self.spare))
             if self.spare[oldest]:

@@ -1,4 +1,4 @@
-"""Memory that is used again is nobody's, and no more is kept than is in use."""
+"""Memory that is used again is nobody's; half as much is kept as is in use."""
 
 import gc
 import threading
@@ -41,7 +41,7 @@ def test_an_array_is_like_any_other():
 
 def test_memory_comes_back_when_the_last_view_is_gone(store):
     """Not before: a view of a view holds it, and so does what shares the buffer."""
-    other = empty(SHAPE, DTYPE)
+    others = empty(SHAPE, DTYPE), empty(SHAPE, DTYPE)
     x = empty(SHAPE, DTYPE)
     before, view = address(x), x[3:].T[::2]
     shared = np.asarray(memoryview(x.T))
@@ -56,12 +56,12 @@ def test_memory_comes_back_when_the_last_view_is_gone(store):
     del view, held
     assert store.kept == 0
     del shared
-    assert store.kept == other.nbytes
+    assert 2 * store.kept == sum(other.nbytes for other in others)
 
     assert address(empty(SHAPE, DTYPE)) == before
 
 
-def test_no_more_is_kept_than_is_used(store):
+def test_no_more_is_kept_than_half_of_what_is_used(store):
     """And nothing is left when everything is gone, whatever the order and the sizes."""
     rng = np.random.default_rng(0)
     held = []
@@ -71,7 +71,7 @@ def test_no_more_is_kept_than_is_used(store):
         else:
             held.append(empty((200, 200 + 10 * int(rng.integers(4))), DTYPE))
         assert store.used == sum(x.nbytes for x in held)
-        assert 0 <= store.kept <= store.used
+        assert 0 <= 2 * store.kept <= store.used
         assert store.kept == sum(n * len(same) for n, same in store.spare.items())
     held.clear()
 
@@ -91,12 +91,12 @@ def test_garbage_may_be_collected_at_any_moment(store, monkeypatch):
         return fresh(*arguments, **options)
 
     monkeypatch.setattr(reused_memory.np, "empty", collecting)
-    x = empty((400, 200), DTYPE)
+    x = empty((800, 200), DTYPE)
 
     assert not held
     y = empty((400, 200), DTYPE)
     assert store.used == x.nbytes + y.nbytes
-    assert 0 < store.kept <= store.used
+    assert 0 < 2 * store.kept <= store.used
 
 
 def test_threads_have_arrays_of_their_own():

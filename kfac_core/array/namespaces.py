@@ -192,14 +192,15 @@ def _meet(x: Array, xp: Namespace, name: str) -> None:
 
 def is_usable(x: Any, /) -> bool:
     """Whether something is an array that `namespace_of` accepts, in native byte order."""
-    try:
-        own_namespace(x)
-    except (TypeError, KFACError):
-        return False
+    cls = type(x)
+    if cls not in _namespaces:
+        try:
+            own_namespace(x)
+        except (TypeError, KFACError):
+            return False
     if not getattr(x.dtype, "isnative", True):
         return False
-    problem_of = _problem_of.get(type(x))
-    return problem_of is None or problem_of(x) is None
+    return cls not in _problem_of or _problem_of[cls](x) is None
 
 
 def _require_usable(x: Array, name: str) -> None:

@@ -85,7 +85,8 @@ class Stacked:
         """Return the results of equal tasks, if their stack has no flag."""
         kinds: dict[int, list[str]] = {}
         for name, task in tasks.items():
-            kind = self._kind(task[0])
+            known = self._kinds.get(id(task[0]))
+            kind = self._kind(task[0]) if known is None else known[1]
             if kind is not None:
                 kinds.setdefault(kind, []).append(name)
         groups: dict[Any, list[str]] = {}
@@ -118,26 +119,24 @@ class Stacked:
 
     def _kind(self, block: Any) -> int | None:
         """Return a number that equal blocks have; None for one that is not stacked."""
-        known = self._kinds.get(id(block))
-        if known is None:
-            kind = None
-            if block.stacks and max(block.layer.matrix_shape) <= STACKED_UP_TO:
-                if block not in self._blocks:
-                    self._blocks.append(block)
-                kind = self._blocks.index(block)
-            known = self._kinds[id(block)] = block, kind
-        return known[1]
+        kind = None
+        if block.stacks and max(block.layer.matrix_shape) <= STACKED_UP_TO:
+            if block not in self._blocks:
+                self._blocks.append(block)
+            kind = self._blocks.index(block)
+        self._kinds[id(block)] = block, kind
+        return kind
 
     def _form(self, value: Any) -> Any:
         """Return what has to agree in an argument of tasks of one stack."""
-        if is_plain(value):
-            return value
         piece = self._pieces.get(id(value))
         if piece is not None and piece[0] is value:
             stack = piece[1]
             if stack.form is None:
                 stack.form = self._form_of_arrays(value)
             return stack.form
+        if is_plain(value):
+            return value
         if is_structure(value) or isinstance(value, dict):
             return self._form_of_arrays(value)
         # A scalar is not stacked: it has to be the same number, or the same array.

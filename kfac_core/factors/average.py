@@ -55,9 +55,11 @@ class Average:
         """
         if not debias:
             return self.sum
-        total, factor = self.sum, self.factor(debias=True)
+        total = self.sum
         if not is_structure(total):
-            return total * _beside(factor, total)
+            # A quotient is 1 where sum and weight are equal, as of counts that all are 1.
+            return total / _beside(as_array(self._divisor()), total)
+        factor = self.factor(debias=True)
         if isinstance(total, SymmetricMatrix):
             return total.scaled(_beside(factor, total.array))
         if _is_compressed(total):
@@ -69,7 +71,12 @@ class Average:
         xp = own_namespace(self.weight)
         if not debias:
             return xp.ones_like(self.weight)
-        return as_array(1.0 / positive_or_one(as_number(self.weight), xp=xp))
+        return as_array(1.0 / self._divisor())
+
+    def _divisor(self) -> Scalar:
+        """Return the weight, or 1 where that is zero."""
+        xp = own_namespace(self.weight)
+        return positive_or_one(as_number(self.weight), xp=xp)
 
     def merged(self, other: Average, /) -> Average:
         """Return the average of both data sets together."""

@@ -6,7 +6,7 @@ import math
 from typing import Any, get_args
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import truth_of
+from kfac_core.array.finite import known_true, truth_of
 from kfac_core.array.namespaces import (
     Scalar,
     as_scalar,
@@ -234,7 +234,8 @@ class FactoredKronecker(CurvatureOperator):
         # In this order compilers have no transpose to move before the first product.
         right = self.output.solve(transposed(V, xp=xp))
         both = self.input.solve(transposed(right, xp=xp), overwrite=True)
-        return both / self._scale()
+        # Where nothing is shared S is 1, which saves a pass if the host knows it.
+        return both if known_true(self.scale == 1, xp=xp) else both / self._scale()
 
     def _power(self, V: Array, xp: Namespace, exponent: float) -> Array:
         left = self.input.power(V, exponent)
