@@ -642,6 +642,40 @@ def test_what_the_caller_says_is_what_the_loss_says():
         kfac.observe(np.ones((5, 4), "float32"))
 
 
+def test_examples_that_a_batch_norm_mixes_are_right_in_expectation():
+    """One source is of all rows, whose products have signs: without, they add up."""
+    keras.utils.set_random_seed(2)
+    model = network(
+        layers.Dense(4),
+        layers.BatchNormalization(epsilon=1e-3),
+        layers.Activation("tanh"),
+        layers.Dense(3),
+        shape=(4,),
+    )
+    x = np.random.default_rng(2).normal(size=(3, 4)).astype("float32")
+    kfac = KFAC(model, fisher="exact", **LOSS)
+    found = 0.0
+    for step in range(150):
+        kfac._steps = step
+        kfac.observe(x)
+        (first, *_) = kfac._calls
+        g = np.stack([host(g) for g in first.output_grads])
+        found = found + np.einsum("mni,mnj->ij", g, g) / 150
+
+    dense, norm, _, head = model.layers
+    y = x @ host(dense.kernel) + host(dense.bias)
+    deviation = np.sqrt(y.var(axis=0) + 1e-3)
+    unit = (y - y.mean(axis=0)) / deviation
+    t = np.tanh(unit * host(norm.gamma) + host(norm.beta))
+    z = t @ host(head.kernel) + host(head.bias)
+    # What comes back from row n to the norm, and from there to row m.
+    back = np.einsum("cno,io,ni->cni", roots_of_fisher(z), host(head.kernel), 1 - t**2)
+    mixing = np.eye(3)[:, :, None] - 1 / 3 - unit[:, None] * unit[None] / 3
+    g = np.einsum("cni,nmi->cnmi", back, mixing) * host(norm.gamma) / deviation
+    expected = np.einsum("cnmi,cnmj->ij", g, g)
+    assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("method", ["compute_loss", "train_step", "instance"])
 def test_a_model_with_a_loss_of_its_own_says_its_likelihood(method):
     """Of which a compiled loss, as Keras's own example has one, says nothing."""

@@ -54,7 +54,8 @@ class KFAC(kc.integration.NaturalGradient):
         read them.  Needed by a model with a ``compute_loss`` or ``train_step`` of its own.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them (one
-        backward pass for each), ``"empirical"`` takes the targets of the data; see
+        backward pass for each; random signs of rows make it right in expectation where
+        layers mix these), ``"empirical"`` takes the targets of the data; see
         `kfac_core.losses.EstimationMode`.
     reduction : {"mean", "sum"}, optional
         Reduction over the rows of outputs: ``"mean"`` for each of Keras's means, ``"sum"``
@@ -376,7 +377,13 @@ class KFAC(kc.integration.NaturalGradient):
         spec = kc.losses.noise_spec(loss.row.likelihood, z, mode=mode)
         if spec is not None:
             given["noise"] = self._noise(spec, z, step, place)
-        made = kc.losses.vectors(loss.row.likelihood, z, mode=mode, **given).vectors
+        drawn = kc.losses.vectors(loss.row.likelihood, z, mode=mode, **given)
+        if mode != "empirical" and spec is None:
+            # Rows that a layer mixes, of one example or of several, must not add up.
+            signs = kc.losses.NoiseSpec("uniform", tuple(drawn.vectors.shape[:-1]))
+            noise = self._noise(signs, z, step, place)
+            drawn = kc.losses.with_random_signs(drawn, noise)
+        made = drawn.vectors
         factor = loss.weight * loss.row.weight(z.shape[-1]) * share
         if weight is not None:
             factor = factor * weight[..., None]
