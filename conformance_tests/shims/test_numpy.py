@@ -341,6 +341,24 @@ def test_an_array_of_two_layers_is_refused():
         KFAC(parameters, **SETTINGS)
 
 
+def test_examples_that_the_network_mixes_are_right_in_expectation():
+    """Each output less the mean over the batch: rows of one source must not add up."""
+    parameters = dense_parameters()
+    z = random(3, 3, seed=4)
+    optimizer = KFAC(parameters, likelihood="categorical", fisher="exact", **SETTINGS)
+    found = 0.0
+    for _ in range(200):
+        drawn = optimizer.vectors(z)
+        g = drawn - drawn.mean(axis=1, keepdims=True)
+        found = found + np.einsum("mni,mnj->ij", g, g) / 200
+
+    B = root_of_fisher(z)
+    centering = np.eye(3) - 1 / 3
+    g = np.einsum("nic,nm->ncmi", B, centering)
+    expected = np.einsum("ncmi,ncmj->ij", g, g)
+    assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
+
+
 def test_an_array_in_the_place_of_a_parameter_is_refused():
     """The step would move the old one; what is written into it is the next step's start."""
     parameters, gradient, (x, g) = dense_parameters(), dense_gradient(), dense_case()

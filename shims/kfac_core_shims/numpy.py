@@ -235,7 +235,8 @@ class KFAC:
             mode=self.fisher,
             # A seed of its own for each part of each step, the same in a resumed run.
             seed=(self.steps << 40) + self._drawn,
-            shared=rows != len(outputs),
+            # Signs keep apart what a batch norm mixes too, and do nothing elsewhere.
+            shared=self.positions == "signs" or rows != len(outputs),
             samples=self.samples,
             positions=self.positions,
         )
