@@ -21,8 +21,8 @@ import numpy as np
 
 __all__ = ["empty"]
 
-_SMALLEST = 1 << 17
-"""Bytes from which on the system's own allocator maps fresh memory."""
+_SMALLEST = 1 << 20
+"""Bytes below which what the system's own allocator keeps for the next array is enough."""
 
 
 class _Store:

@@ -72,6 +72,24 @@ def test_calls_are_further_examples_of_one_block(backend, rng, mode, loss):
     )
 
 
+def test_rows_are_let_go_of_once_they_are_in_the_statistics(backend, rng, monkeypatch):
+    """Before the refresh, which needs the memory; a step that fails there restores all."""
+    x, g, V = (rng.normal(size=shape) for shape in ((6, 3), (6, 2), (3, 2)))
+    call = call_of(backend.asarray(x), backend.asarray(g))
+    driver, held = natural(), []
+    monkeypatch.setattr(
+        driver.estimator, "refresh", lambda: held.append(call.has_rows) or 1 / 0
+    )
+    before = driver.estimator.state
+
+    with pytest.raises(ZeroDivisionError):
+        driver.directions({"one": {"weight": backend.asarray(V)}}, [call], rows=6)
+
+    assert held == [False]
+    assert call.inputs is None
+    assert driver.estimator.state is before
+
+
 def test_parts_of_one_source_add_up(backend, rng):
     """As where a loss is differentiated in two parts; nothing came back in a third."""
     x, g = rng.normal(size=(5, 3)), rng.normal(size=(2, 5, 2))

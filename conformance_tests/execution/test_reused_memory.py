@@ -19,8 +19,9 @@ SHAPE, DTYPE = (300, 200), np.dtype(np.float32)
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch):
-    """An own store for each test."""
+    """An own store for each test, of small arrays too."""
     gc.collect()
+    monkeypatch.setattr(reused_memory, "_SMALLEST", 1 << 17)
     found = reused_memory._Store()
     monkeypatch.setattr(reused_memory, "_store", found)
     return found

@@ -161,11 +161,14 @@ class LayerCall:
         """
         if self.transposed or not self.output_grads:
             return
+        n, m = block.layer.matrix_shape
+        saved = math.prod(self.inputs.shape) - n * n - m * m
+        saved += len(self.output_grads) * math.prod(self.output_grads[0].shape)
+        if not always and saved < SAVED:
+            return
         g = _stacked(self.output_grads, own_namespace(self.output_grads[0]))
         xp = own_namespace(g)
-        n, m = block.layer.matrix_shape
-        saved = math.prod(self.inputs.shape) + math.prod(g.shape) - n * n - m * m
-        if not always and (saved < SAVED or not is_plain(g, xp=xp)):
+        if not always and not is_plain(g, xp=xp):
             return
         bias = _joined_biases([self], xp)
         batch = Batch(self.inputs, g, self.mask, len(self.output_grads), bias=bias)

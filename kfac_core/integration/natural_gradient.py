@@ -176,7 +176,8 @@ class NaturalGradient:
         gradients : mapping of str to mapping of str to array
             Gradients by block and parameter, in the layers' layout; blocks may be left out.
         calls : iterable of LayerCall
-            Inputs of the layers, and the output gradients.
+            Inputs of the layers, and the output gradients, which a call lets go of as soon
+            as they are in the statistics.
         rows : float
             R, or the sum of the rows' weights; 0 where nothing was observed.  Of this
             process's calls, where there are others.  After `begin` neither is read.
@@ -388,6 +389,10 @@ class NaturalGradient:
                 estimator.decay = value_at(self.decay_schedule, self.steps)
             if batches is not None:
                 estimator.update(batches)
+                # The rows are in the statistics; a refresh needs the memory.
+                del batches
+                for call in used:
+                    call.clear()
             if self.wants_refresh:
                 self._rebase()
                 if background:
