@@ -1328,3 +1328,90 @@ def test_masked_outputs_are_named(kind):
     _, found, scale = kfac.factors("2")
     # Rows of one example have random signs in common.
     torch.testing.assert_close((scale * found).diag(), G.diag())
+
+
+class Lengths(nn.Module):
+    """A layer that is called with rows of examples, and with their positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.head = nn.Linear(5, 6), nn.Linear(6, 4)
+
+    def forward(self, *inputs):
+        self.made = [self.below(x) for x in inputs]
+        means = [torch.tanh(y).reshape(len(y), -1, 6).mean(1) for y in self.made]
+        self.mixed = sum(means)
+        return self.head(self.mixed)
+
+
+@pytest.mark.parametrize("approximation", [kc.Kronecker(), kc.Eigen()])
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("when", ["one pass", "accumulated"])
+def test_sequences_of_several_lengths_are_one_batch(when, fisher, approximation):
+    """In accumulated batches that are padded to their own lengths, and in one pass."""
+    model, y = Lengths(), torch.randint(0, 4, (8,))
+    shapes = [(8, 3, 5), (8, 5), (8, 2, 5)]
+    if when == "accumulated":
+        shapes = [(3, 3, 5), (1, 5), (4, 2, 5)]
+    inputs = [torch.randn(shape) for shape in shapes]
+    passes = [inputs] if when == "one pass" else [[x] for x in inputs]
+    labels = y.split([len(x[0]) for x in passes])
+    kfac = KFAC(
+        model,
+        approximations={"dense": approximation},
+        **{**EXACT, "fisher": fisher},
+    )
+    rows, mixed, below, head = [], [], 0.0, 0.0
+    for xs, own in zip(passes, labels, strict=True):
+        z = model(*xs)
+        rows += [x.reshape(-1, 5) for x in xs]
+        mixed.append(model.mixed.detach())
+        ys = [*model.made, z]
+        for n, row in enumerate(z):
+            columns = root_of_hessian(row).T
+            if fisher == "empirical":
+                columns = [(torch.softmax(row, 0) - fn.one_hot(own[n], 4)).detach()]
+            for column in columns:
+                *found, g = torch.autograd.grad(row, ys, column, retain_graph=True)
+                found = torch.cat([f.reshape(-1, 6) for f in found])
+                below = below + found.T @ found / 8
+                head = head + g.T @ g / 8
+    for xs, own in zip(passes, labels, strict=True):
+        (fn.cross_entropy(model(*xs), own) * len(own) / 8).backward()
+    kfac.step()
+    x, h = torch.cat(rows), torch.cat(mixed)
+    x, h = (torch.cat([r, torch.ones(len(r), 1)], 1) for r in (x, h))
+    expected = {"below": (x.T @ x / len(x), below), "head": (h.T @ h / len(h), head)}
+    if isinstance(approximation, kc.Kronecker):
+        assert_factors(kfac, expected)
+        return
+    operator = kfac.estimator.operator("below")
+    values = kfac.estimator.state["below"].statistics.averages
+    assert operator.vector_shape == (6, 6)
+    A = values["input"].value(debias=True).full()
+    torch.testing.assert_close(A, expected["below"][0].detach())
+
+
+def test_images_of_several_sizes_are_one_batch():
+    """The filter's factors have the patches of all."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4)
+    )
+    images = [torch.randn(3, 2, 3, 3), torch.randn(5, 2, 4, 5)]
+    y = torch.randint(0, 4, (8,))
+    kfac = KFAC(model, **EXACT)
+    patches, G = [], 0.0
+    for x in images:
+        made = model[0](x)
+        patches.append(fn.unfold(x, 2).movedim(1, -1).reshape(-1, 8))
+        for row in model[1:](made):
+            for column in root_of_hessian(row).T:
+                (g,) = torch.autograd.grad(row, made, column, retain_graph=True)
+                g = g.movedim(1, -1).reshape(-1, 3)
+                G = G + g.T @ g / 8
+    for x, own in zip(images, y.split([3, 5]), strict=True):
+        (fn.cross_entropy(model(x), own) * len(own) / 8).backward()
+    kfac.step()
+    x = torch.cat(patches)
+    x = torch.cat([x, torch.ones(len(x), 1)], 1)
+    assert_factors(kfac, {"0": (x.T @ x / len(x), G)})

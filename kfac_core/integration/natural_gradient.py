@@ -38,7 +38,7 @@ from kfac_core.errors import (
 from kfac_core.estimator import Estimator
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.factors.statistics import Statistics
-from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
+from kfac_core.integration.layer_calls import LayerCall, batches_in_parts
 from kfac_core.integration.schedules import (
     Interval,
     Schedule,
@@ -260,16 +260,22 @@ class NaturalGradient:
         scale: Scalar = 1.0
         if self.estimator.mode == "empirical" and self.reduction == "mean":
             scale = rows / self._processes
-        known = self.estimator.network
-        batches: dict[str, Any] = dict(batches_of_calls(used, rows=rows, scale=scale))
-        batches = known.chains.batches(known.tied_weights.grouped(batches))
         found = dict(before or {})
+        for part in batches_in_parts(used, rows=rows, scale=scale):
+            self._add_moments(part, found)
+        return found
+
+    def _add_moments(
+        self, part: Mapping[str, Any], found: dict[str, Statistics]
+    ) -> None:
+        """Add the statistics of a part of a batch to those of the parts before."""
+        known = self.estimator.network
+        batches = known.chains.batches(known.tied_weights.grouped(part))
         options: Any = {"conventions": known.conventions, "precision": known.precision}
         for name, batch in batches.items():
             block = known.blocks[name]
             own = block.moments(batch, **options, name=name)
             found[name] = block.merge(found[name], own) if name in found else own
-        return found
 
     @validated
     def sum_rows(self, call: LayerCall, /, *, always: bool = False) -> None:
@@ -379,7 +385,7 @@ class NaturalGradient:
         missing = self.wants_statistics and not seen
         if missing or (not rows and self.reduction == "sum"):
             raise NotReadyError(_NOTHING_SEEN)
-        batches = self._batches(used, rows, examples) if seen else None
+        parts = self._batches(used, rows, examples) if seen else []
         before, refresh = self._held(), None
         estimator = self.estimator
         try:
@@ -387,10 +393,18 @@ class NaturalGradient:
                 estimator.damping = value_at(self.damping_schedule, self.steps)
             if self.decay_schedule is not None:
                 estimator.decay = value_at(self.decay_schedule, self.steps)
-            if batches is not None:
-                estimator.update(batches)
+            if parts[1:]:
+                found: dict[str, Statistics] = {}
+                for part in parts:
+                    self._add_moments(part, found)
+                estimator.absorb(found)
+                del found, part
+            elif parts:
+                estimator.update(parts[0])
+            seen_blocks = [*parts[0]] if parts else []
+            if parts:
                 # The rows are in the statistics; a refresh needs the memory.
-                del batches
+                parts.clear()
                 for call in used:
                     call.clear()
             if self.wants_refresh:
@@ -399,8 +413,8 @@ class NaturalGradient:
                     refresh = estimator.start_refresh()
                 else:
                     estimator.refresh()
-            elif batches is not None and self.communicator is None:
-                self._refresh_new(batches)
+            elif self.communicator is None:
+                self._refresh_new(seen_blocks)
         except BaseException:
             self._restore(before)
             raise
@@ -537,12 +551,12 @@ class NaturalGradient:
 
     def _batches(
         self, calls: Iterable[LayerCall], rows: Scalar, examples: Mapping[str, float]
-    ) -> dict[str, Any]:
+    ) -> list[dict[str, Any]]:
         scale: Scalar = 1.0
         if self.estimator.mode == "empirical" and self.reduction == "mean":
             # Empirical gradients are those of the caller's own loss.
             scale = rows / self._processes
-        return batches_of_calls(calls, rows=rows, scale=scale, examples=examples)
+        return batches_in_parts(calls, rows=rows, scale=scale, examples=examples)
 
 
 @dataclass(frozen=True)

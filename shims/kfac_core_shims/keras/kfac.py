@@ -400,9 +400,9 @@ class KFAC(kc.integration.NaturalGradient):
             return jax.random.normal(key, spec.shape, z.dtype)
         return jax.random.uniform(key, spec.shape, z.dtype)
 
-    def _batches(self, calls: Any, rows: Any, examples: Any) -> dict[str, Any]:
+    def _batches(self, calls: Any, rows: Any, examples: Any) -> list[dict[str, Any]]:
         # In every mode the vectors are those of a sum, and made here.
-        return kc.integration.batches_of_calls(calls, rows=rows, examples=examples)
+        return kc.integration.batches_in_parts(calls, rows=rows, examples=examples)
 
     # Between a list of gradients and the blocks' parameters.
 

@@ -804,7 +804,8 @@ class KFAC(kc.integration.NaturalGradient):
                     observation.take(r, passing)
                 observation.watch(r, empirical=True)
             return observation
-        if self.overlap:
+        # What only returned gradients may come again.
+        if accumulates and self.overlap:
             self._begin(observation.calls, observation.rows)
         elif accumulates:
             observation.sum_rows(observation.calls)
