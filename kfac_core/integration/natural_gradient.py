@@ -423,8 +423,8 @@ class NaturalGradient:
     def _refresh_new(self, names: Iterable[str]) -> None:
         """Make the first operators of blocks that no batch before this one had."""
         network, state = self.estimator.network, self.estimator.state
-        new = {network.block_of(n) for n in names}
-        new = {n for n in new if state[n].operator is None}
+        blocks = map(network.block_of, names)
+        new = {n for n in blocks if state[n].operator is None}
         if new:
             based = [n for n in new if network.blocks[n].approximation.has_bases]
             if based:

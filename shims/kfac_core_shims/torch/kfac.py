@@ -531,8 +531,8 @@ class KFAC(kc.integration.NaturalGradient):
         ----------
         passes : iterable, optional
             Outputs of forward passes, made one after the other, as by a generator; they
-            are parts of one batch, of any sizes, and their graphs are let go of as they
-            are read.  Nothing needs to be differentiated, except for
+            are parts of one batch, of any sizes, with as many rows for each example; their
+            graphs are let go of as they are read.  Nothing needs to be differentiated, except for
             ``fisher="empirical"``: there the loop differentiates each loss itself and
             gives None.  Where left out, the passes that were differentiated or observed
             by hand since the last step are the batch.
@@ -568,6 +568,7 @@ class KFAC(kc.integration.NaturalGradient):
                 "differentiated. Make KFAC without `overlap`."
             )
         found: dict[str, kc.Statistics] | None = None
+        shares: list[float] = []
         if isinstance(passes, torch.Tensor):
             passes = [passes]
         self._collects = True
@@ -579,9 +580,18 @@ class KFAC(kc.integration.NaturalGradient):
                 self.balance()
                 calls = [call for o in seen for call in o.checked_calls()]
                 rows = sum(o.rows for o in seen)
+                shares += [rows / max(call.examples for call in calls)] if calls else []
                 with torch.no_grad():
                     found = self.moments(calls, rows=rows, before=found)
                 self._forget()
+            if shares and max(shares) > (1 + 1e-3) * min(shares):
+                warn(
+                    "Parts have unlike numbers of rows for each example, from "
+                    f"{min(shares):.3g} to {max(shares):.3g}. Their statistics are "
+                    "averaged over examples, and not over rows. Give parts of one length, "
+                    "or observe them and call update() without `passes`.",
+                    stacklevel=2,
+                )
             if found is not None:
                 self.estimator.absorb(found)
         finally:
@@ -1128,8 +1138,10 @@ class KFAC(kc.integration.NaturalGradient):
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
-        if any(held.get(key) is not x for held, key, x in self._places):
-            self._find_replaced()
+        for held, key, x in self._places:
+            if held.get(key) is not x:
+                self._find_replaced()
+                break
         self._require_new_gradients()
         if self._division is not None:
             given = self._division.gradients()
