@@ -532,10 +532,10 @@ class KFAC(kc.integration.NaturalGradient):
         passes : iterable, optional
             Outputs of forward passes, made one after the other, as by a generator; they
             are parts of one batch, of any sizes, with as many rows for each example; their
-            graphs are let go of as they are read.  Nothing needs to be differentiated, except for
-            ``fisher="empirical"``: there the loop differentiates each loss itself and
-            gives None.  Where left out, the passes that were differentiated or observed
-            by hand since the last step are the batch.
+            graphs are let go of as they are read.  Nothing needs to be differentiated,
+            except for ``fisher="empirical"``: there the loop differentiates each loss
+            itself and gives None.  Where left out, the passes that were differentiated or
+            observed by hand since the last step are the batch.
 
         Raises
         ------
