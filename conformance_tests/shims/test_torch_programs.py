@@ -1415,3 +1415,31 @@ def test_images_of_several_sizes_are_one_batch():
     x = torch.cat(patches)
     x = torch.cat([x, torch.ones(len(x), 1)], 1)
     assert_factors(kfac, {"0": (x.T @ x / len(x), G)})
+
+
+def test_a_block_that_one_pass_uses_in_another_way_has_no_statistics_of_the_other():
+    """Second-order meta-learning: an inner pass, and one with weights made of its own."""
+    model, (x, y) = network(), batch()
+    model.append(nn.Linear(4, 4))
+    kfac = KFAC(model, likelihood="categorical", **EXACT)
+    called = torch.func.functional_call
+    below = dict(model[:3].named_parameters())
+    own = {f"3.{name}": p for name, p in model[3].named_parameters()}
+
+    def adapted():
+        loss = fn.cross_entropy(called(model[:3], below, (x,)), y)
+        grads = torch.autograd.grad(loss, [*below.values()], create_graph=True)
+        pairs = zip(below.items(), grads, strict=True)
+        moved = {name: p - 0.1 * g for (name, p), g in pairs}
+        return called(model, {**moved, **own}, (x,))
+
+    losses = [fn.cross_entropy(z, y) / 2 for z in (model(x), adapted())]
+    sum(losses).backward()
+    with pytest.warns(UserWarning, match=r"0\.weight.*2\.weight.*SubBackward0"):
+        kfac.step()
+
+    assert kfac.estimator.state["0"].statistics is None
+    p = torch.softmax(torch.cat([model(x), adapted()]).detach(), 1)
+    G = (torch.diag(p.sum(0)) - p.T @ p) / len(p)
+    _, found, scale = kfac.factors("3")
+    torch.testing.assert_close(scale * found, G)

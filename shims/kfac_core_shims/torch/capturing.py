@@ -138,6 +138,8 @@ class Observation:
         Whether another observation stands in its place.
     cleared : bool
         Whether what it added to ``.grad`` is gone.
+    untold : frozenset of str
+        Blocks whose weights the outputs depend on in a way that is not known.
     weight : torch.Tensor or None
         Weights of the rows.
     share : float
@@ -164,6 +166,7 @@ class Observation:
     accumulated: bool = False
     withdrawn: bool = False
     cleared: bool = False
+    untold: frozenset[str] = frozenset()
     weight: Any = None
     unread: Any = None
     in_unlike_parts: bool = False

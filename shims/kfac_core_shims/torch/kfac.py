@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -286,6 +285,7 @@ class KFAC(kc.integration.NaturalGradient):
         }
         self._observations: list[Observation] = []
         self._replaced: set[str] = set()
+        self._untold = frozenset[str]()
         self._task = -1  # The last backward pass that added to `.grad`.
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
@@ -578,7 +578,7 @@ class KFAC(kc.integration.NaturalGradient):
                     self._observe_alone(outputs)
                 seen = self._observations if self._by_hand else self.differentiated
                 self.balance()
-                calls = [call for o in seen for call in o.checked_calls()]
+                calls = self._calls_of(seen)
                 rows = sum(o.rows for o in seen)
                 shares += [rows / max(call.examples for call in calls)] if calls else []
                 with torch.no_grad():
@@ -1034,8 +1034,20 @@ class KFAC(kc.integration.NaturalGradient):
             for call in observation.calls:
                 call.scaled_by /= math.sqrt(squares)
 
+    def _calls_of(self, seen: list[Observation]) -> list[Any]:
+        """Return the calls of passes, of the blocks whose every use in them is known."""
+        untold = frozenset[str]().union(*(o.untold for o in seen))
+        found = [call for o in seen for call in o.checked_calls()]
+        if not untold:
+            return found
+        for name in untold & {call.block for call in found}:
+            (first, *_) = self._names(self._sites[name])
+            self.note(f"of {name!r}, {self._reasons[first]} of another pass")
+        return [call for call in found if call.block not in untold]
+
     def _reached(self, edge: Any) -> list[capturing.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
+        self._untold = frozenset()
         if not self.wants_statistics:
             return []
         reached, reasons = capturing.calls_below(
@@ -1049,6 +1061,7 @@ class KFAC(kc.integration.NaturalGradient):
         for name, reason in reasons.items():
             for parameter in self._names(self._sites[name]):
                 self._reasons[parameter] = reason
+        self._untold = frozenset(reasons)
         if not reached:
             self.note(
                 "the outputs depend on no recorded call of a covered layer: they were "
@@ -1084,7 +1097,11 @@ class KFAC(kc.integration.NaturalGradient):
             # All processes have the same rows.
             rows = float(rows) / self.communicator.size
         observation = Observation(
-            calls, float(rows), weight=weight, kfac=weakref.ref(self)
+            calls,
+            float(rows),
+            weight=weight,
+            untold=self._untold,
+            kfac=weakref.ref(self),
         )
         self._observations.append(observation)
         row = self.criterion.row
@@ -1164,7 +1181,7 @@ class KFAC(kc.integration.NaturalGradient):
                 "before zero_grad()."
             )
         self.balance()
-        calls = itertools.chain.from_iterable(o.checked_calls() for o in seen)
+        calls = self._calls_of(seen)
         refreshes = self.wants_refresh
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
