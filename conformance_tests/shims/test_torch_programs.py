@@ -792,6 +792,35 @@ def test_passes_whose_gradients_were_cleared_do_not_count(kind, clears, output, 
         if output is None:
             kfac.observe(z)
         (fn.cross_entropy(z, y[rows]) / 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    kfac.step()
+    assert_factors(kfac, expected)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("kind", ["summed", "clipped", "noisy"])
+def test_passes_whose_gradients_come_back_count(kind, fisher):
+    """Sums of copies, and gradients of single examples that are clipped."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+    empirical = fisher == "empirical"
+    expected = (empirical_factors if empirical else dense)(
+        model, *(x, y) if empirical else (x,)
+    )
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    sizes = (4, 4) if kind == "summed" else (1,) * 8
+    for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
+        model.zero_grad()
+        (fn.cross_entropy(model(a), b) / len(sizes)).backward()
+        if kind == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        for t, p in zip(total, model.parameters(), strict=True):
+            t += p.grad + 1e-3 * torch.randn_like(p) * (kind == "noisy")
+    for t, p in zip(total, model.parameters(), strict=True):
+        if kind == "summed":
+            p.grad = t
+        else:
+            p.grad.copy_(t)
     kfac.step()
     assert_factors(kfac, expected)
 

@@ -286,6 +286,9 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations: list[Observation] = []
         self._replaced: set[str] = set()
         self._untold = frozenset[str]()
+        self._watched: Any = None
+        self._watching: Any = None
+        self._kept: Any = None
         self._task = -1  # The last backward pass that added to `.grad`.
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
@@ -384,8 +387,8 @@ class KFAC(kc.integration.NaturalGradient):
     def adds_to_gradients(self) -> bool | None:
         """Whether the backward pass that is running adds to ``.grad`` of any block.
 
-        Earlier passes whose gradients are gone, as by ``zero_grad``, are not counted: the
-        step will not read them.
+        Earlier passes whose gradients are gone, as by ``zero_grad``, are not counted,
+        unless the loop puts these back before the step.
 
         Returns
         -------
@@ -406,9 +409,46 @@ class KFAC(kc.integration.NaturalGradient):
             if self.has_accumulated and not self._has_gradients():
                 for observation in self._observations:
                     observation.cleared = observation.accumulated
+                self._watch_gradients()
             if all(o.cleared or not o.accumulated for o in self._observations):
                 self.give_up()
         return adds
+
+    def _watch_gradients(self) -> None:
+        """Keep a copy of what later passes add to ``.grad`` of one small parameter."""
+        if self._watched is not None:
+            return
+        fed = [p for p in self.trained if accumulates([p])]
+        self._watched = min(fed, key=lambda p: (p.numel() < 8, p.numel()))
+        own = weakref.ref(self)
+
+        def keep(p: Any) -> None:
+            kfac = own()
+            if kfac is not None:
+                kfac._kept = p.grad.detach().clone()
+
+        self._watching = self._watched.register_post_accumulate_grad_hook(keep)
+
+    def _settle(self) -> None:
+        """Count passes whose gradients were cleared, if the loop has put them back.
+
+        As where it sums copies of gradients, or clips those of each example: then the
+        gradients are not those of the later passes alone, up to a factor.
+        """
+        if self._watched is None or self._kept is None or self._watched.grad is None:
+            return
+        now, kept = (g.reshape(-1).double() for g in (self._watched.grad, self._kept))
+        coarse = 1e-3 if self._kept.dtype.itemsize < 4 else 1e-6
+        product, sizes = float(now @ kept), float((now @ now) * (kept @ kept))
+        if product > 0 and product**2 >= (1 - coarse) * sizes:
+            return
+        if self.overlap and any(o.cleared for o in self._observations):
+            raise kc.ConventionError(
+                "The gradients are of several passes, and `overlap` is for steps of one. "
+                "Make KFAC without `overlap`."
+            )
+        for observation in self._observations:
+            observation.cleared = False
 
     def _has_gradients(self) -> bool:
         """Whether any block has a gradient that is not zero."""
@@ -516,6 +556,7 @@ class KFAC(kc.integration.NaturalGradient):
         try:
             if self._is_overflow():
                 return
+            self._settle()
             self._step(self.differentiated)
         finally:
             self.discard()
@@ -692,6 +733,9 @@ class KFAC(kc.integration.NaturalGradient):
             site.forget()
         self._observations, self._passes = [], []
         self._by_hand = False
+        if self._watched is not None:
+            self._watching.remove()
+            self._watched = self._kept = None
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
