@@ -420,14 +420,18 @@ class KFAC(kc.integration.NaturalGradient):
             return
         fed = [p for p in self.trained if accumulates([p])]
         self._watched = min(fed, key=lambda p: (p.numel() < 8, p.numel()))
-        own = weakref.ref(self)
+        own, engine = weakref.ref(self), torch.autograd.Variable._execution_engine
 
-        def keep(p: Any) -> None:
+        def keep() -> None:
             kfac = own()
-            if kfac is not None:
-                kfac._kept = p.grad.detach().clone()
+            if kfac is not None and kfac._watched is not None:
+                kfac._kept = kfac._watched.grad.detach().clone()
 
-        self._watching = self._watched.register_post_accumulate_grad_hook(keep)
+        def came(p: Any) -> None:
+            # After DistributedDataParallel's own callback, which averages gradients.
+            engine.queue_callback(lambda: engine.queue_callback(keep))
+
+        self._watching = self._watched.register_post_accumulate_grad_hook(came)
 
     def _settle(self) -> None:
         """Count passes whose gradients were cleared, if the loop has put them back.
