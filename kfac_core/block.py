@@ -23,7 +23,13 @@ import numpy as np
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace, load_adapters
-from kfac_core.array.finite import all_finite, known_finite, known_true
+from kfac_core.array.finite import (
+    all_finite,
+    is_plain,
+    known_finite,
+    known_true,
+    truth_of,
+)
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
@@ -62,8 +68,11 @@ from kfac_core.constraints import (
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
 from kfac_core.errors import (
+    ConventionError,
     DampingError,
+    DtypeError,
     FactorizationError,
+    IdRangeError,
     KFACError,
     MixedArraysError,
     NotFiniteError,
@@ -71,7 +80,7 @@ from kfac_core.errors import (
 )
 from kfac_core.factors.average import Average, require_decay, require_weight
 from kfac_core.factors.statistics import Statistics
-from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.layers.example_gradients import GradientBatch, require_known_rows
 from kfac_core.layers.feeding import detached_array, raise_for_flags
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
@@ -246,6 +255,7 @@ class Block:
         precision: Precision = _FULL_PRECISION,
         check: Check = "raise",
         name: str = "block",
+        statistics: Statistics | None = None,
     ) -> Statistics:
         """Return the statistics of one batch alone, weighted by its number of rows.
 
@@ -265,6 +275,9 @@ class Block:
             See `update`.
         name : str
             Name of the block in error messages.
+        statistics : Statistics, optional
+            Statistics that are to absorb these.  The second moments of `kfac_core.Eigen`
+            are taken in their bases, and in the coordinates without.
 
         Returns
         -------
@@ -280,7 +293,11 @@ class Block:
         require_kind("precision", precision, Precision, "Precision")
         require_check(check)
         given = self.rows(batch)
-        empty = self.initial(given.like, precision=precision)
+        if statistics is None or not statistics.bases:
+            empty = self.initial(given.like, precision=precision)
+        else:
+            _require_place(statistics.like, given.like)
+            empty = emptied(statistics)
         xp = empty.namespace
         rows, outside = _with_ids_inside(given, xp)
         status = outside | rows.status(xp=xp)
@@ -296,7 +313,8 @@ class Block:
         return new if check == "raise" else _accepted(new, empty)
 
     def merge(self, first: Statistics, second: Statistics, /) -> Statistics:
-        """Return the statistics of both data sets together."""
+        """Return the statistics of both data sets together, taken in the same bases."""
+        _require_bases(first, second)
         return without_scalars(first.merged(second))
 
     @validated
@@ -331,6 +349,7 @@ class Block:
         xp, dtype = statistics.namespace, statistics.dtype
         decay = as_scalar(xp, decay, dtype, "decay")
         weight = as_scalar(xp, weight, dtype, "weight")
+        _require_bases(statistics, moments)
         absorbed = statistics.absorbed(
             moments, decay=decay, weight=weight, decays=self.approximation.decays
         )
@@ -525,6 +544,7 @@ class Block:
         rows = self.rows(batch)
         xp = array_api_compat.array_namespace(rows.like)
         rows, _ = _with_ids_inside(rows, xp)
+        require_known_rows(rows, conventions.reduction)
         dtype = wide_dtype(xp, rows.like.dtype)
         scale = conventions.gradient_scale(
             examples=rows.examples, rows=rows.kept(dtype, xp=xp)
@@ -994,6 +1014,7 @@ class Product(Stage):
             )
         weight = parameters.get("weight")
         if isinstance(weight, SparseRows):
+            _require_ids(weight.indices, operator)
             restricted: Any = operator
             small = restricted.at_rows(weight.indices)
             rows = detached_array(weight.rows)
@@ -1024,6 +1045,22 @@ class Product(Stage):
         """Return how many flops a product with two full factors takes."""
         n, m = block.layer.matrix_shape
         return 2 * n * m * (n + m)
+
+
+def _require_ids(indices: Array, operator: CurvatureOperator, /) -> None:
+    """Raise for `SparseRows.indices` that are no ids, as far as the host can read them."""
+    xp, count = namespace_of(indices=indices), operator.vector_shape[0]
+    if not xp.isdtype(indices.dtype, "integral") or indices.ndim != 1:
+        raise DtypeError(
+            "Expected `indices` of `SparseRows` to be integer ids of shape (k,), got "
+            f"{indices.dtype} of shape {tuple(indices.shape)}."
+        )
+    inside = (indices >= 0) & (indices < count)
+    if is_plain(indices, xp=xp) and not known_true(inside, xp=xp):
+        raise IdRangeError(
+            f"Expected `indices` of `SparseRows` from 0 to {count - 1}, got ids that are "
+            "negative, or not below the number of embeddings."
+        )
 
 
 def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManager[Any]:
@@ -1151,6 +1188,21 @@ def _with_overflow(
     )
 
 
+def _require_bases(held: Statistics, given: Statistics) -> None:
+    """Raise for second moments in other bases, as far as the host can read them."""
+    for side, basis in held.bases.items():
+        own, other = basis.eigenvectors, given.bases[side].eigenvectors
+        if own is other:
+            continue
+        xp = own_namespace(own)
+        if truth_of(xp.all(own == other), xp=xp) is False:
+            raise ConventionError(
+                f"The second moments were taken in other bases of {side!r} than those "
+                "that they are added to. Take them by `Block.moments(..., statistics=...)`,"
+                " with the block's statistics after its last rebase."
+            )
+
+
 def emptied(statistics: Statistics) -> Statistics:
     """Return zero statistics in the same bases."""
     nothing = map_structure(lambda x: x * 0, statistics)
@@ -1173,15 +1225,15 @@ def _checked_damping(
     if isinstance(damping, NUMBER):
         _require_normal(float(damping), dtypes, xp)
         return float(damping)
+    own = as_scalar(xp, damping, dtypes[0], "damping")
     same_place(statistics=like, damping=damping)
     if check == "raise":
         value = float(detached_array(damping))
         require_damping(value, name=f"damping` of block `{name}")
         _require_normal(value, dtypes, xp)
-        return as_scalar(xp, damping, dtypes[0], "damping")
+        return own
     smallest = max(smallest_normal_of(dtype, xp=xp) for dtype in dtypes)
     good = (damping <= 0) | (damping >= smallest)
-    own = as_scalar(xp, damping, dtypes[0], "damping")
     # NaN is flagged as an invalid damping, where a number would have raised.
     return xp.where(good, own, xp.full_like(own, xp.nan))
 

@@ -290,6 +290,9 @@ RANGES: Mapping[str, Constraint] = {
     "examples": _number(
         "a finite number >= 0", _is_not_negative, DampingError, arrays=True
     ),
+    "damping_fraction": _number(
+        "a finite number >= 0", _is_not_negative, DampingError, arrays=True
+    ),
     "curvature_of_outputs.examples": _number(
         "a finite number > 0", _is_positive, ShapeError, arrays=True
     ),

@@ -214,10 +214,10 @@ class Estimator:
             if cost is not None and name in self.network.blocks
         }
         self.mode = mode
-        self.network.require_damping(damping)
-        self._damping = damping
+        self.damping = damping
         self._decay = decay
         self.state = self.network.empty()
+        self._resets: dict[str, object] = {}
         self._movement: Movement | None = None
         if refreshing.threshold is not None:
             self._movement = Movement(self.network, refreshing.threshold)
@@ -351,8 +351,8 @@ class Estimator:
         ----------
         moments : mapping of str to Statistics
             Statistics of each part from `kfac_core.Block.moments`, with this estimator's
-            ``conventions`` and precision, added up by `kfac_core.Block.merge`.  The N of
-            a mean loss is that of each part.
+            ``conventions`` and precision (and for `kfac_core.Eigen` its statistics), added
+            up by `kfac_core.Block.merge`.  The N of a mean loss is that of each part.
 
         Raises
         ------
@@ -388,6 +388,7 @@ class Estimator:
         `kfac_core.Network.reset` for a state whose counts are arrays.
         """
         self.state = self.network.reset(self.state, name)
+        self._resets[name] = object()
 
     def rebase(
         self,
@@ -522,7 +523,7 @@ class Estimator:
         Notes
         -----
         After `load_state_dict`, ``install()`` raises `NotReadyError`: its operators are of
-        statistics that are gone.
+        statistics that are gone.  For the same reason it leaves out blocks that were reset.
         """
         require_check(check)
         started = self.state
@@ -538,6 +539,7 @@ class Estimator:
         if isinstance(self._executor, DistributedExecutor):
             executor = self._executor.in_background(executor)
         damping, network = self._damping, self.network
+        resets = dict(self._resets)
 
         def install(made: NetworkState) -> None:
             if self.network is not network:
@@ -545,9 +547,10 @@ class Estimator:
                     "A state was loaded since this refresh was started, and its operators "
                     "are of statistics that are gone. Start another one."
                 )
+            kept = [n for n in ready if self._resets.get(n) is resets.get(n)]
             before = self._begin()
             try:
-                after = network.with_operators_of(before, made, started, names=ready)
+                after = network.with_operators_of(before, made, started, names=kept)
                 self._install(before, after)
             finally:
                 self._changing = None

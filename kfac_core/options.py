@@ -152,7 +152,7 @@ class Sharing:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How the loops over blocks are run; no option here changes a result.
+    """How the loops over blocks are run; the results are the same to rounding.
 
     Parameters
     ----------
@@ -162,7 +162,8 @@ class Execution:
         are divided among them.
     max_patch_elements : int, optional
         Bound on the number of elements of a convolution's patches.  Larger batches are
-        processed in chunks of examples.
+        processed in chunks of examples.  `LowRankKronecker` cuts off what does not fit its
+        ranks after each chunk, so that there the result depends on the bound.
 
     Raises
     ------

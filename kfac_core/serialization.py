@@ -265,6 +265,7 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     if held.statistics is not None:
         most = max(1.0, network.averaging.weight) * max(held.updates, 1)
         _check_statistics(held.statistics, network.precision, most)
+        _check_factors(held.statistics, network.shared_factors.taken_by(name))
     if held.operator is not None:
         _check_operator(held.operator, block)
     return held
@@ -480,12 +481,35 @@ def _check_statistics(
     dtype = precision.dtype(precision.storage, statistics.dtype, xp=xp)
     for path, x in leaves(statistics):
         if _is_real(x) and x.dtype != dtype:
-            raise _problem(f"statistics.{path}", f"of dtype {dtype}", x.dtype)
+            place = f"statistics.{path}"
+            if precision.storage is None:
+                raise _problem(place, f"of dtype {dtype}", x.dtype)
+            raise StateError(
+                f"expected {place} to be of dtype {precision.storage}, as "
+                f"Precision(storage=...) says, got {x.dtype}. Load it with the precision "
+                "that it was saved with."
+            )
     for name, average in statistics.averages.items():
         if not 0 <= float(average.weight) <= most * 1.001:
             raise StateError(
                 f"the weight of {name!r} is not one of so many updates: expected one in "
                 f"[0, {most:.6g}], got {float(average.weight):.6g}."
+            )
+
+
+def _check_factors(statistics: Statistics, taken: frozenset[str]) -> None:
+    """Check that one factor is as complete as the other, unless it is another block's."""
+    weights = {
+        side: float(statistics.averages[side].weight)
+        for side in ("input", "output")
+        if side in statistics.averages and side not in taken
+    }
+    for side, weight in weights.items():
+        if not weight and any(weights.values()):
+            raise StateError(
+                f"the factor {side!r} has no statistics, and the other one has: it was "
+                "that of another block, and is not here. Make the estimator with the same "
+                "Sharing(factors=...)."
             )
 
 

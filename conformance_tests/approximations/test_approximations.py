@@ -266,6 +266,29 @@ def test_sparse_gradients_stay_sparse(backend, rng, name, layout, rule):
     assert np.array_equal(expected[rest], np.zeros((3, 2)))
 
 
+@pytest.mark.parametrize(
+    ("ids", "error"),
+    [
+        ([4, 6, 2], kc.IdRangeError),
+        ([4, -1, 2], kc.IdRangeError),
+        ([4.0, 1.0, 2.0], kc.DtypeError),
+        ([[4], [1], [2]], kc.DtypeError),
+    ],
+    ids=["large", "negative", "float", "matrix"],
+)
+def test_ids_of_a_sparse_gradient_are_looked_at(rng, ids, error):
+    """A negative one was the last of the vocabulary; others raised NumPy's errors."""
+    block = kc.Block(embedding(weight_layout="io"), kc.Diagonal())
+    estimator = kc.Estimator({"e": block}, reduction="sum")
+    g = rng.normal(size=(20, 2))
+    estimator.update({"e": kc.Batch(rng.integers(6, size=20), g)})
+    estimator.refresh()
+    sparse = kc.SparseRows(np.asarray(ids), g[:3])
+
+    with pytest.raises(error, match=r"Block 'e'.*`indices` of `SparseRows`"):
+        estimator.precondition({"e": {"weight": sparse}})
+
+
 def test_a_sparse_gradient_needs_rows_that_stand_alone(backend, rng):
     """A block with a full input factor refuses it, with what to do instead."""
     layer = kc.Dense(in_features=4, out_features=2, bias=False, weight_layout="io")

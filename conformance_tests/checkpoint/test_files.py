@@ -139,6 +139,61 @@ def test_a_target_that_is_no_regular_file_is_refused(tmp_path):
             kc.load_checkpoint(source, made())
 
 
+def test_a_factor_of_another_block_is_not_taken_for_zero(tmp_path, rng):
+    """A file of shared factors made the taker's block its damping alone."""
+    blocks = {
+        "q": kc.Block(LAYER, kc.Kronecker()),
+        "k": kc.Block(LAYER, kc.Kronecker()),
+    }
+    options = {"reduction": "sum", "damping": 0.3, "damping_rule": "exact"}
+    sharing = kc.Sharing(factors={"k/input": "q/input"})
+    saved = kc.Estimator(blocks, **options, sharing=sharing)
+    x, g = rng.normal(size=(N, n)), rng.normal(size=(2, N, m))
+    saved.update({"q": kc.Batch(x, g[0]), "k": kc.Batch(x, g[1])})
+    saved.refresh()
+    whole, operators = tmp_path / "whole", tmp_path / "operators"
+    kc.save_checkpoint(whole, saved)
+    kc.save_checkpoint(operators, saved, parts="operators")
+
+    alone = kc.Estimator(blocks, **options)
+    with pytest.raises(kc.StateError, match=r"block 'k': .*'input'.*Sharing\(factors"):
+        kc.load_checkpoint(whole, alone, backend="numpy")
+    assert "k" not in alone.state.blocks or alone.state["k"].updates == 0
+
+    again = kc.Estimator(blocks, **options, sharing=sharing)
+    kc.load_checkpoint(whole, again, backend="numpy")
+    again.refresh()
+    kc.load_checkpoint(operators, alone, backend="numpy")
+    x = np.concatenate([x, np.ones((N, 1))], axis=1) if LAYER.bias else x
+    expected = np.kron(x.T @ x / N, g[1].T @ g[1] / N)
+    expected += 0.3 * np.eye(len(expected))
+    for estimator in (again, alone):
+        np.testing.assert_allclose(
+            estimator.operator("k").to_dense(), expected, rtol=1e-10, atol=1e-12
+        )
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    """The error named the temporary file in it."""
+    target = tmp_path / "runs" / "state.safetensors"
+    with pytest.raises(kc.StateError, match=r"state.safetensors: there is no folder"):
+        kc.save_checkpoint(target, trained())
+
+
+def test_another_precision_is_named_as_it_is_written(path):
+    """It was shown as a class of NumPy."""
+    block = kc.Block(LAYER, kc.Kronecker())
+    narrow = kc.Estimator(
+        {"a": block},
+        reduction="sum",
+        damping=0.3,
+        decay=0.8,
+        precision=kc.Precision(storage="float32"),
+    )
+    with pytest.raises(kc.StateError, match=r"dtype float32, .* got float64\. Load"):
+        kc.load_checkpoint(path, narrow, backend="numpy")
+
+
 @pytest.mark.parametrize("length", [200, 243, 255])
 def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path, length):
     """The temporary file beside it has a name of its own."""

@@ -274,6 +274,20 @@ def test_gradients_of_bare_parameters_are_written(rng, tmp_path):
     assert verdict.agrees, verdict
 
 
+def test_a_mean_over_rows_of_a_norm_is_no_record(rng):
+    """With T rows an example, a right answer was said to be T^2 times too large."""
+    layer = kc.ScaleShift(scale_shape=(3,), shift_shape=None)
+    writer = RecordWriter(
+        {"n": kc.Block(layer, kc.Full())},
+        decay=0.9,
+        loss="mean_rows",
+        damping=0.1,
+        damping_rule="exact",
+    )
+    with pytest.raises(kc.ConventionError, match="reduction='sum'"):
+        writer.update({"n": kc.Batch(*rng.normal(size=(2, 5, 4, 3)))})
+
+
 def test_answers_in_float32_are_held_to_float32(problem, tmp_path):
     """The default tolerance is that of the dtype in which the answer was given."""
     expected = expected_inverse(problem, expected_block(problem, decay=0.9))

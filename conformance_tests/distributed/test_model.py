@@ -337,5 +337,22 @@ def test_the_plan_of_a_program(tmp_path):
     assert main(["plan", "--measure", "alone"]) == 0
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["raise SystemExit(3)", "import nothing_of_this_name", "def f(): return 1 / 0"],
+    ids=["exit", "import", "call"],
+)
+def test_a_program_that_raises_is_a_complaint(tmp_path, capsys, text):
+    """It was a traceback, with exit code 1."""
+    program = tmp_path / "program.py"
+    program.write_text(f"{text}\n")
+
+    assert main(["plan", f"{program}:f"]) == 2
+
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("kfac-core plan:")
+    assert "cannot be made" in complaint
+
+
 class _HOST:
     asarray = staticmethod(np.asarray)

@@ -85,6 +85,25 @@ def test_a_bad_damping_is_refused_when_set(backend, kept, number, value):
     assert_refused(kept, kc.DampingError, "`damping` to be a finite number >= 0", act)
 
 
+def test_a_damping_of_another_library_is_said_to_be_one(backend, batch):
+    """It was said that one of two devices was `cpu` and the other `cpu`."""
+    if backend.name == "numpy":
+        pytest.skip("NumPy's own scalars are those of the batch")
+    made = estimator()
+    made.update({"fc1": batch, "fc2": batch})
+    made.damping = np.array(0.2)
+    with pytest.raises(kc.MixedArraysError, match="`damping` is a 0-d array of numpy"):
+        made.refresh()
+
+
+def test_a_mapping_of_dampings_is_a_copy(backend, batch):
+    """The caller's own may change; that of the constructor was followed, unchecked."""
+    given = {"fc1": 0.1, "fc2": 0.2}
+    made = estimator(damping=given)
+    given["fc1"] = -1.0
+    assert made.damping == {"fc1": 0.1, "fc2": 0.2}
+
+
 @pytest.mark.parametrize("value", BAD_DAMPINGS)
 @pytest.mark.parametrize("rule", ["factored", "factored_unit_pi", "exact"])
 def test_a_bad_damping_in_an_array_is_refused_by_refresh(backend, batch, rule, value):
@@ -301,3 +320,96 @@ def test_vectors_that_do_not_fit_are_refused(backend, batch, case, factorization
     gradients = {"fc2": make(backend)}
 
     assert_refused(kept, error, match, lambda: kept.precondition(gradients))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        (lambda x, g: (x, g), "Block 'fc1'.*got ndarray.*kfac_core.Batch"),
+        (lambda x, g: {"inputs": x}, "Block 'fc1/inputs'.*got ndarray"),
+    ],
+    ids=["tuple", "mapping"],
+)
+def test_what_is_no_batch_is_refused_by_its_block(wrong, match):
+    """A mapping was said to be of the block 'inputs'."""
+    with pytest.raises(kc.ArgumentError, match=match):
+        estimator().update({"fc1": wrong(np.ones((N, n)), np.ones((N, m)))})
+
+
+@pytest.mark.parametrize(
+    ("layer", "approximation"),
+    [
+        (block().layer, kc.Kronecker()),
+        (block().layer, kc.Full()),
+        (kc.ScaleShift(scale_shape=(n,), shift_shape=None), kc.Full()),
+        (
+            kc.Embedding(num_embeddings=n, features=m, weight_layout="io"),
+            kc.Kronecker(input="diagonal"),
+        ),
+        (
+            kc.Conv(
+                in_channels=n,
+                out_channels=m,
+                kernel_size=(1,),
+                padding="valid",
+                bias=False,
+                weight_layout="oi_spatial",
+                data_layout="channels_first",
+            ),
+            kc.Kronecker(),
+        ),
+    ],
+    ids=["kronecker", "full", "scale", "embedding", "conv"],
+)
+def test_gradients_alone_are_refused_where_inputs_are_needed(
+    backend, layer, approximation
+):
+    """It was an AttributeError of a name that nobody had written."""
+    made = kc.Estimator({"a": kc.Block(layer, approximation)}, reduction="sum")
+    gradients = {"weight": backend.asarray(np.ones((n, m)))}
+    with pytest.raises(kc.UnsupportedError, match=r"Block 'a'.*`Batch` of inputs"):
+        made.update({"a": kc.GradientBatch(gradients, batch_size=2)})
+
+
+def test_a_mean_over_rows_needs_rows(backend, rng):
+    """A norm's and bare parameters' gradients were taken for those of a mean over N.
+
+    With two tokens an example their block was four times too small.
+    """
+    norm = kc.Block(kc.ScaleShift(scale_shape=(n,), shift_shape=None), kc.Full())
+    bare = kc.Block(kc.Parameters(shapes={"w": (n,)}), kc.Full())
+    x, g = rng.normal(size=(2, N, 2, n))
+    batch = kc.Batch(backend.asarray(x), backend.asarray(g / (2 * N)))
+    gradients = kc.GradientBatch({"w": backend.asarray(g[0, 0])}, batch_size=N)
+    for layer, given in ((norm, batch), (bare, gradients)):
+        made = kc.Estimator({"a": layer}, reduction="mean_rows")
+        with pytest.raises(kc.ConventionError, match=r"Block 'a'.*reduction='sum'"):
+            made.update({"a": given})
+
+    # What the message says to do.
+    made = kc.Estimator({"a": norm}, reduction="sum", damping=0.1, damping_rule="exact")
+    made.update({"a": kc.Batch(batch.inputs, batch.output_grads * (2 * N))})
+    made.refresh()
+    D = (x * g).sum(axis=1)
+    got = backend.to_numpy(made.operator("a").to_dense(damped=False))
+    np.testing.assert_allclose(got, D.T @ D / N, rtol=1e-10)
+
+
+@pytest.mark.parametrize("layer", ["chain", "series"])
+def test_exact_damping_of_a_chain_is_refused_in_one_sentence(backend, rng, layer):
+    """The block was named twice."""
+    T = 3 if layer == "series" else 1
+    shape = (N, T) if T > 1 else (N,)
+    wide = kc.Dense(in_features=n, out_features=n, bias=True, weight_layout="io")
+    if layer == "series":
+        blocks = {"a": kc.Block(wide, kc.Series(variant="infinite"))}
+        sharing = kc.Sharing()
+    else:
+        blocks = {name: kc.Block(wide, kc.Kronecker()) for name in "ab"}
+        sharing = kc.Sharing(chains={"c": ("a", "b")})
+    made = kc.Estimator(blocks, reduction="sum", damping_rule="exact", sharing=sharing)
+    rows = [backend.asarray(rng.normal(size=(*shape, n))) for _ in range(2)]
+    made.update({name: kc.Batch(*rows) for name in blocks})
+    with pytest.raises(kc.UnsupportedError, match="'factored'") as caught:
+        made.refresh()
+    assert str(caught.value).count("Block ") == 1

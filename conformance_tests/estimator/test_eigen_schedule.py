@@ -411,3 +411,39 @@ def test_gradients_of_the_examples_are_never_all_formed():
     tracemalloc.stop()
 
     assert peak < 64 * n * m * 8 / 4
+
+
+def test_parts_of_a_batch_have_their_moments_in_the_bases(backend, rng):
+    """They were taken in the coordinates, and added to moments in eigenbases."""
+    layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="io")
+    block = kc.Block(layer, kc.Eigen())
+    estimator = kc.Estimator(
+        {"a": block}, reduction="sum", damping=0.1, damping_rule="exact", decay=0.0
+    )
+    x, g = rng.normal(size=(2, 12, 4)), rng.normal(size=(2, 12, 3))
+    first = kc.Batch(backend.asarray(x[0]), backend.asarray(g[0]))
+    estimator.update({"a": first})
+    estimator.rebase(moments="kronecker")
+
+    def parts(**options):
+        summed = kc.Conventions(reduction="sum", sources="sum")
+        found = None
+        for rows in (slice(0, 5), slice(5, 12)):
+            batch = kc.Batch(backend.asarray(x[1][rows]), backend.asarray(g[1][rows]))
+            own = block.moments(batch, conventions=summed, **options)
+            found = own if found is None else block.merge(found, own)
+        return found
+
+    with pytest.raises(kc.ConventionError, match=r"Block 'a': .*`Block.moments\("):
+        estimator.absorb({"a": parts()})
+    held = estimator.state["a"].statistics
+    with pytest.raises(kc.ConventionError, match="other bases"):
+        block.merge(held, parts())
+    estimator.absorb({"a": parts(statistics=held)})
+    estimator.refresh()
+
+    Q = np.kron(*(np.linalg.eigh(rows[0].T @ rows[0])[1] for rows in (x, g)))
+    D = np.einsum("ni,no->nio", x[1], g[1]).reshape(12, 12)
+    expected = Q @ np.diag(np.diag(Q.T @ (D.T @ D / 12) @ Q)) @ Q.T
+    got = backend.to_numpy(estimator.operator("a").to_dense(damped=False))
+    np.testing.assert_allclose(got, expected, atol=1e-10)

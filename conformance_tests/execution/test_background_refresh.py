@@ -69,6 +69,27 @@ def test_a_refresh_in_the_background_is_of_the_moment_it_was_started(backend, rn
     assert refresh.done
 
 
+def test_a_block_that_was_reset_stays_reset(backend, rng):
+    """The refresh brought back what its statistics had been reset for."""
+    estimator = make("ab")
+    batches = {name: draw(backend, rng) for name in "ab"}
+    estimator.update({name: batch for name, (_, _, batch) in batches.items()})
+    refresh = estimator.start_refresh()
+    estimator.reset("a")
+    x, g, batch = draw(backend, rng)
+    estimator.update({"a": batch})
+
+    refresh.install()
+
+    assert estimator.state["a"].operator is None
+    expected = expected_of(*batches["b"][:2])
+    assert_close(block_of(backend, estimator, "b"), expected, "product", "float64")
+    refresh = estimator.start_refresh()
+    refresh.install()
+    expected = expected_of(x, g)
+    assert_close(block_of(backend, estimator), expected, "product", "float64")
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_several_blocks_are_those_of_a_refresh_in_the_foreground(backend, rng, workers):
     """As a stack or on threads, beside steps that use the estimator's own."""

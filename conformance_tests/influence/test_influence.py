@@ -281,6 +281,12 @@ def test_the_damping_is_a_fraction_of_the_mean_eigenvalue(case):
     assert_close(same, got, "exact", case.dtype)
 
 
+def test_a_fraction_out_of_range_is_refused_by_its_name(plain):
+    """The error named an argument of a function below."""
+    with pytest.raises(kc.DampingError, match="`damping_fraction`"):
+        influence_of(plain, damping_fraction=-0.1)
+
+
 def test_none_and_one(plain):
     """No queries and no examples give empty scores; one of each gives one."""
     queries, examples, _, G_n = queries_and_examples(plain)

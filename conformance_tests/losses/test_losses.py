@@ -586,6 +586,16 @@ def test_variances_and_scales_are_positive_numbers(value):
         SquaredError(scale=value)
 
 
+@pytest.mark.parametrize("kind", [float, bool])
+def test_labels_that_are_no_integers_are_refused_as_labels(backend, kind):
+    """They were taken for rows of probabilities of another shape."""
+    z = backend.asarray(np.zeros((4, 2)))
+    labels = backend.asarray(np.array([0, 1, 1, 0]).astype(kind))
+    for function in (Categorical().gradient, Categorical().log_probability):
+        with pytest.raises(kc.DtypeError, match=r"`targets` to be integer labels"):
+            function(z, labels)
+
+
 @every_case
 def test_errors_name_the_argument(backend, rng, case):
     """What does not fit is an error with the argument's name and shape."""

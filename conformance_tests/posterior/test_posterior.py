@@ -347,6 +347,31 @@ def test_what_does_not_fit_is_refused(plain):
         network.functional_variance({"a": some})
 
 
+@pytest.mark.parametrize(
+    "approximation",
+    [
+        kc.LowRankKronecker(input_rank=1, output_rank=1),
+        kc.Eva(),
+        kc.ExampleGram(gradients=2, positions=2),
+        kc.Series(variant="infinite"),
+    ],
+    ids=lambda approximation: type(approximation).__name__,
+)
+def test_a_block_without_such_a_basis_is_refused_for_that_reason(
+    backend, rng, approximation
+):
+    """It was a factorization that failed, with the advice to increase the damping."""
+    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    block = kc.Block(layer, approximation)
+    rows = [backend.asarray(rng.normal(size=(6, 2, width))) for width in (4, 3)]
+    summed = kc.Conventions(reduction="sum", sources="sum")
+    statistics = block.moments(kc.Batch(*rows), conventions=summed)
+    with pytest.raises(kc.UnsupportedError, match=r"Block 'a': expected .* eigenbasis"):
+        Posterior.of_statistics(
+            {"a": block}, {"a": statistics}, examples=N, prior_precision=TAU
+        )
+
+
 def test_a_posterior_can_be_traced(requires_backend, rng):
     """Inside `jax.jit`, tau and Jacobians traced, and the status instead of an error."""
     backend = requires_backend("jax", adapter=True)

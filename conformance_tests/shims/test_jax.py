@@ -526,6 +526,31 @@ def test_what_cannot_be_captured_is_refused(small):
         pull(z)
 
 
+@pytest.mark.parametrize("kind", ["dense", "conv"])
+def test_a_mark_with_its_weight_transposed_is_refused(kind):
+    """It was reshaped, and the direction was that of another matrix."""
+    if kind == "dense":
+        layer = kc.Dense(in_features=4, out_features=3, bias=False, weight_layout="oi")
+        x, y, W = jnp.ones((5, 4)), jnp.ones((5, 3)), jnp.ones((4, 3))
+    else:
+        layer = kc.Conv(
+            in_channels=2,
+            out_channels=3,
+            kernel_size=(2,),
+            padding="valid",
+            bias=False,
+            weight_layout="oi_spatial",
+            data_layout="channels_last",
+        )
+        x, y, W = jnp.ones((5, 6, 2)), jnp.ones((5, 5, 3)), jnp.ones((2, 2, 3))
+    with pytest.raises(kc.ShapeError, match=r"'a'.*`weight`.*\(3, .*weight_layout"):
+        shim.tap("a", layer, x, y, weight=W)
+    transposed = jnp.moveaxis(W, -1, 0) if kind == "conv" else W.T
+    shim.tap("a", layer, x, y, weight=transposed)
+    # Merged axes, as of the heads of attention, are another form of the same order.
+    shim.tap("a", layer, x, y, weight=transposed.reshape(3, -1, 1))
+
+
 # ------------------------------------------- an estimator whose stages are programs
 
 

@@ -207,6 +207,10 @@ def test_options_are_refused_by_name():
             shim.Optimizer(network, likelihood="categorical", **{name: value})
     with pytest.raises(kc.ConventionError, match="likelihood"):
         shim.Optimizer(network, likelihood="softmax")
+    with pytest.raises(kc.ConventionError, match="`fisher`"):
+        shim.Optimizer(network, likelihood="categorical", fisher="Fisher")
+    with pytest.raises(kc.DampingError, match="`min_damping` <= `max_damping`"):
+        shim.Optimizer(network, likelihood="categorical", min_damping=1e5)
     with pytest.raises(TypeError, match="dampng"):
         shim.Optimizer(network, likelihood="categorical", dampng=1.0)
     scalar = shim.Network(lambda p, x: (x @ p["W"]).sum(1), params, jnp.ones((N, D)))
@@ -218,5 +222,37 @@ def test_options_are_refused_by_name():
             optimizer.init(params),
             jnp.ones((N, D)),
             jnp.ones(N),
+            jax.random.key(0),
+        )
+
+
+def test_parameters_that_a_step_cannot_move_are_refused_by_their_place():
+    """They were XLA's error of a buffer that is donated twice, and one of `float0`."""
+    W = jnp.ones((D, D))
+
+    def function(params, x):
+        return x @ params["a"] @ params["b"]
+
+    optimizer = shim.kfac_optimizer(
+        function, {"a": W, "b": W}, jnp.ones((N, D)), likelihood="gaussian"
+    )
+    with pytest.raises(kc.UnsupportedError, match=r"\['a'\] and \['b'\] are one array"):
+        optimizer.init({"a": W, "b": W})
+    with pytest.raises(kc.DtypeError, match=r"int32 at \['count'\]"):
+        optimizer.init({"a": W, "b": 2 * W, "count": jnp.zeros((), jnp.int32)})
+
+
+def test_a_network_of_several_outputs_is_refused_by_what_it_returns():
+    """It was an AttributeError of a dict."""
+    params = {"W": jnp.ones((D, P))}
+    network = shim.Network(lambda p, x: {"mean": x @ p["W"]}, params, jnp.ones((N, D)))
+    optimizer = shim.Optimizer(network, likelihood="gaussian")
+    with pytest.raises(kc.ArgumentError, match="one array of outputs, got a dict"):
+        jax.eval_shape(
+            optimizer.transition,
+            params,
+            optimizer.init(params),
+            jnp.ones((N, D)),
+            jnp.ones((N, P)),
             jax.random.key(0),
         )

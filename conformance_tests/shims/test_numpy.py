@@ -309,6 +309,74 @@ def test_bad_input_changes_nothing():
         assert np.array_equal(matrix(clean["fc"]), matrix(other["fc"]))
 
 
+def test_a_step_that_fails_may_be_repeated():
+    """It kept the statistics, which the next call would have counted once more."""
+    clean, other = dense_parameters(), dense_parameters()
+    a, b = KFAC(clean, **SETTINGS), KFAC(other, **SETTINGS)
+    x, g = dense_case(n=2)
+    gradient = dense_gradient()
+
+    def curvature(directions):
+        return np.eye(len(directions))
+
+    def interrupted(directions):
+        raise KeyboardInterrupt
+
+    for step in range(2):
+        for optimizer in (a, b):
+            optimizer.observe("fc", kc.Batch((1 + step) * x, g))
+        other["fc"]["bias"].flags.writeable = False
+        with pytest.raises(kc.UnsupportedError, match="'bias' is read-only"):
+            b.step(gradient, curvature=curvature)
+        other["fc"]["bias"].flags.writeable = True
+        with pytest.raises(KeyboardInterrupt):
+            b.step(gradient, curvature=interrupted)
+        with pytest.raises(kc.ShapeError, match="curvature"):
+            b.step(gradient, curvature=lambda directions: np.eye(5))
+        b.damping = 0.0
+        with pytest.raises(kc.FactorizationError):
+            b.step(gradient, curvature=curvature)
+        b.damping = DAMPING
+        a.step(gradient, curvature=curvature)
+        b.step(gradient, curvature=curvature)
+        assert np.array_equal(matrix(clean["fc"]), matrix(other["fc"]))
+    assert b.estimator.state["fc"].updates == 2
+
+
+def test_steps_of_ekfac_are_in_its_bases():
+    """Of squared errors, where the block is exactly ``A (x) I`` in every basis.
+
+    Second moments were taken in the coordinates, and added to those in the bases.
+    """
+    x, y = random(12, 4), random(12, 3, seed=1)
+    parameters = dense_parameters()
+    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    optimizer = KFAC(
+        parameters,
+        **SETTINGS | {"update_every": 1},
+        likelihood="gaussian",
+        fisher="exact",
+        layers={"fc": kc.Block(layer, kc.Eigen())},
+        damping_rule="exact",
+    )
+    X = np.concatenate([x, np.ones((12, 1))], axis=1)
+    F = np.kron(X.T @ X / 12, np.eye(3)) + DAMPING * np.eye(15)
+    for step in range(3):
+        W = matrix(parameters["fc"])
+        z = X @ W
+        drawn = optimizer.vectors(z)
+        optimizer.observe("fc", kc.Batch(x, drawn, sources=len(drawn)))
+        if step != 1:
+            optimizer.update()
+            optimizer.estimator.rebase(moments="carried" if step else "kronecker")
+        G = X.T @ (z - y) / 12
+
+        optimizer.step({"fc": {"weight": G[:-1], "bias": G[-1]}})
+
+        expected = W - np.linalg.solve(F, G.ravel()).reshape(5, 3)
+        np.testing.assert_allclose(matrix(parameters["fc"]), expected, atol=1e-10)
+
+
 def test_bad_descriptions_are_refused():
     """A shape that says nothing, a layer of other shapes, a name, memory to read only."""
     layer = kc.Dense(in_features=5, out_features=3, bias=False, weight_layout="io")
@@ -333,10 +401,15 @@ def root_of_fisher(z):
     return vectors * np.sqrt(np.clip(values, 0, None))[..., None, :]
 
 
-def test_an_array_of_two_layers_is_refused():
+@pytest.mark.parametrize(
+    "view",
+    [lambda W: W, lambda W: W.T, lambda W: W[1:]],
+    ids=["the same", "transposed", "a part"],
+)
+def test_an_array_of_two_layers_is_refused(view):
     """It would move twice in each step; a tied layer is one that is observed twice."""
     parameters = dense_parameters()
-    parameters["again"] = {"weight": parameters["fc"]["weight"], "bias": np.zeros(3)}
+    parameters["again"] = {"weight": view(parameters["fc"]["weight"])}
     with pytest.raises(kc.UnsupportedError, match=r"'fc' \(weight\) and 'again'"):
         KFAC(parameters, **SETTINGS)
 
@@ -396,6 +469,14 @@ def test_a_copy_goes_on_with_parameters_of_its_own():
             matrix(copied.parameters["fc"]), expected, rtol=1e-10
         )
     assert np.array_equal(matrix(parameters["fc"]), matrix(dense_parameters()["fc"]))
+
+
+def test_views_of_one_memory_may_be_layers_of_their_own():
+    """Every other column of a matrix, and parts of one vector."""
+    flat = np.arange(24.0)
+    both = flat[:12].reshape(3, 4)
+    weights = both[:, ::2], both[:, 1::2], flat[12:].reshape(4, 3)
+    KFAC({str(i): {"weight": W} for i, W in enumerate(weights)}, **SETTINGS)
 
 
 @pytest.mark.parametrize("form", ["kept", "flattened"])

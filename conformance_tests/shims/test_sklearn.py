@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+from scipy.sparse import csr_matrix
 from sklearn.base import clone
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, make_classification
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.neural_network import MLPClassifier
 from sklearn.utils.estimator_checks import estimator_checks_generator
@@ -260,6 +261,40 @@ def test_a_few_epochs_go_further_than_those_of_adam():
     assert kfac.loss_ < 0.2 * adam.loss_
 
 
+def test_labels_in_a_sparse_matrix_are_predicted_in_one():
+    """They came back as one object without a shape, which no score compares."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 3))
+    y = (X > 0).astype(int)
+    options = {"random_state": 0, "max_iter": 10}
+    dense = KFACClassifier((4,), **options).fit(X, y)
+    model = KFACClassifier((4,), **options).fit(X, csr_matrix(y))
+
+    found = model.predict(X)
+
+    assert found.shape == (60, 3)
+    np.testing.assert_array_equal(found.toarray(), dense.predict(X))
+    stopped = KFACClassifier((4,), early_stopping=True, **options)
+    assert 0 <= stopped.fit(X, csr_matrix(y)).best_validation_score_ <= 1
+    assert model.score(X, csr_matrix(y)) == dense.score(X, y) > 0.2
+
+
+@pytest.mark.parametrize(("seed", "n"), [(0, 200), (2, 100)])
+def test_steps_that_are_undone_end_no_run(seed, n):
+    """The damping rose so slowly that twelve epochs left the initial parameters.
+
+    The reference is the loss without inputs, the entropy of the labels' frequencies.
+    """
+    X, y = make_classification(n, 8, n_informative=5, n_classes=3, random_state=seed)
+    frequencies = np.bincount(y) / n
+    entropy = -np.sum(frequencies * np.log(frequencies))
+
+    model = KFACClassifier((8,), random_state=0).fit(X, y)
+
+    assert model.loss_curve_[0] > entropy
+    assert model.loss_ < 0.5 * entropy
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -271,8 +306,15 @@ def test_a_few_epochs_go_further_than_those_of_adam():
         {"hidden_layer_sizes": (3, 0)},
         {"batch_size": 0},
         {"validation_fraction": 1.0},
+        {"hidden_layer_sizes": (4.5,)},
+        {"hidden_layer_sizes": "4"},
+        {"alpha": "small"},
+        {"batch_size": 1.5},
+        {"batch_size": "large"},
+        {"max_iter": 2.5},
+        {"tol": None},
     ],
-    ids=lambda wrong: next(iter(wrong)),
+    ids=str,
 )
 def test_parameters_out_of_range_are_named(wrong):
     X, y = clusters(2)

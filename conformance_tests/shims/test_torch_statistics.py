@@ -155,6 +155,45 @@ def test_empirical_statistics_come_of_the_loops_own_losses():
         kfac.update()
 
 
+def test_updates_of_ekfac_are_in_its_bases():
+    """Of squared errors, where the block is exactly ``A (x) I`` in every basis.
+
+    Second moments of an update were taken in the coordinates.
+    """
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    x, y = torch.randn(12, 4), torch.randn(12, 3)
+    kfac = KFAC(
+        model,
+        likelihood="gaussian",
+        fisher="exact",
+        approximations={"0": kc.Eigen()},
+        damping_rule="exact",
+        damping=0.1,
+        update_every=5,
+        refresh_every=1,
+        kl_clip=None,
+    )
+
+    def direction():
+        """Return the gradient, and the direction of a step."""
+        model.zero_grad()
+        loss = 0.5 * ((model(x) - y) ** 2).sum(-1).mean()
+        loss.backward()
+        gradient = model[0].weight.grad.clone(), model[0].bias.grad.clone()
+        kfac.step()
+        found = model[0].weight.grad, model[0].bias.grad
+        return [np.column_stack([W.numpy(), b.numpy()]).T for W, b in (gradient, found)]
+
+    direction()
+    kfac.update(model(x))
+    V, found = direction()
+
+    X = np.column_stack([x.numpy(), np.ones(12)])
+    F = np.kron(X.T @ X / 12, np.eye(3)) + 0.1 * np.eye(15)
+    expected = np.linalg.solve(F, V.ravel()).reshape(5, 3)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_several_draws_are_as_many_sources_of_one_pass():
     """Their mean comes nearer to the sum over labels, and no two updates draw alike."""
     model = torch.nn.Linear(4, 3)

@@ -11,6 +11,7 @@ from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule
 from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.example_gradients import require_known_rows
 from kfac_core.linalg.shifted import Factorization
 
 __all__ = ["OperatorOptions", "UpdateOptions"]
@@ -55,6 +56,8 @@ class UpdateOptions(NamedTuple):
         UpdateShares
             Scales and weights for rows and for examples.
         """
+        if self.conventions.reduction == "mean_rows":
+            require_known_rows(rows, "mean_rows")
         xp, dtype, weight = self.xp, statistics.dtype, self.weight
         kept, N = rows.kept(dtype, xp=xp), rows.examples
         # The conventions, and the number of repeats, are those of the whole batch that a

@@ -239,8 +239,7 @@ class Series(Approximation):
             return _LAG_0.operator(statistics, layer, options)
         if options.rule == "exact":
             raise UnsupportedError(
-                f"Block {options.name!r}: the {self.variant} series is damped in its "
-                "moments of lag 0 only, and has no exact damping. Use the rule "
-                "'factored' or 'factored_unit_pi'."
+                f"The {self.variant} series is damped in its moments of lag 0 only, and "
+                "has no exact damping. Use the rule 'factored' or 'factored_unit_pi'."
             )
         return series_operator(statistics, options)

@@ -168,8 +168,8 @@ class BlockTridiagonal(Approximation):
         """
         if options.rule == "exact":
             raise UnsupportedError(
-                f"Block {options.name!r}: a chain is damped in the moments of its layers, "
-                "and has no exact damping. Use the rule 'factored' or 'factored_unit_pi'."
+                "A chain is damped in the moments of its layers, and has no exact damping. "
+                "Use the rule 'factored' or 'factored_unit_pi'."
             )
         xp = options.xp
         made, flags = in_wider_dtype(

@@ -387,9 +387,10 @@ def as_scalar(xp: Namespace, value: Scalar, dtype: Any, name: str, /) -> Scalar:
             f"{tuple(value.shape)}."
         )
     if namespace is not xp:
+        given, others = _short(namespace.__name__), _short(xp.__name__)
         raise MixedArraysError(
-            f"`{name}` is a 0-d array of {namespace.__name__}, but the other arrays are "
-            f"of {xp.__name__}. Give a Python number, or an array of that library."
+            f"`{name}` is a 0-d array of {given}, but the other arrays are of {others}. "
+            "Give a Python number, or an array of that library."
         )
     return cast(xp, value, dtype)
 

@@ -81,7 +81,7 @@ def save_checkpoint(
     ConventionError
         For other `parts`.
     StateError
-        If something stands at the path that is no regular file.
+        If something stands at the path that is no regular file, or its folder is missing.
     OSError
         As writing a file.
 
@@ -154,6 +154,10 @@ def _replaceable(target: Path) -> os.stat_result | None:
     try:
         before = target.lstat()
     except (FileNotFoundError, NotADirectoryError):
+        if not target.parent.is_dir():
+            raise StateError(
+                f"{target}: there is no folder {target.parent}. Make it first."
+            ) from None
         return None
     if not stat.S_ISREG(before.st_mode):
         raise StateError(

@@ -456,21 +456,23 @@ def network_of(name: str, /) -> tuple[str, Network, dict[str, int]]:
     Raises
     ------
     RecordError
-        For a file that is missing or of another form.
+        For a file that is missing or of another form, and a program that raises.
     """
     path, colon, attribute = name.rpartition(":")
     if not (colon and path.endswith(".py")):
         shapes = read_shapes(name)
         return shapes.name, shapes.network(), shapes.rows
     try:
-        made = runpy.run_path(path)[attribute]
-    except (OSError, KeyError, SyntaxError) as error:
+        found = runpy.run_path(path)
+        made: Any = found.get(attribute)
+        if callable(made) and not hasattr(made, "named_modules"):
+            made = made()
+    except (Exception, SystemExit) as error:
         raise RecordError(
-            f"{path!r} is no program that has a {attribute!r} "
-            f"({type(error).__name__}: {error})."
+            f"{name!r} cannot be made: {type(error).__name__}: {error}"
         ) from error
-    if callable(made) and not hasattr(made, "named_modules"):
-        made = made()
+    if attribute not in found:
+        raise RecordError(f"{path!r} is no program that has a {attribute!r}.")
     if hasattr(made, "named_modules"):
         integration = importlib.import_module("kfac_core_shims.torch")
         made = integration.KFAC(made, communicator="alone")
@@ -481,8 +483,8 @@ def network_of(name: str, /) -> tuple[str, Network, dict[str, int]]:
             made = inner
     if not hasattr(made, "blocks"):
         raise RecordError(
-            f"{name!r} is a {type(made).__name__}: expected a PyTorch module, a KFAC or an "
-            "Estimator, or a function that returns one."
+            f"{name!r} is of type {type(made).__name__}: expected a PyTorch module, a KFAC "
+            "or an Estimator, or a function that returns one."
         )
     summed = Conventions(reduction="sum", sources="sum")
     return attribute, Network(made.blocks, conventions=summed), {}

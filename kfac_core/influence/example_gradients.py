@@ -18,6 +18,7 @@ from kfac_core.array.namespaces import Scalar, cast, namespace_of, own_namespace
 from kfac_core.array.structure import replaced
 from kfac_core.conventions import Conventions, LossReduction
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
+from kfac_core.layers.example_gradients import require_known_rows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.parameter_stacks import stack_to_matrices
 from kfac_core.layers.rows import Batch, Rows
@@ -110,6 +111,7 @@ class LayerGradients:
         total: Scalar = 0
         for use in self.fed:
             one = _taken(use, 0, 1)
+            require_known_rows(self.layer.rows(one), reduction)
             xp, dtype = own_namespace(use.output_grads), use.output_grads.dtype
             if use.mask is None:
                 total = total + self.examples * self.layer.rows(one).kept(dtype, xp=xp)

@@ -274,7 +274,8 @@ class NaturalGradient:
         options: Any = {"conventions": known.conventions, "precision": known.precision}
         for name, batch in batches.items():
             block = known.blocks[name]
-            own = block.moments(batch, **options, name=name)
+            held = self.estimator.state[name].statistics
+            own = block.moments(batch, **options, name=name, statistics=held)
             found[name] = block.merge(found[name], own) if name in found else own
 
     @validated

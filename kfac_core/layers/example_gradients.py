@@ -14,8 +14,10 @@ from kfac_core.array.finite import all_finite
 from kfac_core.array.namespaces import Scalar, cast, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import structure
+from kfac_core.conventions import LossReduction
+from kfac_core.errors import ConventionError, UnsupportedError
 
-__all__ = ["ExampleGradients", "GradientBatch"]
+__all__ = ["ExampleGradients", "GradientBatch", "require_known_rows"]
 
 
 @structure(static=("batch_size", "sources"))
@@ -50,6 +52,16 @@ class GradientBatch:
     def like(self) -> Array:
         """An array whose library, device and dtype the statistics take."""
         return next(iter(self.gradients.values()))
+
+    @property
+    def inputs(self) -> Array:
+        """None: a layer that asks for its inputs is refused by `UnsupportedError`."""
+        raise UnsupportedError(
+            "Expected a `Batch` of inputs and output gradients, got a `GradientBatch`, "
+            "which is for bare parameters (kfac_core.Parameters)."
+        )
+
+    row_indices = inputs
 
 
 @structure(static=("examples", "sources"))
@@ -102,3 +114,26 @@ class ExampleGradients:
             return 0
         good = all_finite(self.gradients, xp=xp)
         return status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE)
+
+
+def require_known_rows(rows: object, reduction: LossReduction, /) -> None:
+    """Raise for a mean over rows of which nobody knows how many there are.
+
+    Parameters
+    ----------
+    rows : Rows, IdRows or ExampleGradients
+        Rows of a layer.  Gradients of examples are summed over the rows of each.
+    reduction : {"sum", "mean", "mean_rows"}
+        Reduction of the loss.
+
+    Raises
+    ------
+    ConventionError
+        For gradients of examples and ``reduction="mean_rows"``.
+    """
+    if reduction == "mean_rows" and isinstance(rows, ExampleGradients):
+        raise ConventionError(
+            "reduction='mean_rows' counts rows, which the gradients of a scale, a shift or "
+            "bare parameters do not have. Multiply all output gradients by the number of "
+            "rows of the loss, and say reduction='sum'."
+        )

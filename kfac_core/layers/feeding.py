@@ -63,10 +63,11 @@ def detached(batch: Any, name: str, /) -> Any:
     if isinstance(batch, list | tuple):
         return tuple([detached(use, name) for use in batch])
     if isinstance(batch, dict):
-        return {layer: detached(own, layer) for layer, own in batch.items()}
+        return {layer: detached(own, f"{name}/{layer}") for layer, own in batch.items()}
     raise ArgumentError(
         f"Block {name!r}: expected a `Batch`, a `GradientBatch` or a sequence of "
-        f"`Batch`, got {type(batch).__name__}."
+        f"`Batch`, got {type(batch).__name__}. Make one: "
+        "kfac_core.Batch(inputs, output_grads)."
     )
 
 

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast, device_of, roundoff_of
+from kfac_core.errors import DtypeError
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import (
@@ -66,7 +67,7 @@ class Categorical(Loss):
         z, xp = wide_natural(natural, targets=targets)
         log_p = _log_softmax(z, xp)
         if not is_integral(xp, targets):
-            t = wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp)
+            t = _rows_of_targets(targets, z, xp)
             # An excluded class has log p = -inf, and 0 times that would be NaN.
             log_p = xp.where(t == 0, xp.zeros_like(log_p), log_p)
             return xp.sum(t * log_p, axis=-1)
@@ -79,7 +80,7 @@ class Categorical(Loss):
         z, xp = wide_natural(natural, targets=targets)
         p = xp.exp(_log_softmax(z, xp))
         if not is_integral(xp, targets):
-            t = wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp)
+            t = _rows_of_targets(targets, z, xp)
             return p * xp.sum(t, axis=-1, keepdims=True) - t
         hit, valid = _one_hot(targets, z, xp)
         # p_y - 1, without subtracting.
@@ -150,6 +151,17 @@ def _less_rank_one(
     )
     full = xp.sum(products, axis=-1, keepdims=True)
     return xp.where(top, v * rest - a * others, v - a * full)
+
+
+def _rows_of_targets(targets: Array, z: Array, xp: Namespace) -> Array:
+    """Return rows t of what is no integer; labels that are none are refused as such."""
+    if targets.ndim < z.ndim:
+        raise DtypeError(
+            f"Expected `targets` to be integer labels of shape {tuple(z.shape[:-1])}, or "
+            f"rows of probabilities of shape {tuple(z.shape)}, got {targets.dtype} of "
+            f"shape {tuple(targets.shape)}. Make integers of labels."
+        )
+    return wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp)
 
 
 def _one_hot(labels: Array, z: Array, xp: Namespace) -> tuple[Array, Array]:

@@ -71,20 +71,24 @@ def spectral_blocks(
     require_same_blocks(blocks, statistics, "statistics")
     found = {}
     for name, block in blocks.items():
-        operator = block.operator(
-            statistics[name],
-            damping=0.0,
-            rule="exact",
-            debias=debias,
-            factorizations=("eigenbasis",),
-            check=check,
-            precision=precision,
-            name=name,
-        )
         try:
+            # No factorization: a block of low rank has none without damping.
+            operator = block.operator(
+                statistics[name],
+                damping=0.0,
+                rule="exact",
+                debias=debias,
+                factorizations=(),
+                check=check,
+                precision=precision,
+                name=name,
+            )
             found[name] = operator.spectral(check=check, name=name)
         except UnsupportedError as error:
-            raise UnsupportedError(f"Block {name!r}: {error}") from None
+            raise UnsupportedError(
+                f"Block {name!r}: expected an approximation with an eigenbasis, as "
+                f"Kronecker, Eigen, Diagonal and Full have. {error}"
+            ) from None
     return found
 
 

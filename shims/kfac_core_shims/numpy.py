@@ -146,8 +146,7 @@ class KFAC:
                 layer.parameters_to_matrix(arrays)
             except kc.KFACError as error:
                 raise type(error)(f"Layer {name!r}: {error}") from None
-            if not all(array.flags.writeable for array in arrays.values()):
-                raise kc.UnsupportedError(f"Layer {name!r}: an array is read-only.")
+            _refuse_read_only(name, arrays)
             blocks[name] = layer
         if reduction not in ("mean", "sum"):
             raise kc.ConventionError(
@@ -292,7 +291,8 @@ class KFAC:
         block = known.blocks[known.known(name)]
         options: Any = {"conventions": known.conventions, "precision": known.precision}
         given = uses[0] if isinstance(batch, kc.Batch) else uses
-        moments = block.moments(given, **options, name=name)
+        held = self.estimator.state[known.known(name)].statistics
+        moments = block.moments(given, **options, name=name, statistics=held)
         seen = self._seen.get(name)
         self._seen[name] = block.merge(seen, moments) if seen else moments
 
@@ -350,12 +350,13 @@ class KFAC:
         ------
         KFACError
             For invalid gradients or schedules, for a layer that was never observed, and for
-            arrays that were replaced; parameters and state are then unchanged.
-        FactorizationError
-            If a refresh fails; the statistics are then updated.
+            arrays that were replaced or a refresh that fails; parameters, state and what
+            was observed are then unchanged, also by an error in `curvature`.
         """
         self._require_same_arrays()
         self._require(gradients, "gradients")
+        for name, arrays in self.parameters.items():
+            _refuse_read_only(name, arrays)
         estimator, rate = (
             self.estimator,
             float(kc.integration.value_at(self.learning_rate, self.steps)),
@@ -378,26 +379,32 @@ class KFAC:
         damping = float(kc.integration.value_at(self.damping, self.steps))
         estimator.damping = damping
         estimator.decay = kc.integration.value_at(self.decay, self.steps)
-        estimator.absorb(self._seen)
+        before = estimator.state
+        try:
+            estimator.absorb(self._seen)
+            if fresh or self.steps % refresh_every == 0:
+                estimator.refresh()
+            direction = estimator.precondition(gradients)
+            if curvature is None:
+                velocity = self._momentum_step(gradients, direction, rate)
+                change = kc.steps.linear_combination([-rate], [velocity])
+            else:
+                rate = 1.0
+                change = self._model_step(gradients, direction, damping, curvature)
+                velocity = change
+            change = kc.steps.decay_decoupled(
+                change,
+                self.parameters,
+                weight_decay=self.weight_decay,
+                learning_rate=rate,
+                only=self.decayed,
+            )
+            self._require(change, "the step")
+        except BaseException:
+            # Also what `curvature` raises, which the caller wrote.
+            estimator.state = before
+            raise
         self._seen, self._rows, self._drawn = {}, 0, 0
-        if fresh or self.steps % refresh_every == 0:
-            estimator.refresh()
-        direction = estimator.precondition(gradients)
-        if curvature is None:
-            velocity = self._momentum_step(gradients, direction, rate)
-            change = kc.steps.linear_combination([-rate], [velocity])
-        else:
-            rate = 1.0
-            change = self._model_step(gradients, direction, damping, curvature)
-            velocity = change
-        change = kc.steps.decay_decoupled(
-            change,
-            self.parameters,
-            weight_decay=self.weight_decay,
-            learning_rate=rate,
-            only=self.decayed,
-        )
-        self._require(change, "the step")
         self._velocity, self.steps = velocity, self.steps + 1
         for name, arrays in self.parameters.items():
             for parameter, array in arrays.items():
@@ -567,16 +574,39 @@ def _layer_of(name: str, arrays: Mapping[str, Array], /) -> kc.Layer:
 
 
 def _refuse_shared(parameters: Vector) -> None:
-    """Raise `UnsupportedError` for an array that two layers have."""
-    owners: dict[int, str] = {}
+    """Raise `UnsupportedError` for arrays of which two have memory in common."""
+    before: list[tuple[str, Any]] = []
     for name, arrays in parameters.items():
         for key, array in arrays.items():
-            other = owners.setdefault(id(array), f"{name!r} ({key})")
-            if other != f"{name!r} ({key})":
-                raise kc.UnsupportedError(
-                    f"Layers {other} and {name!r} ({key}) have one array, which would move "
-                    "twice. Give it once, and observe its layer with a list of two batches."
-                )
+            for other, held in before:
+                if _overlap(held, array):
+                    raise kc.UnsupportedError(
+                        f"{other} and {name!r} ({key}) have memory in common, which would "
+                        "move twice. Give each weight once; a layer that is used twice is "
+                        "observed with a list of two batches."
+                    )
+            before.append((f"{name!r} ({key})", array))
+
+
+def _overlap(first: Any, second: Any) -> bool:
+    """Whether two arrays are known to have an element in common."""
+    if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
+        return False  # Refused by their layers, by name.
+    effort: Any = 10_000
+    try:
+        return np.shares_memory(first, second, max_work=effort)
+    except np.exceptions.TooHardError:
+        return False
+
+
+def _refuse_read_only(name: str, arrays: Mapping[str, Array], /) -> None:
+    """Raise for arrays that no step could write to, such as a file mapped into memory."""
+    for key, array in arrays.items():
+        if not array.flags.writeable:
+            raise kc.UnsupportedError(
+                f"Layer {name!r}: the array of {key!r} is read-only, and a step writes to "
+                "it. Give a copy."
+            )
 
 
 def _refuse_masked(what: str, /, *arrays: Any) -> None:

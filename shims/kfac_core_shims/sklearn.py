@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -233,26 +234,33 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
                     f"Expected `{name}` to be one of {choices}, got "
                     f"{getattr(self, name)!r}."
                 )
+        sizes = self._hidden_sizes()
         for name, valid, range_ in (
-            ("alpha", self.alpha >= 0, ">= 0"),
-            ("max_iter", self.max_iter >= 1, ">= 1"),
-            ("tol", self.tol >= 0, ">= 0"),
-            ("n_iter_no_change", self.n_iter_no_change >= 1, ">= 1"),
-            ("damping", self.damping > 0, "> 0"),
+            ("alpha", _is_number(self.alpha) and self.alpha >= 0, "a number >= 0"),
+            ("max_iter", _is_count(self.max_iter), "an integer >= 1"),
+            ("tol", _is_number(self.tol) and self.tol >= 0, "a number >= 0"),
+            (
+                "n_iter_no_change",
+                _is_number(self.n_iter_no_change) and self.n_iter_no_change >= 1,
+                "a number >= 1",
+            ),
+            ("damping", _is_number(self.damping) and self.damping > 0, "a number > 0"),
             (
                 "validation_fraction",
-                0 < self.validation_fraction < 1,
-                "between 0 and 1",
+                _is_number(self.validation_fraction)
+                and 0 < self.validation_fraction < 1,
+                "a number between 0 and 1",
             ),
             (
                 "hidden_layer_sizes",
-                all(size >= 1 for size in self._hidden_sizes()),
-                ">= 1",
+                all(map(_is_count, sizes)),
+                "an integer >= 1 or a sequence of these",
             ),
             (
                 "batch_size",
-                self.batch_size == "auto" or self.batch_size >= 1,
-                "'auto' or >= 1",
+                _is_count(self.batch_size)
+                or (isinstance(self.batch_size, str) and self.batch_size == "auto"),
+                "'auto' or an integer >= 1",
             ),
         ):
             if not valid:
@@ -395,11 +403,16 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
 
         change = optimizer.step(gradients, curvature=curvature)
         after = objective(network.forward(X)[1])
-        # Faster than the paper, whose runs have thousands of steps.
-        optimizer.adapt_damping(before, after, factor=0.8)
-        if not after <= before:
-            for i, W in enumerate(self._matrices):
-                W -= change[_name(i)]["weight"]
+        if after <= before:
+            # Faster than the paper, whose runs have thousands of steps.
+            optimizer.adapt_damping(before, after, factor=0.8)
+            return before
+        # More than the rule of Levenberg and Marquardt would: a run whose first steps are
+        # all undone would end, for want of progress, with its initial parameters.
+        damping: Any = optimizer.damping
+        optimizer.damping = min(2.0 * damping, 1e8)
+        for i, W in enumerate(self._matrices):
+            W -= change[_name(i)]["weight"]
         return before
 
     def _split(self, X: Array, y: Array, weight: Array | None) -> Any:
@@ -587,7 +600,7 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
             )
         return self._fit(X, y, sample_weight, incremental=True)
 
-    def predict(self, X: Any) -> Array:
+    def predict(self, X: Any) -> Any:
         """Return the most probable labels.
 
         Parameters
@@ -598,7 +611,7 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
         Returns
         -------
         array, shape (n_samples,) or (n_samples, n_labels)
-            Labels.
+            Labels; a sparse matrix where those of `fit` were one.
         """
         return self._decoded(self._raw_predict(X))
 
@@ -640,10 +653,10 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
         p = np.exp(z - z.max(axis=1, keepdims=True))
         return np.asarray(p / p.sum(axis=1, keepdims=True))
 
-    def _decoded(self, z: Array) -> Array:
+    def _decoded(self, z: Array) -> Any:
+        """Return labels; a sparse matrix of several where the given ones were sparse."""
         p = self._probabilities(z)
-        found = self._labels.inverse_transform(p[:, 0] if p.shape[1] == 1 else p)
-        return np.asarray(found)
+        return self._labels.inverse_transform(p[:, 0] if p.shape[1] == 1 else p)
 
     def _encoded(self, y: Array, first: bool, incremental: bool) -> Array:
         if not hasattr(self, "classes_") or (first and not incremental):
@@ -806,6 +819,14 @@ class KFACRegressor(RegressorMixin, _Perceptron):  # type: ignore[misc]
 
     def _validation_score(self, z: Array, y: Array, weight: Array | None) -> float:
         return float(r2_score(y, z, sample_weight=weight))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and _is_number(value) and int(value) >= 1
 
 
 def _with_ones(x: Array) -> Array:

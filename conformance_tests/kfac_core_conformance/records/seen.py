@@ -13,7 +13,7 @@ from kfac_core.array.namespaces import cast, wide_dtype
 from kfac_core.array.selection import to_numpy
 from kfac_core.conventions import Conventions
 from kfac_core.errors import RecordError
-from kfac_core.layers.example_gradients import GradientBatch
+from kfac_core.layers.example_gradients import GradientBatch, require_known_rows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import Batch
 from kfac_core_conformance.records.container import HostArray
@@ -45,10 +45,13 @@ def tensors_of(
     ------
     ShapeError, DtypeError, MixedArraysError
         For arrays that do not fit the layer.
+    ConventionError
+        For gradients of a mean over rows that nobody can count.
     RecordError
         If a gradient batch has several backpropagated vectors.
     """
     rows: Any = layer.rows(batch)
+    require_known_rows(rows, conventions.reduction)
     scale = conventions.outer_product_scale(
         examples=rows.examples, rows=_kept(batch, rows), sources=rows.sources
     )

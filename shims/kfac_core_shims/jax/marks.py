@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 import kfac_core as kc
@@ -50,14 +51,21 @@ def tap(
     x, y, mask : array, shape (N, ...)
         See `kfac_core.Batch`.
     **given : array
-        Parameters of the layer by name: leaves of ``params``, in any shape of the right
-        size.
+        Parameters of the layer by name: leaves of ``params``, in the layout of the layer;
+        axes may be merged or split.
 
     Returns
     -------
     array
         `y`.  Outside of `Network` the mark does nothing else.
+
+    Raises
+    ------
+    ShapeError
+        For a parameter whose axes stand in another order.
     """
+    for role, parameter in given.items():
+        _require_order(name, role, parameter, layer.parameter_shapes.get(role, ()))
     operands = [x] if mask is None else [x, mask]
     label = Label(name, layer, tuple(given), mask is not None)
     return mark.bind(y, *operands, *given.values(), label=label)
@@ -87,6 +95,19 @@ def dense(name: str, x: Any, weight: Any, bias: Any = None, /, mask: Any = None)
         in_features=n, out_features=m, bias=bias is not None, weight_layout="io"
     )
     return tap(name, layer, x, y, mask, **given)
+
+
+def _require_order(
+    name: str, role: str, parameter: Any, expected: tuple[int, ...]
+) -> None:
+    """Raise for a parameter that has the layer's axes, and has them transposed."""
+    given = tuple(jnp.shape(parameter))
+    axes, found = ([n for n in shape if n > 1] for shape in (expected, given))
+    if found != axes and sorted(found) == sorted(axes):
+        raise kc.ShapeError(
+            f"Layer {name!r}: expected `{role}` to have shape {expected}, got {given}. "
+            "Say the order of its axes in the layer's `weight_layout`."
+        )
 
 
 mark = jex.Primitive("kfac_core_mark")

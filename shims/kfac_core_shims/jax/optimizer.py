@@ -144,7 +144,7 @@ class Optimizer:
         Network to train, with one array of outputs.
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.
-    fisher : {"gradients", "exact", "empirical"}
+    fisher : {"gradients", "exact", "empirical", ...}
         Output gradients of which the blocks are made: of one drawn label, of all labels,
         or of the data's.
     learning_rate, momentum : float or callable of array, optional
@@ -201,7 +201,7 @@ class Optimizer:
         /,
         *,
         likelihood: Any,
-        fisher: Any = "gradients",
+        fisher: kc.losses.EstimationMode = "gradients",
         learning_rate: kc.integration.Schedule | None = None,
         momentum: kc.integration.Schedule | None = None,
         damping: float = 1e-2,
@@ -226,6 +226,11 @@ class Optimizer:
         for name, given in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
             if not callable(given):
                 kc.integration.require_positive(name, given, optional=True)
+        if min_damping > max_damping:
+            raise kc.DampingError(
+                "Expected `min_damping` <= `max_damping`, got "
+                f"{min_damping} and {max_damping}."
+            )
         self.network = network
         self.row_loss = kc.integration.row_loss(likelihood)
         self.loss = self.row_loss.likelihood
@@ -271,7 +276,26 @@ class Optimizer:
         return f"Optimizer({shown})\n{self.network!r}"
 
     def init(self, params: Any, /) -> OptimizerState:
-        """Return the state before the first step."""
+        """Return the state before the first step.
+
+        Parameters
+        ----------
+        params : pytree
+            Floating-point arrays, none of them twice.
+
+        Returns
+        -------
+        OptimizerState
+            State to pass to `step`.
+
+        Raises
+        ------
+        DtypeError
+            For a parameter of integers.
+        UnsupportedError
+            For one array in two places, which a step could donate only once.
+        """
+        _require_steps(params)
         return started(self._initial, params)
 
     def _initial(self, params: Any) -> OptimizerState:
@@ -354,6 +378,12 @@ class Optimizer:
 
     def _counts(self, z: Any) -> tuple[int, float]:
         """Return the number of rows of the outputs, and the weight of each's loss."""
+        if not hasattr(z, "ndim"):
+            raise kc.ArgumentError(
+                f"Expected a network that returns one array of outputs, got a "
+                f"{type(z).__name__}. Say has_aux=True for (outputs, aux); for several "
+                "outputs make the step of `Network` and `KFAC`."
+            )
         if z.ndim < 2:
             raise kc.ShapeError(
                 f"Expected outputs of shape (N, ..., P), got {tuple(z.shape)}."
@@ -505,3 +535,22 @@ class Optimizer:
 def _vector(tree: Any) -> dict[str, dict[str, Any]]:
     """Return a pytree as a vector of `kfac_core.steps`."""
     return {"": {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}}
+
+
+def _require_steps(params: Any) -> None:
+    """Raise for parameters that a step cannot move, or not on their own."""
+    places: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        place = jax.tree_util.keystr(path)
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise kc.DtypeError(
+                f"Expected `params` of floating-point arrays, got {jnp.result_type(leaf)} "
+                f"at {place}. Pass what is not trained as an input of the network."
+            )
+        other = places.setdefault(id(leaf), place)
+        if other != place and isinstance(leaf, jax.Array):
+            raise kc.UnsupportedError(
+                f"The parameters {other} and {place} are one array, which a step would "
+                "move in both places. Give a weight that is shared once, or copy it for "
+                "two weights: jax.tree.map(jnp.copy, params)."
+            )
