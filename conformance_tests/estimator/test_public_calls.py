@@ -85,10 +85,12 @@ EXCEPTIONS = {
     "framework_conv": "makes a `Conv`, which checks",
     "LayerCall": "made by integrations of what they saw; likewise:",
     "batches_of_calls": "",
+    "batches_in_parts": "",
     "structure": "a decorator of classes",
     "dense": "traced, and its weight is an array",
     "tap": "",
-    "kfac_core_shims.torch.kfac.KFAC.note": "called by hooks",
+    "kfac_core_shims.torch.kfac.KFAC.note": "called by hooks; likewise:",
+    "kfac_core_shims.torch.kfac.KFAC.observe_pass": "",
     "kfac_core_shims.torch.kfac.KFAC.observe": "its weights are an array",
 }
 DATA = {

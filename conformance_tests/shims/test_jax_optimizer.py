@@ -160,6 +160,32 @@ def test_a_given_rate_is_clipped_and_statistics_have_an_interval():
     assert int(state.steps) == 2
 
 
+def test_examples_that_the_network_mixes_are_right_in_expectation():
+    """Each output less the mean over the batch: rows of one source must not add up."""
+    rng = np.random.default_rng(5)
+    x, y = jnp.asarray(rng.normal(size=(3, D))), jnp.array([0, 1, 0])
+    params = {"W": jnp.asarray(rng.normal(size=(D, P)))}
+
+    def centered(params, x):
+        z = x @ params["W"]
+        return z - z.mean(0)
+
+    optimizer = shim.kfac_optimizer(
+        centered, params, x, likelihood="categorical", fisher="exact"
+    )
+    z, pull = optimizer.network.vjp(params, x)
+
+    def squares(key):
+        g = optimizer._captured(pull, z, y, key).batches["W"].output_grads
+        return jnp.einsum("mni,mnj->ij", g, g)
+
+    found = jax.vmap(squares)(jax.random.split(jax.random.key(0), 200)).mean(0)
+    p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+    H = np.array([np.diag(q) - np.outer(q, q) for q in p])
+    expected = np.einsum("nij,nm->ij", H, (np.eye(3) - 1 / 3) ** 2)
+    assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
+
+
 def test_it_prints_its_options_and_blocks():
     """What is left to the quadratic model is named, and each block has a line."""
     params = {"W": jnp.ones((D, P)), "b": jnp.zeros(P)}

@@ -642,6 +642,85 @@ def test_what_the_caller_says_is_what_the_loss_says():
         kfac.observe(np.ones((5, 4), "float32"))
 
 
+def test_examples_that_a_batch_norm_mixes_are_right_in_expectation():
+    """One source is of all rows, whose products have signs: without, they add up."""
+    keras.utils.set_random_seed(2)
+    model = network(
+        layers.Dense(4),
+        layers.BatchNormalization(epsilon=1e-3),
+        layers.Activation("tanh"),
+        layers.Dense(3),
+        shape=(4,),
+    )
+    x = np.random.default_rng(2).normal(size=(3, 4)).astype("float32")
+    kfac = KFAC(model, fisher="exact", **LOSS)
+    found = 0.0
+    for step in range(150):
+        kfac._steps = step
+        kfac.observe(x)
+        (first, *_) = kfac._calls
+        g = np.stack([host(g) for g in first.output_grads])
+        found = found + np.einsum("mni,mnj->ij", g, g) / 150
+
+    dense, norm, _, head = model.layers
+    y = x @ host(dense.kernel) + host(dense.bias)
+    deviation = np.sqrt(y.var(axis=0) + 1e-3)
+    unit = (y - y.mean(axis=0)) / deviation
+    t = np.tanh(unit * host(norm.gamma) + host(norm.beta))
+    z = t @ host(head.kernel) + host(head.bias)
+    # What comes back from row n to the norm, and from there to row m.
+    back = np.einsum("cno,io,ni->cni", roots_of_fisher(z), host(head.kernel), 1 - t**2)
+    mixing = np.eye(3)[:, :, None] - 1 / 3 - unit[:, None] * unit[None] / 3
+    g = np.einsum("cni,nmi->cnmi", back, mixing) * host(norm.gamma) / deviation
+    expected = np.einsum("cnmi,cnmj->ij", g, g)
+    assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "train_step", "instance"])
+def test_a_model_with_a_loss_of_its_own_says_its_likelihood(method):
+    """Of which a compiled loss, as Keras's own example has one, says nothing."""
+
+    class Own(keras.Model):
+        if method == "compute_loss":
+
+            def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+                return squares(y, y_pred)
+
+        if method == "train_step":
+
+            def train_step(self, *given):
+                return super().train_step(*given)
+
+    def squares(y, y_pred):
+        return 0.5 * keras.ops.mean(keras.ops.sum((y - y_pred) ** 2, axis=-1))
+
+    x = np.random.default_rng(12).normal(size=(6, 4)).astype("float32")
+
+    def made():
+        inputs = keras.Input((4,))
+        model = Own(inputs, layers.Dense(3, activation="softmax")(inputs))
+        model.compile(optimizer="sgd", loss="categorical_crossentropy")
+        if method == "instance":
+            model.compute_loss = lambda x, y, y_pred, *_, **__: squares(y, y_pred)
+        return model
+
+    with pytest.raises(kc.ConventionError, match=r"of its own.*likelihood="):
+        KFAC(made())
+    kfac = KFAC(made(), likelihood="gaussian", fisher="exact")
+    kfac.observe(x)
+    model = kfac.model
+    p = softmax(x @ host(model.layers[1].kernel) + host(model.layers[1].bias))
+    J = np.einsum("ni,ij->nij", p, np.eye(3)) - np.einsum("ni,nj->nij", p, p)
+    (call,) = kfac._calls
+    g = np.stack([host(g) for g in call.output_grads])
+    np.testing.assert_allclose(
+        np.einsum("mni,mnj->ij", g, g),
+        np.einsum("nij,nkj->ik", J, J),
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
 def two_outputs():
     keras.utils.set_random_seed(6)
     inputs = keras.Input((4,))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -409,6 +412,63 @@ def test_an_array_of_two_layers_is_refused(view):
     parameters["again"] = {"weight": view(parameters["fc"]["weight"])}
     with pytest.raises(kc.UnsupportedError, match=r"'fc' \(weight\) and 'again'"):
         KFAC(parameters, **SETTINGS)
+
+
+def test_examples_that_the_network_mixes_are_right_in_expectation():
+    """Each output less the mean over the batch: rows of one source must not add up."""
+    parameters = dense_parameters()
+    z = random(3, 3, seed=4)
+    optimizer = KFAC(parameters, likelihood="categorical", fisher="exact", **SETTINGS)
+    found = 0.0
+    for _ in range(200):
+        drawn = optimizer.vectors(z)
+        g = drawn - drawn.mean(axis=1, keepdims=True)
+        found = found + np.einsum("mni,mnj->ij", g, g) / 200
+
+    B = root_of_fisher(z)
+    centering = np.eye(3) - 1 / 3
+    g = np.einsum("nic,nm->ncmi", B, centering)
+    expected = np.einsum("ncmi,ncmj->ij", g, g)
+    assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
+
+
+def test_an_array_in_the_place_of_a_parameter_is_refused():
+    """The step would move the old one; what is written into it is the next step's start."""
+    parameters, gradient, (x, g) = dense_parameters(), dense_gradient(), dense_case()
+    optimizer = KFAC(parameters, **SETTINGS)
+    new, old = parameters["fc"]["weight"] + 1.0, parameters["fc"]["weight"]
+    before = old.copy()
+    for replaced in ("array", "layer"):
+        if replaced == "array":
+            parameters["fc"]["weight"] = new
+        else:
+            parameters["fc"] = {**parameters["fc"], "weight": new}
+        optimizer.observe("fc", kc.Batch(x, g))
+        with pytest.raises(kc.UnsupportedError, match=r"\[\.\.\.\] = new"):
+            optimizer.step(gradient)
+        assert np.array_equal(old, before)
+        assert optimizer.steps == 0
+        parameters["fc"]["weight"] = old
+
+    old[...] = new
+    start = matrix(parameters["fc"])
+    optimizer.step(gradient)
+    expected = start - dense_direction(x, g, gradient["fc"])
+    np.testing.assert_allclose(matrix(parameters["fc"]), expected, rtol=1e-10)
+
+
+def test_a_copy_goes_on_with_parameters_of_its_own():
+    parameters, gradient, (x, g) = dense_parameters(), dense_gradient(), dense_case()
+    optimizer = KFAC(parameters, **SETTINGS)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        start = matrix(copied.parameters["fc"])
+        copied.observe("fc", kc.Batch(x, g))
+        copied.step(gradient)
+        expected = start - dense_direction(x, g, gradient["fc"])
+        np.testing.assert_allclose(
+            matrix(copied.parameters["fc"]), expected, rtol=1e-10
+        )
+    assert np.array_equal(matrix(parameters["fc"]), matrix(dense_parameters()["fc"]))
 
 
 def test_views_of_one_memory_may_be_layers_of_their_own():

@@ -6,6 +6,7 @@ Each has the factors of a dense float64 computation by hand, or an error with a 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -279,6 +280,115 @@ def test_parameters_that_are_not_made_yet_are_refused(kind):
         KFAC(model)
 
 
+def focal(z, y):
+    p = torch.softmax(z, 1).gather(1, y[:, None])[:, 0]
+    return ((1 - p) ** 2 * -p.log()).mean()
+
+
+def distilled(z, y, *, warmth=3.0):
+    logits = 4 * torch.sin(torch.arange(z.numel())).reshape(z.shape)
+    teacher = torch.softmax(logits / warmth, 1)
+    found = fn.kl_div((z / warmth).log_softmax(1), teacher, reduction="batchmean")
+    return warmth**2 * found
+
+
+def smoothed(z, y, **options):
+    return fn.cross_entropy(z, y, label_smoothing=0.2, **options)
+
+
+def rewarded(z, y):
+    return (
+        fn.cross_entropy(z, y, reduction="none") * torch.linspace(-1, 1, len(y))
+    ).mean()
+
+
+OTHER_LOSSES = {
+    "temperature": (lambda z, y: fn.cross_entropy(z / 2, y), "outputs divided by 2,"),
+    "sharper": (lambda z, y: fn.cross_entropy(z * 5, y), "outputs divided by 0.2,"),
+    "focal": (focal, "label's probability, as a focal loss"),
+    "distillation": (distilled, "not probabilities.*temperature"),
+    "smoothed sum": (lambda z, y: smoothed(z, y, reduction="sum"), "not probabilities"),
+    "smoothed weights": (
+        lambda z, y: smoothed(z, y, weight=torch.arange(1.0, 5)),
+        "not probabilities.*weights",
+    ),
+    "rewards": (rewarded, "not probabilities.*policy gradients"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_LOSSES)
+def test_losses_that_only_look_like_a_cross_entropy_are_named(kind):
+    """By their gradients at the outputs, which sum to zero too; silent where it is said."""
+    loss, message = OTHER_LOSSES[kind]
+    model, (x, y) = network(), batch(40)
+    said = copy.deepcopy(model)
+    kfac = KFAC(model, **EXACT)
+    if "divided" in message:
+        with pytest.raises(kc.ConventionError, match=message):
+            loss(model(x), y).backward()
+    else:
+        with pytest.warns(UserWarning, match=message):
+            loss(model(x), y).backward()
+    kfac = KFAC(said, likelihood="categorical", **EXACT)
+    loss(said(x), y).backward()
+    kfac.step()
+
+
+LIKE_LOSSES = {
+    "smoothed": (smoothed, lambda z: z),
+    "hardly smoothed": (
+        lambda z, y: fn.cross_entropy(z, y, label_smoothing=1e-3),
+        lambda z: z,
+    ),
+    "mixed": (
+        lambda z, y: (
+            0.3 * fn.cross_entropy(z, y) + 0.7 * fn.cross_entropy(z, y.flip(0))
+        ),
+        lambda z: z,
+    ),
+    "distilled": (lambda z, y: distilled(z, y, warmth=1.0), lambda z: z),
+    "accumulated": (lambda z, y: smoothed(z, y) / 4, lambda z: z),
+    "temperature that is said": (
+        lambda z, y: fn.cross_entropy(z / 2, y),
+        lambda z: z / 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LIKE_LOSSES)
+@pytest.mark.parametrize("gain", [1.0, 1e-3])
+def test_soft_labels_leave_the_curvature_as_it_is(kind, gain):
+    """Also of outputs that are nearly equal, as at the start of training."""
+    loss, scaled = LIKE_LOSSES[kind]
+    model, (x, y) = network(), batch(40)
+    with torch.no_grad():
+        model[2].weight.mul_(gain)
+    said = {"output": scaled, "likelihood": "categorical"} if "said" in kind else {}
+    kfac = KFAC(model, **said, **EXACT)
+    loss(model(x), y).backward()
+    kfac.step()
+    made = model[0](x)
+    h = torch.tanh(made)
+    z = model[2](h)
+    pairs = {"0": by_hand([(x, made)], scaled(z)), "2": by_hand([(h, z)], scaled(z))}
+    assert_factors(kfac, pairs)
+
+
+def test_a_temperature_is_found_once_outputs_tell_it():
+    """Equal outputs, as of weights that start at zero, have the gradients of any."""
+    model, (x, y) = network(), batch(40)
+    with torch.no_grad():
+        for p in model[2].parameters():
+            p.zero_()
+    kfac = KFAC(model, **EXACT)
+    fn.cross_entropy(model(x) / 2, y).backward()
+    kfac.step()
+    with torch.no_grad():
+        model[2].weight.normal_()
+    with pytest.raises(kc.ConventionError, match="outputs divided by 2,"):
+        fn.cross_entropy(model(x) / 2, y).backward()
+
+
 # Dtypes in mid-run.
 
 
@@ -536,3 +646,829 @@ def test_a_second_step_without_a_backward_pass_is_refused(clears):
         fn.cross_entropy(model(x), y).backward()
         kfac.step()
     assert kfac.steps == 6
+
+
+# Gradients that are read, and not trained by.
+
+
+def empirical_factors(model, x, y):
+    """Return A and G of both linear layers of `network`, with the rows of its own loss."""
+    made = model[0](x)
+    h = torch.tanh(made)
+    z = model[2](h)
+    loss = fn.cross_entropy(z, y, reduction="sum")
+    pairs = zip("02", (x, h), torch.autograd.grad(loss, [made, z]), strict=True)
+    found = {}
+    for name, rows, g in pairs:
+        rows = torch.cat([rows.detach(), torch.ones(len(rows), 1)], 1)
+        found[name] = rows.T @ rows / len(x), g.T @ g / len(x)
+    return found
+
+
+def logged(loss, model, *, retain_graph=True):
+    return torch.autograd.grad(loss, [*model.parameters()], retain_graph=retain_graph)
+
+
+LOGGED = {
+    "before": lambda loss, z, log, model: (log(loss), loss.backward()),
+    "twice": lambda loss, z, log, model: (log(loss), log(loss), loss.backward()),
+    "after": lambda loss, z, log, model: (loss.backward(retain_graph=True), log(loss)),
+    "a row": lambda loss, z, log, model: (
+        log(z[0].logsumexp(0) - z[0, 0]),
+        loss.backward(),
+    ),
+    "a layer": lambda loss, z, log, model: (
+        torch.autograd.grad(loss, model[2].weight, retain_graph=True),
+        loss.backward(),
+    ),
+    "in parts": lambda loss, z, log, model: (
+        log(loss),
+        (0.25 * loss).backward(retain_graph=True),
+        (0.75 * loss).backward(),
+    ),
+}
+OUTPUTS = {
+    "tensor": (lambda z: z, "auto"),
+    "dict": (lambda z: {"logits": z, "twice": 2 * z}, "auto"),
+    "view": (lambda z: z.view_as(z), lambda z: z[:, :]),
+    "by hand": (lambda z: z, None),
+}
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("returned", OUTPUTS)
+@pytest.mark.parametrize("when", LOGGED)
+def test_gradients_for_a_logger_do_not_count(when, returned, fisher):
+    """By `torch.autograd.grad` through the same forward pass, and through others."""
+    pack, output = OUTPUTS[returned]
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x):
+            return pack(self.net(x))
+
+    model, (x, y) = Packed(), batch()
+    kfac = KFAC(
+        model,
+        likelihood="categorical",
+        output=output,
+        **{**EXACT, "fisher": fisher},
+    )
+    empirical = fisher == "empirical"
+    expected = (empirical_factors if empirical else dense)(
+        model.net, *(x, y) if empirical else (x,)
+    )
+    if output is not None:  # A batch for validation.
+        found = model(torch.randn(3, 5))
+        found = found["logits"] if returned == "dict" else found
+        logged(fn.cross_entropy(found, y[:3]), model, retain_graph=False)
+    # Two parts of unequal size, whose rows have the weight of the loss.
+    for rows in (slice(0, 3), slice(3, 8)):
+        z = model(x[rows])
+        z = z["logits"] if returned == "dict" else z
+        if output is None:
+            kfac.observe(z)
+        loss = fn.cross_entropy(z, y[rows], reduction="sum") / 8
+        LOGGED[when](loss, z, lambda part: logged(part, model), model.net)
+    kfac.step()
+    assert_factors(kfac, {f"net.{name}": f for name, f in expected.items()})
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_gradients_that_the_loop_assigns_count(fisher):
+    """As of `torch.autograd.grad`, in parts or not, where there is no other pass."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+    empirical = fisher == "empirical"
+    expected = (empirical_factors if empirical else dense)(
+        model, *(x, y) if empirical else (x,)
+    )
+    loss = fn.cross_entropy(model(x), y)
+    grads = zip(logged(0.25 * loss, model), logged(0.75 * loss, model), strict=True)
+    for p, (first, second) in zip(model.parameters(), grads, strict=True):
+        p.grad = first + second
+    kfac.step()
+    assert_factors(kfac, expected)
+    assert kfac.steps == 1
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("output", ["auto", None])
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("kind", ["left out", "discriminator", "perturbed"])
+def test_passes_whose_gradients_were_cleared_do_not_count(kind, clears, output, fisher):
+    """Of a batch that was left out, of a generator's loss, of the first half of SAM."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(
+        model,
+        likelihood="categorical",
+        output=output,
+        **{**EXACT, "fisher": fisher},
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def differentiate(x, y):
+        z = model(x)
+        if output is None:
+            kfac.observe(z)
+        fn.cross_entropy(z, y).backward()
+
+    made = torch.randn(5, 5, requires_grad=True)  # As a generator made it.
+    differentiate(3 * made, y[:5])
+    if kind == "perturbed":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad)
+    optimizer.zero_grad(set_to_none=clears)
+    empirical = fisher == "empirical"
+    expected = (empirical_factors if empirical else dense)(
+        model, *(x, y) if empirical else (x,)
+    )
+    for rows in (slice(0, 4), slice(4, 8)):
+        z = model(x[rows])
+        if output is None:
+            kfac.observe(z)
+        (fn.cross_entropy(z, y[rows]) / 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    kfac.step()
+    assert_factors(kfac, expected)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("kind", ["summed", "clipped", "noisy"])
+def test_passes_whose_gradients_come_back_count(kind, fisher):
+    """Sums of copies, and gradients of single examples that are clipped."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+    empirical = fisher == "empirical"
+    expected = (empirical_factors if empirical else dense)(
+        model, *(x, y) if empirical else (x,)
+    )
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    sizes = (4, 4) if kind == "summed" else (1,) * 8
+    for a, b in zip(x.split(sizes), y.split(sizes), strict=True):
+        model.zero_grad()
+        (fn.cross_entropy(model(a), b) / len(sizes)).backward()
+        if kind == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        for t, p in zip(total, model.parameters(), strict=True):
+            t += p.grad + 1e-3 * torch.randn_like(p) * (kind == "noisy")
+    for t, p in zip(total, model.parameters(), strict=True):
+        if kind == "summed":
+            p.grad = t
+        else:
+            p.grad.copy_(t)
+    kfac.step()
+    assert_factors(kfac, expected)
+
+
+def test_targets_that_the_model_made_itself_are_no_error():
+    """A teacher that still is the student: nothing is left of the gradient but roundoff."""
+    model, (x, _) = network(), batch()
+    kfac = KFAC(model, **EXACT)
+    expected = dense(model, x)
+    fn.cross_entropy(model(x), torch.softmax(model(x).detach(), 1)).backward()
+    kfac.step()
+    assert_factors(kfac, expected)
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "cleared"])
+def test_a_computed_weight_has_the_gradient_of_the_passes_that_train(kind):
+    """The direction of weight norm's V and g, beside another batch that trains nothing."""
+    torch.manual_seed(1)
+    model, (x, y) = network(), batch()
+    nn.utils.parametrizations.weight_norm(model[0])
+    twin = copy.deepcopy(model)
+    kfac, other = KFAC(model, **EXACT), KFAC(twin, **EXACT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other_loss = fn.cross_entropy(model(x[:3] ** 2), y[:3])
+        if kind == "before":
+            logged(other_loss, model)
+        elif kind == "cleared":
+            other_loss.backward()
+            model.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        if kind == "after":
+            logged(other_loss, model)
+        kfac.step()
+    fn.cross_entropy(twin(x), y).backward()
+    other.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_hooks_can_tell_what_is_drawn_from_what_the_loss_sent(fisher):
+    """A hook that clamps the loss's gradients, and lets K-FAC's own vectors through."""
+    model, (x, y) = network(), batch()
+    bound, seen = 0.01, []
+    expected = (
+        empirical_factors(model, x, y) if fisher == "empirical" else dense(model, x)
+    )["0"]
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+
+    def clamp(g):
+        if kfac.is_drawing:
+            return None
+        seen.append(g)
+        return g.clamp(-bound, bound)
+
+    handle = model[0].register_forward_hook(
+        lambda module, inputs, made: made.register_hook(clamp) and None
+    )
+    fn.cross_entropy(model(x), y).backward()
+    assert not kfac.is_drawing
+    handle.remove()
+    (clamped,) = (g.clamp(-bound, bound) for g in seen)
+    torch.testing.assert_close(model[0].weight.grad, clamped.T @ x)
+    kfac.step()
+    if fisher == "empirical":
+        rows = 8 * clamped
+        expected = expected[0], rows.T @ rows / 8
+    assert_factors(kfac, {"0": expected})
+
+
+# Parameters that the model no longer has, or did not train.
+
+
+REPLACED = {
+    "assigned": lambda model: model[0].load_state_dict(
+        {name: x.clone() for name, x in model[0].state_dict().items()}, assign=True
+    ),
+    "module": lambda model: model.__setitem__(0, nn.Linear(5, 6)),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_gradients_of_replaced_parameters_are_not_in_the_clip(how):
+    """The old ones still have theirs, which no optimizer clears any more."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, lr=0.1, kl_clip=1e9, update_every=1, refresh_every=25)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    old = [p.grad.clone() for p in model[0].parameters()]
+    kept = [*model[0].parameters()]
+    REPLACED[how](model)
+    model.zero_grad()
+    fn.cross_entropy(model(x), y).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    with pytest.warns(UserWarning, match=r"0\.weight.*replaced.*make KFAC again"):
+        kfac.step()
+
+    after = [p.grad for p in model.parameters()]
+    own = sum((v * d).sum() for v, d in zip(before[2:], after[2:], strict=True))
+    torch.testing.assert_close(float(kfac.clip.size), 0.01 * float(own))
+    assert all(torch.equal(p.grad, g) for p, g in zip(kept, old, strict=True))
+    assert all(torch.equal(v, d) for v, d in zip(before[:2], after[:2], strict=True))
+
+
+def test_a_block_that_is_pruned_later_is_left_alone():
+    """Its parameter stays the same, and is no longer what the layer multiplies by."""
+    from torch.nn.utils import prune
+
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, kl_clip=None)
+    for _ in range(2):
+        model.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        gradient = model[0]._parameters.get("weight_orig", model[0].weight).grad.clone()
+        if kfac.steps:
+            with pytest.warns(
+                UserWarning, match=r"0\.bias.*weight_orig.*after pruning"
+            ):
+                kfac.step()
+        else:
+            kfac.step()
+            prune.l1_unstructured(model[0], "weight", 0.5)
+    assert torch.equal(model[0].weight_orig.grad, gradient)
+
+
+def test_a_model_whose_parameters_were_all_replaced_is_refused():
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **EACH_STEP)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    model.load_state_dict(
+        {n: v.clone() for n, v in model.state_dict().items()}, assign=True
+    )
+    fn.cross_entropy(model(x), y).backward()
+    with pytest.raises(kc.NotReadyError, match="its parameters were replaced"):
+        kfac.step()
+    assert kfac.steps == 1
+
+
+def test_a_block_that_is_lost_between_refreshes_is_named_at_once():
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model)
+    for freeze in (False, True):
+        model.zero_grad()
+        model[0].bias.requires_grad_(not freeze)
+        fn.cross_entropy(model(x), y).backward()
+        if freeze:
+            with pytest.warns(
+                UserWarning, match=r"0\.weight.*another parameter.*frozen"
+            ):
+                kfac.step()
+        else:
+            kfac.step()
+
+
+def test_parameters_without_a_block_are_named_with_reason_and_remedy():
+    """Of attention, of a layer that is trained later, and of one whose weight is frozen."""
+
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(
+                5, 1, add_bias_kv=True, batch_first=True
+            )
+            self.later, self.partly, self.head = (nn.Linear(5, 5) for _ in range(3))
+
+        def forward(self, x):
+            h, _ = self.attention(x[:, None], x[:, None], x[:, None])
+            return self.head(self.partly(self.later(h[:, 0])))
+
+    model, (x, y) = Attending(), batch()
+    model.later.requires_grad_(False)
+    model.partly.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"bias_k.*bias_v.*partly\.bias"):
+        kfac = KFAC(model, **EACH_STEP)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    model.later.requires_grad_(True)
+    fn.cross_entropy(model(x), y).backward()
+    with pytest.warns(UserWarning, match=r"later\.weight.*later\.bias.*frozen when"):
+        kfac.step()
+    expected = {
+        "attention.bias_k": "add_bias_kv=False",
+        "attention.bias_v": "add_bias_kv=False",
+        "partly.bias": "the weight that it belongs to was frozen.*make KFAC again",
+        "later.weight": "frozen when KFAC was made; make KFAC again",
+        "later.bias": "frozen when KFAC was made; make KFAC again",
+    }
+    assert set(kfac.skipped) == set(expected)
+    for name, why in expected.items():
+        assert re.search(why, kfac.skipped[name])
+
+
+def test_a_complex_layer_is_left_alone():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wave = nn.Linear(5, 6, dtype=torch.complex128)
+            self.head = nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.head(self.wave(x.to(torch.complex128)).abs())
+
+    model, (x, y) = Complex(), batch()
+    with pytest.warns(UserWarning, match=r"wave\.weight.*numbers are complex"):
+        kfac = KFAC(model, **EXACT)
+    fn.cross_entropy(model(x), y).backward()
+    before = model.wave.weight.grad.clone()
+    kfac.step()
+    assert torch.equal(model.wave.weight.grad, before)
+    h = model.wave(x.to(torch.complex128)).abs().detach()
+    z = model.head(h)
+    assert_factors(kfac, {"head": by_hand([(h, z)], z)})
+
+
+def test_outputs_without_an_axis_of_numbers_say_what_to_pick():
+    model, (x, y) = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0)), batch()
+    kfac = KFAC(model, likelihood=nn.MSELoss(), **EXACT)
+    with pytest.raises(kc.ShapeError, match=r"output=lambda z: z\[:, None\]"):
+        fn.mse_loss(model(x), y.double()).backward()
+    kfac.remove()
+    kfac = KFAC(model, likelihood=nn.MSELoss(), output=lambda z: z[:, None], **EXACT)
+    fn.mse_loss(model(x), y.double()).backward()
+    kfac.step()
+    rows = torch.cat([x, torch.ones(8, 1)], 1)
+    assert_factors(kfac, {"0": (rows.T @ rows / 8, 2 * torch.ones(1, 1))})
+
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x, y):
+            return fn.cross_entropy(self.net(x), y)
+
+    model = Scored()
+    kfac = KFAC(model, **EXACT)
+    with pytest.raises(kc.ShapeError, match=r"returns its loss.*output=1"):
+        model(x, y).backward()
+
+
+def test_torchscript_is_left_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(5, 6))
+    with pytest.raises(kc.UnsupportedError, match="TorchScript hides"):
+        KFAC(scripted)
+    with pytest.warns(UserWarning, match=r"0\.weight.*TorchScript hides"):
+        kfac = KFAC(nn.Sequential(scripted, nn.Linear(6, 4)))
+    assert [*kfac.estimator.blocks] == ["1"]
+
+
+# Rows that depend on each other, and heads of unlike sizes.
+
+
+def test_examples_that_a_batch_norm_mixes_are_right_in_expectation():
+    """One source is of all rows, whose products have signs: without, they add up."""
+    torch.manual_seed(2)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
+    )
+    x = torch.randn(3, 3)
+    kfac = KFAC(model, likelihood="categorical", fisher="exact", decay=1.0)
+    made = model[0](x)
+    _, expected = by_hand([(x, made)], model[1:](made))
+    kfac.update(model(x) for _ in range(300))
+    _, G, scale = kfac.factors("0")
+    assert float((scale * G - expected).norm()) < 0.1 * float(expected.norm())
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_heads_of_unlike_sizes_on_batches_of_their_own(fisher):
+    """The exact sources of the layer below are as many as each head has outputs."""
+
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.below = nn.Linear(5, 6)
+            self.heads = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 3)])
+
+        def forward(self, x, place):
+            return self.heads[place](torch.tanh(self.below(x)))
+
+    model, (x, y) = Headed(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": fisher})
+    calls, G, rows = [], 0.0, (slice(0, 6), slice(6, 8))
+    for place, own in enumerate(rows):
+        made = model.below(x[own])
+        z = model.heads[place](torch.tanh(made))
+        calls.append(x[own])
+        if fisher == "exact":
+            _, part = by_hand([(x[own], made)], z)
+            G = G + part * len(z)
+        else:
+            loss = fn.cross_entropy(z, y[own] % 3, reduction="sum")
+            (g,) = torch.autograd.grad(loss, made)
+            G = G + g.T @ g
+    for place, own in enumerate(rows):
+        loss = fn.cross_entropy(model(x[own], place), y[own] % 3, reduction="sum")
+        (loss / 8).backward()
+    kfac.step()
+    joined = torch.cat([torch.cat(calls), torch.ones(8, 1)], 1)
+    assert_factors(kfac, {"below": (joined.T @ joined / 8, G / 8)})
+
+
+def test_a_batch_of_ignored_labels_alone_is_named():
+    model, (x, _) = network(), batch()
+    kfac = KFAC(model, **EXACT)
+    loss = fn.cross_entropy(model(x), torch.full((8,), -100), reduction="sum")
+    loss.backward()
+    with pytest.raises(kc.NotReadyError, match="all labels are ignored"):
+        kfac.step()
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("kind", ["cached", "rollout"])
+def test_calls_that_several_passes_depend_on(kind, together):
+    """Features that are computed once for two passes, and outputs that are inputs again."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.below, self.head = nn.Linear(5, 6), nn.Linear(6, 5)
+            self.kept = None
+
+        def forward(self, x):
+            if self.kept is None or kind == "rollout":
+                self.made = self.below(x)
+                self.kept = torch.tanh(self.made)
+            self.out = self.head(self.kept)
+            return self.out
+
+    model, (x, _) = Model(), batch()
+    y = torch.randint(0, 5, (2, 8))
+
+    def passes():
+        model.kept, found = None, []
+        for _ in range(2):
+            z = model(found[-1][1] if found else x)
+            found.append((model.made, z))
+        return found
+
+    # Rows of all passes, with the calls that each depends on.
+    made = passes()
+    xs = [x, x if kind == "cached" else made[0][1].detach()]
+    G = 0.0
+    for _, z in made:
+        for row in z:
+            for column in root_of_hessian(row).T:
+                unique = {id(y): y for y, _ in made}.values()
+                for g in torch.autograd.grad(
+                    row, [*unique], column, retain_graph=True, allow_unused=True
+                ):
+                    G = G + (0.0 if g is None else g.T @ g)
+    # As often as passes depend on them.
+    xs = torch.cat([*xs, x] if kind == "rollout" else xs)
+    xs = torch.cat([xs, torch.ones(len(xs), 1)], 1)
+    expected = {"below": (xs.T @ xs / len(xs), G / 16)}
+
+    kfac = KFAC(model, likelihood="categorical", **EXACT)
+    losses = [fn.cross_entropy(z, y[i]) / 2 for i, (_, z) in enumerate(passes())]
+    if together:
+        sum(losses).backward()
+    else:
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+    kfac.step()
+    assert_factors(kfac, expected)
+
+    kfac = KFAC(model, likelihood="categorical", **{**EXACT, "fisher": "empirical"})
+    with pytest.raises(kc.UnsupportedError, match=r"several forward passes.*'below'"):
+        sum(fn.cross_entropy(z, y[0]) for _, z in passes()).backward()
+
+
+def test_a_data_set_is_all_its_passes_though_gradients_are_cleared():
+    """`update` reads no gradients."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **{**EXACT, "fisher": "empirical"})
+    expected = empirical_factors(model, x, y)
+    for rows in (slice(0, 4), slice(4, 8)):
+        model.zero_grad()
+        fn.cross_entropy(model(x[rows]), y[rows]).backward()
+    kfac.update()
+    assert_factors(kfac, expected)
+
+
+def test_overlap_is_for_the_pass_that_makes_the_gradients():
+    """Not one that a logger made before, nor one that was cleared; two are refused."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, overlap=True, **NEWEST)
+    for kind in ("logged", "again", "cleared"):
+        model.zero_grad()
+        expected = dense(model, x)
+        loss = fn.cross_entropy(model(x), y)
+        if kind == "cleared":
+            fn.cross_entropy(model(3 * x), y).backward()
+            model.zero_grad()
+        else:
+            other = loss if kind == "again" else fn.cross_entropy(model(3 * x), y)
+            logged(other, model)
+        loss.backward()
+        kfac.step()
+        assert_factors(kfac, expected, rtol=1e-7)
+    fn.cross_entropy(model(x), y).backward()
+    with pytest.raises(kc.ConventionError, match="steps of one pass"):
+        fn.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize("kind", ["module", "smoothed", "nll", "name"])
+def test_classes_on_the_second_axis_are_refused_where_the_likelihood_is_said(kind):
+    """As PyTorch's loss modules read them, also where both axes have one length."""
+    model = nn.Conv2d(2, 4, 1)
+    x, y = torch.randn(3, 2, 4, 4), torch.randint(0, 4, (3, 4, 4))
+    module = nn.CrossEntropyLoss(label_smoothing=0.1 * (kind == "smoothed"))
+    if kind == "nll":
+        model, module = nn.Sequential(model, nn.LogSoftmax(1)), nn.NLLLoss()
+    said = "categorical" if kind == "name" else module
+    kfac = KFAC(model, likelihood=said, **EXACT)
+    with pytest.raises(kc.ConventionError, match=r"movedim\(1, -1\)"):
+        module(model(x), y).backward()
+    kfac.remove()
+    kfac = KFAC(model, likelihood=said, output=lambda z: z.movedim(1, -1), **EXACT)
+    module(model(x), y).backward()
+    kfac.step()
+    G = 0.0
+    for row in model(x).movedim(1, -1).reshape(-1, 4):
+        B = root_of_hessian(row)
+        G = G + B @ B.T / 48
+    _, found, scale = kfac.factors("0" if kind == "nll" else "")
+    torch.testing.assert_close(scale * found, G)
+
+    # Tokens, whose classes are on the last axis, are flattened ahead of the loss.
+    model, module = nn.Linear(2, 4), nn.CrossEntropyLoss()
+    kfac = KFAC(model, likelihood=module, **EXACT)
+    module(model(x.movedim(1, -1)).flatten(0, 2), y.flatten()).backward()
+    kfac.step()
+
+
+def test_a_second_kfac_of_the_same_gradients_is_refused():
+    """One that is made anew, or of a part, is not."""
+    model, (x, y) = network(), batch()
+    first, second = KFAC(model, **EXACT), KFAC(model, **EXACT)
+    fn.cross_entropy(model(x), y).backward()
+    first.step()
+    with pytest.raises(kc.NotReadyError, match="another KFAC wrote"):
+        second.step()
+    for kfac in (first, second):
+        model.zero_grad()
+        expected = dense(model, x)
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+        assert_factors(kfac, expected)
+        first.discard()
+    parts = [KFAC(model, skip_layers=[name], **EXACT) for name in ("0", "2")]
+    model.zero_grad()
+    fn.cross_entropy(model(x), y).backward()
+    for kfac in parts:
+        kfac.step()
+        assert kfac.steps == 1
+
+
+def test_a_layer_that_takes_part_later_has_its_operator_at_once():
+    """As with stochastic depth: its gradient is not left as it is until a refresh."""
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = (nn.Linear(5, 5) for _ in range(3))
+            self.drops = True
+
+        def forward(self, x):
+            h = torch.tanh(self.first(x))
+            if not self.drops:
+                self.made = self.second(h)
+                h = h + self.made
+            return self.head(h)
+
+    model, (x, y) = Deep(), batch()
+    kfac = KFAC(model, likelihood="categorical", **{**EXACT, "refresh_every": 25})
+    for drops in (True, False):
+        model.zero_grad()
+        model.drops = drops
+        z = model(x)
+        fn.cross_entropy(z, y).backward(retain_graph=True)
+        gradient = model.second.weight.grad, model.second.bias.grad
+        if not drops:
+            h = torch.tanh(model.first(x)).detach()
+            A, G = by_hand([(h, model.made)], z)
+            V = torch.cat([gradient[0], gradient[1][:, None]], 1)
+        kfac.step()
+    root = 0.03**0.5
+    A, G = A + root * torch.eye(6), G + root * torch.eye(5)
+    expected = torch.linalg.solve(G, torch.linalg.solve(A, V.T).T)
+    found = torch.cat([model.second.weight.grad, model.second.bias.grad[:, None]], 1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["bernoulli", "squares"])
+def test_masked_outputs_are_named(kind):
+    """The curvature of all would be that of more than the loss reads."""
+    model, (x, _) = network(), batch()
+    y, mask = torch.randint(0, 2, (8, 4)).double(), torch.rand(8, 4) < 0.6
+    if kind == "squares":
+        mask = torch.arange(8) % 3 > 0
+    module = nn.BCEWithLogitsLoss() if kind == "bernoulli" else nn.MSELoss()
+
+    def masked(z):
+        if kind == "squares":
+            return ((z - y).square().mean(1) * mask).sum() / mask.sum()
+        each = fn.binary_cross_entropy_with_logits(z, y, reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+    kfac = KFAC(model, likelihood=module, **EXACT)
+    if kind == "bernoulli":
+        with pytest.raises(kc.ConventionError, match=r"observe\(outputs\[mask\]\[:"):
+            masked(model(x)).backward()
+    else:
+        with pytest.warns(UserWarning, match=r"mask.*observe\(outputs\[mask\]\)"):
+            masked(model(x)).backward()
+    kfac.remove()
+    model.zero_grad()
+
+    kfac = KFAC(model, likelihood=module, output=None, **EXACT)
+    z = model(x)
+    kfac.observe(z[mask][:, None] if kind == "bernoulli" else z[mask])
+    masked(z).backward()
+    kfac.step()
+    p = torch.sigmoid(z.detach())
+    if kind == "bernoulli":
+        G = torch.diag((p * (1 - p) * mask).sum(0) / mask.sum())
+    else:
+        G = 2 * torch.eye(4) / 4
+    _, found, scale = kfac.factors("2")
+    # Rows of one example have random signs in common.
+    torch.testing.assert_close((scale * found).diag(), G.diag())
+
+
+class Lengths(nn.Module):
+    """A layer that is called with rows of examples, and with their positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.below, self.head = nn.Linear(5, 6), nn.Linear(6, 4)
+
+    def forward(self, *inputs):
+        self.made = [self.below(x) for x in inputs]
+        means = [torch.tanh(y).reshape(len(y), -1, 6).mean(1) for y in self.made]
+        self.mixed = sum(means)
+        return self.head(self.mixed)
+
+
+@pytest.mark.parametrize("approximation", [kc.Kronecker(), kc.Eigen()])
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("when", ["one pass", "accumulated"])
+def test_sequences_of_several_lengths_are_one_batch(when, fisher, approximation):
+    """In accumulated batches that are padded to their own lengths, and in one pass."""
+    model, y = Lengths(), torch.randint(0, 4, (8,))
+    shapes = [(8, 3, 5), (8, 5), (8, 2, 5)]
+    if when == "accumulated":
+        shapes = [(3, 3, 5), (1, 5), (4, 2, 5)]
+    inputs = [torch.randn(shape) for shape in shapes]
+    passes = [inputs] if when == "one pass" else [[x] for x in inputs]
+    labels = y.split([len(x[0]) for x in passes])
+    kfac = KFAC(
+        model,
+        approximations={"dense": approximation},
+        **{**EXACT, "fisher": fisher},
+    )
+    rows, mixed, below, head = [], [], 0.0, 0.0
+    for xs, own in zip(passes, labels, strict=True):
+        z = model(*xs)
+        rows += [x.reshape(-1, 5) for x in xs]
+        mixed.append(model.mixed.detach())
+        ys = [*model.made, z]
+        for n, row in enumerate(z):
+            columns = root_of_hessian(row).T
+            if fisher == "empirical":
+                columns = [(torch.softmax(row, 0) - fn.one_hot(own[n], 4)).detach()]
+            for column in columns:
+                *found, g = torch.autograd.grad(row, ys, column, retain_graph=True)
+                found = torch.cat([f.reshape(-1, 6) for f in found])
+                below = below + found.T @ found / 8
+                head = head + g.T @ g / 8
+    for xs, own in zip(passes, labels, strict=True):
+        (fn.cross_entropy(model(*xs), own) * len(own) / 8).backward()
+    kfac.step()
+    x, h = torch.cat(rows), torch.cat(mixed)
+    x, h = (torch.cat([r, torch.ones(len(r), 1)], 1) for r in (x, h))
+    expected = {"below": (x.T @ x / len(x), below), "head": (h.T @ h / len(h), head)}
+    if isinstance(approximation, kc.Kronecker):
+        assert_factors(kfac, expected)
+        return
+    operator = kfac.estimator.operator("below")
+    values = kfac.estimator.state["below"].statistics.averages
+    assert operator.vector_shape == (6, 6)
+    A = values["input"].value(debias=True).full()
+    torch.testing.assert_close(A, expected["below"][0].detach())
+
+
+def test_images_of_several_sizes_are_one_batch():
+    """The filter's factors have the patches of all."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4)
+    )
+    images = [torch.randn(3, 2, 3, 3), torch.randn(5, 2, 4, 5)]
+    y = torch.randint(0, 4, (8,))
+    kfac = KFAC(model, **EXACT)
+    patches, G = [], 0.0
+    for x in images:
+        made = model[0](x)
+        patches.append(fn.unfold(x, 2).movedim(1, -1).reshape(-1, 8))
+        for row in model[1:](made):
+            for column in root_of_hessian(row).T:
+                (g,) = torch.autograd.grad(row, made, column, retain_graph=True)
+                g = g.movedim(1, -1).reshape(-1, 3)
+                G = G + g.T @ g / 8
+    for x, own in zip(images, y.split([3, 5]), strict=True):
+        (fn.cross_entropy(model(x), own) * len(own) / 8).backward()
+    kfac.step()
+    x = torch.cat(patches)
+    x = torch.cat([x, torch.ones(len(x), 1)], 1)
+    assert_factors(kfac, {"0": (x.T @ x / len(x), G)})
+
+
+def test_a_block_that_one_pass_uses_in_another_way_has_no_statistics_of_the_other():
+    """Second-order meta-learning: an inner pass, and one with weights made of its own."""
+    model, (x, y) = network(), batch()
+    model.append(nn.Linear(4, 4))
+    kfac = KFAC(model, likelihood="categorical", **EXACT)
+    called = torch.func.functional_call
+    below = dict(model[:3].named_parameters())
+    own = {f"3.{name}": p for name, p in model[3].named_parameters()}
+
+    def adapted():
+        loss = fn.cross_entropy(called(model[:3], below, (x,)), y)
+        grads = torch.autograd.grad(loss, [*below.values()], create_graph=True)
+        pairs = zip(below.items(), grads, strict=True)
+        moved = {name: p - 0.1 * g for (name, p), g in pairs}
+        return called(model, {**moved, **own}, (x,))
+
+    losses = [fn.cross_entropy(z, y) / 2 for z in (model(x), adapted())]
+    sum(losses).backward()
+    with pytest.warns(UserWarning, match=r"0\.weight.*2\.weight.*SubBackward0"):
+        kfac.step()
+
+    assert kfac.estimator.state["0"].statistics is None
+    p = torch.softmax(torch.cat([model(x), adapted()]).detach(), 1)
+    G = (torch.diag(p.sum(0)) - p.T @ p) / len(p)
+    _, found, scale = kfac.factors("3")
+    torch.testing.assert_close(scale * found, G)

@@ -280,3 +280,22 @@ def test_tied_layers_of_which_some_have_a_bias_are_one_block(kind):
     assert not any(
         torch.allclose(p, q.grad) for p, q in zip(plain, (W, b), strict=True)
     )
+
+
+def test_parts_with_unlike_rows_for_each_example_are_named():
+    """Sequences of two lengths: each part's statistics are a mean over its own rows."""
+    model = torch.nn.Linear(3, 4)
+    kfac = KFAC(model, likelihood="categorical", fisher="exact", decay=1.0)
+    with pytest.warns(UserWarning, match="from 2 to 5.*over examples"):
+        kfac.update(model(torch.randn(6, n, 3)) for n in (2, 5))
+
+    kfac = KFAC(model, likelihood="categorical", fisher="exact", decay=1.0)
+    parts = [torch.randn(6, 2, 3), torch.randn(6, 5, 3)]
+    for x in parts:
+        kfac.observe(model(x))
+    kfac.update()
+    rows = torch.cat([x.reshape(-1, 3) for x in parts])
+    p = torch.softmax(model(rows).detach(), -1)
+    G = (torch.diag(p.sum(0)) - p.T @ p) / len(p)
+    _, found, scale = kfac.factors("")
+    torch.testing.assert_close(scale * found, G)

@@ -3,7 +3,11 @@
 from kfac_core.constraints import validated
 from kfac_core.integration.coverage import coverage_table
 from kfac_core.integration.framework_conv import framework_conv
-from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
+from kfac_core.integration.layer_calls import (
+    LayerCall,
+    batches_in_parts,
+    batches_of_calls,
+)
 from kfac_core.integration.likelihoods import RowLoss, row_loss
 from kfac_core.integration.natural_gradient import NaturalGradient
 from kfac_core.integration.schedules import (
@@ -23,6 +27,7 @@ __all__ = [
     "RowLoss",
     "Schedule",
     "Wiring",
+    "batches_in_parts",
     "batches_of_calls",
     "coverage_table",
     "framework_conv",

@@ -32,7 +32,7 @@ from kfac_core.layers.feeding import detached_array
 from kfac_core.layers.row_sums import RowSums
 from kfac_core.layers.rows import Batch
 
-__all__ = ["SAVED", "LayerCall", "batches_of_calls"]
+__all__ = ["SAVED", "LayerCall", "batches_in_parts", "batches_of_calls"]
 
 SAVED = 1 << 18
 """How many numbers sums in the place of rows must save: fewer are not worth the calls."""
@@ -214,8 +214,8 @@ def batches_of_calls(
     Parameters
     ----------
     calls : iterable of LayerCall
-        Those of one block have the same number of sources; calls without any are left
-        out.
+        Calls without sources are left out.  Where those of one block have unlike numbers of
+        sources, which are summed, as exact ones of heads of unlike sizes, zeros are added.
     rows : float
         R, the rows of the network's outputs, or the sum of their weights.
     scale : float
@@ -229,30 +229,80 @@ def batches_of_calls(
     dict of str to Batch or RowSums
         For an estimator with ``reduction="sum"``; where there is one call, its inputs are
         those that it was made with.  Sums for a block whose calls all have them.
+
+    Raises
+    ------
+    UnsupportedError
+        For calls of one block with unlike numbers of positions; see `batches_in_parts`.
+    """
+    first, *others = batches_in_parts(calls, rows=rows, scale=scale, examples=examples)
+    for other in others:
+        raise UnsupportedError(
+            f"Calls of layers {[*other]} have inputs of unlike shapes, as of sequences of "
+            "several lengths, which are no single batch. Pad them to one length, or take "
+            "the statistics of batches_in_parts."
+        )
+    return first
+
+
+def batches_in_parts(
+    calls: Iterable[LayerCall],
+    /,
+    *,
+    rows: Scalar,
+    scale: Scalar = 1.0,
+    examples: Mapping[str, float] | None = None,
+) -> list[dict[str, Batch | RowSums]]:
+    """Return batches per block as `batches_of_calls`, in parts of equal shapes.
+
+    Sequences of several lengths, and images of several sizes, are no single batch.  The
+    statistics of a block are `kfac_core.Block.moments` of its parts, merged.
+
+    Parameters
+    ----------
+    calls, rows, scale, examples
+        As of `batches_of_calls`.
+
+    Returns
+    -------
+    list of dict of str to Batch or RowSums
+        At least one; the first has all blocks.
     """
     of_block: dict[str, list[LayerCall]] = {}
     for call in calls:
         if call.has_rows:
             of_block.setdefault(call.block, []).append(call)
-    batches: dict[str, Batch | RowSums] = {}
+    parts: list[dict[str, Batch | RowSums]] = [{}]
     for name, uses in of_block.items():
         N: float = sum(use.examples_here for use in uses)
         if examples is not None:
             N = examples[name]
         if any(use.sums is not None for use in uses):
-            batches[name] = _joined_sums(uses, scale * math.sqrt(N / rows))
+            parts[0][name] = _joined_sums(uses, scale * math.sqrt(N / rows))
             continue
         xp = own_namespace(uses[0].inputs)
-        pairs = [_pair(use, scale, math.sqrt(N / rows), xp) for use in uses]
-        g = _joined([grads for _, grads in pairs], xp, axis=1)
-        batches[name] = Batch(
-            _joined([inputs for inputs, _ in pairs], xp),
-            g,
-            mask=_joined_masks(uses, xp),
-            sources=int(g.shape[0]),
-            bias=_joined_biases(uses, xp),
-        )
-    return batches
+        alike: dict[Any, list[tuple[LayerCall, Array, Array]]] = {}
+        for use in uses:
+            x, g = _pair(use, scale, math.sqrt(N / rows), xp)
+            alike.setdefault((x.shape[1:], g.shape[2:]), []).append((use, x, g))
+        for place, part in enumerate(alike.values()):
+            if place == len(parts):
+                parts.append({})
+            parts[place][name] = _batch(part, xp)
+    return parts
+
+
+def _batch(part: list[tuple[LayerCall, Array, Array]], xp: Any) -> Batch:
+    """Return one batch of calls with their inputs and output gradients."""
+    uses = [use for use, _, _ in part]
+    most = max(g.shape[0] for _, _, g in part)
+    return Batch(
+        _joined([x for _, x, _ in part], xp),
+        _joined([_padded(g, most, xp) for _, _, g in part], xp, axis=1),
+        mask=_joined_masks(uses, xp),
+        sources=int(most),
+        bias=_joined_biases(uses, xp),
+    )
 
 
 def _joined_sums(uses: list[LayerCall], scale: Scalar) -> RowSums:
@@ -281,6 +331,12 @@ def _pair(use: LayerCall, scale: Scalar, share: float, xp: Any) -> tuple[Array, 
     h = _times(cast(xp, use.inputs, g.dtype)[None, ...], share)
     others = [xp.zeros_like(h)] * (g.shape[0] - 1)
     return x, _joined([h, *others], xp)
+
+
+def _padded(g: Array, sources: int, xp: Any) -> Array:
+    """Return output gradients of so many sources, the last of which are zero."""
+    missing = sources - g.shape[0]
+    return _joined([g, *[xp.zeros_like(g[:1, ...])] * missing], xp)
 
 
 def _times(x: Array, factor: Scalar) -> Array:

@@ -38,7 +38,7 @@ from kfac_core.errors import (
 from kfac_core.estimator import Estimator
 from kfac_core.execution.background import BackgroundRefresh
 from kfac_core.factors.statistics import Statistics
-from kfac_core.integration.layer_calls import LayerCall, batches_of_calls
+from kfac_core.integration.layer_calls import LayerCall, batches_in_parts
 from kfac_core.integration.schedules import (
     Interval,
     Schedule,
@@ -74,7 +74,8 @@ class NaturalGradient:
         Over the rows of outputs, in the loss that is differentiated.
     update_every, refresh_every : int or callable of int
         Steps between statistics, and between factorizations; a callable takes the number
-        of steps taken so far.
+        of steps taken so far.  On one process the first batch that a block is part of gives
+        it its first operator.
     bases_every : int or callable of int
         Steps between the eigenbases of EKFAC blocks.  Without such blocks it is not read.
     damping, decay : float or callable of int, optional
@@ -259,17 +260,23 @@ class NaturalGradient:
         scale: Scalar = 1.0
         if self.estimator.mode == "empirical" and self.reduction == "mean":
             scale = rows / self._processes
-        known = self.estimator.network
-        batches: dict[str, Any] = dict(batches_of_calls(used, rows=rows, scale=scale))
-        batches = known.chains.batches(known.tied_weights.grouped(batches))
         found = dict(before or {})
+        for part in batches_in_parts(used, rows=rows, scale=scale):
+            self._add_moments(part, found)
+        return found
+
+    def _add_moments(
+        self, part: Mapping[str, Any], found: dict[str, Statistics]
+    ) -> None:
+        """Add the statistics of a part of a batch to those of the parts before."""
+        known = self.estimator.network
+        batches = known.chains.batches(known.tied_weights.grouped(part))
         options: Any = {"conventions": known.conventions, "precision": known.precision}
         for name, batch in batches.items():
             block = known.blocks[name]
             held = self.estimator.state[name].statistics
             own = block.moments(batch, **options, name=name, statistics=held)
             found[name] = block.merge(found[name], own) if name in found else own
-        return found
 
     @validated
     def sum_rows(self, call: LayerCall, /, *, always: bool = False) -> None:
@@ -379,7 +386,7 @@ class NaturalGradient:
         missing = self.wants_statistics and not seen
         if missing or (not rows and self.reduction == "sum"):
             raise NotReadyError(_NOTHING_SEEN)
-        batches = self._batches(used, rows, examples) if seen else None
+        parts = self._batches(used, rows, examples) if seen else []
         before, refresh = self._held(), None
         estimator = self.estimator
         try:
@@ -387,10 +394,18 @@ class NaturalGradient:
                 estimator.damping = value_at(self.damping_schedule, self.steps)
             if self.decay_schedule is not None:
                 estimator.decay = value_at(self.decay_schedule, self.steps)
-            if batches is not None:
-                estimator.update(batches)
+            if parts[1:]:
+                found: dict[str, Statistics] = {}
+                for part in parts:
+                    self._add_moments(part, found)
+                estimator.absorb(found)
+                del found, part
+            elif parts:
+                estimator.update(parts[0])
+            seen_blocks = [*parts[0]] if parts else []
+            if parts:
                 # The rows are in the statistics; a refresh needs the memory.
-                del batches
+                parts.clear()
                 for call in used:
                     call.clear()
             if self.wants_refresh:
@@ -399,10 +414,23 @@ class NaturalGradient:
                     refresh = estimator.start_refresh()
                 else:
                     estimator.refresh()
+            elif self.communicator is None:
+                self._refresh_new(seen_blocks)
         except BaseException:
             self._restore(before)
             raise
         self._begun = _Begun(before, rows, refresh)
+
+    def _refresh_new(self, names: Iterable[str]) -> None:
+        """Make the first operators of blocks that no batch before this one had."""
+        network, state = self.estimator.network, self.estimator.state
+        blocks = map(network.block_of, names)
+        new = {n for n in blocks if state[n].operator is None}
+        if new:
+            based = [n for n in new if network.blocks[n].approximation.has_bases]
+            if based:
+                self.estimator.rebase(based, moments="kronecker")
+            self.estimator.refresh(new)
 
     def _directions(
         self, gradients: Mapping[str, Mapping[str, Any]], rows: Scalar
@@ -524,12 +552,12 @@ class NaturalGradient:
 
     def _batches(
         self, calls: Iterable[LayerCall], rows: Scalar, examples: Mapping[str, float]
-    ) -> dict[str, Any]:
+    ) -> list[dict[str, Any]]:
         scale: Scalar = 1.0
         if self.estimator.mode == "empirical" and self.reduction == "mean":
             # Empirical gradients are those of the caller's own loss.
             scale = rows / self._processes
-        return batches_of_calls(calls, rows=rows, scale=scale, examples=examples)
+        return batches_in_parts(calls, rows=rows, scale=scale, examples=examples)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ class KFAC:
     parameters : mapping of str to mapping of str to array
         By layer, to be written to.  ``{"fc": {"weight": W, "bias": b}}`` with W of shape
         ``(in, out)`` is dense, ``{"norm": {"scale": s, "shift": t}}`` a normalization.
+        New values are written into these arrays, ``W[...] = new``: a step with another
+        array in the place of one is refused.
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss, optional
         Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Needed by
         `vectors`.
@@ -130,6 +132,7 @@ class KFAC:
         **options: Any,
     ) -> None:
         self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
+        self._given = parameters
         _refuse_shared(self.parameters)
         if unknown := set(layers or {}) - set(self.parameters):
             raise kc.UnknownBlockError(f"There are no parameters of {unknown}.")
@@ -180,6 +183,10 @@ class KFAC:
         self._seen: dict[str, kc.Statistics] = {}
         self._rows = self._drawn = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has parameters of its own, and nobody else's mapping of them.
+        return {**vars(self), "_given": self.parameters}
+
     @property
     def wants_statistics(self) -> bool:
         """Whether layers have to be observed for the next step."""
@@ -227,7 +234,8 @@ class KFAC:
             mode=self.fisher,
             # A seed of its own for each part of each step, the same in a resumed run.
             seed=(self.steps << 40) + self._drawn,
-            shared=rows != len(outputs),
+            # Signs keep apart what a batch norm mixes too, and do nothing elsewhere.
+            shared=self.positions == "signs" or rows != len(outputs),
             samples=self.samples,
             positions=self.positions,
         )
@@ -342,9 +350,10 @@ class KFAC:
         ------
         KFACError
             For invalid gradients or schedules, for a layer that was never observed, and for
-            a refresh that fails; parameters, state and what was observed are then
-            unchanged, also by an error in `curvature`.
+            arrays that were replaced or a refresh that fails; parameters, state and what
+            was observed are then unchanged, also by an error in `curvature`.
         """
+        self._require_same_arrays()
         self._require(gradients, "gradients")
         for name, arrays in self.parameters.items():
             _refuse_read_only(name, arrays)
@@ -525,6 +534,18 @@ class KFAC:
         except Exception as error:  # NumPy raises eight kinds for damaged files
             raise kc.StateError(f"{path}: damaged or no saved state: {error}") from None
         self.load_state_dict(state)
+
+    def _require_same_arrays(self) -> None:
+        """Raise `UnsupportedError` if the loop's parameters are no longer those here."""
+        for name, arrays in self.parameters.items():
+            given = self._given.get(name, {})
+            for key, array in arrays.items():
+                if given.get(key) is not array:
+                    raise kc.UnsupportedError(
+                        f"parameters[{name!r}][{key!r}] is no longer the array that KFAC "
+                        "was made with, so that a step would move another. Write into it, "
+                        f"parameters[{name!r}][{key!r}][...] = new; or make KFAC again."
+                    )
 
     def _require(self, vector: Any, what: str) -> None:
         """Raise unless a vector has the parameters' names and shapes, and is finite."""

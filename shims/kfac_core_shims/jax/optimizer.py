@@ -325,7 +325,8 @@ class Optimizer:
         targets : array
             What the likelihood is of, such as labels.
         key : key
-            For what is drawn in ``fisher="gradients"``.
+            For what is drawn: labels in ``fisher="gradients"``, and random signs of rows
+            in ``"exact"``, which is right in expectation where layers mix these.
 
         Returns
         -------
@@ -425,6 +426,10 @@ class Optimizer:
             noise=noise,
             weight=weight * len(z) / rows,
         )
+        if spec is None and self.fisher != "empirical":
+            # Rows that a layer mixes, of one example or of several, must not add up.
+            signs = jax.random.uniform(key, made.vectors.shape[:-1])
+            made = kc.losses.with_random_signs(made, signs)
         return pull(made)
 
     def _direction(

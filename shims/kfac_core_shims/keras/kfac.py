@@ -18,7 +18,13 @@ from keras import ops
 
 import kfac_core as kc
 from kfac_core_shims.keras.layers import Site, each_site, tapped
-from kfac_core_shims.keras.losses import OutputLoss, losses_of, reduction_of, rows_of
+from kfac_core_shims.keras.losses import (
+    OutputLoss,
+    losses_of,
+    own_loss_of,
+    reduction_of,
+    rows_of,
+)
 from kfac_core_shims.keras.taps import Tape, run_taped, shadowed
 
 __all__ = ["KFAC"]
@@ -45,10 +51,11 @@ class KFAC(kc.integration.NaturalGradient):
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss, RowLoss or list, optional
         Likelihood of one row of outputs, or a list for several outputs; by default that of
         the compiled losses.  Probabilities at the end of a model are read as the losses
-        read them.
+        read them.  Needed by a model with a ``compute_loss`` or ``train_step`` of its own.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of them (one
-        backward pass for each), ``"empirical"`` takes the targets of the data; see
+        backward pass for each; random signs of rows make it right in expectation where
+        layers mix these), ``"empirical"`` takes the targets of the data; see
         `kfac_core.losses.EstimationMode`.
     reduction : {"mean", "sum"}, optional
         Reduction over the rows of outputs: ``"mean"`` for each of Keras's means, ``"sum"``
@@ -115,7 +122,8 @@ class KFAC(kc.integration.NaturalGradient):
         self.model, self.likelihood = model, likelihood
         self._find_sites()
         reduction = reduction_of(model, reduction)
-        if getattr(model, "_compile_loss", None) is None:
+        own = likelihood is None and own_loss_of(model)
+        if own or getattr(model, "_compile_loss", None) is None:
             losses_of(model, likelihood, reduction)  # raises now
         execution: dict[str, Any] = {}
         if self._jax:
@@ -369,7 +377,13 @@ class KFAC(kc.integration.NaturalGradient):
         spec = kc.losses.noise_spec(loss.row.likelihood, z, mode=mode)
         if spec is not None:
             given["noise"] = self._noise(spec, z, step, place)
-        made = kc.losses.vectors(loss.row.likelihood, z, mode=mode, **given).vectors
+        drawn = kc.losses.vectors(loss.row.likelihood, z, mode=mode, **given)
+        if mode != "empirical" and spec is None:
+            # Rows that a layer mixes, of one example or of several, must not add up.
+            signs = kc.losses.NoiseSpec("uniform", tuple(drawn.vectors.shape[:-1]))
+            noise = self._noise(signs, z, step, place)
+            drawn = kc.losses.with_random_signs(drawn, noise)
+        made = drawn.vectors
         factor = loss.weight * loss.row.weight(z.shape[-1]) * share
         if weight is not None:
             factor = factor * weight[..., None]
@@ -386,9 +400,9 @@ class KFAC(kc.integration.NaturalGradient):
             return jax.random.normal(key, spec.shape, z.dtype)
         return jax.random.uniform(key, spec.shape, z.dtype)
 
-    def _batches(self, calls: Any, rows: Any, examples: Any) -> dict[str, Any]:
+    def _batches(self, calls: Any, rows: Any, examples: Any) -> list[dict[str, Any]]:
         # In every mode the vectors are those of a sum, and made here.
-        return kc.integration.batches_of_calls(calls, rows=rows, examples=examples)
+        return kc.integration.batches_in_parts(calls, rows=rows, examples=examples)
 
     # Between a list of gradients and the blocks' parameters.
 

@@ -18,7 +18,7 @@ from keras.src.backend import get_keras_mask
 
 import kfac_core as kc
 
-__all__ = ["OutputLoss", "losses_of", "reduction_of", "rows_of"]
+__all__ = ["OutputLoss", "losses_of", "own_loss_of", "reduction_of", "rows_of"]
 
 RowLoss = kc.integration.RowLoss
 CATEGORICAL = RowLoss(likelihood=kc.losses.Categorical())
@@ -87,11 +87,23 @@ def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
         Where the caller and a loss do not agree, and where nothing says what an output is.
     UnsupportedError
         For a loss that no likelihood is known of.
+
+    Notes
+    -----
+    Where a model overrides `compute_loss` or `train_step`, the caller's likelihood counts.
     """
     given = None
     if likelihood is not None:
         several = likelihood if isinstance(likelihood, list | tuple) else [likelihood]
         given = [kc.integration.row_loss(one) for one in several]
+    own = own_loss_of(model)
+    if own and given is None:
+        raise kc.ConventionError(
+            f"{type(model).__name__} has a `{own}` of its own, so that a compiled loss may "
+            "not be what is differentiated. Say what its outputs are: KFAC(model, "
+            "likelihood='categorical'), 'bernoulli' or 'gaussian' (half the squared "
+            "error), which then stands in the place of a compiled loss that says other."
+        )
     compiled = _compiled(model)
     if not compiled:
         if given is None:
@@ -112,7 +124,9 @@ def losses_of(model: Any, likelihood: Any, reduction: str) -> list[OutputLoss]:
             f"{len(given)}."
         )
     return [
-        _output_loss(loss, path, weight, given[i] if given else None, reduction)
+        _output_loss(
+            loss, path, weight, given[i] if given else None, reduction, own=bool(own)
+        )
         for i, (path, loss, weight) in enumerate(compiled)
     ]
 
@@ -134,6 +148,14 @@ def reduction_of(model: Any, reduction: Any) -> Any:
             f"Expected `reduction` to be 'mean' or 'sum', got {reduction!r}."
         )
     return reduction
+
+
+def own_loss_of(model: Any, /) -> str:
+    """Return which method of a model computes a loss of its own, "" for none."""
+    for name in ("compute_loss", "train_step"):
+        if getattr(type(model), name, None) is not getattr(keras.Model, name):
+            return name
+    return "compute_loss" if "compute_loss" in vars(model) else ""
 
 
 def rows_of(loss: OutputLoss, output: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
@@ -210,9 +232,12 @@ def _compiled(model: Any) -> list[tuple[Any, Any, float]]:
 
 
 def _output_loss(
-    loss: Any, path: Any, weight: float, given: Any, reduction: str
+    loss: Any, path: Any, weight: float, given: Any, reduction: str, *, own: bool
 ) -> OutputLoss:
-    """Return what a loss of Keras says, and compare it with what the caller says."""
+    """Return what a loss of Keras says, and compare it with what the caller says.
+
+    `own` says that the model differentiates a loss of its own, of which the caller knows.
+    """
     if isinstance(loss, str):
         loss = keras.losses.get(loss)
     # A function is a loss of Keras's default reduction.
@@ -226,6 +251,8 @@ def _output_loss(
             f"{', '.join(map(repr, MEANS))}, 'sum' for 'sum'."
         )
     row, natural = _likelihood(loss)
+    if own and given is not None and given != row:
+        return OutputLoss(given, path, kept, weight, known=False)
     if row is None:
         if given is None:
             raise kc.UnsupportedError(

@@ -38,11 +38,39 @@ class RecordedCall(kc.integration.LayerCall):
     ----------
     version : int
         How often PyTorch had seen that memory written to when the call was made.
+    own_scale : float
+        What the call itself multiplies output gradients by.
+    is_taken : bool
+        Whether it is of an observed pass.
     """
 
     def __init__(self, block: str, inputs: Any, /, **options: Any) -> None:
         super().__init__(block, inputs, **options)
         self.version = _version(inputs)
+        self.own_scale = self.grad_scale
+        self.is_taken = False
+
+    def again(self) -> RecordedCall:
+        """Return the same call without output gradients, for those of another pass."""
+        if self.inputs is None:
+            raise kc.UnsupportedError(
+                f"Outputs of several forward passes depend on one call of layer "
+                f"{self.block!r}, whose rows were let go of after the first backward pass. "
+                "Keep its graph (retain_graph=True), or add the losses and differentiate "
+                "their sum."
+            )
+        found = RecordedCall(
+            self.block,
+            self.inputs,
+            mask=self.mask,
+            grad_shape=self.grad_shape,
+            grad_scale=self.own_scale,
+            transposed=self.transposed,
+            examples=self.examples,
+            bias=self.bias,
+        )
+        found.version = self.version
+        return found
 
     def require_unchanged(self) -> None:
         """Raise `UnsupportedError` if the inputs were written to after the call.
@@ -104,6 +132,14 @@ class Observation:
         Number of their rows, or the sum of the rows' weights.
     differentiated : bool
         Whether a backward pass went through any of the calls.
+    accumulated : bool
+        Whether one that added to ``.grad`` did, and not `torch.autograd.grad` alone.
+    withdrawn : bool
+        Whether another observation stands in its place.
+    cleared : bool
+        Whether what it added to ``.grad`` is gone.
+    untold : frozenset of str
+        Blocks whose weights the outputs depend on in a way that is not known.
     weight : torch.Tensor or None
         Weights of the rows.
     share : float
@@ -127,6 +163,10 @@ class Observation:
     calls: list[RecordedCall] = field(default_factory=list)
     rows: float = 0.0
     differentiated: bool = False
+    accumulated: bool = False
+    withdrawn: bool = False
+    cleared: bool = False
+    untold: frozenset[str] = frozenset()
     weight: Any = None
     unread: Any = None
     in_unlike_parts: bool = False
@@ -149,6 +189,12 @@ class Observation:
         self.take_gradient(
             reached.call, reached.take(gradients[reached.edge.output_nr])
         )
+
+    def begin_to_accumulate(self) -> None:
+        """Leave behind what `torch.autograd.grad` brought, which is not in ``.grad``."""
+        self.accumulated = True
+        for call in self.calls:
+            call.output_grads = []
 
     def take_gradient(self, call: Any, g: Any) -> None:
         """Take the empirical gradient of a call, or a further part of it."""
@@ -204,6 +250,16 @@ def _note(
     # A pass that makes a graph, as for a penalty, is not the loss's own.
     if torch.is_grad_enabled():
         return
+    kfac = observation.kfac()
+    adds = None if kfac is None else kfac.adds_to_gradients()
+    if observation.withdrawn or adds is None or (observation.accumulated and not adds):
+        return
+    observation.cleared = False
+    if adds and not observation.accumulated:
+        if call is None:
+            observation.accumulated = True
+        else:
+            observation.begin_to_accumulate()
     observation.differentiated = True
     if call is not None and (call.inputs is not None or call.sums is not None):
         observation.take_gradient(call, take(grads[index]))

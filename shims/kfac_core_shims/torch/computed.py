@@ -15,6 +15,7 @@ from warnings import warn
 import torch
 
 import kfac_core as kc
+from kfac_core_shims.torch.outputs import accumulates
 from kfac_core_shims.torch.sites import Site
 
 __all__ = ["ComputedSite"]
@@ -30,12 +31,18 @@ class ComputedSite(Site):
         What the weight is computed from.
     gradient : torch.Tensor or None
         The gradient of the weight, summed over the passes since the last step.
+    accumulated : bool
+        Whether these added to ``.grad``; not those of `torch.autograd.grad`.
+    task : int
+        The last backward pass that did.
     warned : bool
         Whether a warning was made of gradients that do not come through the weight.
     """
 
     originals: list[Any]
     gradient: Any = field(default=None)
+    accumulated: bool = False
+    task: int = -1
     warned: bool = False
 
     @property
@@ -87,7 +94,7 @@ class ComputedSite(Site):
 
     def forget(self) -> None:
         """Forget the gradients that came since the last step."""
-        self.gradient = None
+        self.gradient, self.accumulated = None, False
 
     def average(self, communicator: kc.distributed.Communicator) -> None:
         """Make the gradient the average over processes, as those of parameters are."""
@@ -119,9 +126,19 @@ class ComputedSite(Site):
 
     def _add(self, g: Any) -> None:
         # A pass that makes a graph, as for a penalty, is not the loss's own.
-        if not torch.is_grad_enabled():
-            g = g.detach()
-            self.gradient = g.clone() if self.gradient is None else self.gradient + g
+        adds = None if torch.is_grad_enabled() else accumulates(self.originals)
+        if adds is None or (self.accumulated and not adds):
+            return
+        if adds:
+            task = torch._C._current_graph_task_id()
+            cleared = not any(
+                p.grad is not None and bool(p.grad.any()) for p in self.originals
+            )
+            if not self.accumulated or (task != self.task and cleared):
+                self.gradient = None
+            self.accumulated, self.task = True, task
+        g = g.detach()
+        self.gradient = g.clone() if self.gradient is None else self.gradient + g
 
     def _carried(self, v: Any) -> list[Any]:
         """Return ``(dW/dtheta)^T v`` for each original parameter."""

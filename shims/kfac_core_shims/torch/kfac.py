@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,14 @@ from torch.nn.parameter import is_lazy
 import kfac_core as kc
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
-from kfac_core_shims.torch.outputs import OutputHook, Pass, RandomHook, drawing
+from kfac_core_shims.torch.outputs import (
+    OutputHook,
+    Pass,
+    RandomHook,
+    accumulates,
+    drawing,
+    is_drawn_through,
+)
 from kfac_core_shims.torch.sites import find_sites
 
 __all__ = ["KFAC"]
@@ -37,6 +44,9 @@ _RESTING = 1e-30
 
 _LOOKED_AT = 1 << 13
 """Numbers of a pass in which a loss of equal rows is looked at for being one still."""
+
+_STEPPING: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Objects that have taken a step, which must not be one after the other on one gradient."""
 
 _ASKED = "it was asked for"
 
@@ -270,14 +280,25 @@ class KFAC(kc.integration.NaturalGradient):
         self.samples, self.positions = samples, positions
         self.skipped: dict[str, str] = {}
         self._reasons, self._notes = dict(found.reasons), dict[str, None]()
+        self._trained_at_first = {
+            name for name, p in self.model.named_parameters() if p.requires_grad
+        }
         self._observations: list[Observation] = []
+        self._replaced: set[str] = set()
+        self._untold = frozenset[str]()
+        self._watched: Any = None
+        self._watching: Any = None
+        self._kept: Any = None
+        self._task = -1  # The last backward pass that added to `.grad`.
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
-        self._equal_rows = False
+        self._equal_rows = self._saw_weights = self._saw_targets = False
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
         self._written: list[tuple[Any, int]] = []
+        self._places = self._where_they_are()
+        self._count = len(self._sites)
         found.users = [
             (module, [n for n in names if n in self._sites], context)
             for module, names, context in found.users
@@ -330,8 +351,9 @@ class KFAC(kc.integration.NaturalGradient):
     @property
     def trained(self) -> Iterator[Any]:
         """Parameters of the blocks that are trained now."""
-        for site in self._sites.values():
-            yield from (p for p in site.trained if p.requires_grad)
+        for name, site in self._sites.items():
+            if name not in self._replaced:
+                yield from (p for p in site.trained if p.requires_grad)
 
     @property
     def wants_outputs(self) -> bool:
@@ -347,8 +369,102 @@ class KFAC(kc.integration.NaturalGradient):
 
     @property
     def differentiated(self) -> list[Observation]:
-        """Observed passes since the last step that a backward pass went through."""
-        return [seen for seen in self._observations if seen.differentiated]
+        """Observed passes since the last step that a backward pass went through.
+
+        Those through which `torch.autograd.grad` went, as for a logger, count only where no
+        pass added to ``.grad``.
+        """
+        seen = [o for o in self._observations if o.differentiated]
+        if not self._collects:
+            seen = [o for o in seen if not o.cleared]
+        return [o for o in seen if o.accumulated] or seen
+
+    @property
+    def has_accumulated(self) -> bool:
+        """Whether a backward pass since the last step has added to ``.grad``."""
+        return any(o.accumulated for o in self._observations)
+
+    def adds_to_gradients(self) -> bool | None:
+        """Whether the backward pass that is running adds to ``.grad`` of any block.
+
+        Earlier passes whose gradients are gone, as by ``zero_grad``, are not counted,
+        unless the loop puts these back before the step.
+
+        Returns
+        -------
+        bool or None
+            False where it returns gradients (`torch.autograd.grad`), None where it comes to
+            no block.
+        """
+        if self.is_divided:
+            return True
+        if is_drawn_through(self.model):
+            return None
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return True
+        adds = accumulates(self.trained)
+        if adds:
+            self._task = task
+            if self.has_accumulated and not self._has_gradients():
+                for observation in self._observations:
+                    observation.cleared = observation.accumulated
+                self._watch_gradients()
+            if all(o.cleared or not o.accumulated for o in self._observations):
+                self.give_up()
+        return adds
+
+    def _watch_gradients(self) -> None:
+        """Keep a copy of what later passes add to ``.grad`` of one small parameter."""
+        if self._watched is not None:
+            return
+        fed = [p for p in self.trained if accumulates([p])]
+        self._watched = min(fed, key=lambda p: (p.numel() < 8, p.numel()))
+        own, engine = weakref.ref(self), torch.autograd.Variable._execution_engine
+
+        def keep() -> None:
+            kfac = own()
+            if kfac is not None and kfac._watched is not None:
+                kfac._kept = kfac._watched.grad.detach().clone()
+
+        def came(p: Any) -> None:
+            # After DistributedDataParallel's own callback, which averages gradients.
+            engine.queue_callback(lambda: engine.queue_callback(keep))
+
+        self._watching = self._watched.register_post_accumulate_grad_hook(came)
+
+    def _settle(self) -> None:
+        """Count passes whose gradients were cleared, if the loop has put them back.
+
+        As where it sums copies of gradients, or clips those of each example: then the
+        gradients are not those of the later passes alone, up to a factor.
+        """
+        if self._watched is None or self._kept is None or self._watched.grad is None:
+            return
+        now, kept = (g.reshape(-1).double() for g in (self._watched.grad, self._kept))
+        coarse = 1e-3 if self._kept.dtype.itemsize < 4 else 1e-6
+        product, sizes = float(now @ kept), float((now @ now) * (kept @ kept))
+        if product > 0 and product**2 >= (1 - coarse) * sizes:
+            return
+        if self.overlap and any(o.cleared for o in self._observations):
+            raise kc.ConventionError(
+                "The gradients are of several passes, and `overlap` is for steps of one. "
+                "Make KFAC without `overlap`."
+            )
+        for observation in self._observations:
+            observation.cleared = False
+
+    def _has_gradients(self) -> bool:
+        """Whether any block has a gradient that is not zero."""
+        return any(p.grad is not None and bool(p.grad.any()) for p in self.trained)
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether the backward pass that is running is K-FAC's own, of no loss.
+
+        Its vectors go through the hooks of the model's tensors and modules too.
+        """
+        return is_drawn_through(self.model)
 
     def observe(self, outputs: Any, /, weight: Any = None) -> None:
         """Record a forward pass by hand, before its loss is differentiated.
@@ -416,8 +532,11 @@ class KFAC(kc.integration.NaturalGradient):
             )
         self._by_hand = True
         observation = self._record(edge, outputs.detach(), reached, weight)
+        empirical = self.estimator.mode == "empirical"
+        if not empirical:
+            observation.sum_rows(observation.calls)
         for r in reached:
-            observation.watch(r, empirical=self.estimator.mode == "empirical")
+            observation.watch(r, empirical=empirical)
 
     def step(self) -> None:
         """Replace ``.grad`` of parameters in a block by the natural gradient.
@@ -441,6 +560,7 @@ class KFAC(kc.integration.NaturalGradient):
         try:
             if self._is_overflow():
                 return
+            self._settle()
             self._step(self.differentiated)
         finally:
             self.discard()
@@ -456,11 +576,11 @@ class KFAC(kc.integration.NaturalGradient):
         ----------
         passes : iterable, optional
             Outputs of forward passes, made one after the other, as by a generator; they
-            are parts of one batch, of any sizes, and their graphs are let go of as they
-            are read.  Nothing needs to be differentiated, except for
-            ``fisher="empirical"``: there the loop differentiates each loss itself and
-            gives None.  Where left out, the passes that were differentiated or observed
-            by hand since the last step are the batch.
+            are parts of one batch, of any sizes, with as many rows for each example; their
+            graphs are let go of as they are read.  Nothing needs to be differentiated,
+            except for ``fisher="empirical"``: there the loop differentiates each loss
+            itself and gives None.  Where left out, the passes that were differentiated or
+            observed by hand since the last step are the batch.
 
         Raises
         ------
@@ -493,6 +613,7 @@ class KFAC(kc.integration.NaturalGradient):
                 "differentiated. Make KFAC without `overlap`."
             )
         found: dict[str, kc.Statistics] | None = None
+        shares: list[float] = []
         if isinstance(passes, torch.Tensor):
             passes = [passes]
         self._collects = True
@@ -502,11 +623,20 @@ class KFAC(kc.integration.NaturalGradient):
                     self._observe_alone(outputs)
                 seen = self._observations if self._by_hand else self.differentiated
                 self.balance()
-                calls = [call for o in seen for call in o.checked_calls()]
+                calls = self._calls_of(seen)
                 rows = sum(o.rows for o in seen)
+                shares += [rows / max(call.examples for call in calls)] if calls else []
                 with torch.no_grad():
                     found = self.moments(calls, rows=rows, before=found)
                 self._forget()
+            if shares and max(shares) > (1 + 1e-3) * min(shares):
+                warn(
+                    "Parts have unlike numbers of rows for each example, from "
+                    f"{min(shares):.3g} to {max(shares):.3g}. Their statistics are "
+                    "averaged over examples, and not over rows. Give parts of one length, "
+                    "or observe them and call update() without `passes`.",
+                    stacklevel=2,
+                )
             if found is not None:
                 self.estimator.absorb(found)
         finally:
@@ -607,6 +737,9 @@ class KFAC(kc.integration.NaturalGradient):
             site.forget()
         self._observations, self._passes = [], []
         self._by_hand = False
+        if self._watched is not None:
+            self._watching.remove()
+            self._watched = self._kept = None
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -651,6 +784,8 @@ class KFAC(kc.integration.NaturalGradient):
         passing: Any = None,
         replay: Any = None,
         /,
+        *,
+        accumulates: bool = True,
     ) -> Observation | None:
         """Observe a pass of the model whose loss is being differentiated.
 
@@ -666,6 +801,8 @@ class KFAC(kc.integration.NaturalGradient):
             Gradients of all outputs of the node of `edge`, if it is the next to be called.
         replay : tuple, optional
             What the model was called with, where it is kept.
+        accumulates : bool
+            Whether the backward pass adds to ``.grad``.
 
         Returns
         -------
@@ -675,9 +812,15 @@ class KFAC(kc.integration.NaturalGradient):
         if not self.wants_outputs or self._by_hand:
             return None
         if z.ndim < 2:
+            what = (
+                "Where each row is a number, say output=lambda z: z[:, None]; where all "
+                "are one row, z[None]"
+            )
+            if not z.ndim:
+                what = "A model that returns its loss is to return (loss, logits): output=1"
             raise kc.ShapeError(
-                f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. Pick or reshape "
-                "them with `output`, or call `observe`."
+                f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. {what}; or call "
+                "`observe`."
             )
         if hasattr(z, "placements"):
             raise kc.UnsupportedError(
@@ -685,7 +828,7 @@ class KFAC(kc.integration.NaturalGradient):
                 "or make the last layer return a plain tensor."
             )
         if not z.numel():
-            self.note("the outputs had no rows")
+            self.note("the outputs had no rows; leave such a batch out, without a step")
             if self._division is None:
                 if self.overlap:
                     self._begin([], 0.0)
@@ -705,20 +848,49 @@ class KFAC(kc.integration.NaturalGradient):
         observation.unread = unread
         observation.scale, observation.coarse = scale, likelihoods.coarseness(z)
         observation.differentiated = observation.rows > 0 or self._processes > 1
+        if not observation.rows:
+            self.note(
+                "the loss read no row of the outputs, as where all labels are ignored; "
+                "leave such a batch out, without a step"
+            )
+        observation.accumulated = accumulates
         observation.replay = replay
         if self.estimator.mode == "empirical":
             self._require_unscaled(z, gradient, observation.rows)
             for r in reached:
                 if passing is not None and r.edge.node is edge.node:
                     observation.take(r, passing)
-                else:
-                    observation.watch(r, empirical=True)
-        elif self.overlap:
+                observation.watch(r, empirical=True)
+            return observation
+        # What only returned gradients may come again.
+        if accumulates and self.overlap:
             self._begin(observation.calls, observation.rows)
+        elif accumulates:
+            observation.sum_rows(observation.calls)
         return observation
+
+    def withdraw(self, observation: Observation, /) -> None:
+        """Forget a pass that only returned gradients.
+
+        Parameters
+        ----------
+        observation : Observation
+            What was observed of it.
+        """
+        observation.withdrawn = True
+        self._observations.remove(observation)
+        for call in observation.calls:
+            call.output_grads, call.is_taken = [], False
+        self.give_up()
 
     def _begin(self, calls: Any, rows: float) -> None:
         """Take the statistics of the step, whose only pass is being differentiated."""
+        if self._begun is not None:
+            raise kc.ConventionError(
+                "This step was begun already: `overlap` is for steps of one pass, whose "
+                "statistics are taken while it runs. Make KFAC without `overlap` to "
+                "accumulate; kfac.discard() forgets a pass."
+            )
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             self.begin(calls, rows=rows)
@@ -746,6 +918,7 @@ class KFAC(kc.integration.NaturalGradient):
         """Return weights that the loss gives rows, and what it multiplies them by."""
         scales = likelihoods.row_scales(self.criterion.row, z, gradient)
         if scales is None:
+            self._look_at_targets(z, gradient, weight)
             return weight, None
         read = scales[scales > 0] if weight is None else scales[weight > 0]
         if len(read) < 2:
@@ -763,6 +936,16 @@ class KFAC(kc.integration.NaturalGradient):
                 "The loss has weights of classes or rows, and fisher='empirical' would "
                 "square them. Take fisher='gradients' or 'exact'."
             )
+        if self.criterion.assumed and not self._saw_weights:
+            self._saw_weights = True
+            if likelihoods.follow_the_prediction(z, gradient, scales):
+                warn(
+                    "The loss weighs each row by a function of its label's probability, as "
+                    "a focal loss does. The curvature is that of a cross-entropy with "
+                    "these weights, without the derivatives of the weights. Say "
+                    "likelihood='categorical' if that is meant.",
+                    stacklevel=2,
+                )
         alone = self.communicator is None
         if self.reduction == "sum":
             found, scale = scales, 1.0
@@ -770,6 +953,34 @@ class KFAC(kc.integration.NaturalGradient):
             found, scale = scales / mean, float(mean)
         weight = found if weight is None else found * weight
         return weight, scale if alone else None
+
+    def _look_at_targets(self, z: Any, gradient: Any, weight: Any) -> None:
+        """Warn once if soft targets of a loss that nobody named are no probabilities.
+
+        Those of a cross-entropy of the outputs are, also where batches are accumulated.
+        """
+        known = self.criterion.reduction_assumed or self.reduction == "sum"
+        if self._saw_targets or not (self.criterion.assumed and known):
+            return
+        if self.communicator is not None:
+            return
+        rows = z[..., 0].numel() if weight is None else float(weight.sum())
+        scale = 1.0 / max(rows, 1) if self.reduction == "mean" else 1.0
+        if self.grad_scaler is not None:
+            scale *= float(self.grad_scaler.get_scale())
+        least = float(likelihoods.implied_targets(z, gradient, scale).min())
+        if least < -likelihoods.coarseness(z):
+            self._saw_targets = True
+            warn(
+                f"The loss is no {self.reduction} of cross-entropies of the outputs: their "
+                f"targets would be as low as {least:.2g}, and not probabilities. It may "
+                "have a temperature or weights, as in distillation or policy gradients, be "
+                "of another `reduction`, or be multiplied by a gradient scaler "
+                "(`grad_scaler`). The curvature is that of a plain cross-entropy. Say "
+                "likelihood='categorical' if that is meant, output=lambda z: z / T for a "
+                "temperature, or pass weights of rows to observe(outputs, weight).",
+                stacklevel=2,
+            )
 
     def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
         """Refuse a loss that is not the mean, or the sum, that `reduction` says.
@@ -871,8 +1082,20 @@ class KFAC(kc.integration.NaturalGradient):
             for call in observation.calls:
                 call.scaled_by /= math.sqrt(squares)
 
+    def _calls_of(self, seen: list[Observation]) -> list[Any]:
+        """Return the calls of passes, of the blocks whose every use in them is known."""
+        untold = frozenset[str]().union(*(o.untold for o in seen))
+        found = [call for o in seen for call in o.checked_calls()]
+        if not untold:
+            return found
+        for name in untold & {call.block for call in found}:
+            (first, *_) = self._names(self._sites[name])
+            self.note(f"of {name!r}, {self._reasons[first]} of another pass")
+        return [call for call in found if call.block not in untold]
+
     def _reached(self, edge: Any) -> list[capturing.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
+        self._untold = frozenset()
         if not self.wants_statistics:
             return []
         reached, reasons = capturing.calls_below(
@@ -886,13 +1109,27 @@ class KFAC(kc.integration.NaturalGradient):
         for name, reason in reasons.items():
             for parameter in self._names(self._sites[name]):
                 self._reasons[parameter] = reason
+        self._untold = frozenset(reasons)
         if not reached:
             self.note(
                 "the outputs depend on no recorded call of a covered layer: they were "
                 "observed after the backward pass, computed by other weights, or by a "
                 "model that was compiled and called before KFAC was made"
             )
-        return reached
+        return [self._own(r) for r in reached]
+
+    def _own(self, reached: capturing.Reached) -> capturing.Reached:
+        """Return a call for one pass alone, where another's outputs depend on it too."""
+        if not reached.call.is_taken or self._by_hand:
+            return reached
+        if self.estimator.mode == "empirical":
+            raise kc.UnsupportedError(
+                f"Outputs of several forward passes depend on one call of layer "
+                f"{reached.call.block!r}, as on cached features or in a rollout, and its "
+                "gradient does not tell them apart, as fisher='empirical' needs. Take "
+                "fisher='gradients' or 'exact'; or call observe(outputs) with all of them."
+            )
+        return dataclasses.replace(reached, call=reached.call.again())
 
     def _record(
         self, edge: Any, z: Any, reached: list[capturing.Reached], weight: Any
@@ -902,11 +1139,17 @@ class KFAC(kc.integration.NaturalGradient):
         rows = z[..., 0].numel() if weight is None else float(weight.sum())
         self._drawn += z[..., 0].numel()
         calls = [r.call for r in reached]
+        for call in calls:
+            call.is_taken = True
         if self.share is not None and self.communicator is not None:
             # All processes have the same rows.
             rows = float(rows) / self.communicator.size
         observation = Observation(
-            calls, float(rows), weight=weight, kfac=weakref.ref(self)
+            calls,
+            float(rows),
+            weight=weight,
+            untold=self._untold,
+            kfac=weakref.ref(self),
         )
         self._observations.append(observation)
         row = self.criterion.row
@@ -920,12 +1163,13 @@ class KFAC(kc.integration.NaturalGradient):
                 ahead *= rows / self._processes
             scale = self._loss_scale(z) * math.sqrt(share)
             for call in calls:
-                call.grad_scale *= ahead / scale
+                call.grad_scale = call.own_scale * ahead / scale
                 call.scaled_by = ahead
         elif reached and (rows or self._processes > 1):
-            # Where the rows of one example share a source, they must not add up.
+            # Rows that share a source must not add up: those of one example, and those of
+            # examples that a batch norm or the loss mixes.  Signs of others do nothing.
             fewest = min(r.call.examples for r in reached)
-            shared = z.ndim > 2 or fewest < len(z)
+            shared = self.positions == "signs" or z.ndim > 2 or fewest < len(z)
             # A seed of its own for each pass of each step on each process, and the same in
             # a resumed run.
             rank = 0
@@ -956,10 +1200,13 @@ class KFAC(kc.integration.NaturalGradient):
                     vectors = torch.where(on, vectors, 0.0) * root
                 with drawing(self.model):
                     capturing.pull_back(edge, reached, vectors, like=z)
-                observation.sum_rows(calls)
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
+        for held, key, x in self._places:
+            if held.get(key) is not x:
+                self._find_replaced()
+                break
         self._require_new_gradients()
         if self._division is not None:
             given = self._division.gradients()
@@ -967,7 +1214,11 @@ class KFAC(kc.integration.NaturalGradient):
             if self.communicator is not None:
                 for site in self._sites.values():
                     site.average(self.communicator)
-            of_sites = {name: s.gradients() for name, s in self._sites.items()}
+            of_sites = {
+                name: site.gradients()
+                for name, site in self._sites.items()
+                if name not in self._replaced
+            }
             given = {name: g for name, g in of_sites.items() if g is not None}
         if self.communicator is not None and self.wants_outputs:
             self._require_loss_of_all(seen)
@@ -978,7 +1229,7 @@ class KFAC(kc.integration.NaturalGradient):
                 "before zero_grad()."
             )
         self.balance()
-        calls = itertools.chain.from_iterable(o.checked_calls() for o in seen)
+        calls = self._calls_of(seen)
         refreshes = self.wants_refresh
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -987,8 +1238,9 @@ class KFAC(kc.integration.NaturalGradient):
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
                     "no pass of the model was differentiated, its outputs were modified "
-                    "in place, its parameters were replaced, or it was called, or compiled "
-                    "and called, before KFAC was made"
+                    "in place, its parameters were replaced (as by torch.func), parts of "
+                    "it were called and not itself (`model(x)`), or it was called, or "
+                    "compiled and called, before KFAC was made"
                 )
                 first = "Call kfac.step() after loss.backward(). "
                 if seen or self._notes:
@@ -1004,21 +1256,39 @@ class KFAC(kc.integration.NaturalGradient):
         self.preconditioned = frozenset(map(id, own))
         grads = [p.grad for p in own if p.grad is not None]
         self._written = [(weakref.ref(g), g._version) for g in grads]
-        if refreshes:
+        fewer, self._count = len(found) < self._count, len(found)
+        if refreshes or fewer:
             self._name_others(found)
 
     def _require_new_gradients(self) -> None:
         """Raise if nothing has touched what the last step has written."""
-        held = {id(p.grad) for site in self._sites.values() for p in site.trained}
-        left = [(grad(), version) for grad, version in self._written]
-        if left and all(
-            g is not None and id(g) in held and g._version == v for g, v in left
-        ):
+        _STEPPING.add(self)
+        held = {
+            id(p.grad)
+            for name, site in self._sites.items()
+            if name not in self._replaced
+            for p in site.trained
+        }
+        for kfac in _STEPPING:
+            if kfac is not self and any(kfac._left(held)):
+                raise kc.NotReadyError(
+                    "The gradients are what the step of another KFAC wrote, and would be "
+                    "preconditioned twice. Have one KFAC for each parameter, or clear and "
+                    "differentiate again in between."
+                )
+        left = list(self._left(held))
+        if left and all(left):
             raise kc.NotReadyError(
                 "The gradients are what the last step wrote, and would be preconditioned "
                 "twice. Call kfac.step() once, between loss.backward() and "
                 "optimizer.step()."
             )
+
+    def _left(self, held: set[int]) -> Iterator[bool]:
+        """Yield of each gradient that the last step wrote whether it is still there."""
+        for grad, version in self._written:
+            g = grad()
+            yield g is not None and id(g) in held and g._version == version
 
     def _clipped(self, gradients: Any, rate: Any, bound: Any) -> Any:
         if self._division is None:
@@ -1040,6 +1310,46 @@ class KFAC(kc.integration.NaturalGradient):
         own = {id(p) for p in site.trained}
         return [n for n, p in self.model.named_parameters() if id(p) in own]
 
+    def _where_they_are(self) -> list[tuple[Any, str, Any]]:
+        """Return where the model holds the blocks' parameters: mapping, key, and what."""
+        found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        if self.is_divided:
+            return []  # Each forward pass replaces them for a while.
+        own = {id(p) for site in self._sites.values() for p in site.trained}
+        for name, p in self.model.named_parameters():
+            if id(p) not in own:
+                continue
+            module, (*path, last) = self.model, name.split(".")
+            for key in path:
+                inner = getattr(module, key)
+                found[id(module), key] = module._modules, key, inner
+                module = inner
+            found[id(module), last] = module._parameters, last, p
+        return list(found.values())
+
+    def _find_replaced(self) -> None:
+        """Find the blocks of parameters that the model no longer has, or not there."""
+        now = dict(self.model.named_parameters())
+        live = {id(p) for p in now.values()}
+        for name, site in self._sites.items():
+            there = site.is_in(site.module)
+            if not there or not all(id(p) in live for p in site.trained):
+                self._replaced.add(name)
+        known = {id(p) for site in self._sites.values() for p in site.trained}
+        moved = {id(p) for name in self._replaced for p in self._sites[name].trained}
+        for name, p in now.items():
+            if id(p) in moved:
+                self._reasons[name] = (
+                    "its module reads it in another way than when KFAC was made, as after "
+                    "pruning or tying; make KFAC again"
+                )
+            elif id(p) not in known and name in self._trained_at_first:
+                self._reasons[name] = (
+                    "it was replaced after KFAC was made, as by a new module or by "
+                    "load_state_dict(assign=True); make KFAC again, and the optimizer"
+                )
+        self._places = [(h, key, x) for h, key, x in self._places if h.get(key) is x]
+
     def _name_others(self, blocks: Iterable[str]) -> None:
         """Warn once of each trained parameter that is in none of these blocks."""
         known = {id(p) for n in blocks for p in self._sites[n].trained}
@@ -1049,9 +1359,12 @@ class KFAC(kc.integration.NaturalGradient):
             trained = p.requires_grad and (p.grad is not None or self.steps == 0)
             if not trained or id(p) in known or name in self.skipped:
                 continue
-            default = "it was trained only after KFAC was made, or frozen in part"
+            default = "it was added after KFAC was made; make KFAC again"
             if id(p) in with_site:
-                default = "it took no part in the observed outputs, or was replaced"
+                default = (
+                    "it took no part in the observed outputs, or another parameter of its "
+                    "block is frozen or has no gradient"
+                )
             others[name] = self._reasons.get(name, default)
         self.skipped |= others
         unasked = [name for name, why in others.items() if why != _ASKED]
@@ -1067,6 +1380,15 @@ class KFAC(kc.integration.NaturalGradient):
     def _check(self, z: Any, gradient: Any) -> bool:
         """Check that outputs and loss are what the likelihood says; return if it could."""
         told = True
+        if gradient is not None and likelihoods.has_classes_second(
+            self.criterion.row, z, gradient
+        ):
+            raise kc.ConventionError(
+                "The loss reads classes on the second axis of the outputs, of shape "
+                f"{tuple(z.shape)}, and the likelihood on the last. Say "
+                "output=lambda z: z.movedim(1, -1), and likelihood='categorical' if none "
+                "is said."
+            )
         if self.criterion.assumed:
             told = self._check_assumed(z, gradient)
         if gradient is not None and likelihoods.has_weighted_outputs(
@@ -1076,6 +1398,22 @@ class KFAC(kc.integration.NaturalGradient):
                 "The sigmoid cross-entropy has weights (`weight`, `pos_weight` or rows "
                 "that count more), with which it is no likelihood of the outputs. Leave "
                 "them out; weights of rows may be passed to observe(outputs, weight)."
+            )
+        count = 0
+        if gradient is not None:
+            count = likelihoods.left_out(self.criterion.row, z, gradient)
+        if count and self.criterion.row.likelihood in likelihoods.BOUNDED:
+            raise kc.ConventionError(
+                f"The loss does not read {count} of {z.numel()} outputs, in rows of which "
+                "it reads others, and the likelihood reads all. Of a mask, say output=None "
+                "and call kfac.observe(outputs[mask][:, None])."
+            )
+        if count > 1:
+            warn(
+                f"The loss sends nothing back to {count} of {z.numel()} outputs, as where "
+                "a mask leaves them out, and the curvature counts them. Say output=None "
+                "and call kfac.observe(outputs[mask]) with the rows that it reads.",
+                stacklevel=2,
             )
         if likelihoods.looks_like_probabilities(self.criterion.row, z):
             warn(
@@ -1098,17 +1436,23 @@ class KFAC(kc.integration.NaturalGradient):
             total, size = g.sum(-1).abs(), g.abs().sum(-1)
             coarse = 2e-2 if gradient.dtype.itemsize < 4 else 1e-3
             clear = torch.softmax(z.float(), -1).amax(-1) < 1 - 1e-3
+            # Of targets that the model made itself only roundoff is left.
+            read = size > 64 * torch.finfo(gradient.dtype).eps / size.numel()
+            clear &= read
             told = bool((clear & (size > 0)).any())
             good = bool(((total <= coarse * size) | ~clear).all())
             if good:
-                _require_all_read(z, g, size)
+                _require_all_read(z, g, read)
+                told &= _require_no_temperature(z, g)
         if not good:
             raise kc.ConventionError(
                 "The loss is no cross-entropy of logits along the last axis of the "
                 f"outputs, of shape {tuple(z.shape)}. Pass the loss module to KFAC, such "
                 "as likelihood=nn.MSELoss(), or likelihood=nn.NLLLoss() for outputs of a "
                 "log_softmax, or one of 'categorical', 'bernoulli', 'gaussian'. With "
-                "classes on the second axis say output=lambda z: z.movedim(1, -1)."
+                "classes on the second axis say output=lambda z: z.movedim(1, -1), and for "
+                "a loss of z / T output=lambda z: z / T. If logits are made of the "
+                "outputs later, say output=None and call kfac.observe(logits)."
             )
         return told
 
@@ -1190,7 +1534,7 @@ def _rate_of(lr: Any) -> Any:
     return (lambda step: lr(step) or _RESTING) if callable(lr) else lr
 
 
-def _require_all_read(z: Any, g: Any, size: Any) -> None:
+def _require_all_read(z: Any, g: Any, read: Any) -> None:
     """Refuse a cross-entropy of some of the outputs, as of masked logits.
 
     An output that it reads has no gradient only if the target is the prediction to all
@@ -1199,7 +1543,7 @@ def _require_all_read(z: Any, g: Any, size: Any) -> None:
     if z.dtype == torch.float16:
         return  # Small gradients are zero.
     likely = torch.softmax(z.double(), -1) > 1e-3
-    left_out = (g == 0) & likely & (size > 0)[..., None]
+    left_out = (g == 0) & likely & read[..., None]
     if bool(left_out.any()):
         raise kc.ConventionError(
             "The loss does not read all outputs of a row, as a cross-entropy of masked "
@@ -1207,6 +1551,21 @@ def _require_all_read(z: Any, g: Any, size: Any) -> None:
             "likelihood='categorical', and which logits the loss reads, as in "
             "output=lambda z: z[..., :k]."
         )
+
+
+def _require_no_temperature(z: Any, g: Any) -> bool:
+    """Refuse a cross-entropy of scaled logits; return whether it could be told."""
+    if z.shape[-1] < 3:
+        return True
+    found = likelihoods.temperature(z, g)
+    if found is None or math.isnan(found):
+        # Of narrow dtypes rows may be too alike for ever.
+        return found is None or z.dtype.itemsize < 4
+    raise kc.ConventionError(
+        f"The loss is a cross-entropy of the outputs divided by {found:.3g}, and not of "
+        "themselves. Say likelihood='categorical', output=lambda z: z / "
+        f"{found:.3g}; or divide in the model."
+    )
 
 
 def _require_made(model: Any) -> None:

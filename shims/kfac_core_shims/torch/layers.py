@@ -109,10 +109,13 @@ class Parts:
         The parts; the name of an only part is empty.
     around : callable, optional
         Returns a context in which the module is called where its graph is to be read.
+    reasons : dict of str to str
+        Why parameters of the module are in none of its parts.
     """
 
     of: Mapping[str, Part]
     around: Callable[[], AbstractContextManager[Any]] | None = None
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 Owns = Callable[[str], bool]
@@ -596,7 +599,11 @@ def _attention(module: Any, owns: Owns) -> Parts | str:
             names["bias"] = "in_proj_bias"
             taken["bias"] = rows
         parts[f"{name}_proj"] = Part(layer=layer, parameters=names, rows=taken)
-    return Parts(of=parts)
+    why = (
+        "it is one more key or value for all examples and multiplies nothing; take "
+        "add_bias_kv=False to have none"
+    )
+    return Parts(of=parts, reasons=dict.fromkeys(("bias_k", "bias_v"), why))
 
 
 def _recurrent(module: Any, owns: Owns) -> Parts | str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,13 @@ __all__ = [
     "coarseness",
     "criterion_of",
     "has_weighted_outputs",
+    "left_out",
     "looks_like_probabilities",
+    "follow_the_prediction",
+    "has_classes_second",
+    "implied_targets",
     "row_scales",
+    "temperature",
     "unread_rows",
 ]
 
@@ -137,6 +144,35 @@ def looks_like_probabilities(row: kc.integration.RowLoss, z: Any, /) -> bool:
     return False
 
 
+def left_out(row: kc.integration.RowLoss, z: Any, g: Any, /) -> int:
+    """Return how many single outputs a loss seems not to read, as where it is masked.
+
+    A gradient is exactly zero there; else only where the target is the prediction.
+
+    Parameters
+    ----------
+    row : RowLoss
+        The loss of a row.
+    z, g : torch.Tensor, shape (N, ..., P)
+        The outputs and the gradient that the loss sent back to them.
+
+    Returns
+    -------
+    int
+        Of sigmoid cross-entropies, in rows that are read in part; of squared errors, in all
+        rows.  Zero also where it cannot be told.
+    """
+    if g.dtype == torch.float16:
+        return 0  # Small gradients are zero.
+    if row.likelihood == _BERNOULLI:
+        found = (g == 0) & (z.abs() < 7.0) & (g != 0).any(-1, keepdim=True)
+    elif isinstance(row.likelihood, kc.losses.Gaussian | kc.losses.SquaredError):
+        found = (g == 0) & (z != 0)
+    else:
+        return 0
+    return int(found.sum())
+
+
 def unread_rows(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
     """Return which rows the loss did not read, such as those of ignored labels.
 
@@ -233,10 +269,134 @@ def coarseness(z: Any, /) -> float:
     return 5e-2 if z.dtype.itemsize < 4 else 1e-3
 
 
+def temperature(z: Any, g: Any, /) -> float | None:
+    """Return T of a cross-entropy of ``z / T`` with hard labels, NaN if it may be any.
+
+    With p the softmax of ``z / T`` and the label y, ``g = c (p - e_y)``: the logarithms of
+    the entries other than the label's lie on a line of slope 1/T over z, the same in all
+    rows.  Those of smoothed labels lie on curves.
+
+    Parameters
+    ----------
+    z, g : torch.Tensor, shape (N, ..., P)
+        The outputs and the gradient that the loss sent back to them, P >= 3.
+
+    Returns
+    -------
+    float or None
+        None for labels that are not hard, and for T = 1.
+    """
+    narrow = z.dtype.itemsize < 4
+    z = z.reshape(-1, z.shape[-1])
+    g = g.reshape(z.shape)
+    read = (g != 0).any(-1)
+    z, g = z[read][:64].double(), g[read][:64].double()
+    if len(z) < 2 or not bool(((g < 0).sum(-1) == 1).all()):
+        return None
+    clear = g > 1e-3 * g.amax(-1, keepdim=True)
+    clear &= clear.sum(-1, keepdim=True) >= 2
+    weight = clear.double()
+    count = weight.sum(-1, keepdim=True).clamp(min=1)
+
+    def centered(x: Any) -> Any:
+        return weight * (x - (weight * x).sum(-1, keepdim=True) / count)
+
+    x, y = centered(z), centered(torch.where(clear, g, 1.0).log())
+    spread = (x.square().sum(-1) / count[:, 0]).sqrt()
+    wide = spread > (1.5 if narrow else 0.05)
+    unlike = x.shape[-1] > 3 or float(spread.max() - spread.min()) > 0.1
+    if int(wide.sum()) < 2 or not unlike:
+        return math.nan
+    x, y, spread, count = x[wide], y[wide], spread[wide], count[wide, 0]
+    slopes = (x * y).sum(-1) / (count * spread.square())
+    slope = float(slopes.median())
+    noise = 2e-2 if narrow else 3e-5 + 1e-6 * abs(slope) * float(x.abs().max())
+    apart = float(((slopes - slope).abs() * spread).max())
+    rest = float((y - slopes[:, None] * x).abs().max())
+    on_lines = slope > 0 and max(apart, rest) <= 2 * noise
+    if not on_lines or abs(slope - 1) <= (0.2 if narrow else 0.04):
+        return None
+    return 1 / slope
+
+
+def implied_targets(z: Any, g: Any, scale: float, /) -> Any:
+    """Return the targets q of a cross-entropy ``g = scale (softmax(z) - q)``."""
+    wide = torch.promote_types(g.dtype, torch.float32)
+    return torch.softmax(z.to(wide), -1) - g.to(wide) / scale
+
+
+def follow_the_prediction(z: Any, g: Any, scales: Any, /) -> bool:
+    """Return whether a loss scales rows by a function of their labels' probability.
+
+    As a focal loss does.  In the order of that probability such scales rise and fall once
+    at most; of 16 others one order in 10^8 does.
+
+    Parameters
+    ----------
+    z, g : torch.Tensor, shape (N, ..., P)
+        The outputs and the gradient that the loss sent back to them.
+    scales : torch.Tensor, shape (N, ...)
+        See `row_scales`.
+    """
+    labels = g.argmin(-1, keepdim=True)
+    logits = z.to(torch.promote_types(z.dtype, torch.float32))
+    p = torch.softmax(logits, -1).gather(-1, labels).reshape(-1)
+    labels, scales = labels.reshape(-1), scales.reshape(-1)
+    read = scales > 0
+    labels, scales, p = labels[read], scales[read], p[read]
+    often = labels == labels.mode().values  # Classes may have weights besides.
+    coarse = coarseness(z)
+    return _turns_once(p, scales, coarse) or _turns_once(
+        p[often], scales[often], coarse
+    )
+
+
+def _turns_once(p: Any, scales: Any, coarse: float) -> bool:
+    """Return whether 16 values or more rise and fall once at most, in the order of p."""
+    kept: list[float] = []
+    for scale in scales[p.argsort()].tolist():
+        if not kept or abs(scale - kept[-1]) > coarse * abs(kept[-1]):
+            kept.append(scale)
+    signs = [b > a for a, b in itertools.pairwise(kept)]
+    turns = sum(a != b for a, b in itertools.pairwise(signs))
+    return len(kept) >= 16 and turns <= 1
+
+
 def are_equal(values: Any, coarse: float, /) -> bool:
     """Return whether all values are their mean, up to a relative difference."""
     mean = values.mean()
     return bool(((values - mean).abs() <= coarse * mean).all())
+
+
+def has_classes_second(row: kc.integration.RowLoss, z: Any, g: Any, /) -> bool:
+    """Return whether a loss of classes reads them on the second axis, not on the last.
+
+    As PyTorch's loss modules do of (N, C, d1, ...).  Along the axis of the classes the
+    gradient sums to zero, or has one entry for each label.
+
+    Parameters
+    ----------
+    row : RowLoss
+        The loss of a row.
+    z, g : torch.Tensor, shape (N, ..., P)
+        The outputs and the gradient that the loss sent back to them.
+
+    Returns
+    -------
+    bool
+        False also where it cannot be told.
+    """
+    if row.likelihood != _CATEGORICAL or z.ndim < 3 or not g.any():
+        return False
+
+    def reads(axis: int) -> bool:
+        wide = g.double()
+        size = wide.abs().sum(axis)
+        coarse = 2e-2 if g.dtype.itemsize < 4 else 1e-3
+        sums = bool((wide.sum(axis).abs() <= coarse * size).all())
+        return sums or bool((((g != 0).sum(axis) == 1) | (size == 0)).all())
+
+    return reads(1) and not reads(-1)
 
 
 def has_weighted_outputs(row: kc.integration.RowLoss, z: Any, g: Any, /) -> bool:

@@ -24,7 +24,9 @@ __all__ = [
     "Pass",
     "RandomHook",
     "RandomState",
+    "accumulates",
     "drawing",
+    "is_drawn_through",
     "outside_compilers",
     "pick",
 ]
@@ -66,7 +68,7 @@ def drawing(model: Any, /) -> Iterator[None]:
         _drawn_through.remove(model)
 
 
-def _is_drawn_through(model: Any) -> bool:
+def is_drawn_through(model: Any, /) -> bool:
     """Whether vectors that no loss sent are on their way through a model or its parts."""
     return any(model is m for drawn in _drawn_through for m in drawn.modules())
 
@@ -194,21 +196,35 @@ class Pass:
         self.handle: Any = None
         self.observation: Any = None
         self.done = False
+        self.accumulates = False
+        self.task = -1
 
     def arrived(self, gradient: Any) -> None:
         """Take a gradient that came to one of the model's outputs."""
         # A pass that makes a graph, as for a penalty, is not the loss's own.
         if torch.is_grad_enabled() or (self.done and self.observation is None):
             return
+        task = torch._C._current_graph_task_id()
+        if task == self.task:
+            return  # It came to another of the outputs before.
         kfac = self.kfac()
-        if kfac is None or _is_drawn_through(kfac.model):
+        if kfac is None or is_drawn_through(kfac.model):
             return
-        if not kfac.is_divided and not _comes_to_any(kfac.trained):
+        self.task = task
+        adds = kfac.adds_to_gradients()
+        if adds is None or (not adds and kfac.has_accumulated):
             return
-        if self.done:
+        if self.done and self.accumulates == adds:
+            self.observation.cleared = False
             self.observation.note_further_part(gradient if self.plain else None)
             return
-        self.done = True
+        if self.done:
+            # What autograd.grad returned before was not what made `.grad`.
+            kfac.withdraw(self.observation)
+            self.observation = None
+        if self.edge is None:
+            return  # The graph was let go of.
+        self.done, self.accumulates = True, adds
         if self.plain:
             self.finish(gradient)
         elif self.derived:
@@ -230,7 +246,11 @@ class Pass:
         `passing` are the gradients that the outputs' own node is about to be called with.
         """
         kfac, edge, z, replay = self.kfac(), self.edge, self.z, self.replay
-        self.drop()
+        if not self.accumulates and kfac is not None and _keeps_graph():
+            kfac.expect(self)  # The pass that makes `.grad` may still come.
+            self._remove()
+        else:
+            self.drop()
         if kfac is None or edge is None:
             return
         if z._version != self.version:
@@ -238,29 +258,47 @@ class Pass:
                 "The model's outputs were modified in place after its forward pass, so "
                 "that they cannot be observed. Write y = y + x in the place of y += x."
             )
-        found = kfac.observe_pass(edge, z, gradient, passing, replay)
-        if not self.derived:
-            self.observation = found
+        self.observation = kfac.observe_pass(
+            edge, z, gradient, passing, replay, accumulates=self.accumulates
+        )
 
     def drop(self) -> None:
         """Let go of the graph."""
+        self._remove()
+        self.edge = self.z = self.base = self.replay = None
+
+    def _remove(self) -> None:
         if self.handle is not None:
             self.handle.remove()
-        self.edge = self.z = self.base = self.handle = self.replay = None
+        self.handle = None
 
 
-def _comes_to_any(parameters: Iterable[Any]) -> bool:
-    """Whether the backward pass that is running comes to any of some parameters.
+def accumulates(parameters: Iterable[Any], /) -> bool | None:
+    """Whether the backward pass that is running adds to the `.grad` of any parameters.
 
-    One for inputs alone does not, as of an attack or a saliency map.
+    Parameters
+    ----------
+    parameters : iterable of torch.nn.Parameter
+        Trained parameters.
+
+    Returns
+    -------
+    bool or None
+        False for `torch.autograd.grad`, which returns their gradients; None where the pass
+        comes to none of them, as for an attack or a saliency map.
     """
     for p in parameters:
         try:
             if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
                 return True
         except RuntimeError:
-            return True  # `autograd.grad` of the parameter itself.
-    return False
+            return False  # It says so of a leaf whose gradient is returned.
+    return None
+
+
+def _keeps_graph() -> bool:
+    """Whether the graph of the backward pass that is running may be gone through again."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _gradient_of_view(z: Any, base: Any, gradient: Any) -> Any:

@@ -162,6 +162,12 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
         if prefix in skipped:
             _explain(found, prefix, own, "it was asked for")
             continue
+        if isinstance(module, torch.jit.ScriptModule):
+            why = (
+                "TorchScript hides its calls; leave it in Python, or take torch.compile"
+            )
+            _explain(found, prefix, own, why)
+            continue
         if is_parametrized(module):
             site = _computed(prefix, module)
             if isinstance(site, str):
@@ -201,11 +207,10 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
             names.append(of_key[key])
         if names:
             found.users.append((module, names, parts.around))
-        others = {n: p for n, p in own.items() if not _has_block(p, found.sites)}
-        reason = "its weight is shared, and it is not"
-        if not names:
-            reason = "its weight is frozen, or computed from other parameters"
-        _explain(found, prefix, others, reason)
+        for n, p in own.items():
+            if not _has_block(p, found.sites):
+                why = _reason(module, n, covered=bool(names), users=users)
+                _explain(found, prefix, {n: p}, parts.reasons.get(n, why))
     for site in found.sites.values():
         weight, bias = (site.parameters.get(role) for role in ("weight", "bias"))
         if weight is not None and bias is not None and not site.part.rows:
@@ -223,6 +228,8 @@ def find_sites(model: Any, /, *, skip_layers: Sequence[str] = ()) -> Found:
 def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
     """Return the parts of a module, or why it has none."""
     weight = next(module.parameters(recurse=False))
+    if any(p.is_complex() for p in module.parameters(recurse=False)):
+        return "its numbers are complex; write it with real ones"
     alike = users[id(weight)]
     if len({_kind(user) for user in alike}) > 1:
         tied = describe_tied(module, alike)
@@ -250,6 +257,27 @@ def _parts(module: Any, users: Mapping[int, list[Any]]) -> Parts | str:
             f"{type(module).__name__} is not known; `register_layer` can make it known"
         )
     return parts
+
+
+def _reason(
+    module: Any, name: str, *, covered: bool, users: Mapping[int, list[Any]]
+) -> str:
+    """Return why a parameter of a known module has no block."""
+    parameter = module._parameters[name]
+    if not parameter.requires_grad:
+        return "it was frozen when KFAC was made; make KFAC again once it is trained"
+    if covered and len(users[id(parameter)]) == 1:
+        return "its weight is shared by other modules, and it is not"
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, nn.Parameter) and not weight.requires_grad:
+        return (
+            "the weight that it belongs to was frozen when KFAC was made; make KFAC again "
+            "once that is trained"
+        )
+    return (
+        "its module's weight is computed from other parameters; take "
+        "torch.nn.utils.parametrizations"
+    )
 
 
 def _computed(name: str, module: Any) -> Any:
