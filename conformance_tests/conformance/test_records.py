@@ -250,9 +250,6 @@ def test_the_writer_refuses_what_it_cannot_state(problem):
         writer.update({"fc": kc.Batch(x, g, sources=2)})
 
 
-@pytest.mark.skipif(
-    not hasattr(kc, "Parameters"), reason="kfac_core exports no Parameters yet"
-)
 def test_gradients_of_bare_parameters_are_written(rng, tmp_path):
     """A batch of summed gradients has its own tensors, and its batch size."""
     layer = kc.Parameters(shapes={"a": (2,), "b": ()})

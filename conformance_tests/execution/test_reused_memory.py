@@ -1,4 +1,4 @@
-"""Memory that is used again is nobody's; half as much is kept as is in use."""
+"""Memory is reused once no array refers to it; at most half of what is used is kept."""
 
 import gc
 import threading

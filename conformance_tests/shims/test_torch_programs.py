@@ -1261,7 +1261,7 @@ def test_classes_on_the_second_axis_are_refused_where_the_likelihood_is_said(kin
 
 
 def test_a_second_kfac_of_the_same_gradients_is_refused():
-    """One that is made anew, or of a part, is not."""
+    """After another backward pass the second may step; so may KFACs of two parts."""
     model, (x, y) = network(), batch()
     first, second = KFAC(model, **EXACT), KFAC(model, **EXACT)
     fn.cross_entropy(model(x), y).backward()

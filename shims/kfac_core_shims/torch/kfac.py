@@ -1084,7 +1084,7 @@ class KFAC(kc.integration.NaturalGradient):
 
     def _calls_of(self, seen: list[Observation]) -> list[Any]:
         """Return the calls of passes, of the blocks whose every use in them is known."""
-        untold = frozenset[str]().union(*(o.untold for o in seen))
+        untold = {name for o in seen for name in o.untold}
         found = [call for o in seen for call in o.checked_calls()]
         if not untold:
             return found
