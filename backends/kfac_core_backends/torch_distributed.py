@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from kfac_core.array.backend import Array
 from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
-__all__ = ["TorchCommunicator", "connect", "join", "problem", "running", "versions"]
+__all__ = ["TorchCommunicator", "connect", "joined", "problem", "running", "versions"]
 
 _MARK = "kfac_core/failed"
 
@@ -220,12 +220,22 @@ def running() -> int:
     return int(dist.get_world_size())
 
 
-def join() -> None:
-    """Join the processes that ``torchrun`` started, if it did and none was joined."""
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """Join the processes that ``torchrun`` started, if it did and none was joined.
+
+    At the end they are left: a program that ends without that is aborted now and then.
+    """
     import torch.distributed as dist
 
-    if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("gloo")
+    if "RANK" not in os.environ or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def connect(*, timeout: float) -> TorchCommunicator:

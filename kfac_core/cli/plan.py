@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -161,13 +162,12 @@ def _numbers(gigabytes: int | None, machine: Machine) -> int | None:
 
 def _measure(name: str) -> int:
     """Print the constants of this machine, on the first process."""
-    join = getattr(engine(name), "join", None)
-    if join is not None:
-        join()
-    communicator = connect(name)
-    machine = measured_machine(communicator)
-    if communicator.rank == 0:
-        print_json(asdict(machine))
+    joined = getattr(engine(name), "joined", contextlib.nullcontext)
+    with joined():
+        communicator = connect(name)
+        machine = measured_machine(communicator)
+        if communicator.rank == 0:
+            print_json(asdict(machine))
     return 0
 
 
