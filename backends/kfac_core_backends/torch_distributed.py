@@ -58,11 +58,19 @@ class TorchCommunicator(Communicator):
     def _split(self, groups: Sequence[Sequence[int]], /) -> TorchCommunicator:
         import torch.distributed as dist
 
+        # Of all processes every one takes part in making every group; of some, others do
+        # not come, and those of each group make it alone.
+        alone = self.size < dist.get_world_size()
         own: Any = None
-        # Every process takes part in making every group.
         for group in groups:
-            ranks = [self._members[rank] for rank in group]
-            made = dist.new_group(ranks, timeout=_seconds(self.timeout))
+            if alone and self.rank not in group:
+                continue
+            with self._naming("split"):
+                made = dist.new_group(
+                    [self._members[rank] for rank in group],
+                    timeout=_seconds(self.timeout),
+                    use_local_synchronization=alone,
+                )
             if self.rank in group:
                 own = made
         return TorchCommunicator(own, timeout=self.timeout)
@@ -155,7 +163,7 @@ class TorchCommunicator(Communicator):
         except RuntimeError as error:
             missing = self._missing()
             named = ", ".join(map(str, missing)) or "unknown"
-            late = "imed out" in str(error)
+            late = any(word in str(error) for word in ("imed out", "imeout"))
             text = (
                 f"Rank {self.ranks[self.rank]} waited in {call} for rank {named}, which "
                 f"{'did not come' if late else 'ended or failed'} within {self.timeout} s. "
@@ -249,9 +257,12 @@ def connect(*, timeout: float) -> TorchCommunicator:
     Returns
     -------
     TorchCommunicator
-        Over the default process group.
+        Over all processes, in a group of its own: where a program exchanges something else
+        than the library does, as after a step that one process left out, it would take one
+        for the other.
     """
-    return TorchCommunicator(timeout=timeout)
+    everyone = TorchCommunicator(timeout=timeout)
+    return everyone._split([range(everyone.size)])
 
 
 def _seconds(timeout: float) -> datetime.timedelta:

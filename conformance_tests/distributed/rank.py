@@ -410,7 +410,7 @@ def kfac_of(model, **options):
 
     settings = {"likelihood": "categorical", "fisher": "exact"}
     settings |= {"update_every": 1, "refresh_every": 2, "kl_clip": 1e-5}
-    return KFAC(model, **settings, **options)
+    return KFAC(model, **settings | options)
 
 
 def trained(kfac, called, scale, own_rows, steps=range(STEPS), examples=None):
@@ -476,6 +476,155 @@ def ddp(communicator):
         kfac.estimator.check_replicas(parameters=dict(model.named_parameters()))
     for one, other in zip(*runs, strict=True):
         assert torch.equal(one, other)
+
+
+def apart(communicator):
+    """What a program exchanges meanwhile is not taken for what `connect` made exchanges."""
+    import torch
+    import torch.distributed as dist
+
+    own, others = torch.ones(3, dtype=torch.float64), torch.ones(5)
+    # In another order on each rank, as after a step that one of them left out.
+    if communicator.rank:
+        waiting = dist.all_reduce(others, async_op=True)
+        found = communicator.all_reduce(own)
+    else:
+        found = communicator.all_reduce(own)
+        waiting = dist.all_reduce(others, async_op=True)
+    waiting.wait()
+    assert float(found.wait().sum()) == 3 * communicator.size
+    assert float(others.sum()) == 5 * communicator.size
+
+
+def halves(communicator):
+    """Two models, each on some of the processes, train at the same time."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    groups = [[0, 1], [2]]
+    made = [dist.new_group(ranks) for ranks in groups]
+    place = communicator.rank // 2
+    model = network()
+    expected = trained(kfac_of(model, communicator="alone"), model, 1, all_rows)
+    own = communicator.split(groups)
+    model = network()
+    called = DistributedDataParallel(model, process_group=made[place])
+    kfac = kfac_of(called, communicator=own)
+
+    def rows(step):
+        return all_rows(step) if place else rows_of(own, step)
+
+    require_close(trained(kfac, called, own.size, rows), expected)
+    if place:
+        # Without a word K-FAC takes all processes, and their average is another.
+        kfac_of(called)
+
+
+def joined(communicator):
+    """Processes without batches answer to nothing but DistributedDataParallel."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = network()
+    called = DistributedDataParallel(model)
+    kfac = kfac_of(called)
+    with called.join():
+        trained(kfac, called, communicator.size, lambda k: rows_of(communicator, k))
+
+
+def alone_beside_others(communicator):
+    """Averages over all processes, and the statistics of one."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    kfac_of(DistributedDataParallel(network()), communicator="alone")
+
+
+def in_part(communicator):
+    """Gradients of layers outside of `fully_shard` are those of each process's rows."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = network()
+    fully_shard(model[0])
+    kfac = kfac_of(model)
+    trained(kfac, model, communicator.size, lambda k: rows_of(communicator, k))
+
+
+def passes(communicator):
+    """Passes whose gradients are cleared before the step do not count; others do.
+
+    Parameters are divided by `fully_shard`, and a rank has no rows in a step.
+    """
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    x, y = data()
+
+    def run(model, p, own_rows, loop, **options):
+        # Steps that are long enough for what is counted to show.
+        kfac = kfac_of(model, kl_clip=0.05, **options)
+
+        def differentiate(rows):
+            labels = y[step, rows]
+            z = model(x[step, rows])
+            loss = torch.nn.functional.cross_entropy(z, labels, reduction="sum")
+            (loss * p / ROWS).backward()
+
+        for step in range(STEPS):
+            loop(model, kfac, own_rows(step), differentiate)
+            kfac.step()
+            descend(model)
+        return parameters_of(model)
+
+    def cleared(model, kfac, rows, differentiate):
+        differentiate(rows)
+        with torch.no_grad():
+            changes = [5.0 * p.grad for p in model.parameters()]
+            for p, change in zip(model.parameters(), changes, strict=True):
+                p += change
+        model.zero_grad()
+        differentiate(rows)
+        with torch.no_grad():
+            for p, change in zip(model.parameters(), changes, strict=True):
+                p -= change
+
+    def once(model, kfac, rows, differentiate):
+        model.zero_grad()
+        differentiate(rows)
+
+    def in_two(model, kfac, rows, differentiate):
+        model.zero_grad()
+        for last, part in enumerate(halved(rows)):
+            # Gradients are exchanged after the second alone.
+            model.set_requires_gradient_sync(bool(last))
+            differentiate(part)
+
+    def put_back(model, kfac, rows, differentiate):
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        for part in halved(rows):
+            model.zero_grad()
+            differentiate(part)
+            total = [t + p.grad for t, p in zip(total, model.parameters(), strict=True)]
+        for p, t in zip(model.parameters(), total, strict=True):
+            p.grad = t
+
+    def halved(rows):
+        middle = (rows.start + rows.stop) // 2
+        return slice(rows.start, middle), slice(middle, rows.stop)
+
+    size = communicator.size
+    for fisher, of_one, of_several in (
+        *(("exact", cleared, cleared), ("exact", once, in_two)),
+        *(("exact", once, put_back), ("empirical", once, once)),
+    ):
+        alone = {"fisher": fisher, "communicator": "alone"}
+        expected = run(network(), 1, all_rows, of_one, **alone)
+        model = network()
+        for module in (model[0], model[2], model):
+            fully_shard(module)
+        found = run(
+            *(model, size, lambda k: rows_of(communicator, k), of_several),
+            fisher=fisher,
+        )
+        require_close(found, expected)
 
 
 def divided(communicator):
@@ -739,6 +888,7 @@ SCENARIOS = {
     for f in (
         *(exchanges, noticed, late, killed, raises, nan, options, code),
         *(shares, foreign, lost, regained),
+        *(apart, halves, joined, alone_beside_others, in_part, passes),
         *(
             ddp,
             divided,

@@ -53,6 +53,8 @@ OF_TORCH = (
     *WAITING,
     *itertools.chain.from_iterable(TOGETHER),
     *("ddp:2", "ddp:3", "divided:2", "divided:3", "narrowed:2", "narrowed:3"),
+    *("apart:2", "halves:3", "joined:2", "alone_beside_others:2"),
+    *("in_part:2", "passes:2"),
     *("interrupted:3", "resumed:2", "resumed:4", "emptied:2"),
     *("by_accelerate:2", "by_lightning:2"),
 )
@@ -349,6 +351,39 @@ def test_kfac_on_several_processes_is_kfac_alone(jobs, scenario, size):
     `fully_shard` or tensor parallelism divides; with directions in bfloat16 to 1e-2.
     """
     assert jobs.said("torch", scenario, size) == dict.fromkeys(range(size), "fine")
+
+
+def test_passes_that_count_with_divided_parameters(jobs):
+    """All that are in the gradients of the step, and no others."""
+    assert jobs.said("torch", "passes", 2) == dict.fromkeys(range(2), "fine")
+
+
+def test_exchanges_of_the_program_are_others(jobs):
+    """In whatever order the processes come to them."""
+    assert jobs.said("torch", "apart", 2) == dict.fromkeys(range(2), "fine")
+
+
+def test_models_of_some_of_the_processes(jobs):
+    """Each is that of one process; without a word K-FAC would take all processes."""
+    found = jobs.said("torch", "halves", 3)
+
+    assert found[0] == found[1] == "fine"
+    assert found[2].startswith("ConventionError: The model's DistributedDataParallel")
+    assert "over 1 processes, and `communicator` has 3" in found[2]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "said"),
+    [
+        ("joined", "UnsupportedError: DistributedDataParallel.join()"),
+        ("alone_beside_others", "ConventionError: The model's DistributedDataParallel"),
+        ("in_part", "ConventionError: The gradients are not the same on all processes"),
+    ],
+)
+def test_gradients_that_are_not_those_of_all_are_refused(jobs, scenario, said):
+    """On all processes, before the first step."""
+    for text in jobs.said("torch", scenario, 2).values():
+        assert text.startswith(said)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
+from kfac_core.distributed import Distributed, run_ranks
 from kfac_core_shims.numpy import KFAC
 
 DAMPING = 0.1
@@ -684,3 +685,47 @@ def test_statistics_without_a_step_and_several_draws():
     np.testing.assert_allclose(got, np.kron(A, G), rtol=1e-11, atol=1e-13)
     with pytest.raises(kc.NotReadyError, match="observe"):
         kfac.update()
+
+
+def test_processes_that_divide_the_rows():
+    """A step of all is that of the joined batch; each draws labels of its own."""
+    x, g = dense_case()
+    gradient, cuts = dense_gradient(), [0, 5, 7, 8]
+    expected = dense_direction(x, g, gradient["fc"])
+
+    def on_a_rank(communicator):
+        execution = Distributed(communicator=communicator)
+        options = {"execution": execution, "reduction": "sum", "fisher": "empirical"}
+        optimizer = KFAC(dense_parameters(), **options, **SETTINGS)
+        own = slice(*cuts[communicator.rank : communicator.rank + 2])
+        optimizer.observe("fc", kc.Batch(x[own], g[own]))
+        return matrix(optimizer.step(gradient, rows=1)["fc"])
+
+    for change in run_ranks(3, on_a_rank):
+        np.testing.assert_allclose(change, -expected, rtol=1e-10)
+
+    def drawn(communicator):
+        execution = Distributed(communicator=communicator)
+        own = {"likelihood": "categorical", "execution": execution}
+        return KFAC(dense_parameters(), **own).vectors(np.zeros((32, 3)))
+
+    one, other = run_ranks(2, drawn)
+    assert not np.array_equal(one, other)
+
+    def refused(communicator):
+        with pytest.raises(kc.UnsupportedError, match="rows of all processes"):
+            KFAC(
+                dense_parameters(),
+                fisher="empirical",
+                execution=Distributed(communicator=communicator),
+            )
+
+    run_ranks(2, refused)
+
+
+def test_an_empty_batch_is_refused_by_name():
+    """Also after the vectors of its outputs, of which there are none."""
+    optimizer = KFAC(dense_parameters(), likelihood="categorical", **SETTINGS)
+    drawn = optimizer.vectors(np.zeros((0, 3)))
+    with pytest.raises(kc.ShapeError, match="at least one row"):
+        optimizer.observe("fc", kc.Batch(np.zeros((0, 4)), drawn, sources=1))

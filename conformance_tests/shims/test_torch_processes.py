@@ -371,3 +371,239 @@ def test_modules_of_fsdp_are_refused():
 
     with pytest.raises(kc.UnsupportedError, match="FullyShardedDataParallel"):
         KFAC(FullyShardedDataParallel(network()))
+
+
+def refused(function):
+    """Return what a step was refused with."""
+    with pytest.raises(kc.KFACError) as error:
+        function()
+    return type(error.value), str(error.value)
+
+
+def test_gradients_that_are_not_averages_are_refused_on_all_ranks():
+    """As without DistributedDataParallel, or within its no_sync: no parameter changes."""
+    first = network()
+
+    def on_a_rank(communicator, *, averages):
+        model = copy.deepcopy(first)
+        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        x, y = data(0)
+        rows = rows_of(0, communicator.rank)
+        loss_of(model(x[rows]), y[rows], "mean", N, 3).backward()
+        if averages:
+            averaged(model, communicator)
+            kfac.step()
+            return kfac.steps
+        return *refused(kfac.step), kfac.steps
+
+    for kind, text, steps in run_ranks(3, lambda c: on_a_rank(c, averages=False)):
+        assert kind is kc.ConventionError
+        assert text.startswith("The gradients are not the same on all processes")
+        assert "no_sync" in text
+        assert steps == 0
+    assert run_ranks(3, lambda c: on_a_rank(c, averages=True)) == [1] * 3
+
+
+def test_ranks_with_another_clip_or_rate_are_found():
+    """Each would go its own way; also of the optimizer that is one itself."""
+    first = network()
+
+    def on_a_rank(communicator, name):
+        model = copy.deepcopy(first)
+        options = {"communicator": communicator, name: 0.01 * (1 + communicator.rank)}
+        kfac = KFAC(model, likelihood="categorical", **options)
+        x, y = data(0)
+        rows = rows_of(0, communicator.rank)
+        loss_of(model(x[rows]), y[rows], "mean", N, 3).backward()
+        averaged(model, communicator)
+        return refused(kfac.step)
+
+    for name, said in (("kl_clip", "kl_clip=0.01 "), ("lr", "learning rate of 0.01 ")):
+        for kind, text in run_ranks(3, lambda c, name=name: on_a_rank(c, name)):
+            assert kind is kc.distributed.ReplicaError
+            assert said in text
+
+    def of_the_optimizer(communicator):
+        model, (x, y) = copy.deepcopy(first), data(0)
+        options = {"communicator": communicator, "lr": 0.5 + communicator.rank}
+        optimizer = KFACOptimizer(model, likelihood="categorical", **options)
+        return refused(lambda: optimizer.step(lambda: fn.cross_entropy(model(x), y)))
+
+    for kind, text in run_ranks(2, of_the_optimizer):
+        assert kind is kc.distributed.ReplicaError
+        assert "learning rate of 0.5 " in text
+
+
+class Experts(nn.Module):
+    """The second expert gets the last rows of a batch, from the third step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList([nn.Linear(5, 6), nn.Linear(5, 6)])
+        self.last = nn.Linear(6, 9)
+        self.double()
+
+    def forward(self, x, second):
+        found = [e(x[second == k]) for k, e in enumerate(self.experts)]
+        order = torch.argsort((second != 0).int(), stable=True)
+        return self.last(torch.tanh(torch.cat(found)[torch.argsort(order)]))
+
+
+@pytest.mark.parametrize("kind", [kc.Kronecker, kc.Eigen])
+def test_a_layer_that_one_rank_uses_later(kind):
+    """Between two refreshes it gets its first operator, and with EKFAC its bases, at once.
+
+    The step after is that of one process with all rows.
+    """
+    rng = np.random.default_rng(3)
+    x = torch.from_numpy(rng.normal(size=(STEPS, 32, 5)))
+    y = torch.from_numpy(rng.integers(0, 9, size=(STEPS, 32)))
+    first = Experts()
+
+    def trained(communicator):
+        model = copy.deepcopy(first)
+        kfac = KFAC(
+            model,
+            likelihood="categorical",
+            fisher="exact",
+            update_every=1,
+            refresh_every=4,
+            approximations={"dense": kind()},
+            communicator=communicator,
+        )
+        for step in range(STEPS):
+            second = torch.zeros(32, dtype=torch.int64)
+            second[16:] = step > 1
+            rows, size = slice(None), 1
+            if communicator is not None:
+                cuts = [0, 7, 16, 32]
+                rank, size = communicator.rank, communicator.size
+                rows = slice(cuts[rank], cuts[rank + 1])
+            model.zero_grad()
+            z = model(x[step, rows], second[rows])
+            loss_of(z, y[step, rows], "mean", 32, size).backward()
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            if communicator is not None:
+                averaged(model, communicator)
+            if step < 2:
+                # DistributedDataParallel finds what no process has used.
+                model.experts[1].zero_grad()
+            kfac.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0 if p.grad is None else RATE * p.grad
+        return [p.detach() for p in model.parameters()], [kfac.metrics()["clip"]]
+
+    same(run_ranks(3, trained), trained(None))
+
+
+def test_rows_with_weights_count_as_much_on_every_rank():
+    """Weights of classes, of which ranks have unlike parts: one row, one class, none."""
+    weights = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)
+    first = network()
+
+    def trained(communicator):
+        model = copy.deepcopy(first)
+        kfac = KFAC(
+            model,
+            fisher="exact",
+            update_every=1,
+            refresh_every=2,
+            communicator=communicator,
+        )
+        for step in range(STEPS):
+            x, y = data(step)
+            if step == 3:
+                y[:5], y[5:] = 0, 2
+            total, size = float(weights[y].sum()), 1
+            if communicator is not None:
+                rows, size = rows_of(step, communicator.rank), communicator.size
+                x, y = x[rows], y[rows]
+            model.zero_grad()
+            loss = fn.cross_entropy(model(x), y, weight=weights, reduction="sum")
+            (loss * size / total).backward()
+            if communicator is not None:
+                averaged(model, communicator)
+            kfac.step()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= RATE * p.grad
+        return [p.detach() for p in model.parameters()], [kfac.metrics()["clip"]]
+
+    same(run_ranks(3, trained), trained(None))
+
+
+def test_statistics_without_steps_of_unequal_numbers_of_passes():
+    """One rank gives several passes, one an empty pass, and one none; an error is all's."""
+    first = network()
+
+    def taken(communicator, passes):
+        kfac = KFAC(
+            copy.deepcopy(first),
+            likelihood="categorical",
+            fisher="exact",
+            decay=1.0,
+            communicator=communicator,
+        )
+        kfac.update(kfac.model(x) for x in passes)
+        kfac.estimator.refresh()
+        ones = {
+            name: {
+                k: torch.ones(s).double() for k, s in b.layer.parameter_shapes.items()
+            }
+            for name, b in kfac.estimator.blocks.items()
+        }
+        found = kfac.estimator.precondition(ones)
+        return [x for own in found.values() for x in own.values()], []
+
+    x, _ = data(0)
+    own = [[x[:3], x[3:]], [x[:0]], []]
+    same(run_ranks(3, lambda c: taken(c, own[c.rank])), taken(None, [x]))
+
+    def bad(communicator):
+        passes = [x, x[:2] / 0] if communicator.rank else [x[:0]]
+        return refused(lambda: taken(communicator, passes))
+
+    found = run_ranks(2, bad)
+    assert [kind for kind, _ in found] == [kc.NotFiniteError] * 2
+    assert found[0][1].startswith("Rank 1: ")
+    nothing = run_ranks(2, lambda c: refused(lambda: taken(c, [x[:0]])))
+    assert [kind for kind, _ in nothing] == [kc.NotReadyError] * 2
+
+
+def test_a_rank_without_images():
+    """Norms and slopes with one number a channel, of an empty batch."""
+    torch.manual_seed(0)
+    first = nn.Sequential(
+        nn.GroupNorm(1, 2), nn.PReLU(2), nn.Flatten(), nn.Linear(12, 4)
+    ).double()
+    options = {"fisher": "exact", "reduction": "mean"}
+
+    alone = trained(copy.deepcopy(first), None, **options)
+    found = run_ranks(3, lambda c: trained(copy.deepcopy(first), c, **options))
+
+    same(found, alone)
+
+
+def test_an_input_that_one_rank_has_written_to_is_an_error_on_all():
+    """No other waits for it, and nothing has changed."""
+    first = network()
+
+    def on_a_rank(communicator):
+        model = copy.deepcopy(first)
+        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        x, y = data(0)
+        rows = rows_of(0, communicator.rank)
+        x = x[rows].clone()
+        loss_of(model(x), y[rows], "mean", N, 3).backward()
+        if communicator.rank == 2:
+            x[0] = 0.0
+        averaged(model, communicator)
+        return *refused(kfac.step), kfac.steps
+
+    found = run_ranks(3, on_a_rank)
+    assert [(kind, steps) for kind, _, steps in found] == [(kc.UnsupportedError, 0)] * 3
+    assert all("input of a call of layer '0'" in text for _, text, _ in found)
+    assert found[0][1].startswith("Rank 2: ")

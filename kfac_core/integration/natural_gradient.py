@@ -56,6 +56,9 @@ _NOTHING_SEEN = (
     "outputs before each backward pass."
 )
 
+_ALIKE = 1e-4
+"""Relative spread of a gradient's norm over processes that roundoff may make."""
+
 
 class NaturalGradient:
     r"""Natural gradients, step by step.
@@ -74,8 +77,8 @@ class NaturalGradient:
         Over the rows of outputs, in the loss that is differentiated.
     update_every, refresh_every : int or callable of int
         Steps between statistics, and between factorizations; a callable takes the number
-        of steps taken so far.  On one process the first batch that a block is part of gives
-        it its first operator.
+        of steps taken so far.  The first batch that a block is part of gives it its first
+        operator.
     bases_every : int or callable of int
         Steps between the eigenbases of EKFAC blocks.  Without such blocks it is not read.
     damping, decay : float or callable of int, optional
@@ -195,6 +198,8 @@ class NaturalGradient:
             is needed and not known.
         NotFiniteError
             For a gradient or a row that is not finite.
+        ConventionError
+            If processes have different gradients.
         KFACError
             As `kfac_core.Estimator.update` and its ``refresh``.  Nothing has changed after
             any of these errors.
@@ -380,8 +385,13 @@ class NaturalGradient:
         background: bool,
     ) -> None:
         """Update and refresh, where they are due."""
-        used = self._used(calls)
-        rows, examples = self._agreed(gradients, used, rows)
+        error: Exception | None = None
+        used: list[LayerCall] = []
+        try:
+            used = self._used(calls)
+        except Exception as raised:
+            error = raised
+        rows, examples = self._agreed(gradients, used, rows, error=error)
         seen = bool(rows) and any(examples.values())
         missing = self.wants_statistics and not seen
         if missing or (not rows and self.reduction == "sum"):
@@ -402,7 +412,6 @@ class NaturalGradient:
                 del found, part
             elif parts:
                 estimator.update(parts[0])
-            seen_blocks = [*parts[0]] if parts else []
             if parts:
                 # The rows are in the statistics; a refresh needs the memory.
                 parts.clear()
@@ -414,8 +423,8 @@ class NaturalGradient:
                     refresh = estimator.start_refresh()
                 else:
                     estimator.refresh()
-            elif self.communicator is None:
-                self._refresh_new(seen_blocks)
+            elif seen:
+                self._refresh_new(name for name, N in examples.items() if N)
         except BaseException:
             self._restore(before)
             raise
@@ -424,8 +433,9 @@ class NaturalGradient:
     def _refresh_new(self, names: Iterable[str]) -> None:
         """Make the first operators of blocks that no batch before this one had."""
         network, state = self.estimator.network, self.estimator.state
-        blocks = map(network.block_of, names)
-        new = {n for n in blocks if state[n].operator is None}
+        seen = {network.block_of(name) for name in names}
+        # In the same order on all processes.
+        new = [n for n in network.blocks if n in seen and state[n].operator is None]
         if new:
             based = [n for n in new if network.blocks[n].approximation.has_bases]
             if based:
@@ -447,10 +457,14 @@ class NaturalGradient:
         if self.reduction == "sum":
             R = rows / self._processes
             ready = {n: {k: x / R for k, x in g.items()} for n, g in ready.items()}
-        bound = value_at(self.kl_clip, self.steps)
-        rate = 1.0 if bound is None else value_at(self.learning_rate, self.steps)
+        bound, rate = self._clip_options()
         found, self.clip = self._clipped(ready, rate, bound)
         return found
+
+    def _clip_options(self) -> tuple[Any, Any]:
+        """Return the bound of the KL clip at this step, and the rate that it reads."""
+        bound = value_at(self.kl_clip, self.steps)
+        return bound, 1.0 if bound is None else value_at(self.learning_rate, self.steps)
 
     def _clipped(
         self, gradients: Mapping[str, Mapping[str, Any]], rate: Scalar, bound: Any
@@ -515,10 +529,13 @@ class NaturalGradient:
         gradients: Mapping[str, Mapping[str, Any]],
         calls: Sequence[LayerCall],
         rows: Scalar,
+        *,
+        error: Exception | None = None,
     ) -> tuple[Scalar, dict[str, float]]:
         """Return the rows and each block's examples of all processes.
 
-        Of several, all raise if one has gradients that are not finite.
+        Of several, all raise if one gives an error or has gradients that are not finite, or
+        if these are not the same on all.
         """
         network = self.estimator.network
         names = (*network.blocks, *network.chains.of, *network.tied_weights.uses)
@@ -527,16 +544,48 @@ class NaturalGradient:
             N = float(call.examples_here)
             examples[call.block] = examples.get(call.block, 0.0) + N
         if self.communicator is None:
+            if error is not None:
+                raise error
             return rows, examples
-        error: Exception | None = None
+        norm = 0.0
         try:
-            _require_finite(gradients)
+            found = _norm(gradients)
+            if not np.isfinite(found):
+                _require_finite(gradients)
+            else:
+                common = self._common(gradients)
+                norm = found if common is gradients else _norm(common)
         except KFACError as raised:
-            error = raised
-        own = np.asarray([float(rows), *examples.values()])
-        step = f"step {self.steps} with the gradients of {sorted(gradients)}"
-        total = Agreement(self.communicator).vote(step, own, error=error)
-        return float(total[0]), dict(zip(examples, total[1:].tolist(), strict=True))
+            error = error or raised
+        own = np.asarray([norm, norm * norm, float(rows), *examples.values()])
+        bound, rate = self._clip_options()
+        step = (
+            f"step {self.steps} with kl_clip={bound} for a learning rate of {rate:.6g} and "
+            f"with the gradients of {sorted(gradients)}"
+        )
+        norms, squares, total, *counts = (
+            Agreement(self.communicator).vote(step, own, error=error).tolist()
+        )
+        own_rank = self.communicator.ranks[self.communicator.rank]
+        mean = norms / self.communicator.size
+        spread = squares / self.communicator.size - mean * mean
+        if spread > _ALIKE**2 * mean * mean:
+            raise ConventionError(
+                "The gradients are not the same on all processes: their norm is "
+                f"{norm:.6g} on rank {own_rank} and {mean:.6g} on average. "
+                "Before a step they have to be averages over the processes, as "
+                "DistributedDataParallel leaves them, or fully_shard of the whole model: "
+                "call the model through it, take no step within no_sync, or average the "
+                "gradients yourself. For a model of each process's own say "
+                "communicator='alone'."
+            )
+        return total, dict(zip(examples, counts, strict=True))
+
+    def _common(
+        self, gradients: Mapping[str, Mapping[str, Any]]
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Return those gradients that all processes have alike."""
+        return gradients
 
     def _used(self, calls: Iterable[LayerCall]) -> list[LayerCall]:
         """Return the calls that output gradients came back to.
@@ -567,6 +616,21 @@ class _Begun:
     before: tuple[Any, ...]
     rows: Scalar
     refresh: BackgroundRefresh | None
+
+
+def _norm(gradients: Mapping[str, Mapping[str, Any]], /) -> float:
+    """Return the norm of gradients, not finite where one is not or is too large."""
+    arrays = {
+        f"{name} {key}": x for name, own in gradients.items() for key, x in own.items()
+    }
+    if not arrays:
+        return 0.0
+    xp = namespace_of(**arrays)
+    dtype = wide_dtype(xp, next(iter(arrays.values())).dtype)
+    with np.errstate(all="ignore"):
+        norms = [cast(xp, xp.linalg.vector_norm(x), dtype) for x in arrays.values()]
+        norm = xp.linalg.vector_norm(xp.stack(norms))
+    return float(backend_of(xp).to_numpy(norm))
 
 
 def _require_finite(gradients: Mapping[str, Mapping[str, Any]], /) -> None:

@@ -159,6 +159,15 @@ class KFAC:
         self.row_loss: kc.integration.RowLoss | None = None
         if likelihood is not None:
             self.row_loss = kc.integration.row_loss(likelihood)
+        self._rank = 0
+        if isinstance(options.get("execution"), kc.distributed.Distributed):
+            self._rank = options["execution"].communicator.rank
+            if fisher == "empirical" and reduction == "mean":
+                raise kc.UnsupportedError(
+                    "With fisher='empirical' the output gradients of a mean have to be "
+                    "multiplied by the rows of all processes, which `execution` does not "
+                    "exchange. Take reduction='sum', or fisher='gradients' or 'exact'."
+                )
         self.fisher, self.reduction = fisher, reduction
         self.samples, self.positions = samples, positions
         self.learning_rate, self.momentum, self.kl_clip = (
@@ -233,8 +242,9 @@ class KFAC:
             self.row_loss.likelihood,
             outputs,
             mode=self.fisher,
-            # A seed of its own for each part of each step, the same in a resumed run.
-            seed=(self.steps << 40) + self._drawn,
+            # A seed of its own for each part of each step on each process, the same in a
+            # resumed run.
+            seed=(self._rank << 96) + (self.steps << 40) + self._drawn,
             # Signs keep apart what a batch norm mixes too, and do nothing elsewhere.
             shared=self.positions == "signs" or rows != len(outputs),
             samples=self.samples,
@@ -282,7 +292,7 @@ class KFAC:
         rows = rows or self._rows or len(uses[0].inputs)
         # Output gradients of the loop's own mean loss carry 1 / R.
         own = self.fisher == "empirical" and self.reduction == "mean"
-        factor = (rows if own else 1) * math.sqrt(len(uses[0].inputs) / rows)
+        factor = (rows if own else 1) * math.sqrt(len(uses[0].inputs) / max(rows, 1))
         if factor != 1:
             uses = [
                 dataclasses.replace(use, output_grads=use.output_grads * factor)

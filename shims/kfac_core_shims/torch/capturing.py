@@ -151,6 +151,8 @@ class Observation:
     scale : float or None
         What the loss multiplied each row's cross-entropy by, besides `weight`; None where
         it was not told.
+    unlike : bool
+        Whether `scale` is a mean over rows with weights, or of one row.
     coarse : float
         Relative difference that roundoff may make in `scale`.
     replay : tuple or None
@@ -172,6 +174,7 @@ class Observation:
     in_unlike_parts: bool = False
     share: float = 1.0
     scale: float | None = None
+    unlike: bool = False
     coarse: float = 0.0
     replay: Any = None
     kfac: Any = None

@@ -286,6 +286,8 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations: list[Observation] = []
         self._replaced: set[str] = set()
         self._untold = frozenset[str]()
+        self._came = False  # Gradients, to where they are divided among processes.
+        self._balanced = False
         self._watched: Any = None
         self._watching: Any = None
         self._kept: Any = None
@@ -293,6 +295,7 @@ class KFAC(kc.integration.NaturalGradient):
         self._passes: list[Pass] = []
         self._drawn, self._by_hand, self._checked = 0, False, False
         self._equal_rows = self._saw_weights = self._saw_targets = False
+        self._has_weights = False
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
@@ -304,6 +307,8 @@ class KFAC(kc.integration.NaturalGradient):
             for module, names, context in found.users
         ]
         self._hooks = capturing.install(self, found)
+        if self.is_divided:
+            self._watch_arrival()
         if output is not None and not criterion.weighted:
             hook = OutputHook(self)
             self._hooks.append(self.model.register_forward_hook(hook, with_kwargs=True))
@@ -396,14 +401,12 @@ class KFAC(kc.integration.NaturalGradient):
             False where it returns gradients (`torch.autograd.grad`), None where it comes to
             no block.
         """
-        if self.is_divided:
-            return True
         if is_drawn_through(self.model):
-            return None
+            return True if self.is_divided else None
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return True
-        adds = accumulates(self.trained)
+        adds = True if self.is_divided else accumulates(self.trained)
         if adds:
             self._task = task
             if self.has_accumulated and not self._has_gradients():
@@ -414,11 +417,26 @@ class KFAC(kc.integration.NaturalGradient):
                 self.give_up()
         return adds
 
+    def _watch_arrival(self) -> None:
+        """Note when gradients that are divided among processes come to their places.
+
+        Until processes exchange them, as in the last of several passes, they lie elsewhere.
+        """
+        own = weakref.ref(self)
+
+        def came(p: Any) -> None:
+            kfac = own()
+            if kfac is not None:
+                kfac._came = True
+
+        for p in self.trained:
+            self._hooks.append(p.register_post_accumulate_grad_hook(came))
+
     def _watch_gradients(self) -> None:
         """Keep a copy of what later passes add to ``.grad`` of one small parameter."""
         if self._watched is not None:
             return
-        fed = [p for p in self.trained if accumulates([p])]
+        fed = [p for p in self.trained if self.is_divided or accumulates([p])]
         self._watched = min(fed, key=lambda p: (p.numel() < 8, p.numel()))
         own, engine = weakref.ref(self), torch.autograd.Variable._execution_engine
 
@@ -441,10 +459,16 @@ class KFAC(kc.integration.NaturalGradient):
         """
         if self._watched is None or self._kept is None or self._watched.grad is None:
             return
-        now, kept = (g.reshape(-1).double() for g in (self._watched.grad, self._kept))
+        now, kept = self._watched.grad, self._kept
         coarse = 1e-3 if self._kept.dtype.itemsize < 4 else 1e-6
-        product, sizes = float(now @ kept), float((now @ now) * (kept @ kept))
-        if product > 0 and product**2 >= (1 - coarse) * sizes:
+        if self._division is None:
+            now, kept = (g.reshape(-1).double() for g in (now, kept))
+            product, *squares = (
+                float(g @ h) for g, h in ((now, kept), (now, now), (kept, kept))
+            )
+        else:
+            product, *squares = self._division.products(now, kept)
+        if product > 0 and product**2 >= (1 - coarse) * math.prod(squares):
             return
         if self.overlap and any(o.cleared for o in self._observations):
             raise kc.ConventionError(
@@ -455,8 +479,11 @@ class KFAC(kc.integration.NaturalGradient):
             observation.cleared = False
 
     def _has_gradients(self) -> bool:
-        """Whether any block has a gradient that is not zero."""
-        return any(p.grad is not None and bool(p.grad.any()) for p in self.trained)
+        """Whether any block has a gradient that is not zero, or is still to get it."""
+        grads = [p.grad for p in self.trained if p.grad is not None]
+        if self._division is None:
+            return any(bool(g.any()) for g in grads)
+        return not self._came or self._division.are_nonzero(grads)
 
     @property
     def is_drawing(self) -> bool:
@@ -552,6 +579,9 @@ class KFAC(kc.integration.NaturalGradient):
             what the last step wrote.
         kfac_core.NotFiniteError
             If a gradient or a row is not finite.  Gradients and state are then unchanged.
+        kfac_core.ConventionError
+            If gradients are not the same on all processes, as without
+            ``DistributedDataParallel``, or within its ``no_sync``.
         """
         if not self._chose_processes:
             parallel.require_one_process(
@@ -577,7 +607,8 @@ class KFAC(kc.integration.NaturalGradient):
         passes : iterable, optional
             Outputs of forward passes, made one after the other, as by a generator; they
             are parts of one batch, of any sizes, with as many rows for each example; their
-            graphs are let go of as they are read.  Nothing needs to be differentiated,
+            graphs are let go of as they are read.  Each of several processes gives its own,
+            in any number.  Nothing needs to be differentiated,
             except for ``fisher="empirical"``: there the loop differentiates each loss
             itself and gives None.  Where left out, the passes that were differentiated or
             observed by hand since the last step are the batch.
@@ -585,7 +616,7 @@ class KFAC(kc.integration.NaturalGradient):
         Raises
         ------
         kfac_core.NotReadyError
-            If no pass was observed.
+            If no pass was observed, on any process.
         kfac_core.ConventionError
             For outputs with ``fisher="empirical"``.
         kfac_core.UnsupportedError
@@ -614,6 +645,7 @@ class KFAC(kc.integration.NaturalGradient):
             )
         found: dict[str, kc.Statistics] | None = None
         shares: list[float] = []
+        error: Exception | None = None
         if isinstance(passes, torch.Tensor):
             passes = [passes]
         self._collects = True
@@ -626,8 +658,9 @@ class KFAC(kc.integration.NaturalGradient):
                 calls = self._calls_of(seen)
                 rows = sum(o.rows for o in seen)
                 shares += [rows / max(call.examples for call in calls)] if calls else []
-                with torch.no_grad():
-                    found = self.moments(calls, rows=rows, before=found)
+                if rows or self.communicator is None:
+                    with torch.no_grad():
+                        found = self.moments(calls, rows=rows, before=found)
                 self._forget()
             if shares and max(shares) > (1 + 1e-3) * min(shares):
                 warn(
@@ -637,11 +670,29 @@ class KFAC(kc.integration.NaturalGradient):
                     "or observe them and call update() without `passes`.",
                     stacklevel=2,
                 )
-            if found is not None:
-                self.estimator.absorb(found)
+        except Exception as raised:
+            error = raised
         finally:
             self._collects = False
             self._forget()
+        if self._all_may_absorb(found, error):
+            self.estimator.absorb(found or {})
+
+    def _all_may_absorb(self, found: Any, error: Exception | None) -> bool:
+        """Return whether any process found statistics; raise on all what one raised."""
+        if self.communicator is None:
+            if error is not None:
+                raise error
+            return found is not None
+        agreement = kc.distributed.Agreement(self.communicator)
+        own = [float(found is not None)]
+        (count,) = agreement.vote("update without a step", own, error=error)
+        if not count:
+            raise kc.NotReadyError(
+                "No process observed a row. Give the outputs of passes with rows, or "
+                "differentiate a loss before."
+            )
+        return True
 
     def factors(self, name: str, /) -> tuple[Any, Any, Any]:
         """Return both factors of a layer's block, in PyTorch's order of its weight.
@@ -736,7 +787,7 @@ class KFAC(kc.integration.NaturalGradient):
         for site in self._sites.values():
             site.forget()
         self._observations, self._passes = [], []
-        self._by_hand = False
+        self._by_hand = self._came = self._balanced = False
         if self._watched is not None:
             self._watching.remove()
             self._watched = self._kept = None
@@ -831,21 +882,22 @@ class KFAC(kc.integration.NaturalGradient):
             self.note("the outputs had no rows; leave such a batch out, without a step")
             if self._division is None:
                 if self.overlap:
-                    self._begin([], 0.0)
+                    self._begin(None)
                 return None
         reached = self._reached(edge)
         if not self._checked and z.numel():
             self._checked = self._check(z, gradient)
         weight = scale = unread = None
+        unlike = False
         if gradient is not None and z.numel():
             unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
             weight = None if unread is None else (~unread).to(z.dtype)
             if self._processes == 1:
                 scale = self._scale_of_equal_rows(z, gradient)
             if scale is None:
-                weight, scale = self._weighted(z, gradient, weight)
+                weight, scale, unlike = self._weighted(z, gradient, weight)
         observation = self._record(edge, z, reached, weight)
-        observation.unread = unread
+        observation.unread, observation.unlike = unread, unlike
         observation.scale, observation.coarse = scale, likelihoods.coarseness(z)
         observation.differentiated = observation.rows > 0 or self._processes > 1
         if not observation.rows:
@@ -864,7 +916,7 @@ class KFAC(kc.integration.NaturalGradient):
             return observation
         # What only returned gradients may come again.
         if accumulates and self.overlap:
-            self._begin(observation.calls, observation.rows)
+            self._begin(observation)
         elif accumulates:
             observation.sum_rows(observation.calls)
         return observation
@@ -883,14 +935,21 @@ class KFAC(kc.integration.NaturalGradient):
             call.output_grads, call.is_taken = [], False
         self.give_up()
 
-    def _begin(self, calls: Any, rows: float) -> None:
-        """Take the statistics of the step, whose only pass is being differentiated."""
+    def _begin(self, observation: Observation | None) -> None:
+        """Take the statistics of the step, whose only pass is being differentiated.
+
+        None is a pass without rows, of which other processes have some.
+        """
         if self._begun is not None:
             raise kc.ConventionError(
                 "This step was begun already: `overlap` is for steps of one pass, whose "
                 "statistics are taken while it runs. Make KFAC without `overlap` to "
                 "accumulate; kfac.discard() forgets a pass."
             )
+        self._balanced = False
+        self.balance()
+        calls = [] if observation is None else observation.calls
+        rows = 0.0 if observation is None else observation.rows
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             self.begin(calls, rows=rows)
@@ -914,23 +973,28 @@ class KFAC(kc.integration.NaturalGradient):
         equal = likelihoods.are_equal(read, likelihoods.coarseness(z))
         return float(read.mean()) if equal else None
 
-    def _weighted(self, z: Any, gradient: Any, weight: Any) -> tuple[Any, float | None]:
-        """Return weights that the loss gives rows, and what it multiplies them by."""
+    def _weighted(
+        self, z: Any, gradient: Any, weight: Any
+    ) -> tuple[Any, float | None, bool]:
+        """Return weights that the loss gives rows, and what it multiplies them by.
+
+        And whether that is no scale of all rows alike, as other passes may have.
+        """
         scales = likelihoods.row_scales(self.criterion.row, z, gradient)
         if scales is None:
             self._look_at_targets(z, gradient, weight)
-            return weight, None
+            return weight, None, False
         read = scales[scales > 0] if weight is None else scales[weight > 0]
         if len(read) < 2:
-            alone = len(read) == 1 and self.communicator is None
-            return weight, float(read) if alone else None
+            return weight, float(read) if len(read) else None, True
         mean = read.mean()
         coarse = likelihoods.coarseness(z)
         if likelihoods.are_equal(read, coarse):
             if self._processes == 1 and not self._equal_rows:
                 self._require_reduction(float(mean), len(read), coarse)
             self._equal_rows = True
-            return weight, float(mean)
+            return weight, float(mean), False
+        self._has_weights = True
         if self.estimator.mode == "empirical":
             raise kc.UnsupportedError(
                 "The loss has weights of classes or rows, and fisher='empirical' would "
@@ -946,13 +1010,12 @@ class KFAC(kc.integration.NaturalGradient):
                     "likelihood='categorical' if that is meant.",
                     stacklevel=2,
                 )
-        alone = self.communicator is None
         if self.reduction == "sum":
             found, scale = scales, 1.0
         else:
             found, scale = scales / mean, float(mean)
         weight = found if weight is None else found * weight
-        return weight, scale if alone else None
+        return weight, scale, True
 
     def _look_at_targets(self, z: Any, gradient: Any, weight: Any) -> None:
         """Warn once if soft targets of a loss that nobody named are no probabilities.
@@ -1030,16 +1093,16 @@ class KFAC(kc.integration.NaturalGradient):
         rows of its own, of unequal number, they are of another loss than the mean over all
         rows.
         """
-        own = [(o.scale, o.rows) for o in seen if o.scale is not None]
+        own = [(o.scale, o.rows) for o in seen if o.scale is not None and not o.unlike]
         values = [len(own), sum(c for c, _ in own), sum(c * c for c, _ in own)]
-        values += [sum(rows for _, rows in own), len(own) > 0]
+        values += [sum(rows for _, rows in own), len(own) > 0, self._has_weights]
         assert self.communicator is not None
         agreement = kc.distributed.Agreement(self.communicator)
-        count, total, squares, rows, ranks = agreement.vote(
+        count, total, squares, rows, ranks, weighted = agreement.vote(
             f"scales of the loss at step {self.steps}", values
         ).tolist()
-        if not count:
-            return
+        if not count or weighted:
+            return  # Rows of one class have one weight, and those of another another.
         if count * squares > (1 + 1e-4) * total * total:
             raise kc.ConventionError(
                 "The loss gives rows of one process another weight than those of another: "
@@ -1056,11 +1119,14 @@ class KFAC(kc.integration.NaturalGradient):
 
         Passes may be means over rows of unequal number, or added with factors.  Empirical
         gradients have that weight, squared, where one is wanted.  Called again, it changes
-        nothing.
+        nothing.  With a communicator it is collective.
         """
         seen = self.differentiated
+        if self.communicator is not None:
+            self._balance_processes(self.communicator, seen)
+            return
         scales = [o.scale for o in seen if o.scale]
-        if self.communicator is not None or not scales or len(scales) < len(seen):
+        if not scales or len(scales) < len(seen):
             return
         if self.grad_scaler is not None:
             scales = [c / float(self.grad_scaler.get_scale()) for c in scales]
@@ -1075,12 +1141,30 @@ class KFAC(kc.integration.NaturalGradient):
                 weight, squares = 1.0, 1.0 / (scale * rows * total)
             elif empirical:
                 squares = rows / (scale * total)
-            if max(abs(weight - 1), abs(squares - 1)) <= observation.coarse:
-                continue
-            observation.rows *= weight
-            observation.share *= weight
-            for call in observation.calls:
-                call.scaled_by /= math.sqrt(squares)
+            if max(abs(weight - 1), abs(squares - 1)) > observation.coarse:
+                _weigh(observation, weight, squares)
+
+    def _balance_processes(self, communicator: Any, seen: list[Observation]) -> None:
+        """Do so where rows have weights, and those of other processes have others."""
+        of_means = self.reduction == "mean" and self.estimator.mode != "empirical"
+        told = of_means and likelihoods.has_row_scales(self.criterion.row)
+        if not told or self._balanced or self._collects or not self.wants_outputs:
+            return
+        self._balanced = True
+        read = [o for o in seen if o.rows]
+        scales = [o.scale or 0.0 for o in read]
+        weighted = self._has_weights or any(o.unlike for o in read)
+        values = [float(weighted), float(scales.count(0.0))]
+        values += [sum(o.rows for o in read)]
+        values += [sum(o.rows * c for o, c in zip(read, scales, strict=True))]
+        agreement = kc.distributed.Agreement(communicator)
+        ranks, untold, rows, total = agreement.vote(
+            f"weights of the loss at step {self.steps}", values
+        ).tolist()
+        if ranks and not untold:
+            for observation, scale in zip(read, scales, strict=True):
+                weight = scale * rows / total
+                _weigh(observation, weight, weight)
 
     def _calls_of(self, seen: list[Observation]) -> list[Any]:
         """Return the calls of passes, of the blocks whose every use in them is known."""
@@ -1229,12 +1313,16 @@ class KFAC(kc.integration.NaturalGradient):
                 "before zero_grad()."
             )
         self.balance()
-        calls = self._calls_of(seen)
         refreshes = self.wants_refresh
+
+        def calls() -> Iterator[Any]:
+            # Read by what raises on all processes what is raised here.
+            yield from self._calls_of(seen)
+
         device = next(self.model.parameters()).device.type
         with torch.no_grad(), torch.autocast(device, enabled=False):
             try:
-                found = self.directions(given, calls, rows=sum(o.rows for o in seen))
+                found = self.directions(given, calls(), rows=sum(o.rows for o in seen))
             except kc.NotReadyError as error:
                 why = "; ".join(self._notes) or (
                     "no pass of the model was differentiated, its outputs were modified "
@@ -1303,6 +1391,9 @@ class KFAC(kc.integration.NaturalGradient):
         if self._division is None:
             return super()._processes
         return self._division.data_parts
+
+    def _common(self, gradients: Any) -> Any:
+        return gradients if self._division is None else self._division.common(gradients)
 
     # Names of what is left alone.
 
@@ -1481,6 +1572,8 @@ class KFAC(kc.integration.NaturalGradient):
         bounded = self.criterion.row.likelihood in likelihoods.BOUNDED
         if gradient is None or not bounded or self.grad_scaler is not None:
             return
+        if not gradient.numel():
+            return
         mean = rows if self.reduction == "mean" else 1.0
         # A process may have all rows, and multiplies its loss by the number of processes.
         largest = float(gradient.abs().max()) * mean / self._processes
@@ -1518,6 +1611,14 @@ class KFAC(kc.integration.NaturalGradient):
                 "scaler.unscale_(optimizer) before kfac.step()."
             )
         return any(float(f) > 0 for f in found)
+
+
+def _weigh(observation: Observation, weight: float, squares: float) -> None:
+    """Give the rows of a pass a weight, and what is squared of them another."""
+    observation.rows *= weight
+    observation.share *= weight
+    for call in observation.calls:
+        call.scaled_by /= math.sqrt(squares)
 
 
 def _rate_of(lr: Any) -> Any:

@@ -13,6 +13,7 @@ weights itself, the inputs are those of the matrix products in the graph (``read
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
@@ -557,7 +558,9 @@ def _channel_norm(module: Any, owns: Owns) -> Parts | str:
         unbatched = getattr(module, "_get_no_batch_dim", None)
         lone = unbatched is not None and x.ndim == unbatched()
         x = unit(module, x)
-        x = x.reshape(1 if lone else len(x), channels, -1)
+        x = x.reshape(1, *x.shape) if lone else x
+        # The number of positions cannot be left to PyTorch where there are no examples.
+        x = x.reshape(len(x), channels, math.prod(x.shape[2:]))
         return Reading(inputs=x, grad_shape=tuple(x.shape))
 
     names = {"scale": "weight", "shift": "bias"} if bias else {"scale": "weight"}
@@ -570,7 +573,10 @@ def _prelu(module: Any, owns: Owns) -> Parts | str:
 
     def read(module: Any, arguments: tuple[Any, ...], y: Any) -> Reading:
         x = arguments[0].clamp(max=0)
-        x = x.reshape(-1, 1, 1) if channels == 1 else x.reshape(len(x), channels, -1)
+        if channels == 1:
+            x = x.reshape(-1, 1, 1)
+        else:
+            x = x.reshape(len(x), channels, math.prod(x.shape[2:]))
         return Reading(inputs=x, grad_shape=tuple(x.shape))
 
     layer = kc.ScaleShift(scale_shape=(channels, 1), shift_shape=None)

@@ -205,6 +205,11 @@ def unread_rows(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
     return zero & ~certain
 
 
+def has_row_scales(row: kc.integration.RowLoss, /) -> bool:
+    """Return whether `row_scales` may tell those of a loss."""
+    return row.likelihood == _CATEGORICAL
+
+
 def row_scales(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
     """Return what the loss multiplied each row's cross-entropy by, where labels are hard.
 
@@ -225,7 +230,7 @@ def row_scales(row: kc.integration.RowLoss, z: Any, g: Any, /) -> Any:
         Zero for rows that the loss did not read.  None if it cannot be told: for another
         likelihood, fewer than three classes, or soft labels.
     """
-    if row.likelihood != _CATEGORICAL or z.shape[-1] < 3:
+    if not has_row_scales(row) or z.shape[-1] < 3:
         return None
     g = g.to(torch.promote_types(g.dtype, torch.float32))
     label = g.argmin(-1, keepdim=True)

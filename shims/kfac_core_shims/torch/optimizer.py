@@ -272,7 +272,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.kfac.balance()
         # The step forgets its passes; what the model was called with is needed after it.
         passes = [replace(o, calls=[]) for o in self.kfac.differentiated if o.replay]
-        rows, mean = self._summed("loss", [sum(o.rows for o in passes), float(loss)])
+        what = f"loss for a learning rate of {lr:.6g}"
+        rows, mean = self._summed(what, [sum(o.rows for o in passes), float(loss)])
         if not rows:
             self.kfac.discard()
             raise kc.NotReadyError(

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
+from kfac_core_shims.torch.parallel import require_all_take_part
 
 __all__ = [
     "OutputHook",
@@ -128,6 +129,8 @@ class OutputHook:
         kfac = self.kfac()
         if kfac is None or not torch.is_grad_enabled() or not kfac.wants_outputs:
             return None
+        if kfac.communicator is not None:
+            require_all_take_part()
         picked = pick(returned, kfac.output)
         if picked is None:
             kfac.note(

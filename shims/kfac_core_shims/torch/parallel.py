@@ -12,7 +12,7 @@ import kfac_core as kc
 if TYPE_CHECKING:
     from kfac_core_shims.torch.sharded import Division
 
-__all__ = ["execution_of", "inner", "require_one_process"]
+__all__ = ["execution_of", "inner", "require_all_take_part", "require_one_process"]
 
 TIMEOUT = 1800.0
 """Seconds to wait for other processes: those of ``torch.distributed`` by default."""
@@ -78,12 +78,14 @@ def execution_of(
                 "one of the two out."
             )
         processes = execution.communicator
+        _require_same_processes(model, processes.size)
         dtype = execution.directions_dtype
         return execution, processes, _division(model, processes, dtype)
     divided = any(hasattr(p, "placements") for p in model.parameters())
     if communicator is None and (divided or _processes() > 1):
-        _require_all_processes(getattr(model, "_orig_mod", model))
         communicator = "torch"
+    # Before others are waited for, who may not come.
+    _require_same_processes(model, _size_of(communicator))
     options: dict[str, Any] = {"loss": "ddp", "interval": interval}
     like: Any = next((p.detach() for p in model.parameters()), None)
     if divided:
@@ -141,6 +143,21 @@ def require_one_process(why: str, /) -> None:
         raise kc.UnsupportedError(f"torch.distributed has {ranks} ranks, and {why}.")
 
 
+def require_all_take_part() -> None:
+    """Refuse a forward pass of DistributedDataParallel within its ``join()``.
+
+    Processes that have no batches left answer there to what DistributedDataParallel sends,
+    and to nothing else.
+    """
+    model = DistributedDataParallel._get_active_ddp_module()
+    if model is not None and model._join_config.enable:
+        raise kc.UnsupportedError(
+            "DistributedDataParallel.join() leaves out processes that have no batches "
+            "left, and K-FAC needs all of them in each step. Leave join() out, and run the "
+            "model on a batch without rows there, model(x[:0])."
+        )
+
+
 def _processes() -> int:
     """Return the number of processes of ``torch.distributed``; 1 where it is not used."""
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -148,13 +165,24 @@ def _processes() -> int:
     return int(distributed.get_world_size())
 
 
-def _require_all_processes(model: Any, /) -> None:
-    """Refuse a model that is wrapped for some of the processes."""
+def _size_of(communicator: Any, /) -> int:
+    """Return the number of processes of a communicator, or of one that is named."""
+    if communicator is None or communicator == "alone":
+        return 1
+    return _processes() if isinstance(communicator, str) else int(communicator.size)
+
+
+def _require_same_processes(model: Any, size: int, /) -> None:
+    """Refuse a model whose gradients are averages over others than K-FAC's processes."""
+    model = getattr(model, "_orig_mod", model)
     if not isinstance(model, DistributedDataParallel):
         return
-    ranks, size = _processes(), distributed.get_world_size(model.process_group)
-    if size != ranks:
-        raise kc.UnsupportedError(
-            f"The model's DistributedDataParallel has {size} of {ranks} processes; groups "
-            "of some of the processes are not supported. Leave its `process_group` out."
+    averaged = distributed.get_world_size(model.process_group)
+    if averaged != size:
+        raise kc.ConventionError(
+            f"The model's DistributedDataParallel averages gradients over {averaged} "
+            f"processes, and `communicator` has {size} of {_processes()}. For all "
+            "processes leave out `process_group` and `communicator`; for a model of some "
+            "of them, say communicator=connect('torch').split(groups) with the ranks of "
+            "all groups; for a model of this process alone pass the module itself."
         )

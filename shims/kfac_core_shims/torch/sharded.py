@@ -132,6 +132,18 @@ class Division:
         found = messages.exchanged(self._communicator)
         return torch.cat([found[other, None] for other in range(size)], dim=axis)
 
+    def are_nonzero(self, gradients: Iterable[Any], /) -> bool:
+        """Return whether any gradient is not zero, on any process.  Collective."""
+        own = any(bool(_local(g).any()) for g in gradients)
+        return bool(self._agreement.vote("gradients of earlier passes", [own])[0])
+
+    def products(self, x: Any, y: Any, /) -> tuple[float, float, float]:
+        """Return ``x . y``, ``x . x`` and ``y . y`` of two gradients.  Collective."""
+        x, y = (_local(g).reshape(-1).double() for g in (x, y))
+        own = [float(x @ y), float(x @ x), float(y @ y)]
+        total = self._agreement.vote("products of gradients", own)
+        return float(total[0]), float(total[1]), float(total[2])
+
     def gradients(self) -> Arrays:
         """Return this process's slices of the gradients, of blocks that have them all."""
         found: Arrays = {}
@@ -140,6 +152,14 @@ class Division:
             if any(p.grad is None or not p.requires_grad for p in parameters.values()):
                 continue
             found[name] = {role: _own(p) for role, p in parameters.items()}
+        return found
+
+    def common(self, gradients: Arrays, /) -> Arrays:
+        """Return the gradients of parameters that are not divided."""
+        found: Arrays = {}
+        for name, role, p in self._parameters(gradients):
+            if _axis(p) is None:
+                found.setdefault(name, {})[role] = gradients[name][role]
         return found
 
     def write(self, directions: Arrays) -> None:
@@ -405,14 +425,17 @@ def _axis(p: Any) -> int | None:
     return axis % int(p.ndim)
 
 
+def _local(g: Any) -> Any:
+    """Return this process's part of a gradient."""
+    return g.to_local() if isinstance(g, tensor.DTensor) else g
+
+
 def _own(p: Any) -> Any:
     """Return this process's slice of a gradient, divided as its parameter is."""
     g = p.grad
-    if not isinstance(g, tensor.DTensor):
-        return g
-    if g.placements != p.placements:
+    if isinstance(g, tensor.DTensor) and g.placements != p.placements:
         g = g.redistribute(placements=p.placements)
-    return g.to_local()
+    return _local(g)
 
 
 def _bounds(n: int, rank: int, size: int) -> tuple[int, int]:
