@@ -755,6 +755,49 @@ def test_gradients_that_the_loop_assigns_count(fisher):
     assert kfac.steps == 1
 
 
+NO_LOSS = {
+    "output": lambda z, y, model: z[:, 1].sum(),
+    "sum": lambda z, y, model: fn.cross_entropy(z, y, reduction="sum"),
+    "hessian": lambda z, y, model: sum(
+        10 * (g * p).sum()
+        for p, g in zip(
+            model.parameters(),
+            torch.autograd.grad(
+                fn.cross_entropy(z, y), [*model.parameters()], create_graph=True
+            ),
+            strict=True,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_LOSS)
+def test_gradients_of_no_loss_are_looked_at_only_where_they_count(what):
+    """Of an output, of a sum, and products with the Hessian matrix, for a logger."""
+    model, (x, y) = network(), batch()
+    likelihood = "categorical" if what == "sum" else None
+    kfac = KFAC(model, likelihood=likelihood, **EXACT)
+    expected = dense(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        z = model(x)
+        logged(NO_LOSS[what](z, y, model), model)
+        fn.cross_entropy(z, y).backward()
+        kfac.step()
+    assert_factors(kfac, expected)
+
+
+def test_a_loss_whose_gradients_the_loop_assigns_is_looked_at():
+    model, (x, _) = network(), batch()
+    kfac = KFAC(model, **EXACT)
+    found = logged(model(x).square().mean(), model)
+    for p, g in zip(model.parameters(), found, strict=True):
+        p.grad = g
+    with pytest.raises(kc.ConventionError, match="no cross-entropy of logits"):
+        kfac.step()
+    assert kfac.steps == 0
+
+
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 @pytest.mark.parametrize("output", ["auto", None])
 @pytest.mark.parametrize("clears", [True, False])
@@ -959,6 +1002,28 @@ def test_a_model_whose_parameters_were_all_replaced_is_refused():
     with pytest.raises(kc.NotReadyError, match="its parameters were replaced"):
         kfac.step()
     assert kfac.steps == 1
+
+
+def test_a_weight_that_has_another_size_is_named():
+    """As after an output for a further class was added in place."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **EACH_STEP)
+    model[2].weight.data, model[2].bias.data = torch.randn(6, 6), torch.randn(6)
+    fn.cross_entropy(model(x), y).backward()
+    with pytest.raises(
+        kc.UnsupportedError, match=r"weight of layer '2' had 24.*36 now.*KFAC again"
+    ):
+        kfac.step()
+    assert kfac.steps == 0
+
+
+def test_a_state_of_another_kind_is_named():
+    model = network()
+    for loads in (KFAC(model), KFACOptimizer(model)):
+        with pytest.raises(
+            kc.StateError, match=r"`state_dict` returned, got a NoneType"
+        ):
+            loads.load_state_dict(None)
 
 
 def test_a_block_that_is_lost_between_refreshes_is_named_at_once():

@@ -54,6 +54,26 @@ _ESTIMATOR = "precision", "sharing", "refreshing", "averaging", "rates"
 """Options of `kfac_core.Estimator` that are passed on."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Known:
+    """What passes have told of the loss, so that it is not looked at or told again.
+
+    Attributes
+    ----------
+    checked : bool
+        Whether it is of the likelihood.
+    equal_rows : bool
+        Whether it gave all rows of a pass one weight.
+    weights, targets : bool
+        Whether a warning was made of weights, and of targets, that it has.
+    """
+
+    checked: bool = False
+    equal_rows: bool = False
+    weights: bool = False
+    targets: bool = False
+
+
 class KFAC(kc.integration.NaturalGradient):
     r"""K-FAC for a PyTorch model: replaces gradients by natural gradients.
 
@@ -291,8 +311,11 @@ class KFAC(kc.integration.NaturalGradient):
         self._kept: Any = None
         self._task = -1  # The last backward pass that added to `.grad`.
         self._passes: list[Pass] = []
-        self._drawn, self._by_hand, self._checked = 0, False, False
-        self._equal_rows = self._saw_weights = self._saw_targets = False
+        self._drawn, self._by_hand = 0, False
+        self._known = _Known()
+        # Of passes that only returned gradients: what is told if they count.
+        self._returns, self._known_then = False, _Known()
+        self._doubts: list[kc.KFACError | str] = []
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
@@ -561,6 +584,7 @@ class KFAC(kc.integration.NaturalGradient):
             if self._is_overflow():
                 return
             self._settle()
+            self._tell()
             self._step(self.differentiated)
         finally:
             self.discard()
@@ -621,6 +645,7 @@ class KFAC(kc.integration.NaturalGradient):
             for outputs in [None] if passes is None else passes:
                 if outputs is not None:
                     self._observe_alone(outputs)
+                self._tell()
                 seen = self._observations if self._by_hand else self.differentiated
                 self.balance()
                 calls = self._calls_of(seen)
@@ -736,7 +761,7 @@ class KFAC(kc.integration.NaturalGradient):
         for site in self._sites.values():
             site.forget()
         self._observations, self._passes = [], []
-        self._by_hand = False
+        self._by_hand, self._doubts = False, []
         if self._watched is not None:
             self._watching.remove()
             self._watched = self._kept = None
@@ -811,6 +836,34 @@ class KFAC(kc.integration.NaturalGradient):
         """
         if not self.wants_outputs or self._by_hand:
             return None
+        given = edge, z, gradient, passing, replay
+        if accumulates:
+            return self._observed(*given, accumulates=True)
+        # A logger may differentiate what is no loss; if it counts is known in the step.
+        before, known = len(self._observations), self._known
+        self._returns, self._known = True, dataclasses.replace(known)
+        try:
+            return self._observed(*given, accumulates=False)
+        except kc.KFACError as error:
+            self._doubts.append(error)
+            for observation in self._observations[before:]:
+                self.withdraw(observation)
+            return None
+        finally:
+            self._known_then = self._known
+            self._returns, self._known = False, known
+
+    def _observed(
+        self,
+        edge: Any,
+        z: Any,
+        gradient: Any,
+        passing: Any,
+        replay: Any,
+        *,
+        accumulates: bool,
+    ) -> Observation | None:
+        """Observe a pass, and raise or warn if its loss is not what was said."""
         if z.ndim < 2:
             what = (
                 "Where each row is a number, say output=lambda z: z[:, None]; where all "
@@ -834,8 +887,8 @@ class KFAC(kc.integration.NaturalGradient):
                     self._begin([], 0.0)
                 return None
         reached = self._reached(edge)
-        if not self._checked and z.numel():
-            self._checked = self._check(z, gradient)
+        if not self._known.checked and z.numel():
+            self._known.checked = self._check(z, gradient)
         weight = scale = unread = None
         if gradient is not None and z.numel():
             unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
@@ -869,6 +922,25 @@ class KFAC(kc.integration.NaturalGradient):
             observation.sum_rows(observation.calls)
         return observation
 
+    def _tell(self) -> None:
+        """Raise or warn of passes that only returned gradients, where these count."""
+        seen = self.differentiated
+        if self._by_hand or any(o.accumulated for o in seen):
+            return
+        for doubt in self._doubts:
+            if not isinstance(doubt, str):
+                raise doubt
+            warn(doubt, stacklevel=3)
+        if seen:
+            self._known = self._known_then
+
+    def _warn(self, message: str) -> None:
+        """Warn of a loss; later, if the pass only returns gradients."""
+        if self._returns:
+            self._doubts.append(message)
+        else:
+            warn(message, stacklevel=3)
+
     def withdraw(self, observation: Observation, /) -> None:
         """Forget a pass that only returned gradients.
 
@@ -901,7 +973,7 @@ class KFAC(kc.integration.NaturalGradient):
         Rows spread over it are looked at; of a small pass `_weighted` looks at all.
         """
         every = z.numel() // _LOOKED_AT
-        if not (self._equal_rows and every):
+        if not (self._known.equal_rows and every):
             return None
         z, gradient = (x.reshape(-1, x.shape[-1])[::every] for x in (z, gradient))
         scale = likelihoods.scale_of_hard_labels(z, gradient)
@@ -927,24 +999,23 @@ class KFAC(kc.integration.NaturalGradient):
         mean = read.mean()
         coarse = likelihoods.coarseness(z)
         if likelihoods.are_equal(read, coarse):
-            if self._processes == 1 and not self._equal_rows:
+            if self._processes == 1 and not self._known.equal_rows:
                 self._require_reduction(float(mean), len(read), coarse)
-            self._equal_rows = True
+            self._known.equal_rows = True
             return weight, float(mean)
         if self.estimator.mode == "empirical":
             raise kc.UnsupportedError(
                 "The loss has weights of classes or rows, and fisher='empirical' would "
                 "square them. Take fisher='gradients' or 'exact'."
             )
-        if self.criterion.assumed and not self._saw_weights:
-            self._saw_weights = True
+        if self.criterion.assumed and not self._known.weights:
+            self._known.weights = True
             if likelihoods.follow_the_prediction(z, gradient, scales):
-                warn(
+                self._warn(
                     "The loss weighs each row by a function of its label's probability, as "
                     "a focal loss does. The curvature is that of a cross-entropy with "
                     "these weights, without the derivatives of the weights. Say "
-                    "likelihood='categorical' if that is meant.",
-                    stacklevel=2,
+                    "likelihood='categorical' if that is meant."
                 )
         alone = self.communicator is None
         if self.reduction == "sum":
@@ -960,7 +1031,7 @@ class KFAC(kc.integration.NaturalGradient):
         Those of a cross-entropy of the outputs are, also where batches are accumulated.
         """
         known = self.criterion.reduction_assumed or self.reduction == "sum"
-        if self._saw_targets or not (self.criterion.assumed and known):
+        if self._known.targets or not (self.criterion.assumed and known):
             return
         if self.communicator is not None:
             return
@@ -970,16 +1041,15 @@ class KFAC(kc.integration.NaturalGradient):
             scale *= float(self.grad_scaler.get_scale())
         least = float(likelihoods.implied_targets(z, gradient, scale).min())
         if least < -likelihoods.coarseness(z):
-            self._saw_targets = True
-            warn(
+            self._known.targets = True
+            self._warn(
                 f"The loss is no {self.reduction} of cross-entropies of the outputs: their "
                 f"targets would be as low as {least:.2g}, and not probabilities. It may "
                 "have a temperature or weights, as in distillation or policy gradients, be "
                 "of another `reduction`, or be multiplied by a gradient scaler "
                 "(`grad_scaler`). The curvature is that of a plain cross-entropy. Say "
                 "likelihood='categorical' if that is meant, output=lambda z: z / T for a "
-                "temperature, or pass weights of rows to observe(outputs, weight).",
-                stacklevel=2,
+                "temperature, or pass weights of rows to observe(outputs, weight)."
             )
 
     def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
@@ -1016,11 +1086,10 @@ class KFAC(kc.integration.NaturalGradient):
                 "Pass reduction='mean', or the loss module as `likelihood`."
             )
         if self.kl_clip is not None and times > _UNSCALED:
-            warn(
+            self._warn(
                 f"Expected a loss that is a {reduction} over its rows, and {found}. The KL "
                 "clip takes gradients as they are in `step`. Pass `grad_scaler` if a "
-                "gradient scaler multiplied the loss.",
-                stacklevel=2,
+                "gradient scaler multiplied the loss."
             )
 
     def _require_loss_of_all(self, seen: list[Observation]) -> None:
@@ -1409,17 +1478,15 @@ class KFAC(kc.integration.NaturalGradient):
                 "and call kfac.observe(outputs[mask][:, None])."
             )
         if count > 1:
-            warn(
+            self._warn(
                 f"The loss sends nothing back to {count} of {z.numel()} outputs, as where "
                 "a mask leaves them out, and the curvature counts them. Say output=None "
-                "and call kfac.observe(outputs[mask]) with the rows that it reads.",
-                stacklevel=2,
+                "and call kfac.observe(outputs[mask]) with the rows that it reads."
             )
         if likelihoods.looks_like_probabilities(self.criterion.row, z):
-            warn(
+            self._warn(
                 "The observed outputs look like probabilities, but the likelihood reads "
-                "logits. Observe what comes before the softmax or the sigmoid.",
-                stacklevel=2,
+                "logits. Observe what comes before the softmax or the sigmoid."
             )
         return told
 
