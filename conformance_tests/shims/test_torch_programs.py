@@ -1142,16 +1142,39 @@ def test_torchscript_is_left_alone():
 # Rows that depend on each other, and heads of unlike sizes.
 
 
-def test_examples_that_a_batch_norm_mixes_are_right_in_expectation():
+@pytest.mark.parametrize("positions", ["signs", "separate"])
+def test_examples_that_a_batch_norm_mixes_are_right_in_expectation(positions):
     """One source is of all rows, whose products have signs: without, they add up."""
     torch.manual_seed(2)
     model = nn.Sequential(
         nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
     )
     x = torch.randn(3, 3)
-    kfac = KFAC(model, likelihood="categorical", fisher="exact", decay=1.0)
+    kfac = KFAC(
+        model,
+        likelihood="categorical",
+        fisher="exact",
+        decay=1.0,
+        positions=positions,
+    )
     made = model[0](x)
     _, expected = by_hand([(x, made)], model[1:](made))
+    kfac.update(model(x) for _ in range(300))
+    _, G, scale = kfac.factors("0")
+    assert float((scale * G - expected).norm()) < 0.1 * float(expected.norm())
+
+
+def test_sequences_with_time_first_are_right_in_expectation():
+    """Outputs (T, N, P): what is taken for examples are steps, which the layer mixes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    model.forward = lambda x: model[2](model[1](model[0](x).cumsum(0)))
+    x = torch.randn(3, 2, 3)
+    kfac = KFAC(
+        model, likelihood="categorical", positions="separate", **{**EXACT, "decay": 1.0}
+    )
+    made = model[0](x)
+    z = model[2](model[1](made.cumsum(0)))
+    _, expected = by_hand([(x, made)], z.reshape(-1, 3))
     kfac.update(model(x) for _ in range(300))
     _, G, scale = kfac.factors("0")
     assert float((scale * G - expected).norm()) < 0.1 * float(expected.norm())
