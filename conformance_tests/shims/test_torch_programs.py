@@ -648,6 +648,36 @@ def test_a_second_step_without_a_backward_pass_is_refused(clears):
     assert kfac.steps == 6
 
 
+@pytest.mark.parametrize("kind", ["head", "weights", "parts", "clipped"])
+def test_gradients_that_are_added_to_the_last_direction_are_refused(kind):
+    """Of layers that the optimizer does not have, and of a step for each part."""
+    model, (x, y) = network(), batch()
+    own = {"head": model[2].parameters(), "weights": [model[0].weight, model[2].weight]}
+    optimizer = torch.optim.SGD(own.get(kind, model.parameters()), lr=0.1)
+    kfac = KFAC(model, **EACH_STEP)
+    names = {"head": r"'0.weight', '0.bias'", "weights": r"'0.bias', '2.bias'"}
+    for turn in range(2):
+        if kind in own:
+            optimizer.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        if turn:
+            with pytest.raises(kc.NotReadyError, match=names.get(kind, "last part")):
+                kfac.step()
+        else:
+            kfac.step()
+        if kind == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert kfac.steps == 1
+
+    for clears in (True, False, True):
+        model.zero_grad(set_to_none=clears)
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+        # Cleared before the next loss, as what a generator's adds to a discriminator.
+        fn.cross_entropy(model(torch.randn(8, 5)), y).backward()
+    assert kfac.steps == 4
+
+
 # Gradients that are read, and not trained by.
 
 
@@ -1064,6 +1094,7 @@ def test_parameters_without_a_block_are_named_with_reason_and_remedy():
         kfac = KFAC(model, **EACH_STEP)
     fn.cross_entropy(model(x), y).backward()
     kfac.step()
+    model.zero_grad()
     model.later.requires_grad_(True)
     fn.cross_entropy(model(x), y).backward()
     with pytest.warns(UserWarning, match=r"later\.weight.*later\.bias.*frozen when"):

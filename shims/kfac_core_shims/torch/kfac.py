@@ -306,6 +306,7 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations: list[Observation] = []
         self._replaced: set[str] = set()
         self._untold = frozenset[str]()
+        self._uncleared: list[str] = []
         self._watched: Any = None
         self._watching: Any = None
         self._kept: Any = None
@@ -429,13 +430,32 @@ class KFAC(kc.integration.NaturalGradient):
         adds = accumulates(self.trained)
         if adds:
             self._task = task
-            if self.has_accumulated and not self._has_gradients():
+            if not self.has_accumulated:
+                self._uncleared = self._find_uncleared()
+            elif not self._has_gradients():
                 for observation in self._observations:
                     observation.cleared = observation.accumulated
+                self._uncleared = []
                 self._watch_gradients()
             if all(o.cleared or not o.accumulated for o in self._observations):
                 self.give_up()
         return adds
+
+    def _find_uncleared(self) -> list[str]:
+        """Return the parameters whose last direction this pass is about to add to."""
+        written = [(grad(), version) for grad, version in self._written]
+        left = {
+            id(g)
+            for g, version in written
+            if g is not None and (g._version == version or bool(g.any()))
+        }
+        if not left:
+            return []
+        return [
+            name
+            for name, p in self.model.named_parameters()
+            if id(p.grad) in left and accumulates([p])
+        ]
 
     def _watch_gradients(self) -> None:
         """Keep a copy of what later passes add to ``.grad`` of one small parameter."""
@@ -572,7 +592,7 @@ class KFAC(kc.integration.NaturalGradient):
         kfac_core.NotReadyError
             If statistics are due and no pass of the model was differentiated, on any
             process; if a gradient scaler has not unscaled the gradients; or if they are
-            what the last step wrote.
+            what the last step wrote, or were added to it.
         kfac_core.NotFiniteError
             If a gradient or a row is not finite.  Gradients and state are then unchanged.
         """
@@ -761,7 +781,7 @@ class KFAC(kc.integration.NaturalGradient):
         for site in self._sites.values():
             site.forget()
         self._observations, self._passes = [], []
-        self._by_hand, self._doubts = False, []
+        self._by_hand, self._doubts, self._uncleared = False, [], []
         if self._watched is not None:
             self._watching.remove()
             self._watched = self._kept = None
@@ -1330,7 +1350,15 @@ class KFAC(kc.integration.NaturalGradient):
             self._name_others(found)
 
     def _require_new_gradients(self) -> None:
-        """Raise if nothing has touched what the last step has written."""
+        """Raise if gradients are what the last step has written, or were added to it."""
+        if self._uncleared:
+            raise kc.NotReadyError(
+                f"The gradients of {self._uncleared} were added to what the last step "
+                "wrote, and would be preconditioned twice. Clear those of all parameters "
+                "before loss.backward(), model.zero_grad(), also of those that the "
+                "optimizer does not have; or freeze these, p.requires_grad_(False), "
+                "before KFAC is made. To accumulate, call kfac.step() after the last part."
+            )
         _STEPPING.add(self)
         held = {
             id(p.grad)

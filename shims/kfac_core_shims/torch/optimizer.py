@@ -392,6 +392,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the loss, and whether `closure` itself called ``backward``."""
         self.kfac.discard()
         self.zero_grad()
+        for p in self.kfac.trained:  # Also of those that are in no group.
+            p.grad = None
         with torch.enable_grad():
             loss = closure()
         differentiates = bool(self._given())
