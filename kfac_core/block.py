@@ -86,7 +86,7 @@ from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.row_sums import RowSums
 from kfac_core.layers.rows import Batch, Rows, join_uses
-from kfac_core.linalg.shifted import Factorization, Solving
+from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.sparse_rows import SparseRows
@@ -365,6 +365,7 @@ class Block:
         rule: DampingRule,
         least_shift: float = 0.0,
         debias: bool = True,
+        keep_matrices: bool = True,
         factorizations: tuple[Factorization, ...] = ("inverse",),
         check: Check = "raise",
         solving: Solving = "inverse",
@@ -387,6 +388,8 @@ class Block:
             The least number that a factored rule adds to a factor.
         debias : bool
             Whether sums are divided by their weights.
+        keep_matrices : bool
+            See `kfac_core.Refreshing`.
         factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
             Factorizations to prepare now; the rest are prepared when needed
             (``check="raise"`` only).
@@ -425,6 +428,7 @@ class Block:
         require_one_of("solving", solving, get_args(Solving))
         require_check(check)
         require_flag("debias", debias)
+        require_flag("keep_matrices", keep_matrices)
         refresh = RefreshBlock(
             rule=rule,
             debias=debias,
@@ -434,6 +438,7 @@ class Block:
             check=check,
             memo=memo,
             least_shift=least_shift,
+            keep_matrices=keep_matrices,
         )
         made = refresh(name, self, statistics, damping, solving)
         if isinstance(made, KFACError):
@@ -880,7 +885,7 @@ class RefreshBlock(Stage):
         See `kfac_core.Refreshing`.
     memo : dict or None
         Cache for blocks that share a factor; None where none do.
-    least_shift : float
+    least_shift, keep_matrices
         See `kfac_core.Refreshing`.
     """
 
@@ -892,6 +897,7 @@ class RefreshBlock(Stage):
     check: Check
     memo: dict[Any, Any] | None = field(default=None, compare=False)
     least_shift: float = 0.0
+    keep_matrices: bool = True
 
     stage = "refresh"
     on_host = True
@@ -938,6 +944,7 @@ class RefreshBlock(Stage):
             memo=None if stack else self.memo,
             xp=xp,
             least_shift=self.least_shift,
+            keep_matrices=self.keep_matrices,
         )
         make = block.approximation.operator
         try:

@@ -71,7 +71,7 @@ from kfac_core.errors import (
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.feeding import detached, is_empty, require_finite_rows
-from kfac_core.linalg.shifted import Solving
+from kfac_core.linalg.factorizations import Solving
 from kfac_core.operators.operator import VECTOR_PRODUCTS, CurvatureOperator
 from kfac_core.options import Averaging, Refreshing, Sharing
 from kfac_core.sharing.chains import Chains
@@ -1224,6 +1224,7 @@ class Network:
             check=check,
             memo=memo,
             least_shift=self.refreshing.least_shift,
+            keep_matrices=self.refreshing.keep_matrices,
         )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kfac_core.constraints import checked, require_options
-from kfac_core.linalg.shifted import Factorization
+from kfac_core.errors import ConventionError
+from kfac_core.linalg.factorizations import Factorization
 
 __all__ = ["Averaging", "DampingScaling", "Execution", "Refreshing", "Sharing"]
 
@@ -65,6 +66,11 @@ class Refreshing:
     factorizations : tuple of {"inverse", "cholesky", "eigenbasis"}
         Factorizations that a refresh prepares.  Other products compute theirs at their
         first call.
+    keep_matrices : bool
+        Whether operators of `Kronecker` blocks with factored damping, and of `Full` blocks,
+        keep the matrices that they were made of.  Without them they take half of the
+        memory, and have only the products of the factorizations that were prepared;
+        others raise `UnsupportedError` or `NotReadyError`.
     damping_scaling : {"none", "mean_eigenvalue"}
         Whether a block's damping is multiplied by the mean eigenvalue of its undamped
         matrix, ``tr F / dim F``, so that it is relative to the block's size.
@@ -88,7 +94,8 @@ class Refreshing:
     Raises
     ------
     ConventionError
-        For an unknown name, or a number out of range.
+        For an unknown name, or a number out of range; for ``keep_matrices=False`` where
+        no factorization is prepared, or an eigenbasis, whose powers need the matrix.
 
     Examples
     --------
@@ -99,6 +106,7 @@ class Refreshing:
     """
 
     factorizations: tuple[Factorization, ...] = ("inverse",)
+    keep_matrices: bool = True
     damping_scaling: DampingScaling = "none"
     least_shift: float = 0.0
     failure_budget: int = 0
@@ -108,6 +116,14 @@ class Refreshing:
 
     def __post_init__(self) -> None:
         require_options(self)
+        made = self.factorizations
+        if not self.keep_matrices and (not made or "eigenbasis" in made):
+            raise ConventionError(
+                "Expected `factorizations` of 'inverse', 'cholesky' or both with "
+                f"keep_matrices=False, got {made!r}. Take keep_matrices=True: an operator "
+                "without factorizations has nothing else, and powers in an eigenbasis "
+                "need the matrix."
+            )
 
 
 @checked

@@ -3,11 +3,13 @@
 Conventions.  A condition number is that of a damped matrix: exact from an eigenbasis or a
 diagonal, in the 1-norm from an inverse, and otherwise the estimate of
 `kfac_core.linalg.condition`, which is a lower bound, seldom by more than a factor of
-three.  A residual is relative; see `kfac_core.linalg.certificate`.
+three.  A residual is relative; see `kfac_core.linalg.certificate`.  A block whose factors
+were not kept has the product of their conditions, and the sum of their residuals.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +17,15 @@ import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of
-from kfac_core.array.structure import replaced
 from kfac_core.block import Block
 from kfac_core.constraints import validated
 from kfac_core.errors import FactorizationError
+from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.certificate import probe
 from kfac_core.linalg.condition import estimated_norm, measured_residual
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.fallback import fallback_of
 from kfac_core.linalg.rank_one import ShiftedRankOne
-from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.network import BlockState
 
@@ -76,10 +77,11 @@ class BlockReport:
     damping : float or None
         The damping of its operator.
     condition : float or None
-        Estimated condition number of the damped block; None before the first refresh.
+        Estimated condition number of the damped block; None before the first refresh, and
+        of a weight and a separate bias whose factors were not kept.
     residual : float or None
         ``|F F^-1 z - z| / |z|`` of the damped block, for a fixed probe z; None where
-        there is no inverse.
+        there is no inverse, and where `condition` is None.
     factors : dict of str to FactorReport
         Reports by side; empty before the first refresh, and where a block has no factors.
     """
@@ -151,7 +153,8 @@ def report_of(block: Block, state: BlockState, /) -> BlockReport:
     if operator is not None and state.statistics is not None:
         bases = state.statistics.bases.items()
         factors |= {side: _basis(basis) for side, basis in bases}
-    condition, residual = _of_block(operator)
+    known = operator is None or "multiply" not in operator.unsupported_products
+    condition, residual = _of_block(operator) if known else _of_factors(factors)
     return BlockReport(
         block.layer.kind,
         block.approximation.name,
@@ -188,6 +191,16 @@ def _of_block(operator: Any) -> tuple[float | None, float | None]:
     )
 
 
+def _of_factors(
+    factors: dict[str, FactorReport],
+) -> tuple[float | None, float | None]:
+    """Return the condition and the residual of a Kronecker product, by its factors."""
+    if not factors.keys() <= {"input", "output"}:
+        return None, None
+    conditions = [part.condition or 1.0 for part in factors.values()]
+    return math.prod(conditions), sum(part.residual or 0.0 for part in factors.values())
+
+
 def _estimated_condition(product: Any, inverse: Any, z: Array, xp: Namespace) -> float:
     shape = tuple(z.shape)
     norms = [estimated_norm(f, z, shape=shape, xp=xp) for f in (product, inverse)]
@@ -202,7 +215,7 @@ def _basis(basis: Eigendecomposition) -> FactorReport:
     return FactorReport(size, 0.0, None, residual, fallback, clipped)
 
 
-def _factor(part: ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne) -> FactorReport:
+def _factor(part: Shifted) -> FactorReport:
     xp = array_api_compat.array_namespace(part.shift)
     shift = float(xp.max(part.shift))
     if isinstance(part, ShiftedRankOne):
@@ -210,13 +223,13 @@ def _factor(part: ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne) -> FactorRep
     if isinstance(part, ShiftedDiagonal):
         condition = _spread(part.eigenvalues(shifted=True), xp)
         return FactorReport(part.size, shift, condition, 0.0, "working", 0.0)
-    made = part.inverse or part.cholesky or part.basis
+    made: Any = part.inverse or part.cholesky or part.basis
     if made is None:
         return FactorReport(part.size, shift, None, None, None, 0.0)
     return FactorReport(
         part.size,
         shift,
-        _condition(part, xp),
+        float(xp.max(part.condition())),
         float(xp.max(made.residual)),
         fallback_of(made).name.lower(),
         float(xp.max(made.clipped)),
@@ -241,18 +254,6 @@ def _rank_one(part: ShiftedRankOne, shift: float, xp: Namespace) -> FactorReport
         block.fallback,
         block.clipped,
     )
-
-
-def _condition(part: ShiftedMatrix, xp: Namespace) -> float:
-    if part.basis is not None:
-        return _spread(part.eigenvalues(shifted=True), xp)
-    inverse = replaced(part, solving="inverse").prepared("inverse").inverse
-    assert inverse is not None
-    norms = [
-        xp.max(xp.sum(xp.abs(matrix), axis=-2), axis=-1)
-        for matrix in (part.dense(shifted=True), inverse.matrix.full())
-    ]
-    return float(xp.max(norms[0] * norms[1]))
 
 
 def _spread(eigenvalues: Array, xp: Namespace) -> float:

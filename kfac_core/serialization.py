@@ -288,6 +288,7 @@ def _template(values: _Values, network: Network, name: str) -> BlockState:
         damping=1.0,
         rule=network.damping_rule,
         factorizations=(),
+        keep_matrices=not values.is_of_factorizations(),
         precision=network.precision,
         name=name,
     )
@@ -316,6 +317,11 @@ class _Values:
     def holds(self, path: str) -> bool:
         """Whether anything stands at a path or below it."""
         return any(p == path or p.startswith(f"{path}.") for p in self.left)
+
+    def is_of_factorizations(self) -> bool:
+        """Whether the operator was written without the matrices that it was made of."""
+        norms = (p for p in self.left if p.startswith("operator."))
+        return any(p.endswith(".norm") for p in norms)
 
     def like(self, part: str) -> Any:
         """Return an array of a part, of whose library and device all must be."""

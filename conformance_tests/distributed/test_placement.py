@@ -95,14 +95,21 @@ def test_blocks_that_share_a_factor_have_one_owner():
     assert made.owners["b2"] != made.owners["b0"]
 
 
+@pytest.mark.parametrize("keep_matrices", [False, True])
 @pytest.mark.parametrize(("size", "holders"), [(2, 1), (4, 2), (4, 4), (6, 3)])
-def test_as_many_bytes_are_sent_as_predicted(size, holders):
-    """Statistics and directions exactly; operators but for their residuals and flags."""
+def test_as_many_bytes_are_sent_as_predicted(size, holders, keep_matrices):
+    """Statistics and directions exactly; operators but for their residuals and flags.
+
+    Of operators that keep inverses alone half as many.
+    """
 
     def run(communicator):
         rng = np.random.default_rng(communicator.rank)
         options = Distributed(communicator=communicator, holders=holders)
-        estimator = kc.Estimator(BLOCKS, reduction="sum", execution=options)
+        refreshing = kc.Refreshing(keep_matrices=keep_matrices)
+        estimator = kc.Estimator(
+            BLOCKS, reduction="sum", execution=options, refreshing=refreshing
+        )
         batches = {
             name: kc.Batch(rng.normal(size=(3, n)), rng.normal(size=(3, m)))
             for name, (n, m) in SHAPES.items()
@@ -145,6 +152,11 @@ def test_as_many_bytes_are_sent_as_predicted(size, holders):
     mean = np.mean([found["operators"] for found, _ in ran])
     small = 30 * len(SHAPES)
     assert predicted["operators"] <= mean <= predicted["operators"] + small
+    triangles = sum(
+        (n + 1) * (n + 2) // 2 + m * (m + 1) // 2 for n, m in SHAPES.values()
+    )
+    sent = triangles * (2 if keep_matrices else 1) * (holders - 1) / rows / holders
+    assert predicted["operators"] == pytest.approx(sent, rel=1e-12)
 
 
 def test_statistics_are_counted_packed():

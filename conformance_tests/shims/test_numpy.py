@@ -663,9 +663,8 @@ def test_statistics_without_a_step_and_several_draws():
     """Parts of a data set become one update; no parameter moves, and nothing is counted."""
     parameters = dense_parameters()
     W, b = (parameters["fc"][key].copy() for key in ("weight", "bias"))
-    kfac = KFAC(
-        parameters, likelihood="categorical", samples=3, **(SETTINGS | {"decay": 1.0})
-    )
+    options = SETTINGS | {"decay": 1.0, "refreshing": kc.Refreshing()}
+    kfac = KFAC(parameters, likelihood="categorical", samples=3, **options)
     x = random(10, 4, seed=5)
     seen = []
     for part in (x[:6], x[6:]):

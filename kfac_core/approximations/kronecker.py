@@ -406,7 +406,7 @@ class Kronecker(Approximation):
                 part = part.prepared("eigenbasis", **reporting)
             if memo is not None and isinstance(part, ShiftedMatrix) and part.basis:
                 memo[key] = part.basis
-            made.append(part)
+            made.append(part if exact else options.kept(part))
         scale = as_array(cast(xp, S, apply))
         operator = FactoredKronecker(made[0], made[1], scale)
         if not exact:
@@ -498,7 +498,7 @@ def _separately_damped(
     def part(kind: Any, value: Any, shift: Array, what: str) -> Any:
         reporting: Any = {"check": options.check, "name": f"{name}/{what}"}
         damped = kind.damped(value, shift, **reporting, apply_dtype=apply)
-        return damped.prepared(*options.factorizations, **reporting)
+        return options.kept(damped.prepared(*options.factorizations, **reporting))
 
     one = cast(xp, xp.ones_like(own)[..., None], apply)
     weight = FactoredKronecker(

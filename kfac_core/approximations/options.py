@@ -12,7 +12,8 @@ from kfac_core.damping import DampingRule
 from kfac_core.factors.shares import UpdateShares
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.example_gradients import require_known_rows
-from kfac_core.linalg.shifted import Factorization
+from kfac_core.linalg.factorizations import Factorization
+from kfac_core.linalg.shifted import ShiftedMatrix
 
 __all__ = ["OperatorOptions", "UpdateOptions"]
 
@@ -94,6 +95,8 @@ class OperatorOptions(NamedTuple):
         How it is applied, where a block leaves a choice.
     least_shift : float
         The least number that a factored rule adds to a factor.
+    keep_matrices : bool
+        Whether full factors keep the matrices that their factorizations are of.
     debias : bool
         Whether sums are divided by their weights.
     factorizations : tuple of str
@@ -122,3 +125,21 @@ class OperatorOptions(NamedTuple):
     memo: dict[Any, Any] | None
     xp: Namespace
     least_shift: float = 0.0
+    keep_matrices: bool = True
+
+    def kept(self, part: Any, /) -> Any:
+        """Return a damped factor as an operator is to keep it.
+
+        Parameters
+        ----------
+        part : ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
+            Factor with its factorizations.
+
+        Returns
+        -------
+        ShiftedMatrix, FactorizedMatrix, ShiftedDiagonal or ShiftedRankOne
+            Without its matrix, if matrices are not kept.
+        """
+        if self.keep_matrices or not isinstance(part, ShiftedMatrix):
+            return part
+        return part.factorized()

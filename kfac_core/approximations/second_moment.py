@@ -178,4 +178,4 @@ class Full(Approximation):
         value = factor.value(average, debias=options.debias, dtype=compute, xp=xp)
         block = factor.damped(value, options.damping, **reporting, apply_dtype=apply)
         block = block.prepared(*options.factorizations, **reporting)
-        return DenseOperator(block, layer.matrix_shape)
+        return DenseOperator(options.kept(block), layer.matrix_shape)

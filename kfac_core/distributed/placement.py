@@ -214,8 +214,8 @@ def block_loads(
             continue
         triangles = costs.groups * sum(k * (k + 1) // 2 for k in costs.sizes)
         way = "eigenbasis" if network.damping_rule == "exact" else "inverse"
-        # A factor and its inverse, or its eigenvectors.
-        operator = 2 * triangles
+        # A factor, where it is kept, and its inverse or its eigenvectors.
+        operator = triangles * (1 + network.refreshing.keep_matrices)
         if way == "eigenbasis":
             operator = triangles + costs.groups * sum(k * k for k in costs.sizes)
         loads[name] = BlockLoad(costs.refresh[way], statistics, operator, n * m)

@@ -8,7 +8,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.status import Check
 from kfac_core.array.structure import structure
 from kfac_core.errors import UnsupportedError
-from kfac_core.linalg.shifted import Factorization, Solving
+from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.operators.operator import CurvatureOperator
 
 __all__ = ["RemoteOperator"]

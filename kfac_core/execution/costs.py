@@ -26,7 +26,7 @@ from typing import Literal
 from kfac_core.block import Block
 from kfac_core.constraints import checked, require_one_of, require_options, validated
 from kfac_core.errors import ConventionError
-from kfac_core.linalg.shifted import Solving
+from kfac_core.linalg.factorizations import Solving
 
 __all__ = ["BlockCosts", "CostTable", "Rates", "block_costs", "solving_of"]
 

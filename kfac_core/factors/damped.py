@@ -30,7 +30,8 @@ from kfac_core.array.structure import replaced, structure
 from kfac_core.damping import require_damping
 from kfac_core.errors import ShapeError
 from kfac_core.factors.factor import Shifted
-from kfac_core.linalg.shifted import Factorization, real_exponent, shifted_matrix
+from kfac_core.linalg.factorizations import Factorization
+from kfac_core.linalg.shifted import real_exponent, shifted_matrix
 from kfac_core.linalg.shifted_diagonal import shifted_diagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix
 

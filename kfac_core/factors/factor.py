@@ -19,6 +19,7 @@ from kfac_core.factors.diagonal import DiagonalFactor
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.uncorrelated import UncorrelatedFactor
 from kfac_core.layers.layer import Layer
+from kfac_core.linalg.factorized import FactorizedMatrix
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
@@ -27,7 +28,7 @@ __all__ = ["Factor", "FactorKind", "Shifted", "factor_of"]
 
 FactorKind = Literal["full", "diagonal", "uncorrelated"]
 
-Shifted: TypeAlias = ShiftedMatrix | ShiftedDiagonal | ShiftedRankOne
+Shifted: TypeAlias = ShiftedMatrix | FactorizedMatrix | ShiftedDiagonal | ShiftedRankOne
 """A damped factor, whichever kind it is of: all have the same products."""
 
 _WITHOUT_OPTIONS: dict[str, Factor] = {

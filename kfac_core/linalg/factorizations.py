@@ -8,13 +8,27 @@ part of the form, which is the same for all matrices.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import own_namespace, roundoff_of
 from kfac_core.array.structure import structure
 from kfac_core.linalg.certificate import root_condition
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
-__all__ = ["CholeskyFactor", "Eigendecomposition", "Inverse"]
+__all__ = [
+    "CholeskyFactor",
+    "Eigendecomposition",
+    "Factorization",
+    "Inverse",
+    "Solving",
+]
+
+Solving = Literal["inverse", "triangular"]
+"""Whether solves use an explicit inverse or triangular factors."""
+
+Factorization = Literal["inverse", "cholesky", "eigenbasis"]
+"""Factorizations for solves, for triangular products, and for other powers."""
 
 
 @structure()

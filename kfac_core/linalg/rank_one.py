@@ -24,14 +24,9 @@ from kfac_core.linalg.certificate import (
     probe,
     relative_norm,
 )
-from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.factorizations import Eigendecomposition, Factorization
 from kfac_core.linalg.groups import side_by_side
-from kfac_core.linalg.shifted import (
-    Factorization,
-    Reporting,
-    ShiftedMatrix,
-    shifted_matrix,
-)
+from kfac_core.linalg.shifted import Reporting, ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["ShiftedRankOne"]

@@ -12,17 +12,14 @@ be seen, and it must have been prepared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
-from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.backend import Array
 from kfac_core.array.finite import is_plain, is_readable, known_true, truth_of
 from kfac_core.array.namespaces import (
     NUMBER,
     Scalar,
-    any_status,
     cast,
-    device_of,
     full_of,
     is_finite_number,
     own_namespace,
@@ -50,34 +47,31 @@ from kfac_core.linalg.damped import (
     damped_inverse,
     eigendecomposition,
 )
-from kfac_core.linalg.factorizations import CholeskyFactor, Eigendecomposition, Inverse
+from kfac_core.linalg.factorizations import (
+    CholeskyFactor,
+    Eigendecomposition,
+    Factorization,
+    Inverse,
+    Solving,
+)
+from kfac_core.linalg.factorized import FactorizedMatrix, FactorizedProducts
 from kfac_core.linalg.fallback import Fallback, in_narrow_dtype
-from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.symmetric import (
     ScaledMatrix,
     SymmetricMatrix,
     for_matrices,
-    multiply_symmetric,
+    one_norm,
 )
-from kfac_core.linalg.triangular import multiply_triangular, solve_triangular
 
 __all__ = [
-    "Factorization",
     "Reporting",
     "ShiftedMatrix",
-    "Solving",
     "real_exponent",
     "require_readable",
     "shifted_matrix",
 ]
 
 T = TypeVar("T")
-
-Solving = Literal["inverse", "triangular"]
-"""Whether solves use an explicit inverse or triangular factors."""
-
-Factorization = Literal["inverse", "cholesky", "eigenbasis"]
-"""Factorizations for solves, for triangular products, and for other powers."""
 
 
 class Reporting(TypedDict):
@@ -96,7 +90,7 @@ class Reporting(TypedDict):
 
 
 @structure(static=("solving",))
-class ShiftedMatrix:
+class ShiftedMatrix(FactorizedProducts):
     """A symmetric matrix, a multiple of the identity, and factorizations of their sum.
 
     Attributes
@@ -143,24 +137,53 @@ class ShiftedMatrix:
         return tuple(self.damped.matrix.array.shape[:-1])
 
     @property
-    def lead(self) -> tuple[int, ...]:
-        """The shape of the stack; empty for a single matrix."""
-        return tuple(self.damped.matrix.array.shape[:-2])
+    def like(self) -> Array:
+        """An array in the dtype of applying."""
+        return self.applied.array
 
     @property
     def dtype(self) -> Any:
         """The dtype of applying."""
-        return self.applied.array.dtype
+        return self.like.dtype
 
     @property
     def factorizations(self) -> frozenset[Factorization]:
         """Factorizations that have been prepared."""
-        made: dict[Factorization, Any] = {
-            "inverse": self.inverse if self.solving == "inverse" else self.cholesky,
-            "cholesky": self.cholesky,
-            "eigenbasis": self.basis,
-        }
-        return frozenset(name for name, part in made.items() if part is not None)
+        made = super().factorizations
+        return made if self.basis is None else made | {"eigenbasis"}
+
+    def factorized(self) -> FactorizedMatrix:
+        """Return what solves and triangular products need, without A.
+
+        Without an eigenbasis too, which is of A.
+        """
+        return FactorizedMatrix(
+            self.shift,
+            self.norm(),
+            cholesky=self.cholesky,
+            inverse=self.inverse,
+            size=self.size,
+            solving=self.solving,
+        )
+
+    def norm(self) -> Array:
+        """Return the 1-norm of M, in the computing dtype, shape (...)."""
+        M = self.damped
+        # Nothing on the diagonal of a second moment is negative.
+        return M.factor * one_norm(M.matrix, xp=self._xp()) + M.shift
+
+    def condition(self) -> Array:
+        """Return ``|M|_1 |M^-1|_1``, or that of the eigenvalues if they are known."""
+        xp = self._xp()
+        if self.basis is None:
+            inverse = replaced(self, solving="inverse").prepared("inverse").inverse
+            assert inverse is not None
+            return self.norm() * one_norm(inverse.matrix, xp=xp)
+        w = self.eigenvalues(shifted=True)
+        smallest, largest = xp.min(w, axis=-1), xp.max(w, axis=-1)
+        positive = smallest > 0
+        ratio = largest / xp.where(positive, smallest, xp.ones_like(smallest))
+        return xp.where(positive, ratio, xp.full_like(ratio, xp.inf))
 
     def prepared(
         self,
@@ -270,21 +293,6 @@ class ShiftedMatrix:
             return self._of_many(lambda x: self.multiply(x, shifted=shifted), v)
         return self._applied().multiply(v, shifted=shifted, xp=self._xp())
 
-    def solve(self, v: Array, /, *, overwrite: bool = False) -> Array:
-        """Return ``M^-1 v``, as `solving` says; ``2 n^2 k`` flops either way.
-
-        With `overwrite` the memory of v may become the solution's.
-        """
-        if self.solving == "triangular":
-            half = self._lower_solve(v, transpose=False, overwrite=overwrite)
-            return self._lower_solve(half, transpose=True, overwrite=True)
-        made = self.inverse or self._having("inverse").inverse
-        assert made is not None
-        inverse = made.matrix
-        if v.ndim > inverse.array.ndim:
-            return self._of_many(self.solve, v)
-        return multiply_symmetric(inverse, v, xp=own_namespace(v))
-
     def power(self, v: Array, exponent: float, /) -> Array:
         """Return ``M^p v`` in the eigenbasis; ``4 n^2 k`` flops.
 
@@ -318,25 +326,6 @@ class ShiftedMatrix:
         Q = basis.eigenvectors
         return xp.matmul(Q, scaled[..., None] * xp.matmul(xp.matrix_transpose(Q), v))
 
-    def lower_multiply(self, v: Array, /, *, transpose: bool) -> Array:
-        """Return ``L v`` or ``L^T v``."""
-        if v.ndim > self.applied.array.ndim:
-            return self._of_many(
-                lambda x: self.lower_multiply(x, transpose=transpose), v
-            )
-        L = self._lower()
-        return multiply_triangular(L, v, transpose=transpose, xp=self._xp())
-
-    def lower_solve(self, v: Array, /, *, transpose: bool) -> Array:
-        """Return ``L^-1 v`` or ``L^-T v``."""
-        return self._lower_solve(v, transpose=transpose, overwrite=False)
-
-    def logdet(self) -> Array:
-        """Return ``log det M``, shape (...), from the Cholesky factor."""
-        xp = self._xp()
-        diagonal = xp.linalg.diagonal(self._lower())
-        return 2.0 * xp.sum(xp.log(diagonal), axis=-1)
-
     def trace(self, *, shifted: bool) -> Array:
         """Return the trace of M, or of A, shape (...)."""
         trace = self._applied().factor * self.applied.trace()
@@ -368,39 +357,22 @@ class ShiftedMatrix:
         full = for_matrices(A.factor) * self.applied.full()
         return add_to_diagonal(full, A.shift, xp=xp) if shifted else full
 
-    def status(self) -> Array:
-        """Return the flags of all factorizations made, 0-d int32."""
-        xp = self._xp()
-        status = xp.zeros((), dtype=xp.int32, device=device_of(self.shift))
-        for made in (self.cholesky, self.inverse, self.basis):
-            if made is not None:
-                status = status | any_status(made.status, xp=xp)
-        return status
+    def _made(self) -> list[CholeskyFactor | Inverse | Eigendecomposition]:
+        made = super()._made()
+        return made if self.basis is None else [*made, self.basis]
+
+    def _like(self) -> Array:
+        return self.shift
 
     def _having(self, factorization: Factorization) -> ShiftedMatrix:
         """Return the same with a missing factorization, made now where that can raise."""
         require_readable(self.shift, factorization)
         return self.prepared(factorization)
 
-    def _lower(self) -> Array:
-        made = self.cholesky or self._having("cholesky").cholesky
-        assert made is not None
-        return made.lower
-
     def _eigenbasis(self) -> Eigendecomposition:
         made = self.basis or self._having("eigenbasis").basis
         assert made is not None
         return made
-
-    def _lower_solve(self, v: Array, /, *, transpose: bool, overwrite: bool) -> Array:
-        if v.ndim > self.applied.array.ndim:
-            return self._of_many(lambda x: self.lower_solve(x, transpose=transpose), v)
-        options: dict[str, Any] = {"transpose": transpose, "overwrite": overwrite}
-        return solve_triangular(self._lower(), v, **options, xp=self._xp())
-
-    def _of_many(self, function: Callable[[Array], Array], v: Array) -> Array:
-        """Apply a function of columns to many matrices at once."""
-        return side_by_side(function, v, self.applied.array.ndim, xp=self._xp())
 
     def _shift(self) -> Array:
         return self._applied().shift
@@ -416,9 +388,6 @@ class ShiftedMatrix:
     def _in_applied_dtype(self, made: T, *, check: Check, name: str) -> T:
         """Return a factorization in the dtype of applying."""
         return in_narrow_dtype(made, self.dtype, check=check, name=name, xp=self._xp())
-
-    def _xp(self) -> Namespace:
-        return own_namespace(self.damped.shift)
 
 
 def real_exponent(exponent: object, /) -> float:

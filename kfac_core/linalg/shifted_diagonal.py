@@ -23,8 +23,8 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import Spectrum
+from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.fallback import raise_invalid
-from kfac_core.linalg.shifted import Factorization
 
 __all__ = ["ShiftedDiagonal", "shifted_diagonal"]
 

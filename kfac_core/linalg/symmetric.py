@@ -20,6 +20,7 @@ __all__ = [
     "matrix_diagonal",
     "matrix_trace",
     "multiply_symmetric",
+    "one_norm",
     "scale_symmetric",
 ]
 
@@ -153,6 +154,24 @@ def matrix_trace(x: Array, /, *, xp: Namespace) -> Array:
         The traces, in the dtype of the array.
     """
     return xp.linalg.trace(x)
+
+
+def one_norm(matrix: SymmetricMatrix, /, *, xp: Namespace) -> Array:
+    """Return the 1-norm of symmetric matrices, the largest column sum of magnitudes.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix
+        The matrices.
+    xp : namespace
+        Array API namespace of the matrices.
+
+    Returns
+    -------
+    array, shape (...)
+        The norms, in the dtype of the matrices.
+    """
+    return xp.max(xp.sum(xp.abs(matrix.full()), axis=-2), axis=-1)
 
 
 @dispatched

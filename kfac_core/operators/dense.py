@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
-from kfac_core.operators.operator import CurvatureOperator
+from kfac_core.linalg.factorizations import Factorization
+from kfac_core.linalg.factorized import FactorizedMatrix
+from kfac_core.linalg.shifted import ShiftedMatrix
+from kfac_core.operators.operator import CurvatureOperator, products_without
 from kfac_core.operators.spectral import SpectralOperator
 
 __all__ = ["DenseOperator"]
@@ -24,14 +27,19 @@ class DenseOperator(CurvatureOperator):
 
     Attributes
     ----------
-    block : ShiftedMatrix
+    block : ShiftedMatrix or FactorizedMatrix
         ``F + lam I``, of as many rows as the vector has numbers.
     matrix_shape : tuple of int
         The shape ``(in(+1), out)`` of the vectors.
     """
 
-    block: ShiftedMatrix
+    block: ShiftedMatrix | FactorizedMatrix
     matrix_shape: tuple[int, int]
+
+    @property
+    def unsupported_products(self) -> Mapping[str, str]:
+        """Products that need F, where only factorizations were kept."""
+        return products_without(self.block)
 
     @property
     def vector_shape(self) -> tuple[int, int]:
@@ -51,7 +59,7 @@ class DenseOperator(CurvatureOperator):
     @property
     def like(self) -> Array:
         """An array of the operator's library, device and dtype."""
-        return self.block.applied.array
+        return self.block.like
 
     @property
     def factorizations(self) -> frozenset[Factorization]:

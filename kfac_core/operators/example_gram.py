@@ -44,8 +44,9 @@ from kfac_core.linalg.example_gram import (
     gradient_gram,
     gradient_products,
 )
+from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.gram import updated_gram
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
 from kfac_core.operators.operator import CurvatureOperator, raise_for
 
 __all__ = ["NO_TRIANGLE", "ExampleGramOperator", "example_gram_operator"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, get_args
 
 from kfac_core.array.backend import Array, Namespace
@@ -27,16 +28,13 @@ from kfac_core.constraints import require_check, require_one_of
 from kfac_core.damping import DampingRule, factored_shifts, require_damping
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.factors.factor import Shifted
+from kfac_core.linalg.factorizations import Factorization, Solving
+from kfac_core.linalg.factorized import FactorizedMatrix
 from kfac_core.linalg.groups import dense_of_groups
-from kfac_core.linalg.shifted import (
-    Factorization,
-    ShiftedMatrix,
-    Solving,
-    shifted_matrix,
-)
+from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal, shifted_diagonal
 from kfac_core.linalg.symmetric import SymmetricMatrix, for_matrices
-from kfac_core.operators.operator import CurvatureOperator, log_sum
+from kfac_core.operators.operator import CurvatureOperator, log_sum, products_without
 from kfac_core.operators.parts import Bases, eigenbasis_of
 from kfac_core.operators.spectral import SpectralOperator
 
@@ -63,7 +61,7 @@ class FactoredKronecker(CurvatureOperator):
 
     Attributes
     ----------
-    input, output : ShiftedMatrix, ShiftedDiagonal or ShiftedRankOne
+    input, output : ShiftedMatrix, FactorizedMatrix, ShiftedDiagonal or ShiftedRankOne
         ``A + a I`` and ``G + b I``.
     scale : array, 0-d or one a group
         Scale ``S``.
@@ -88,6 +86,11 @@ class FactoredKronecker(CurvatureOperator):
     input: Shifted
     output: Shifted
     scale: Array
+
+    @property
+    def unsupported_products(self) -> Mapping[str, str]:
+        """Products that need a factor, where only factorizations were kept."""
+        return products_without(self.input, self.output)
 
     @property
     def vector_shape(self) -> tuple[int, int]:
@@ -128,7 +131,7 @@ class FactoredKronecker(CurvatureOperator):
         """Return the operator with another method of solving with its full factors."""
         sides: dict[str, Any] = {"input": self.input, "output": self.output}
         for side, part in sides.items():
-            if isinstance(part, ShiftedMatrix):
+            if isinstance(part, ShiftedMatrix | FactorizedMatrix):
                 sides[side] = replaced(part, solving=solving)
         return replaced(self, **sides)
 

@@ -34,9 +34,9 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype, replaced, structure
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, Spectrum, spectrum_error
+from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.kronecker import kronecker_dense
 from kfac_core.linalg.low_rank_basis import LowRankBasis
-from kfac_core.linalg.shifted import Factorization
 from kfac_core.operators.operator import CurvatureOperator, raise_for
 
 __all__ = ["NO_CHOLESKY", "LowRankOperator", "low_rank_operator"]

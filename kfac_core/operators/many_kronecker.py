@@ -18,8 +18,9 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.linalg.certificate import positive_eigenvalues
+from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.kronecker import kronecker_dense
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix
+from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.operators.operator import (
     EVERY_PRODUCT,
     CurvatureOperator,

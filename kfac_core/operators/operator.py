@@ -44,8 +44,10 @@ from kfac_core.errors import (
     UnsupportedError,
 )
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT
+from kfac_core.linalg.factorizations import Factorization, Solving
+from kfac_core.linalg.factorized import GONE, FactorizedMatrix
 from kfac_core.linalg.groups import join_groups, split_groups
-from kfac_core.linalg.shifted import Factorization, Solving, real_exponent
+from kfac_core.linalg.shifted import real_exponent
 from kfac_core.operators.linear_map import LinearMap
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "entering",
     "leaving",
     "log_sum",
+    "products_without",
     "raise_for",
 ]
 
@@ -80,6 +83,30 @@ FACTORIZATION_OF: dict[str, Factorization] = {
 
 EVERY_PRODUCT: Mapping[str, str] = MappingProxyType({})
 """The `unsupported_products` of an operator that has every product."""
+
+
+def products_without(*parts: object) -> Mapping[str, str]:
+    """Return the `unsupported_products` of an operator with some damped factors.
+
+    Parameters
+    ----------
+    *parts : object
+        Damped factors, of any class.
+
+    Returns
+    -------
+    mapping of str to str
+        Products that need more than was kept of a `FactorizedMatrix`, with the reason.
+    """
+    kept = [part for part in parts if isinstance(part, FactorizedMatrix)]
+    if not kept:
+        return EVERY_PRODUCT
+    made = frozenset.intersection(*(part.factorizations for part in kept))
+    return {
+        product: GONE
+        for product in VECTOR_PRODUCTS
+        if FACTORIZATION_OF.get(product) not in made
+    }
 
 
 class CurvatureOperator(LinearMap):

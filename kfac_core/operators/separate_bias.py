@@ -7,14 +7,14 @@ between them, so that every function of it is the function of each.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
-from kfac_core.linalg.factorizations import Eigendecomposition
-from kfac_core.linalg.shifted import Factorization, Solving
+from kfac_core.linalg.factorizations import Eigendecomposition, Factorization, Solving
 from kfac_core.operators.operator import CurvatureOperator
 from kfac_core.operators.spectral import SpectralOperator
 
@@ -35,6 +35,11 @@ class SeparateBias(CurvatureOperator):
 
     weight: CurvatureOperator
     bias: CurvatureOperator
+
+    @property
+    def unsupported_products(self) -> Mapping[str, str]:
+        """Products that one of the two lacks."""
+        return {**self.weight.unsupported_products, **self.bias.unsupported_products}
 
     @property
     def vector_shape(self) -> tuple[int, int]:

@@ -33,9 +33,10 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import NotReadyError, UnsupportedError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
+from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.series_chain import Root, WeightedRoots, symmetric_chain
 from kfac_core.linalg.series_infinite import InfiniteChain, infinite_chain
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.operator import CurvatureOperator, raise_for

@@ -41,11 +41,11 @@ from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import in_dtype, replaced, structure
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.linalg.certificate import positive_eigenvalues, probe
-from kfac_core.linalg.factorizations import Eigendecomposition
+from kfac_core.linalg.factorizations import Eigendecomposition, Factorization
 from kfac_core.linalg.groups import dense_of_blocks
 from kfac_core.linalg.kronecker_cholesky import KroneckerCholesky, spectral_cholesky
 from kfac_core.linalg.products import multiply_matrices
-from kfac_core.linalg.shifted import Factorization, ShiftedMatrix, require_readable
+from kfac_core.linalg.shifted import ShiftedMatrix, require_readable
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 from kfac_core.operators.operator import CurvatureOperator, log_sum, raise_for
 from kfac_core.operators.parts import accurate_bases

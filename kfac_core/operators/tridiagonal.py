@@ -30,8 +30,8 @@ from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import UnsupportedError
 from kfac_core.linalg.conditional import Link
+from kfac_core.linalg.factorizations import Factorization
 from kfac_core.linalg.series_chain import WeightedRoots
-from kfac_core.linalg.shifted import Factorization
 from kfac_core.operators.kronecker import FactoredKronecker
 from kfac_core.operators.operator import CurvatureOperator
 

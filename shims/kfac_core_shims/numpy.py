@@ -84,7 +84,8 @@ class KFAC:
     decayed : callable, optional
         Whether a parameter, by the names of layer and parameter, decays; all do.
     **options : object
-        Further options of `kfac_core.Estimator`, such as `damping_rule`.
+        Further options of `kfac_core.Estimator`, such as `damping_rule`; `refreshing` is
+        ``Refreshing(keep_matrices=False)`` by default.
 
     Raises
     ------
@@ -176,7 +177,7 @@ class KFAC:
             decay=kc.integration.value_at(decay, 0),
             mode=fisher,
             sources=kc.losses.source_reduction_of(fisher),
-            **options,
+            **{"refreshing": kc.Refreshing(keep_matrices=False), **options},
         )
         self.predicted_change = math.nan
         self._velocity: dict[str, dict[str, Array]] | None = None

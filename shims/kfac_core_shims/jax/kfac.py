@@ -56,7 +56,8 @@ class KFAC:
         What the direction will be multiplied by, eta; read by the KL clip alone.  A
         callable takes the number of updates so far.
     **options : object
-        Options of `kfac_core.Estimator`, such as `damping_rule` or `sources`.
+        Options of `kfac_core.Estimator`, such as `damping_rule` or `sources`; `refreshing`
+        is ``Refreshing(keep_matrices=False)`` by default.
 
     Attributes
     ----------
@@ -113,6 +114,7 @@ class KFAC:
             "reduction": reduction,
             "damping": damping,
             "decay": decay,
+            "refreshing": kc.Refreshing(keep_matrices=False),
         }
         made |= options
         self._made = functools.partial(kc.Estimator, network.blocks, **made)

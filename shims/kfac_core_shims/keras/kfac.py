@@ -67,7 +67,8 @@ class KFAC(kc.integration.NaturalGradient):
     update_every, refresh_every : int or callable of int
         Steps between statistics, and between factorizations.
     **options : object
-        Further options of `kfac_core.Estimator`, such as `damping_rule`.
+        Further options of `kfac_core.Estimator`, such as `damping_rule`; `refreshing` is
+        ``Refreshing(keep_matrices=False)`` by default.
 
     Attributes
     ----------
@@ -138,7 +139,11 @@ class KFAC(kc.integration.NaturalGradient):
             decay=kc.integration.value_at(decay, 0),
             mode=fisher,
             sources=sources,
-            **{**execution, **options},
+            **{
+                "refreshing": kc.Refreshing(keep_matrices=False),
+                **execution,
+                **options,
+            },
         )
         self._variables: list[Any] = []
         self._compiling = False

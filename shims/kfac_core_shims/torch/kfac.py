@@ -146,8 +146,8 @@ class KFAC(kc.integration.NaturalGradient):
     execution : kfac_core.Execution or kfac_core.distributed.Distributed, optional
         How blocks are computed; with `Distributed`, also by whom.
     **options
-        Other options of `kfac_core.Estimator`: ``precision``, ``sharing``, ``refreshing``,
-        ``averaging``.
+        Other options of `kfac_core.Estimator`: ``precision``, ``sharing``, ``averaging``,
+        and ``refreshing``, by default ``Refreshing(keep_matrices=False)``.
 
     Attributes
     ----------
@@ -282,7 +282,7 @@ class KFAC(kc.integration.NaturalGradient):
             sources=sources,
             mode=fisher,
             execution=execution,
-            **options,
+            **{"refreshing": kc.Refreshing(keep_matrices=False), **options},
         )
         super().__init__(
             estimator,
