@@ -1352,8 +1352,9 @@ class KFAC(kc.integration.NaturalGradient):
     def _require_new_gradients(self) -> None:
         """Raise if gradients are what the last step has written, or were added to it."""
         if self._uncleared:
+            names = self._uncleared[:4] + ["..."] * (len(self._uncleared) > 4)
             raise kc.NotReadyError(
-                f"The gradients of {self._uncleared} were added to what the last step "
+                f"The gradients of {names} were added to what the last step "
                 "wrote, and would be preconditioned twice. Clear those of all parameters "
                 "before loss.backward(), model.zero_grad(), also of those that the "
                 "optimizer does not have; or freeze these, p.requires_grad_(False), "
