@@ -640,6 +640,14 @@ def test_separate_positions_are_of_exact_modes_and_draws_of_sampled_ones(backend
     assert not np.allclose(*backend.to_numpy(drawn.vectors)[:2])
     apart = drawn_vectors(loss, z, mode="exact", positions="separate", **options)
     assert apart.sources == 6
+    # Each source has one row of each example, with a sign of its own.
+    alone = backend.to_numpy(
+        vectors(loss, z, mode="exact", positions="separate").vectors
+    )
+    found = backend.to_numpy(apart.vectors)
+    assert_close(np.abs(found), np.abs(alone), "identity", "float64")
+    products = (found * alone).sum((2, 3))
+    assert len({*np.sign(products[:, 0] * products[:, 1])} - {0.0}) == 2
     plain = drawn_vectors(loss, z, mode="exact", positions="together", **options)
     expected = backend.to_numpy(vectors(loss, z, mode="exact").vectors)
     assert_close(backend.to_numpy(plain.vectors), expected, "identity", "float64")

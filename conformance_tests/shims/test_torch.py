@@ -285,6 +285,7 @@ def test_sampled_labels_are_right_in_expectation():
         options = {"fisher": fisher, "decay": 1.0, "refresh_every": repeats}
         kfac = attached(own, likelihood=Categorical(), **options)
         for _ in range(repeats):
+            own.zero_grad()
             own(x).sum().backward()
             kfac.step()
         kfac.estimator.refresh()

@@ -122,6 +122,54 @@ def test_outputs_are_picked_out_of_what_a_model_returns(how, output, loss_of, fi
     same({n: p.grad for n, p in model.named_parameters()}, expected)
 
 
+@dataclass(slots=True)
+class Slots:
+    """Outputs in a class without a dictionary."""
+
+    outputs: object
+
+
+PACKED = {
+    "dicts": (lambda z: {"a": {"b": z}}, lambda found: found["a"]["b"]),
+    "tuples": (lambda z: ((None, z), 0), lambda found: found[0][1]),
+    "lists": (lambda z: [Slots([z])], lambda found: found[0].outputs[0]),
+    "slots": (Slots, lambda found: found.outputs),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_outputs_are_found_at_any_depth(kind):
+    """Within structures of structures, by a function."""
+    pack, unpack = PACKED[kind]
+
+    class Packed(Network):
+        def forward(self, x):
+            return pack(super().forward(x))
+
+    model, x, y = Packed().double(), doubles(14, 4), torch.randint(0, 3, (14,))
+    plain = Network().double()
+    plain.load_state_dict(model.state_dict())
+    options = {"likelihood": "categorical", "fisher": "exact"}
+    _, expected = step(plain, attached(plain, **options), x, y, fn.cross_entropy)
+
+    kfac = attached(model, **options, output=unpack)
+    fn.cross_entropy(unpack(model(x)), y).backward()
+    kfac.step()
+
+    same({n: p.grad for n, p in model.named_parameters()}, expected)
+
+
+@pytest.mark.parametrize(("how", "output"), [("pair", 3), ("dict", 0), ("dict", "z")])
+def test_outputs_that_are_not_there_are_named(how, output):
+    kfac = attached(model := Returning(how), **CATEGORICAL, output=output)
+    found = (
+        "tuple of 2" if how == "pair" else r"dict with the keys \['logits', 'hidden'\]"
+    )
+    with pytest.raises(kc.ConventionError, match=f"`output`.*{found}.*{output!r} gave"):
+        model(torch.randn(6, 4))
+    assert kfac.steps == 0
+
+
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
 def test_a_loss_within_the_outputs_may_be_scaled_in_place(fisher):
     """As Hugging Face's Trainer does, over the processes."""

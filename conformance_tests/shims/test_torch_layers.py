@@ -133,6 +133,19 @@ def test_a_bag_of_embeddings_counts_its_ids(mode):
     close(after["0.weight"], before["0.weight"] / (A[:, None] + DAMPING))
 
 
+def test_bags_that_are_called_in_another_way_are_named():
+    """Several bags in a row of ids."""
+    model = nn.EmbeddingBag(5, 3, mode="sum").double()
+    ids, starts = torch.tensor([0, 2, 2, 4]), torch.tensor([0, 1])
+    both = nn.ModuleList([model, nn.Linear(3, 3).double()])
+    both.forward = lambda: both[1](both[0](ids, starts))
+    kfac = attached(both, output="auto")
+    half_squares(both(), doubles(2, 3)).backward()
+    with pytest.warns(UserWarning, match=r"0\.weight.*called with `offsets`"):
+        kfac.step()
+    assert [*kfac.skipped] == ["0.weight"]
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 def test_prelu_has_a_scale_of_its_negative_part(channels):
     model = nn.Sequential(nn.PReLU(channels)).double()

@@ -195,6 +195,45 @@ def test_closures_and_reductions_give_one_step(own, reduction):
     assert optimizer.damping == pytest.approx(reference.damping)
 
 
+def test_parameters_in_no_group_are_cleared_too():
+    """Their gradients are in the direction of a weight that has a bias."""
+    model, (x, y) = network(), batch()
+    plain = copy.deepcopy(model)
+
+    def weights(of):
+        return [p for name, p in of.named_parameters() if name.endswith("weight")]
+
+    optimizer = optimizer_of(model, params=weights(model))
+    reference = optimizer_of(plain, params=weights(plain))
+    for _ in range(3):
+        optimizer.step(lambda: fn.cross_entropy(model(x), y))
+        plain.zero_grad()
+        reference.step(lambda: fn.cross_entropy(plain(x), y))
+    torch.testing.assert_close(parameters(model), parameters(plain), rtol=0, atol=0)
+
+
+def test_a_closure_that_differentiates_may_return_a_number():
+    """As ``loss.item()``; one that returns nothing is named."""
+    model, (x, y) = network(), batch()
+    plain = copy.deepcopy(model)
+    optimizer, reference = optimizer_of(model), optimizer_of(plain)
+
+    def closure():
+        loss = fn.cross_entropy(model(x), y)
+        loss.backward()
+        return loss.item()
+
+    for _ in range(3):
+        found = optimizer.step(closure)
+        expected = reference.step(lambda: fn.cross_entropy(plain(x), y))
+        assert found.item() == expected.item()
+    torch.testing.assert_close(parameters(model), parameters(plain))
+    theta = parameters(model)
+    with pytest.raises(kc.ArgumentError, match=r"to return the loss.*got a NoneType"):
+        optimizer.step(lambda: closure() and None)
+    assert torch.equal(parameters(model), theta)
+
+
 def test_rows_that_the_loss_ignores_have_no_curvature():
     """``ignore_index``: the model is that of the rows that count."""
     model, (x, y) = network(), batch()

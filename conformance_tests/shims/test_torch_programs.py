@@ -648,6 +648,36 @@ def test_a_second_step_without_a_backward_pass_is_refused(clears):
     assert kfac.steps == 6
 
 
+@pytest.mark.parametrize("kind", ["head", "weights", "parts", "clipped"])
+def test_gradients_that_are_added_to_the_last_direction_are_refused(kind):
+    """Of layers that the optimizer does not have, and of a step for each part."""
+    model, (x, y) = network(), batch()
+    own = {"head": model[2].parameters(), "weights": [model[0].weight, model[2].weight]}
+    optimizer = torch.optim.SGD(own.get(kind, model.parameters()), lr=0.1)
+    kfac = KFAC(model, **EACH_STEP)
+    names = {"head": r"'0.weight', '0.bias'", "weights": r"'0.bias', '2.bias'"}
+    for turn in range(2):
+        if kind in own:
+            optimizer.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        if turn:
+            with pytest.raises(kc.NotReadyError, match=names.get(kind, "last part")):
+                kfac.step()
+        else:
+            kfac.step()
+        if kind == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert kfac.steps == 1
+
+    for clears in (True, False, True):
+        model.zero_grad(set_to_none=clears)
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+        # Cleared before the next loss, as what a generator's adds to a discriminator.
+        fn.cross_entropy(model(torch.randn(8, 5)), y).backward()
+    assert kfac.steps == 4
+
+
 # Gradients that are read, and not trained by.
 
 
@@ -753,6 +783,49 @@ def test_gradients_that_the_loop_assigns_count(fisher):
     kfac.step()
     assert_factors(kfac, expected)
     assert kfac.steps == 1
+
+
+NO_LOSS = {
+    "output": lambda z, y, model: z[:, 1].sum(),
+    "sum": lambda z, y, model: fn.cross_entropy(z, y, reduction="sum"),
+    "hessian": lambda z, y, model: sum(
+        10 * (g * p).sum()
+        for p, g in zip(
+            model.parameters(),
+            torch.autograd.grad(
+                fn.cross_entropy(z, y), [*model.parameters()], create_graph=True
+            ),
+            strict=True,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_LOSS)
+def test_gradients_of_no_loss_are_looked_at_only_where_they_count(what):
+    """Of an output, of a sum, and products with the Hessian matrix, for a logger."""
+    model, (x, y) = network(), batch()
+    likelihood = "categorical" if what == "sum" else None
+    kfac = KFAC(model, likelihood=likelihood, **EXACT)
+    expected = dense(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        z = model(x)
+        logged(NO_LOSS[what](z, y, model), model)
+        fn.cross_entropy(z, y).backward()
+        kfac.step()
+    assert_factors(kfac, expected)
+
+
+def test_a_loss_whose_gradients_the_loop_assigns_is_looked_at():
+    model, (x, _) = network(), batch()
+    kfac = KFAC(model, **EXACT)
+    found = logged(model(x).square().mean(), model)
+    for p, g in zip(model.parameters(), found, strict=True):
+        p.grad = g
+    with pytest.raises(kc.ConventionError, match="no cross-entropy of logits"):
+        kfac.step()
+    assert kfac.steps == 0
 
 
 @pytest.mark.parametrize("fisher", ["exact", "empirical"])
@@ -961,6 +1034,28 @@ def test_a_model_whose_parameters_were_all_replaced_is_refused():
     assert kfac.steps == 1
 
 
+def test_a_weight_that_has_another_size_is_named():
+    """As after an output for a further class was added in place."""
+    model, (x, y) = network(), batch()
+    kfac = KFAC(model, **EACH_STEP)
+    model[2].weight.data, model[2].bias.data = torch.randn(6, 6), torch.randn(6)
+    fn.cross_entropy(model(x), y).backward()
+    with pytest.raises(
+        kc.UnsupportedError, match=r"weight of layer '2' had 24.*36 now.*KFAC again"
+    ):
+        kfac.step()
+    assert kfac.steps == 0
+
+
+def test_a_state_of_another_kind_is_named():
+    model = network()
+    for loads in (KFAC(model), KFACOptimizer(model)):
+        with pytest.raises(
+            kc.StateError, match=r"`state_dict` returned, got a NoneType"
+        ):
+            loads.load_state_dict(None)
+
+
 def test_a_block_that_is_lost_between_refreshes_is_named_at_once():
     model, (x, y) = network(), batch()
     kfac = KFAC(model)
@@ -999,6 +1094,7 @@ def test_parameters_without_a_block_are_named_with_reason_and_remedy():
         kfac = KFAC(model, **EACH_STEP)
     fn.cross_entropy(model(x), y).backward()
     kfac.step()
+    model.zero_grad()
     model.later.requires_grad_(True)
     fn.cross_entropy(model(x), y).backward()
     with pytest.warns(UserWarning, match=r"later\.weight.*later\.bias.*frozen when"):
@@ -1077,16 +1173,39 @@ def test_torchscript_is_left_alone():
 # Rows that depend on each other, and heads of unlike sizes.
 
 
-def test_examples_that_a_batch_norm_mixes_are_right_in_expectation():
+@pytest.mark.parametrize("positions", ["signs", "separate"])
+def test_examples_that_a_batch_norm_mixes_are_right_in_expectation(positions):
     """One source is of all rows, whose products have signs: without, they add up."""
     torch.manual_seed(2)
     model = nn.Sequential(
         nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)
     )
     x = torch.randn(3, 3)
-    kfac = KFAC(model, likelihood="categorical", fisher="exact", decay=1.0)
+    kfac = KFAC(
+        model,
+        likelihood="categorical",
+        fisher="exact",
+        decay=1.0,
+        positions=positions,
+    )
     made = model[0](x)
     _, expected = by_hand([(x, made)], model[1:](made))
+    kfac.update(model(x) for _ in range(300))
+    _, G, scale = kfac.factors("0")
+    assert float((scale * G - expected).norm()) < 0.1 * float(expected.norm())
+
+
+def test_sequences_with_time_first_are_right_in_expectation():
+    """Outputs (T, N, P): what is taken for examples are steps, which the layer mixes."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    model.forward = lambda x: model[2](model[1](model[0](x).cumsum(0)))
+    x = torch.randn(3, 2, 3)
+    kfac = KFAC(
+        model, likelihood="categorical", positions="separate", **{**EXACT, "decay": 1.0}
+    )
+    made = model[0](x)
+    z = model[2](model[1](made.cumsum(0)))
+    _, expected = by_hand([(x, made)], z.reshape(-1, 3))
     kfac.update(model(x) for _ in range(300))
     _, G, scale = kfac.factors("0")
     assert float((scale * G - expected).norm()) < 0.1 * float(expected.norm())

@@ -96,6 +96,33 @@ def test_a_reentrant_checkpoint_is_named():
     assert [*kfac.skipped] == ["one.weight", "one.bias"]
 
 
+def test_a_reentrant_checkpoint_between_layers_is_named():
+    """PyTorch lets nothing but a loss's own backward pass through it."""
+
+    class Checkpointed(Network):
+        def forward(self, x):
+            again = torch.utils.checkpoint.checkpoint
+            return self.two(again(torch.tanh, self.one(x), use_reentrant=True))
+
+    model, x, y = Checkpointed(), torch.randn(5, 4), torch.randint(0, 3, (5,))
+    kfac = KFAC(model)
+    with pytest.raises(kc.UnsupportedError, match="use_reentrant=False"):
+        fn.cross_entropy(model(x), y).backward()
+    assert kfac.steps == 0
+
+
+def test_a_pass_that_makes_a_graph_is_named():
+    """It counts as that of a penalty, and not as the loss's own."""
+    model, x, y = Network(), torch.randn(5, 4), torch.randint(0, 3, (5,))
+    kfac = KFAC(model)
+    loss = fn.cross_entropy(model(x), y)
+    grads = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    for p, g in zip(model.parameters(), grads, strict=True):
+        p.grad = g.detach()
+    with pytest.raises(kc.NotReadyError, match="create_graph=True"):
+        kfac.step()
+
+
 def test_a_batch_norm_in_eval_mode_has_its_running_statistics():
     """Fine-tuning with a frozen norm: x is normalized by what the module holds."""
     norm = nn.BatchNorm1d(4)

@@ -362,6 +362,11 @@ class NaturalGradient:
         StateError
             If anything does not fit; nothing was changed then.
         """
+        if not isinstance(state, Mapping):
+            raise StateError(
+                "Expected `state` to be what `state_dict` returned, got a "
+                f"{type(state).__name__}."
+            )
         if type(state.get("steps")) is not int:
             raise StateError(f"Expected a number of `steps` in {[*state]}.")
         estimator = state.get("estimator", {})

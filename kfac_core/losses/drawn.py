@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from kfac_core.array.backend import Array
+from kfac_core.array.namespaces import namespace_of
 from kfac_core.constraints import require_one_of, validated
 from kfac_core.errors import ConventionError
 from kfac_core.losses.loss import Loss
@@ -50,9 +51,10 @@ def drawn_vectors(
         What the exact modes do with rows that share an example, as tokens do, where the
         square of a sum of rows would hold their products too: give them random signs,
         which is right in expectation; one source for each of T rows, T times as many
-        (``natural`` of shape ``(N, T, P)`` is to have them on axes of their own); or
-        nothing, which is exact where no layer mixes rows of an example, and what
-        curvlinops does.
+        (``natural`` of shape ``(N, T, P)`` is to have them on axes of their own), which
+        is exact where no layer mixes examples, and elsewhere right in expectation, by
+        random signs of the examples; or nothing, which is exact where no layer mixes
+        rows of an example, and what curvlinops does.
 
     Returns
     -------
@@ -93,11 +95,16 @@ def drawn_vectors(
     if spec is not None:
         noise = draw_noise(spec, like=natural, rng=seed)
         return vectors(loss, natural, mode=mode, noise=noise)
-    separate = positions == "separate" and natural.ndim > 2
+    separate = positions == "separate"
+    several = separate and natural.ndim > 2
     made = vectors(
-        loss, natural, mode=mode, positions="separate" if separate else "together"
+        loss, natural, mode=mode, positions="separate" if several else "together"
     )
-    if not shared or positions != "signs":
+    if positions == "together" or not (shared or separate):
         return made
-    signs = NoiseSpec("uniform", tuple(made.vectors.shape[:-1]))
-    return with_random_signs(made, draw_noise(signs, like=natural, rng=seed))
+    rows = tuple(made.vectors.shape[:-1])
+    # A separate source has one row of each example.
+    drawn = (*rows[:2], *(1 for _ in rows[2:])) if separate else rows
+    noise = draw_noise(NoiseSpec("uniform", drawn), like=natural, rng=seed)
+    xp = namespace_of(noise=noise)
+    return with_random_signs(made, xp.broadcast_to(noise, rows))

@@ -535,6 +535,8 @@ class _Walk:
     def products_of(self, site: Site) -> list[Reached] | str:
         """Return the matrix products that read a weight, or what else reads it."""
         layer = site.layer
+        if site.kind == "embedding" and layer.bag:
+            return "it was called with `offsets`, 1-D ids or `per_sample_weights`"
         if site.kind == "embedding":
             return (
                 "it is an embedding whose weight something else reads; to make logits, "
@@ -664,8 +666,17 @@ def pull_back(
     """
     edges = [r.edge for r in reached]
     for v in vectors.to(like.dtype):
-        found = torch.autograd.grad(
-            [outputs], edges, [v], allow_unused=True, retain_graph=True
-        )
+        try:
+            found = torch.autograd.grad(
+                [outputs], edges, [v], allow_unused=True, retain_graph=True
+            )
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise kc.UnsupportedError(
+                "A checkpoint with use_reentrant=True lies between the outputs and a "
+                "covered layer, and nothing can be backpropagated through it but a loss. "
+                "Take use_reentrant=False, or fisher='empirical'."
+            ) from error
         for r, g in zip(reached, found, strict=True):
             r.call.add_source(r.take(g))

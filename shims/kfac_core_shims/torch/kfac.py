@@ -54,6 +54,26 @@ _ESTIMATOR = "precision", "sharing", "refreshing", "averaging", "rates"
 """Options of `kfac_core.Estimator` that are passed on."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Known:
+    """What passes have told of the loss, so that it is not looked at or told again.
+
+    Attributes
+    ----------
+    checked : bool
+        Whether it is of the likelihood.
+    equal_rows : bool
+        Whether it gave all rows of a pass one weight.
+    weights, targets : bool
+        Whether a warning was made of weights, and of targets, that it has.
+    """
+
+    checked: bool = False
+    equal_rows: bool = False
+    weights: bool = False
+    targets: bool = False
+
+
 class KFAC(kc.integration.NaturalGradient):
     r"""K-FAC for a PyTorch model: replaces gradients by natural gradients.
 
@@ -288,14 +308,18 @@ class KFAC(kc.integration.NaturalGradient):
         self._untold = frozenset[str]()
         self._came = False  # Gradients, to where they are divided among processes.
         self._balanced = False
+        self._uncleared: list[str] = []
         self._watched: Any = None
         self._watching: Any = None
         self._kept: Any = None
         self._task = -1  # The last backward pass that added to `.grad`.
         self._passes: list[Pass] = []
-        self._drawn, self._by_hand, self._checked = 0, False, False
-        self._equal_rows = self._saw_weights = self._saw_targets = False
+        self._drawn, self._by_hand = 0, False
         self._has_weights = False
+        self._known = _Known()
+        # Of passes that only returned gradients: what is told if they count.
+        self._returns, self._known_then = False, _Known()
+        self._doubts: list[kc.KFACError | str] = []
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
@@ -409,9 +433,12 @@ class KFAC(kc.integration.NaturalGradient):
         adds = True if self.is_divided else accumulates(self.trained)
         if adds:
             self._task = task
-            if self.has_accumulated and not self._has_gradients():
+            if not self.has_accumulated:
+                self._uncleared = self._find_uncleared()
+            elif not self._has_gradients():
                 for observation in self._observations:
                     observation.cleared = observation.accumulated
+                self._uncleared = []
                 self._watch_gradients()
             if all(o.cleared or not o.accumulated for o in self._observations):
                 self.give_up()
@@ -431,6 +458,22 @@ class KFAC(kc.integration.NaturalGradient):
 
         for p in self.trained:
             self._hooks.append(p.register_post_accumulate_grad_hook(came))
+
+    def _find_uncleared(self) -> list[str]:
+        """Return the parameters whose last direction this pass is about to add to."""
+        written = [(grad(), version) for grad, version in self._written]
+        left = {
+            id(g)
+            for g, version in written
+            if g is not None and (g._version == version or bool(g.any()))
+        }
+        if not left:
+            return []
+        return [
+            name
+            for name, p in self.model.named_parameters()
+            if id(p.grad) in left and accumulates([p])
+        ]
 
     def _watch_gradients(self) -> None:
         """Keep a copy of what later passes add to ``.grad`` of one small parameter."""
@@ -576,7 +619,7 @@ class KFAC(kc.integration.NaturalGradient):
         kfac_core.NotReadyError
             If statistics are due and no pass of the model was differentiated, on any
             process; if a gradient scaler has not unscaled the gradients; or if they are
-            what the last step wrote.
+            what the last step wrote, or were added to it.
         kfac_core.NotFiniteError
             If a gradient or a row is not finite.  Gradients and state are then unchanged.
         kfac_core.ConventionError
@@ -591,6 +634,7 @@ class KFAC(kc.integration.NaturalGradient):
             if self._is_overflow():
                 return
             self._settle()
+            self._tell()
             self._step(self.differentiated)
         finally:
             self.discard()
@@ -653,6 +697,7 @@ class KFAC(kc.integration.NaturalGradient):
             for outputs in [None] if passes is None else passes:
                 if outputs is not None:
                     self._observe_alone(outputs)
+                self._tell()
                 seen = self._observations if self._by_hand else self.differentiated
                 self.balance()
                 calls = self._calls_of(seen)
@@ -788,6 +833,7 @@ class KFAC(kc.integration.NaturalGradient):
             site.forget()
         self._observations, self._passes = [], []
         self._by_hand = self._came = self._balanced = False
+        self._doubts, self._uncleared = [], []
         if self._watched is not None:
             self._watching.remove()
             self._watched = self._kept = None
@@ -862,6 +908,34 @@ class KFAC(kc.integration.NaturalGradient):
         """
         if not self.wants_outputs or self._by_hand:
             return None
+        given = edge, z, gradient, passing, replay
+        if accumulates:
+            return self._observed(*given, accumulates=True)
+        # A logger may differentiate what is no loss; if it counts is known in the step.
+        before, known = len(self._observations), self._known
+        self._returns, self._known = True, dataclasses.replace(known)
+        try:
+            return self._observed(*given, accumulates=False)
+        except kc.KFACError as error:
+            self._doubts.append(error)
+            for observation in self._observations[before:]:
+                self.withdraw(observation)
+            return None
+        finally:
+            self._known_then = self._known
+            self._returns, self._known = False, known
+
+    def _observed(
+        self,
+        edge: Any,
+        z: Any,
+        gradient: Any,
+        passing: Any,
+        replay: Any,
+        *,
+        accumulates: bool,
+    ) -> Observation | None:
+        """Observe a pass, and raise or warn if its loss is not what was said."""
         if z.ndim < 2:
             what = (
                 "Where each row is a number, say output=lambda z: z[:, None]; where all "
@@ -885,8 +959,8 @@ class KFAC(kc.integration.NaturalGradient):
                     self._begin(None)
                 return None
         reached = self._reached(edge)
-        if not self._checked and z.numel():
-            self._checked = self._check(z, gradient)
+        if not self._known.checked and z.numel():
+            self._known.checked = self._check(z, gradient)
         weight = scale = unread = None
         unlike = False
         if gradient is not None and z.numel():
@@ -920,6 +994,25 @@ class KFAC(kc.integration.NaturalGradient):
         elif accumulates:
             observation.sum_rows(observation.calls)
         return observation
+
+    def _tell(self) -> None:
+        """Raise or warn of passes that only returned gradients, where these count."""
+        seen = self.differentiated
+        if self._by_hand or any(o.accumulated for o in seen):
+            return
+        for doubt in self._doubts:
+            if not isinstance(doubt, str):
+                raise doubt
+            warn(doubt, stacklevel=3)
+        if seen:
+            self._known = self._known_then
+
+    def _warn(self, message: str) -> None:
+        """Warn of a loss; later, if the pass only returns gradients."""
+        if self._returns:
+            self._doubts.append(message)
+        else:
+            warn(message, stacklevel=3)
 
     def withdraw(self, observation: Observation, /) -> None:
         """Forget a pass that only returned gradients.
@@ -960,7 +1053,7 @@ class KFAC(kc.integration.NaturalGradient):
         Rows spread over it are looked at; of a small pass `_weighted` looks at all.
         """
         every = z.numel() // _LOOKED_AT
-        if not (self._equal_rows and every):
+        if not (self._known.equal_rows and every):
             return None
         z, gradient = (x.reshape(-1, x.shape[-1])[::every] for x in (z, gradient))
         scale = likelihoods.scale_of_hard_labels(z, gradient)
@@ -990,9 +1083,9 @@ class KFAC(kc.integration.NaturalGradient):
         mean = read.mean()
         coarse = likelihoods.coarseness(z)
         if likelihoods.are_equal(read, coarse):
-            if self._processes == 1 and not self._equal_rows:
+            if self._processes == 1 and not self._known.equal_rows:
                 self._require_reduction(float(mean), len(read), coarse)
-            self._equal_rows = True
+            self._known.equal_rows = True
             return weight, float(mean), False
         self._has_weights = True
         if self.estimator.mode == "empirical":
@@ -1000,15 +1093,14 @@ class KFAC(kc.integration.NaturalGradient):
                 "The loss has weights of classes or rows, and fisher='empirical' would "
                 "square them. Take fisher='gradients' or 'exact'."
             )
-        if self.criterion.assumed and not self._saw_weights:
-            self._saw_weights = True
+        if self.criterion.assumed and not self._known.weights:
+            self._known.weights = True
             if likelihoods.follow_the_prediction(z, gradient, scales):
-                warn(
+                self._warn(
                     "The loss weighs each row by a function of its label's probability, as "
                     "a focal loss does. The curvature is that of a cross-entropy with "
                     "these weights, without the derivatives of the weights. Say "
-                    "likelihood='categorical' if that is meant.",
-                    stacklevel=2,
+                    "likelihood='categorical' if that is meant."
                 )
         if self.reduction == "sum":
             found, scale = scales, 1.0
@@ -1023,7 +1115,7 @@ class KFAC(kc.integration.NaturalGradient):
         Those of a cross-entropy of the outputs are, also where batches are accumulated.
         """
         known = self.criterion.reduction_assumed or self.reduction == "sum"
-        if self._saw_targets or not (self.criterion.assumed and known):
+        if self._known.targets or not (self.criterion.assumed and known):
             return
         if self.communicator is not None:
             return
@@ -1033,16 +1125,15 @@ class KFAC(kc.integration.NaturalGradient):
             scale *= float(self.grad_scaler.get_scale())
         least = float(likelihoods.implied_targets(z, gradient, scale).min())
         if least < -likelihoods.coarseness(z):
-            self._saw_targets = True
-            warn(
+            self._known.targets = True
+            self._warn(
                 f"The loss is no {self.reduction} of cross-entropies of the outputs: their "
                 f"targets would be as low as {least:.2g}, and not probabilities. It may "
                 "have a temperature or weights, as in distillation or policy gradients, be "
                 "of another `reduction`, or be multiplied by a gradient scaler "
                 "(`grad_scaler`). The curvature is that of a plain cross-entropy. Say "
                 "likelihood='categorical' if that is meant, output=lambda z: z / T for a "
-                "temperature, or pass weights of rows to observe(outputs, weight).",
-                stacklevel=2,
+                "temperature, or pass weights of rows to observe(outputs, weight)."
             )
 
     def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
@@ -1079,11 +1170,10 @@ class KFAC(kc.integration.NaturalGradient):
                 "Pass reduction='mean', or the loss module as `likelihood`."
             )
         if self.kl_clip is not None and times > _UNSCALED:
-            warn(
+            self._warn(
                 f"Expected a loss that is a {reduction} over its rows, and {found}. The KL "
                 "clip takes gradients as they are in `step`. Pass `grad_scaler` if a "
-                "gradient scaler multiplied the loss.",
-                stacklevel=2,
+                "gradient scaler multiplied the loss."
             )
 
     def _require_loss_of_all(self, seen: list[Observation]) -> None:
@@ -1349,7 +1439,16 @@ class KFAC(kc.integration.NaturalGradient):
             self._name_others(found)
 
     def _require_new_gradients(self) -> None:
-        """Raise if nothing has touched what the last step has written."""
+        """Raise if gradients are what the last step has written, or were added to it."""
+        if self._uncleared:
+            names = self._uncleared[:4] + ["..."] * (len(self._uncleared) > 4)
+            raise kc.NotReadyError(
+                f"The gradients of {names} were added to what the last step "
+                "wrote, and would be preconditioned twice. Clear those of all parameters "
+                "before loss.backward(), model.zero_grad(), also of those that the "
+                "optimizer does not have; or freeze these, p.requires_grad_(False), "
+                "before KFAC is made. To accumulate, call kfac.step() after the last part."
+            )
         _STEPPING.add(self)
         held = {
             id(p.grad)
@@ -1500,17 +1599,15 @@ class KFAC(kc.integration.NaturalGradient):
                 "and call kfac.observe(outputs[mask][:, None])."
             )
         if count > 1:
-            warn(
+            self._warn(
                 f"The loss sends nothing back to {count} of {z.numel()} outputs, as where "
                 "a mask leaves them out, and the curvature counts them. Say output=None "
-                "and call kfac.observe(outputs[mask]) with the rows that it reads.",
-                stacklevel=2,
+                "and call kfac.observe(outputs[mask]) with the rows that it reads."
             )
         if likelihoods.looks_like_probabilities(self.criterion.row, z):
-            warn(
+            self._warn(
                 "The observed outputs look like probabilities, but the likelihood reads "
-                "logits. Observe what comes before the softmax or the sigmoid.",
-                stacklevel=2,
+                "logits. Observe what comes before the softmax or the sigmoid."
             )
         return told
 

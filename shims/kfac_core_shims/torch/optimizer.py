@@ -250,7 +250,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         ----------
         closure : callable
             Returns the loss of a batch, with its graph.  It may call ``backward`` itself,
-            as closures of other optimizers do; gradients are cleared before it runs.
+            as closures of other optimizers do, and then return a number; gradients are
+            cleared before it runs.
 
         Returns
         -------
@@ -352,6 +353,11 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         kfac_core.StateError, ValueError
             If it does not fit; nothing was changed then.
         """
+        if not isinstance(state_dict, Mapping):
+            raise kc.StateError(
+                "Expected `state_dict` to be what `state_dict` returned, got a "
+                f"{type(state_dict).__name__}."
+            )
         own = state_dict.get("curvature")
         if not isinstance(own, Mapping) or not {"damping", "kfac"} <= set(own):
             raise kc.StateError(
@@ -387,6 +393,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """Return the loss, and whether `closure` itself called ``backward``."""
         self.kfac.discard()
         self.zero_grad()
+        for p in self.kfac.trained:  # Also of those that are in no group.
+            p.grad = None
         with torch.enable_grad():
             loss = closure()
         differentiates = bool(self._given())
@@ -398,7 +406,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     "return it."
                 )
             loss.backward()
-        return loss.detach(), differentiates
+        return _detached(loss), differentiates
 
     def _summed(
         self, what: str, own: Any, *, error: Exception | None = None
@@ -561,7 +569,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         start.restore()
         try:
             with torch.set_grad_enabled(differentiates):
-                loss = float(closure().detach())
+                loss = float(_detached(closure()))
         finally:
             end.restore()
             self.kfac.discard()
@@ -583,6 +591,21 @@ class _Moment:
         with torch.no_grad():
             for buffer, kept in zip(self._model.buffers(), self._buffers, strict=True):
                 buffer.copy_(kept)
+
+
+def _detached(loss: Any) -> Any:
+    """Return a loss without its graph, as a tensor of no dimension."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.detach()
+    if isinstance(loss, float | int):
+        return torch.tensor(float(loss), dtype=torch.float64)
+    found = type(loss).__name__
+    if isinstance(loss, torch.Tensor):
+        found = f"tensor of shape {tuple(loss.shape)}"
+    raise kc.ArgumentError(
+        f"Expected the closure to return the loss, a tensor of one number, got a {found}. "
+        "It is compared with the loss after the step: end the closure with `return loss`."
+    )
 
 
 @functools.cache

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from functools import wraps
+from dataclasses import fields, is_dataclass
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
@@ -103,13 +104,13 @@ def pick(returned: Any, output: Any, /) -> Any:
     if callable(output):
         found = output(returned)
     elif isinstance(output, int):
-        found = returned[output]
+        found = _item(returned, output)
     else:
         found = _entry(returned, output)
     if not isinstance(found, torch.Tensor):
         raise kc.ConventionError(
-            f"Expected `output` to pick a tensor out of what the model returns, a "
-            f"{type(returned).__name__}; output={output!r} gave a {type(found).__name__}."
+            "Expected `output` to pick a tensor out of what the model returns, a "
+            f"{_described(returned)}; output={output!r} gave a {type(found).__name__}."
         )
     return found
 
@@ -204,13 +205,19 @@ class Pass:
 
     def arrived(self, gradient: Any) -> None:
         """Take a gradient that came to one of the model's outputs."""
-        # A pass that makes a graph, as for a penalty, is not the loss's own.
-        if torch.is_grad_enabled() or (self.done and self.observation is None):
+        kfac = self.kfac()
+        if torch.is_grad_enabled():
+            if kfac is not None:
+                kfac.note(
+                    "a pass was differentiated with create_graph=True, as for a penalty, "
+                    "which does not count; call loss.backward() without it"
+                )
+            return
+        if self.done and self.observation is None:
             return
         task = torch._C._current_graph_task_id()
         if task == self.task:
             return  # It came to another of the outputs before.
-        kfac = self.kfac()
         if kfac is None or is_drawn_through(kfac.model):
             return
         self.task = task
@@ -264,6 +271,8 @@ class Pass:
         self.observation = kfac.observe_pass(
             edge, z, gradient, passing, replay, accumulates=self.accumulates
         )
+        if self.observation is None and not self.accumulates:
+            self.done = False  # Of what was no loss; that may still come.
 
     def drop(self) -> None:
         """Let go of the graph."""
@@ -318,6 +327,21 @@ def _gradient_of_view(z: Any, base: Any, gradient: Any) -> Any:
     return laid.as_strided(z.shape, z.stride(), offset)
 
 
+def _item(returned: Any, place: int) -> Any:
+    """Return what is at a place, or None."""
+    try:
+        return returned[place]
+    except (LookupError, TypeError):
+        return None
+
+
+def _described(returned: Any) -> str:
+    kind = type(returned).__name__
+    if isinstance(returned, Mapping):
+        return f"{kind} with the keys {[*returned]}"
+    return f"{kind} of {len(returned)}" if isinstance(returned, tuple | list) else kind
+
+
 def _entry(returned: Any, name: str) -> Any:
     if isinstance(returned, Mapping):
         return returned.get(name)
@@ -326,28 +350,39 @@ def _entry(returned: Any, name: str) -> Any:
 
 def _viewed(returned: Any, started: Pass) -> Any:
     """Return a structure with views of its tensors, whose gradients tell of a pass."""
-    views = 0
+    views = of_picked = 0
     own = started.edge
 
     def viewed(x: Any) -> Any:
-        nonlocal views
+        nonlocal views, of_picked
         if not (isinstance(x, torch.Tensor) and x.requires_grad):
             return x
         if x.grad_fn is None:
             return x
-        views += x.grad_fn is own.node
+        views += 1
+        of_picked += x.grad_fn is own.node
         # A loss may be scaled in place (`loss *= 2`), which a view's hook would not see.
         view = x.view_as(x) if x.ndim > 1 else x.clone()
         view.register_hook(started.arrived)
         return view
 
     found = _mapped(returned, viewed)
-    started.derived = views == 0
+    if not of_picked:
+        # The picked tensor lies deeper, or is computed from others.
+        found = _mapped(found, partial(_mapped_within, function=viewed))
+    kfac = started.kfac()
+    if not views and kfac is not None:
+        kfac.note(
+            f"no tensor was found in what the model returned, a {_described(returned)}; "
+            "return a tensor, or a dict, tuple, list or dataclass of them, or call "
+            "`observe`"
+        )
+    started.derived = not of_picked
     return found
 
 
 def _mapped(returned: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(returned, torch.Tensor):
+    if _is_tensor(returned):
         return function(returned)
     if isinstance(returned, MutableMapping):
         for key in list(returned):
@@ -357,10 +392,32 @@ def _mapped(returned: Any, function: Callable[[Any], Any]) -> Any:
         return returned
     if isinstance(returned, tuple | list):
         parts = [function(x) for x in returned]
+        if all(new is x for new, x in zip(parts, returned, strict=True)):
+            return returned
         kind: Any = type(returned)
         return kind(*parts) if hasattr(returned, "_fields") else kind(parts)
-    for key, x in list(vars(returned).items()) if hasattr(returned, "__dict__") else ():
+    for key, x in _attributes(returned):
         new = function(x)
         if new is not x:
             object.__setattr__(returned, key, new)
     return returned
+
+
+def _mapped_within(x: Any, /, function: Callable[[Any], Any]) -> Any:
+    """Map the tensors of a structure inside of another, at any depth."""
+    if not (isinstance(x, MutableMapping | tuple | list) or is_dataclass(x)):
+        return x
+    return _mapped(
+        x, lambda y: function(y) if _is_tensor(y) else _mapped_within(y, function)
+    )
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _attributes(x: Any) -> list[tuple[str, Any]]:
+    if hasattr(x, "__dict__"):
+        return list(vars(x).items())
+    named = fields(x) if is_dataclass(x) else ()
+    return [(f.name, getattr(x, f.name)) for f in named]

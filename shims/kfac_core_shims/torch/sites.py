@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -66,6 +67,13 @@ class Site:
             if parameter.grad is None or not parameter.requires_grad:
                 return None
             g = self._own(role, parameter.grad)
+            if g.numel() != math.prod(shape):
+                raise kc.UnsupportedError(
+                    f"The {role} of layer {self.name!r} had {math.prod(shape)} numbers "
+                    f"when KFAC was made, and has {g.numel()} now, in shape "
+                    f"{tuple(g.shape)}, as after its vocabulary grew. Make KFAC again, "
+                    "and the optimizer."
+                )
             if role == "weight":
                 g = self.part.to_layer(g)
             found[role] = g if g.shape == shape else g.reshape(shape)
