@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 import kfac_core as kc
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
+from kfac_core_shims.torch.loss_checks import LossCheck, RowWeights
 from kfac_core_shims.torch.outputs import (
     OutputHook,
     Pass,
@@ -30,20 +31,8 @@ from kfac_core_shims.torch.sites import find_sites
 
 __all__ = ["KFAC"]
 
-_MEAN = 1.5
-"""How many means a loss may be where nobody said that it is one."""
-
-_UNSCALED = 100.0
-"""How many means or sums a loss may be that no gradient scaler multiplied."""
-
-_LARGEST_EMPIRICAL = 16.0
-"""Entries of a cross-entropy's gradient are at most 1; beyond this the loss is scaled."""
-
 _RESTING = 1e-30
 """In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
-
-_LOOKED_AT = 1 << 13
-"""Numbers of a pass in which a loss of equal rows is looked at for being one still."""
 
 _STEPPING: weakref.WeakSet[Any] = weakref.WeakSet()
 """Objects that have taken a step, which must not be one after the other on one gradient."""
@@ -52,26 +41,6 @@ _ASKED = "it was asked for"
 
 _ESTIMATOR = "precision", "sharing", "refreshing", "averaging", "rates"
 """Options of `kfac_core.Estimator` that are passed on."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Known:
-    """What passes have told of the loss, so that it is not looked at or told again.
-
-    Attributes
-    ----------
-    checked : bool
-        Whether it is of the likelihood.
-    equal_rows : bool
-        Whether it gave all rows of a pass one weight.
-    weights, targets : bool
-        Whether a warning was made of weights, and of targets, that it has.
-    """
-
-    checked: bool = False
-    equal_rows: bool = False
-    weights: bool = False
-    targets: bool = False
 
 
 class KFAC(kc.integration.NaturalGradient):
@@ -315,11 +284,13 @@ class KFAC(kc.integration.NaturalGradient):
         self._task = -1  # The last backward pass that added to `.grad`.
         self._passes: list[Pass] = []
         self._drawn, self._by_hand = 0, False
-        self._has_weights = False
-        self._known = _Known()
-        # Of passes that only returned gradients: what is told if they count.
-        self._returns, self._known_then = False, _Known()
-        self._doubts: list[kc.KFACError | str] = []
+        self._loss = LossCheck(
+            criterion,
+            grad_scaler=grad_scaler,
+            empirical=fisher == "empirical",
+            processes=self._processes,
+            alone=self.communicator is None,
+        )
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
@@ -631,7 +602,7 @@ class KFAC(kc.integration.NaturalGradient):
                 "KFAC was made before they were. Make it after init_process_group"
             )
         try:
-            if self._is_overflow():
+            if self._loss.is_overflow():
                 return
             self._settle()
             self._tell()
@@ -833,7 +804,8 @@ class KFAC(kc.integration.NaturalGradient):
             site.forget()
         self._observations, self._passes = [], []
         self._by_hand = self._came = self._balanced = False
-        self._doubts, self._uncleared = [], []
+        self._uncleared = []
+        self._loss.forget()
         if self._watched is not None:
             self._watching.remove()
             self._watched = self._kept = None
@@ -911,19 +883,14 @@ class KFAC(kc.integration.NaturalGradient):
         given = edge, z, gradient, passing, replay
         if accumulates:
             return self._observed(*given, accumulates=True)
-        # A logger may differentiate what is no loss; if it counts is known in the step.
-        before, known = len(self._observations), self._known
-        self._returns, self._known = True, dataclasses.replace(known)
-        try:
-            return self._observed(*given, accumulates=False)
-        except kc.KFACError as error:
-            self._doubts.append(error)
+        before, found = len(self._observations), None
+        with self._loss.only_returned():
+            found = self._observed(*given, accumulates=False)
+        if found is None:
+            # If it raised, that is told if the pass counts.
             for observation in self._observations[before:]:
                 self.withdraw(observation)
-            return None
-        finally:
-            self._known_then = self._known
-            self._returns, self._known = False, known
+        return found
 
     def _observed(
         self,
@@ -959,20 +926,15 @@ class KFAC(kc.integration.NaturalGradient):
                     self._begin(None)
                 return None
         reached = self._reached(edge)
-        if not self._known.checked and z.numel():
-            self._known.checked = self._check(z, gradient)
-        weight = scale = unread = None
-        unlike = False
-        if gradient is not None and z.numel():
-            unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
-            weight = None if unread is None else (~unread).to(z.dtype)
-            if self._processes == 1:
-                scale = self._scale_of_equal_rows(z, gradient)
-            if scale is None:
-                weight, scale, unlike = self._weighted(z, gradient, weight)
-        observation = self._record(edge, z, reached, weight)
-        observation.unread, observation.unlike = unread, unlike
-        observation.scale, observation.coarse = scale, likelihoods.coarseness(z)
+        found = RowWeights()
+        if z.numel():
+            self._loss.require_likelihood(z, gradient)
+            if gradient is not None:
+                clips = self.kl_clip is not None
+                found = self._loss.row_weights(z, gradient, clips=clips)
+        observation = self._record(edge, z, reached, found.weight)
+        observation.unread, observation.unlike = found.unread, found.unlike
+        observation.scale, observation.coarse = found.scale, likelihoods.coarseness(z)
         observation.differentiated = observation.rows > 0 or self._processes > 1
         if not observation.rows:
             self.note(
@@ -982,7 +944,7 @@ class KFAC(kc.integration.NaturalGradient):
         observation.accumulated = accumulates
         observation.replay = replay
         if self.estimator.mode == "empirical":
-            self._require_unscaled(z, gradient, observation.rows)
+            self._loss.require_unscaled(z, gradient, observation.rows)
             for r in reached:
                 if passing is not None and r.edge.node is edge.node:
                     observation.take(r, passing)
@@ -1000,19 +962,9 @@ class KFAC(kc.integration.NaturalGradient):
         seen = self.differentiated
         if self._by_hand or any(o.accumulated for o in seen):
             return
-        for doubt in self._doubts:
-            if not isinstance(doubt, str):
-                raise doubt
-            warn(doubt, stacklevel=3)
+        self._loss.tell()
         if seen:
-            self._known = self._known_then
-
-    def _warn(self, message: str) -> None:
-        """Warn of a loss; later, if the pass only returns gradients."""
-        if self._returns:
-            self._doubts.append(message)
-        else:
-            warn(message, stacklevel=3)
+            self._loss.believe()
 
     def withdraw(self, observation: Observation, /) -> None:
         """Forget a pass that only returned gradients.
@@ -1047,135 +999,6 @@ class KFAC(kc.integration.NaturalGradient):
         with torch.no_grad(), torch.autocast(device, enabled=False):
             self.begin(calls, rows=rows)
 
-    def _scale_of_equal_rows(self, z: Any, gradient: Any) -> float | None:
-        """Return the scale of a large pass whose rows have one weight, as rows before.
-
-        Rows spread over it are looked at; of a small pass `_weighted` looks at all.
-        """
-        every = z.numel() // _LOOKED_AT
-        if not (self._known.equal_rows and every):
-            return None
-        z, gradient = (x.reshape(-1, x.shape[-1])[::every] for x in (z, gradient))
-        scale = likelihoods.scale_of_hard_labels(z, gradient)
-        if scale is not None:
-            return scale
-        scales = likelihoods.row_scales(self.criterion.row, z, gradient)
-        if scales is None or not bool((scales > 0).any()):
-            return None
-        read = scales[scales > 0]
-        equal = likelihoods.are_equal(read, likelihoods.coarseness(z))
-        return float(read.mean()) if equal else None
-
-    def _weighted(
-        self, z: Any, gradient: Any, weight: Any
-    ) -> tuple[Any, float | None, bool]:
-        """Return weights that the loss gives rows, and what it multiplies them by.
-
-        And whether that is no scale of all rows alike, as other passes may have.
-        """
-        scales = likelihoods.row_scales(self.criterion.row, z, gradient)
-        if scales is None:
-            self._look_at_targets(z, gradient, weight)
-            return weight, None, False
-        read = scales[scales > 0] if weight is None else scales[weight > 0]
-        if len(read) < 2:
-            return weight, float(read) if len(read) else None, True
-        mean = read.mean()
-        coarse = likelihoods.coarseness(z)
-        if likelihoods.are_equal(read, coarse):
-            if self._processes == 1 and not self._known.equal_rows:
-                self._require_reduction(float(mean), len(read), coarse)
-            self._known.equal_rows = True
-            return weight, float(mean), False
-        self._has_weights = True
-        if self.estimator.mode == "empirical":
-            raise kc.UnsupportedError(
-                "The loss has weights of classes or rows, and fisher='empirical' would "
-                "square them. Take fisher='gradients' or 'exact'."
-            )
-        if self.criterion.assumed and not self._known.weights:
-            self._known.weights = True
-            if likelihoods.follow_the_prediction(z, gradient, scales):
-                self._warn(
-                    "The loss weighs each row by a function of its label's probability, as "
-                    "a focal loss does. The curvature is that of a cross-entropy with "
-                    "these weights, without the derivatives of the weights. Say "
-                    "likelihood='categorical' if that is meant."
-                )
-        if self.reduction == "sum":
-            found, scale = scales, 1.0
-        else:
-            found, scale = scales / mean, float(mean)
-        weight = found if weight is None else found * weight
-        return weight, scale, True
-
-    def _look_at_targets(self, z: Any, gradient: Any, weight: Any) -> None:
-        """Warn once if soft targets of a loss that nobody named are no probabilities.
-
-        Those of a cross-entropy of the outputs are, also where batches are accumulated.
-        """
-        known = self.criterion.reduction_assumed or self.reduction == "sum"
-        if self._known.targets or not (self.criterion.assumed and known):
-            return
-        if self.communicator is not None:
-            return
-        rows = z[..., 0].numel() if weight is None else float(weight.sum())
-        scale = 1.0 / max(rows, 1) if self.reduction == "mean" else 1.0
-        if self.grad_scaler is not None:
-            scale *= float(self.grad_scaler.get_scale())
-        least = float(likelihoods.implied_targets(z, gradient, scale).min())
-        if least < -likelihoods.coarseness(z):
-            self._known.targets = True
-            self._warn(
-                f"The loss is no {self.reduction} of cross-entropies of the outputs: their "
-                f"targets would be as low as {least:.2g}, and not probabilities. It may "
-                "have a temperature or weights, as in distillation or policy gradients, be "
-                "of another `reduction`, or be multiplied by a gradient scaler "
-                "(`grad_scaler`). The curvature is that of a plain cross-entropy. Say "
-                "likelihood='categorical' if that is meant, output=lambda z: z / T for a "
-                "temperature, or pass weights of rows to observe(outputs, weight)."
-            )
-
-    def _require_reduction(self, scale: float, rows: int, coarse: float) -> None:
-        """Refuse a loss that is not the mean, or the sum, that `reduction` says.
-
-        A row's cross-entropy stands in a mean with a factor of 1/R, in a sum with 1; on p
-        processes, whose gradients are averaged, in a mean with p/R.  It may be less, where
-        batches are accumulated, and what somebody said may be so by the time of the step;
-        then a scaled loss is only told.
-        """
-        if self.grad_scaler is not None:
-            return
-        reduction = self.reduction
-        means = scale * rows / self._processes
-        times = means if reduction == "mean" else scale
-        found = (
-            f"each of the {rows} rows' cross-entropies stands in the loss with a factor of "
-            f"{scale:.3g}"
-        )
-        if self._processes > 1:
-            found = f"{found} on each of {self._processes} processes"
-        if self.criterion.reduction_assumed and times > _MEAN:
-            raise kc.ConventionError(
-                f"Expected a loss that is a mean over its rows, and {found}. Pass "
-                "reduction='sum' if it is a sum, `grad_scaler` if a gradient scaler "
-                "multiplied it, or reduction='mean' if gradients are divided by "
-                f"{times:.3g} before `step`."
-            )
-        # Of as many rows as processes a sum may look like a mean.
-        is_sum = abs(scale - 1) <= coarse
-        if reduction == "sum" and abs(means - 1) <= coarse and not is_sum:
-            raise kc.ConventionError(
-                f"Expected a loss that is a sum over its rows, and {found}, as in a mean. "
-                "Pass reduction='mean', or the loss module as `likelihood`."
-            )
-        if self.kl_clip is not None and times > _UNSCALED:
-            self._warn(
-                f"Expected a loss that is a {reduction} over its rows, and {found}. The KL "
-                "clip takes gradients as they are in `step`. Pass `grad_scaler` if a "
-                "gradient scaler multiplied the loss."
-            )
-
     def _require_loss_of_all(self, seen: list[Observation]) -> None:
         """Raise on all processes unless their losses are parts of what `reduction` says.
 
@@ -1185,7 +1008,7 @@ class KFAC(kc.integration.NaturalGradient):
         """
         own = [(o.scale, o.rows) for o in seen if o.scale is not None and not o.unlike]
         values = [len(own), sum(c for c, _ in own), sum(c * c for c, _ in own)]
-        values += [sum(rows for _, rows in own), len(own) > 0, self._has_weights]
+        values += [sum(rows for _, rows in own), len(own) > 0, self._loss.has_weights]
         assert self.communicator is not None
         agreement = kc.distributed.Agreement(self.communicator)
         count, total, squares, rows, ranks, weighted = agreement.vote(
@@ -1202,7 +1025,12 @@ class KFAC(kc.integration.NaturalGradient):
             )
         if self._processes > 1:
             # Of one pass, where several are accumulated.
-            self._require_reduction(total / count, round(rows * ranks / count), 5e-2)
+            self._loss.require_reduction(
+                total / count,
+                round(rows * ranks / count),
+                5e-2,
+                clips=self.kl_clip is not None,
+            )
 
     def balance(self) -> None:
         """Give the rows of each pass of the step the weight that the loss gives them.
@@ -1243,7 +1071,7 @@ class KFAC(kc.integration.NaturalGradient):
         self._balanced = True
         read = [o for o in seen if o.rows]
         scales = [o.scale or 0.0 for o in read]
-        weighted = self._has_weights or any(o.unlike for o in read)
+        weighted = self._loss.has_weights or any(o.unlike for o in read)
         values = [float(weighted), float(scales.count(0.0))]
         values += [sum(o.rows for o in read)]
         values += [sum(o.rows * c for o, c in zip(read, scales, strict=True))]
@@ -1335,7 +1163,7 @@ class KFAC(kc.integration.NaturalGradient):
         if mode == "empirical":
             if self.reduction == "mean" and rows:
                 ahead *= rows / self._processes
-            scale = self._loss_scale(z) * math.sqrt(share)
+            scale = self._loss.scale_for_squares(z) * math.sqrt(share)
             for call in calls:
                 call.grad_scale = call.own_scale * ahead / scale
                 call.scaled_by = ahead
@@ -1565,85 +1393,6 @@ class KFAC(kc.integration.NaturalGradient):
                 stacklevel=4,
             )
 
-    # Checks of the loss.
-
-    def _check(self, z: Any, gradient: Any) -> bool:
-        """Check that outputs and loss are what the likelihood says; return if it could."""
-        told = True
-        if gradient is not None and likelihoods.has_classes_second(
-            self.criterion.row, z, gradient
-        ):
-            raise kc.ConventionError(
-                "The loss reads classes on the second axis of the outputs, of shape "
-                f"{tuple(z.shape)}, and the likelihood on the last. Say "
-                "output=lambda z: z.movedim(1, -1), and likelihood='categorical' if none "
-                "is said."
-            )
-        if self.criterion.assumed:
-            told = self._check_assumed(z, gradient)
-        if gradient is not None and likelihoods.has_weighted_outputs(
-            self.criterion.row, z, gradient
-        ):
-            raise kc.ConventionError(
-                "The sigmoid cross-entropy has weights (`weight`, `pos_weight` or rows "
-                "that count more), with which it is no likelihood of the outputs. Leave "
-                "them out; weights of rows may be passed to observe(outputs, weight)."
-            )
-        count = 0
-        if gradient is not None:
-            count = likelihoods.left_out(self.criterion.row, z, gradient)
-        if count and self.criterion.row.likelihood in likelihoods.BOUNDED:
-            raise kc.ConventionError(
-                f"The loss does not read {count} of {z.numel()} outputs, in rows of which "
-                "it reads others, and the likelihood reads all. Of a mask, say output=None "
-                "and call kfac.observe(outputs[mask][:, None])."
-            )
-        if count > 1:
-            self._warn(
-                f"The loss sends nothing back to {count} of {z.numel()} outputs, as where "
-                "a mask leaves them out, and the curvature counts them. Say output=None "
-                "and call kfac.observe(outputs[mask]) with the rows that it reads."
-            )
-        if likelihoods.looks_like_probabilities(self.criterion.row, z):
-            self._warn(
-                "The observed outputs look like probabilities, but the likelihood reads "
-                "logits. Observe what comes before the softmax or the sigmoid."
-            )
-        return told
-
-    def _check_assumed(self, z: Any, gradient: Any) -> bool:
-        """Raise unless the loss's gradients are those of a cross-entropy of logits.
-
-        These sum to zero in each row, whatever the labels and weights.  Where a
-        probability is nearly one, roundoff is all that is left of them.
-        """
-        good = gradient is not None and z.shape[-1] > 1
-        told = True
-        if good:
-            g = gradient.double()
-            total, size = g.sum(-1).abs(), g.abs().sum(-1)
-            coarse = 2e-2 if gradient.dtype.itemsize < 4 else 1e-3
-            clear = torch.softmax(z.float(), -1).amax(-1) < 1 - 1e-3
-            # Of targets that the model made itself only roundoff is left.
-            read = size > 64 * torch.finfo(gradient.dtype).eps / size.numel()
-            clear &= read
-            told = bool((clear & (size > 0)).any())
-            good = bool(((total <= coarse * size) | ~clear).all())
-            if good:
-                _require_all_read(z, g, read)
-                told &= _require_no_temperature(z, g)
-        if not good:
-            raise kc.ConventionError(
-                "The loss is no cross-entropy of logits along the last axis of the "
-                f"outputs, of shape {tuple(z.shape)}. Pass the loss module to KFAC, such "
-                "as likelihood=nn.MSELoss(), or likelihood=nn.NLLLoss() for outputs of a "
-                "log_softmax, or one of 'categorical', 'bernoulli', 'gaussian'. With "
-                "classes on the second axis say output=lambda z: z.movedim(1, -1), and for "
-                "a loss of z / T output=lambda z: z / T. If logits are made of the "
-                "outputs later, say output=None and call kfac.observe(logits)."
-            )
-        return told
-
     def _require_examples_first(self, z: Any, reached: list[capturing.Reached]) -> None:
         """Refuse time-first inputs of approximations that sum over each example."""
         for r in reached:
@@ -1663,51 +1412,6 @@ class KFAC(kc.integration.NaturalGradient):
                     "positions of each example along the first. Take batch_first=True, "
                     "or Kronecker()."
                 )
-
-    def _require_unscaled(self, z: Any, gradient: Any, rows: float) -> None:
-        """Refuse empirical gradients of a loss that is scaled in secret."""
-        bounded = self.criterion.row.likelihood in likelihoods.BOUNDED
-        if gradient is None or not bounded or self.grad_scaler is not None:
-            return
-        if not gradient.numel():
-            return
-        mean = rows if self.reduction == "mean" else 1.0
-        # A process may have all rows, and multiplies its loss by the number of processes.
-        largest = float(gradient.abs().max()) * mean / self._processes
-        largest /= self.criterion.row.weight(z.shape[-1])
-        if largest > _LARGEST_EMPIRICAL:
-            raise kc.ConventionError(
-                f"Gradients of the loss at the outputs are up to {largest:.3g} times what "
-                f"a {self.reduction} over {rows:.0f} rows can have, and fisher='empirical' "
-                "squares them. Pass the gradient scaler as `grad_scaler`, or say which "
-                "`reduction` the loss has."
-            )
-
-    def _loss_scale(self, z: Any) -> float:
-        """Return what the caller's loss is multiplied by, for fisher="empirical"."""
-        if self.grad_scaler is not None:
-            return float(self.grad_scaler.get_scale())
-        if z.dtype == torch.float16:
-            raise kc.ConventionError(
-                "fisher='empirical' squares the gradients of the loss, which is scaled "
-                "where outputs are float16. Pass the gradient scaler as `grad_scaler`, or "
-                "take fisher='gradients'."
-            )
-        return 1.0
-
-    def _is_overflow(self) -> bool:
-        """Return whether the scaler will leave this step out; raise if it is too early."""
-        scaler = self.grad_scaler
-        if scaler is None or not scaler.is_enabled():
-            return False
-        states = list(scaler._per_optimizer_states.values())
-        found = [f for state in states for f in state["found_inf_per_device"].values()]
-        if not found:
-            raise kc.NotReadyError(
-                "The gradients are still multiplied by the scale of `grad_scaler`. Call "
-                "scaler.unscale_(optimizer) before kfac.step()."
-            )
-        return any(float(f) > 0 for f in found)
 
 
 def _weigh(observation: Observation, weight: float, squares: float) -> None:
@@ -1730,40 +1434,6 @@ def _rate_of(lr: Any) -> Any:
             f"step that returns one; got {lr!r}."
         )
     return (lambda step: lr(step) or _RESTING) if callable(lr) else lr
-
-
-def _require_all_read(z: Any, g: Any, read: Any) -> None:
-    """Refuse a cross-entropy of some of the outputs, as of masked logits.
-
-    An output that it reads has no gradient only if the target is the prediction to all
-    digits.
-    """
-    if z.dtype == torch.float16:
-        return  # Small gradients are zero.
-    likely = torch.softmax(z.double(), -1) > 1e-3
-    left_out = (g == 0) & likely & read[..., None]
-    if bool(left_out.any()):
-        raise kc.ConventionError(
-            "The loss does not read all outputs of a row, as a cross-entropy of masked "
-            "logits or of some of the classes. Mask them in the model; or say "
-            "likelihood='categorical', and which logits the loss reads, as in "
-            "output=lambda z: z[..., :k]."
-        )
-
-
-def _require_no_temperature(z: Any, g: Any) -> bool:
-    """Refuse a cross-entropy of scaled logits; return whether it could be told."""
-    if z.shape[-1] < 3:
-        return True
-    found = likelihoods.temperature(z, g)
-    if found is None or math.isnan(found):
-        # Of narrow dtypes rows may be too alike for ever.
-        return found is None or z.dtype.itemsize < 4
-    raise kc.ConventionError(
-        f"The loss is a cross-entropy of the outputs divided by {found:.3g}, and not of "
-        "themselves. Say likelihood='categorical', output=lambda z: z / "
-        f"{found:.3g}; or divide in the model."
-    )
 
 
 def _require_made(model: Any) -> None:
