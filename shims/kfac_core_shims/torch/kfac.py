@@ -18,12 +18,12 @@ from torch.nn.parameter import is_lazy
 import kfac_core as kc
 from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
+from kfac_core_shims.torch.gradients import Gradients
 from kfac_core_shims.torch.loss_checks import LossCheck, RowWeights
 from kfac_core_shims.torch.outputs import (
     OutputHook,
     Pass,
     RandomHook,
-    accumulates,
     drawing,
     is_drawn_through,
 )
@@ -33,9 +33,6 @@ __all__ = ["KFAC"]
 
 _RESTING = 1e-30
 """In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
-
-_STEPPING: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Objects that have taken a step, which must not be one after the other on one gradient."""
 
 _ASKED = "it was asked for"
 
@@ -275,13 +272,10 @@ class KFAC(kc.integration.NaturalGradient):
         self._observations: list[Observation] = []
         self._replaced: set[str] = set()
         self._untold = frozenset[str]()
-        self._came = False  # Gradients, to where they are divided among processes.
         self._balanced = False
-        self._uncleared: list[str] = []
-        self._watched: Any = None
-        self._watching: Any = None
-        self._kept: Any = None
-        self._task = -1  # The last backward pass that added to `.grad`.
+        self._gradients = Gradients(
+            self.model, self._sites, self._replaced, self._division
+        )
         self._passes: list[Pass] = []
         self._drawn, self._by_hand = 0, False
         self._loss = LossCheck(
@@ -294,7 +288,6 @@ class KFAC(kc.integration.NaturalGradient):
         self._keep = keep
         self.random: Any = None
         self.preconditioned: frozenset[int] = frozenset()
-        self._written: list[tuple[Any, int]] = []
         self._places = self._where_they_are()
         self._count = len(self._sites)
         found.users = [
@@ -303,7 +296,7 @@ class KFAC(kc.integration.NaturalGradient):
         ]
         self._hooks = capturing.install(self, found)
         if self.is_divided:
-            self._watch_arrival()
+            self._hooks += self._gradients.watch_arrival()
         if output is not None and not criterion.weighted:
             hook = OutputHook(self)
             self._hooks.append(self.model.register_forward_hook(hook, with_kwargs=True))
@@ -351,9 +344,7 @@ class KFAC(kc.integration.NaturalGradient):
     @property
     def trained(self) -> Iterator[Any]:
         """Parameters of the blocks that are trained now."""
-        for name, site in self._sites.items():
-            if name not in self._replaced:
-                yield from (p for p in site.trained if p.requires_grad)
+        return self._gradients.trained
 
     @property
     def wants_outputs(self) -> bool:
@@ -398,91 +389,23 @@ class KFAC(kc.integration.NaturalGradient):
         """
         if is_drawn_through(self.model):
             return True if self.is_divided else None
-        task = torch._C._current_graph_task_id()
-        if task == self._task:
+        if self._gradients.are_of_this_pass():
             return True
-        adds = True if self.is_divided else accumulates(self.trained)
+        adds = self._gradients.are_to_come()
         if adds:
-            self._task = task
             if not self.has_accumulated:
-                self._uncleared = self._find_uncleared()
-            elif not self._has_gradients():
+                self._gradients.find_uncleared()
+            elif not self._gradients.are_there():
                 for observation in self._observations:
                     observation.cleared = observation.accumulated
-                self._uncleared = []
-                self._watch_gradients()
+                self._gradients.watch()
             if all(o.cleared or not o.accumulated for o in self._observations):
                 self.give_up()
         return adds
 
-    def _watch_arrival(self) -> None:
-        """Note when gradients that are divided among processes come to their places.
-
-        Until processes exchange them, as in the last of several passes, they lie elsewhere.
-        """
-        own = weakref.ref(self)
-
-        def came(p: Any) -> None:
-            kfac = own()
-            if kfac is not None:
-                kfac._came = True
-
-        for p in self.trained:
-            self._hooks.append(p.register_post_accumulate_grad_hook(came))
-
-    def _find_uncleared(self) -> list[str]:
-        """Return the parameters whose last direction this pass is about to add to."""
-        written = [(grad(), version) for grad, version in self._written]
-        left = {
-            id(g)
-            for g, version in written
-            if g is not None and (g._version == version or bool(g.any()))
-        }
-        if not left:
-            return []
-        return [
-            name
-            for name, p in self.model.named_parameters()
-            if id(p.grad) in left and accumulates([p])
-        ]
-
-    def _watch_gradients(self) -> None:
-        """Keep a copy of what later passes add to ``.grad`` of one small parameter."""
-        if self._watched is not None:
-            return
-        fed = [p for p in self.trained if self.is_divided or accumulates([p])]
-        self._watched = min(fed, key=lambda p: (p.numel() < 8, p.numel()))
-        own, engine = weakref.ref(self), torch.autograd.Variable._execution_engine
-
-        def keep() -> None:
-            kfac = own()
-            if kfac is not None and kfac._watched is not None:
-                kfac._kept = kfac._watched.grad.detach().clone()
-
-        def came(p: Any) -> None:
-            # After DistributedDataParallel's own callback, which averages gradients.
-            engine.queue_callback(lambda: engine.queue_callback(keep))
-
-        self._watching = self._watched.register_post_accumulate_grad_hook(came)
-
     def _settle(self) -> None:
-        """Count passes whose gradients were cleared, if the loop has put them back.
-
-        As where it sums copies of gradients, or clips those of each example: then the
-        gradients are not those of the later passes alone, up to a factor.
-        """
-        if self._watched is None or self._kept is None or self._watched.grad is None:
-            return
-        now, kept = self._watched.grad, self._kept
-        coarse = 1e-3 if self._kept.dtype.itemsize < 4 else 1e-6
-        if self._division is None:
-            now, kept = (g.reshape(-1).double() for g in (now, kept))
-            product, *squares = (
-                float(g @ h) for g, h in ((now, kept), (now, now), (kept, kept))
-            )
-        else:
-            product, *squares = self._division.products(now, kept)
-        if product > 0 and product**2 >= (1 - coarse) * math.prod(squares):
+        """Count passes whose gradients were cleared, if the loop has put them back."""
+        if self._gradients.are_of_later_passes():
             return
         if self.overlap and any(o.cleared for o in self._observations):
             raise kc.ConventionError(
@@ -491,13 +414,6 @@ class KFAC(kc.integration.NaturalGradient):
             )
         for observation in self._observations:
             observation.cleared = False
-
-    def _has_gradients(self) -> bool:
-        """Whether any block has a gradient that is not zero, or is still to get it."""
-        grads = [p.grad for p in self.trained if p.grad is not None]
-        if self._division is None:
-            return any(bool(g.any()) for g in grads)
-        return not self._came or self._division.are_nonzero(grads)
 
     @property
     def is_drawing(self) -> bool:
@@ -803,12 +719,9 @@ class KFAC(kc.integration.NaturalGradient):
         for site in self._sites.values():
             site.forget()
         self._observations, self._passes = [], []
-        self._by_hand = self._came = self._balanced = False
-        self._uncleared = []
+        self._by_hand = self._balanced = False
         self._loss.forget()
-        if self._watched is not None:
-            self._watching.remove()
-            self._watched = self._kept = None
+        self._gradients.forget()
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -1209,7 +1122,7 @@ class KFAC(kc.integration.NaturalGradient):
             if held.get(key) is not x:
                 self._find_replaced()
                 break
-        self._require_new_gradients()
+        self._gradients.require_new()
         if self._division is not None:
             given = self._division.gradients()
         else:
@@ -1260,50 +1173,10 @@ class KFAC(kc.integration.NaturalGradient):
                     self._sites[name].write(direction)
         own = [p for name in found for p in self._sites[name].trained]
         self.preconditioned = frozenset(map(id, own))
-        grads = [p.grad for p in own if p.grad is not None]
-        self._written = [(weakref.ref(g), g._version) for g in grads]
+        self._gradients.note_written(own)
         fewer, self._count = len(found) < self._count, len(found)
         if refreshes or fewer:
             self._name_others(found)
-
-    def _require_new_gradients(self) -> None:
-        """Raise if gradients are what the last step has written, or were added to it."""
-        if self._uncleared:
-            names = self._uncleared[:4] + ["..."] * (len(self._uncleared) > 4)
-            raise kc.NotReadyError(
-                f"The gradients of {names} were added to what the last step "
-                "wrote, and would be preconditioned twice. Clear those of all parameters "
-                "before loss.backward(), model.zero_grad(), also of those that the "
-                "optimizer does not have; or freeze these, p.requires_grad_(False), "
-                "before KFAC is made. To accumulate, call kfac.step() after the last part."
-            )
-        _STEPPING.add(self)
-        held = {
-            id(p.grad)
-            for name, site in self._sites.items()
-            if name not in self._replaced
-            for p in site.trained
-        }
-        for kfac in _STEPPING:
-            if kfac is not self and any(kfac._left(held)):
-                raise kc.NotReadyError(
-                    "The gradients are what the step of another KFAC wrote, and would be "
-                    "preconditioned twice. Have one KFAC for each parameter, or clear and "
-                    "differentiate again in between."
-                )
-        left = list(self._left(held))
-        if left and all(left):
-            raise kc.NotReadyError(
-                "The gradients are what the last step wrote, and would be preconditioned "
-                "twice. Call kfac.step() once, between loss.backward() and "
-                "optimizer.step()."
-            )
-
-    def _left(self, held: set[int]) -> Iterator[bool]:
-        """Yield of each gradient that the last step wrote whether it is still there."""
-        for grad, version in self._written:
-            g = grad()
-            yield g is not None and id(g) in held and g._version == version
 
     def _clipped(self, gradients: Any, rate: Any, bound: Any) -> Any:
         if self._division is None:
