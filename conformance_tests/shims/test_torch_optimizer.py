@@ -446,3 +446,44 @@ def test_attention_has_forward_derivatives():
     ]
 
     assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_step_without_forward_derivatives_changes_nothing():
+    """Found out only when one is taken, after the curvature has seen the batch."""
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z):
+            return z.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.rounds = network(), False
+
+        def forward(self, x):
+            z = self.body(x)
+            return Rounded.apply(z) if self.rounds else z
+
+    model, (x, y) = Model(), batch()
+    optimizer = KFACOptimizer(model, **OPTIONS)
+    optimizer.step(lambda: fn.cross_entropy(model(x), y))
+    kfac, before = optimizer.kfac, parameters(model)
+    held, damping = kfac.estimator.state, kfac.damping
+
+    model.rounds = True
+    with pytest.raises(kc.UnsupportedError, match="no forward derivative"):
+        optimizer.step(lambda: fn.cross_entropy(model(x), y))
+
+    assert kfac.steps == 1
+    assert kfac.estimator.state is held
+    assert kfac.damping == damping
+    assert torch.equal(parameters(model), before)
+    model.rounds = False
+    optimizer.step(lambda: fn.cross_entropy(model(x), y))
+    assert kfac.steps == 2
+    assert not torch.equal(parameters(model), before)

@@ -10,7 +10,8 @@ or the sum, over the R rows of the network's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -224,6 +225,20 @@ class NaturalGradient:
             raise
         self.steps += 1
         return found
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Take steps within the context back, if anything raises there.
+
+        Statistics, operators, damping, decay, and the number of steps are as before then.
+        """
+        held, steps = self._held(), self.steps
+        try:
+            yield
+        except BaseException:
+            self._restore(held)
+            self.steps = steps
+            raise
 
     def moments(
         self,

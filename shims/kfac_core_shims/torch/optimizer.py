@@ -265,7 +265,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         kfac_core.NotReadyError
             For a closure that does not differentiate a loss of the model's outputs.
         kfac_core.UnsupportedError
-            For a model that has no forward derivatives.
+            For a model that has no forward derivatives.  Parameters, curvature and the
+            number of steps are then unchanged.
         """
         lr = self._rate()
         start = _Moment(self.kfac.model)
@@ -291,12 +292,13 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             gradient = [p.grad / total + decay * p for p, decay in trained]
             for (p, _), g in zip(trained, gradient, strict=True):
                 p.grad.copy_(g * total)
-            self.kfac.damping = self._damping + max(decay for _, decay in trained)
-            self.kfac.step()
-            directions = self._directions(trained, gradient)
-            model = self._model(
-                trained, gradient, list(directions.values()), passes, rows
-            )
+            with self.kfac.undone_on_error():
+                self.kfac.damping = self._damping + max(decay for _, decay in trained)
+                self.kfac.step()
+                directions = self._directions(trained, gradient)
+                model = self._model(
+                    trained, gradient, list(directions.values()), passes, rows
+                )
             coefficients = lr * model.minimize().coefficients
             kept = [p.clone() for p, _ in trained]
             changes = [
