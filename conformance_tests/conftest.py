@@ -165,6 +165,13 @@ JAX_ONLY_THOROUGH = (
     "test_equal_eigenvalues_have_no_derivative[jax-shifted_matrix, power]",
     "test_weight_gradient_is_that_of_the_framework[jax-1]",
     "test_a_block_runs_inside_a_compiled_program[conv groups]",
+    "test_equal_blocks_and_shared_factors[jax]",
+    "test_a_record_agrees[jax-float64-numpy_conv_kron_reduce]",
+    "test_a_record_agrees[jax-float64-tfkfac_conv_kron_valid_s1_bias]",
+    "test_a_record_agrees[jax-float64-numpy_embedding_bag_default]",
+    "test_what_float32_cannot_certify_is_made_in_float64[jax-infinite]",
+    "test_a_separate_bias_is_a_block_of_its_own[jax-float64-factored_unit_pi-reduce]",
+    "test_chunks_give_what_the_whole_batch_gives[jax-approximation1-mean_rows-True]",
 )
 
 FEW_CASES = 2
