@@ -156,24 +156,6 @@ def matrix_trace(x: Array, /, *, xp: Namespace) -> Array:
     return xp.linalg.trace(x)
 
 
-def one_norm(matrix: SymmetricMatrix, /, *, xp: Namespace) -> Array:
-    """Return the 1-norm of symmetric matrices, the largest column sum of magnitudes.
-
-    Parameters
-    ----------
-    matrix : SymmetricMatrix
-        The matrices.
-    xp : namespace
-        Array API namespace of the matrices.
-
-    Returns
-    -------
-    array, shape (...)
-        The norms, in the dtype of the matrices.
-    """
-    return xp.max(xp.sum(xp.abs(matrix.full()), axis=-2), axis=-1)
-
-
 @dispatched
 def scale_symmetric(
     matrix: SymmetricMatrix, factor: Scalar, /, *, xp: Namespace
@@ -218,3 +200,24 @@ def multiply_symmetric(matrix: SymmetricMatrix, v: Array, /, *, xp: Namespace) -
         ``S v``, in ``2 n^2 k`` flops.
     """
     return xp.matmul(matrix.full(), v)
+
+
+def one_norm(matrix: SymmetricMatrix, /, *, xp: Namespace) -> Array:
+    """Return the 1-norm of symmetric matrices, the largest column sum of magnitudes.
+
+    Parameters
+    ----------
+    matrix : SymmetricMatrix
+        The matrices.
+    xp : namespace
+        Array API namespace of the matrices.
+
+    Returns
+    -------
+    array, shape (...)
+        The norms, in the dtype of the matrices.
+    """
+    magnitudes = SymmetricMatrix(xp.abs(matrix.array), matrix.full_storage)
+    ones = xp.ones_like(matrix.array[..., :, :1])
+    sums = multiply_symmetric(magnitudes, ones, xp=xp)
+    return xp.max(sums[..., 0], axis=-1)
