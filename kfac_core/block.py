@@ -13,7 +13,6 @@ executors: whether tasks can be stacked, and how much work they are.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, get_args
 
@@ -28,6 +27,7 @@ from kfac_core.array.finite import (
     is_plain,
     known_finite,
     known_true,
+    quiet,
     truth_of,
 )
 from kfac_core.array.namespaces import (
@@ -304,7 +304,7 @@ class Block:
         if check == "raise":
             raise_for_flags(int(status), name=name)
         options = UpdateOptions(conventions=conventions, decay=0.0, weight=None, xp=xp)
-        with _quiet(check, rows.like, over="ignore", invalid="ignore"):
+        with quiet(check, xp=xp):
             new = self.approximation.updated(empty, rows, self.layer, options)
             status = _with_overflow(status, self, new, options, ())
         if check == "raise":
@@ -527,7 +527,7 @@ class Block:
         -----
         ``R (n^2 + M m^2)`` flops for R rows and M sources, as an update with the batch.
         """
-        with _quiet("status", batch.output_grads, over="ignore", invalid="ignore"):
+        with quiet("status", xp=own_namespace(batch.output_grads)):
             return self.approximation.row_sums(self.layer, batch, dtype)
 
     @validated
@@ -728,8 +728,7 @@ class UpdateBlock(Stage):
         if isinstance(rows, IdRows):
             rows, outside = rows.with_ids_inside(xp=xp)
             flags = flags | outside
-        # The status reports infinities; NumPy would also warn of inf - inf.
-        with _quiet(self.check, like, over="ignore", invalid="ignore"):
+        with quiet(self.check, xp=options.xp):
             new = block.approximation.updated(statistics, rows, block.layer, options)
             flags = _finite_status(flags, block, rows, new, options, stack)
         return _with_status(new, flags)
@@ -751,7 +750,7 @@ class UpdateBlock(Stage):
             _require_place(statistics.like, given.like)
             rows, outside = _with_ids_inside(given, options.xp)
             status = status | outside | rows.status(xp=options.xp)
-            with _quiet(self.check, rows.like, over="ignore", invalid="ignore"):
+            with quiet(self.check, xp=options.xp):
                 part = block.approximation.updated(empty, rows, block.layer, alone)
                 total = part if total is None else total.merged(part)
             # Otherwise the variables keep this chunk alive while the next one is made.
@@ -948,8 +947,7 @@ class RefreshBlock(Stage):
         )
         make = block.approximation.operator
         try:
-            # The status reports infinities; NumPy's warnings would repeat it.
-            with _quiet(check, like, over="ignore", invalid="ignore"):
+            with quiet(check, xp=xp):
                 if self.damping_scaling == "mean_eigenvalue":
                     bare = options._replace(damping=0.0, factorizations=())
                     undamped = make(statistics, layer, bare)
@@ -1068,16 +1066,6 @@ def _require_ids(indices: Array, operator: CurvatureOperator, /) -> None:
             f"Expected `indices` of `SparseRows` from 0 to {count - 1}, got ids that are "
             "negative, or not below the number of embeddings."
         )
-
-
-def _quiet(check: Check, like: Array, /, **errors: Any) -> AbstractContextManager[Any]:
-    """Return a context without NumPy warnings for what the status reports.
-
-    Traced arrays are not NumPy arrays, and function compilers do not support the context.
-    """
-    if check == "raise" or isinstance(like, (np.ndarray, np.generic)):
-        return np.errstate(**errors)
-    return nullcontext()
 
 
 def _with_status(statistics: Statistics, status: Any) -> Statistics:

@@ -6,11 +6,16 @@ there cancel nothing.  So rows need not be read for it where their sums are at h
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import numpy as np
+from array_api_compat import is_numpy_namespace
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import NUMBER, Scalar
+from kfac_core.array.status import Check
 
 __all__ = [
     "all_finite",
@@ -21,6 +26,7 @@ __all__ = [
     "known_true",
     "plain_number",
     "positive_or_one",
+    "quiet",
     "truth_of",
 ]
 
@@ -180,3 +186,25 @@ def plain_number(x: Scalar, /, *, xp: Namespace) -> float | None:
     if isinstance(x, NUMBER):
         return float(x)
     return float(x) if x.ndim == 0 and is_plain(x, xp=xp) else None
+
+
+def quiet(check: Check, /, *, xp: Namespace) -> AbstractContextManager[Any]:
+    """Return a context without NumPy's warnings of infinities, which a status reports.
+
+    Parameters
+    ----------
+    check : {"raise", "status"}
+        With ``"status"`` a function compiler may be tracing, which supports no such
+        context: then it is for NumPy's own arrays alone.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    context manager
+        Context; the warnings hang on the processor too, whose kernels may compute
+        ``inf * 0`` in lanes that nobody reads.
+    """
+    if check == "raise" or is_numpy_namespace(xp):
+        return np.errstate(over="ignore", invalid="ignore")
+    return nullcontext()
