@@ -123,8 +123,6 @@ def test_a_matrix_that_is_not_finite_is_refused(backend, dtype, bad):
         )
 
 
-# Of some processors' kernels, where the core does not know that arrays are NumPy's.
-@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_in_status_mode_it_is_flagged_and_nan(backend, dtype, bad):
     """A matrix that is not finite gives NaN throughout and the flag, and no error."""

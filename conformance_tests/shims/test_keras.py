@@ -921,7 +921,9 @@ def test_the_other_backend():
             "KERAS_BACKEND": "jax",
             "PYTEST_ADDOPTS": "",
             # Each program runs once or twice.
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "XLA_FLAGS": os.environ.get(
+                "XLA_FLAGS", "--xla_backend_optimization_level=0"
+            ),
         },
         capture_output=True,
         text=True,

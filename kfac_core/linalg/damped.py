@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, TypeVar, cast
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import known_finite, known_true, quiet
+from kfac_core.array.finite import known_finite, known_true
 from kfac_core.array.namespaces import (
     as_number,
     own_namespace,
@@ -174,8 +174,7 @@ def damped_inverse(
     xp, lower = own_namespace(problem.matrix.array), None
     if factor is not None and (check == "status" or not fallback_of(factor)):
         lower = factor.lower
-    with quiet(check, xp=xp):
-        made = _attempt_inverse(problem, xp, lower)
+    made = _attempt_inverse(problem, xp, lower)
     options: Any = {"check": check, "name": name, "made": made, "xp": xp}
     inverse: Inverse = with_fallbacks(
         _attempt_inverse,

@@ -19,7 +19,7 @@ from enum import IntEnum
 from typing import Any, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.finite import is_plain, known_true, quiet
+from kfac_core.array.finite import is_plain, known_true
 from kfac_core.array.namespaces import (
     any_status,
     device_of,
@@ -130,29 +130,28 @@ def with_fallbacks(
     KFACError
         As `last` (``check="raise"``).
     """
-    with quiet(check, xp=xp):
-        widest = widened(problem, xp=xp) if wide and check == "raise" else None
-        if widest is None:
-            found: Any = attempt(problem, xp) if made is None else made
-            if check == "status":
-                return found  # type: ignore[no-any-return]
-            flags = _flags(found.status, xp)
-            if not flags:
-                better = settled(problem, found, name, xp) if settled and doubted else None
-                return found if better is None else better
-            widest = widened(problem, xp=xp)
-        if widest is not None:
-            found = attempt(widest, xp)
-            flags = _flags(found.status, xp)
-            if not flags:
-                better = settled(widest, found, name, xp) if settled else None
-                if better is None:
-                    fallback = xp.full_like(found.fallback, int(Fallback.FLOAT64))
-                    better = replaced(found, fallback=fallback)
-                return _narrowed(better, problem, name, xp)
-        raise_invalid(Status(flags), name)
-        widest = problem if widest is None else widest
-        return _narrowed(last(widest, found, name, xp), problem, name, xp)
+    widest = widened(problem, xp=xp) if wide and check == "raise" else None
+    if widest is None:
+        found: Any = attempt(problem, xp) if made is None else made
+        if check == "status":
+            return found  # type: ignore[no-any-return]
+        flags = _flags(found.status, xp)
+        if not flags:
+            better = settled(problem, found, name, xp) if settled and doubted else None
+            return found if better is None else better
+        widest = widened(problem, xp=xp)
+    if widest is not None:
+        found = attempt(widest, xp)
+        flags = _flags(found.status, xp)
+        if not flags:
+            better = settled(widest, found, name, xp) if settled else None
+            if better is None:
+                fallback = xp.full_like(found.fallback, int(Fallback.FLOAT64))
+                better = replaced(found, fallback=fallback)
+            return _narrowed(better, problem, name, xp)
+    raise_invalid(Status(flags), name)
+    widest = problem if widest is None else widest
+    return _narrowed(last(widest, found, name, xp), problem, name, xp)
 
 
 def in_wider_dtype(

@@ -10,6 +10,7 @@ from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
+from kfac_core.array.finite import quiet
 from kfac_core.array.namespaces import Scalar, as_number, device_of, own_namespace
 from kfac_core.array.structure import structure
 
@@ -199,7 +200,8 @@ def multiply_symmetric(matrix: SymmetricMatrix, v: Array, /, *, xp: Namespace) -
     array, shape (..., n, k)
         ``S v``, in ``2 n^2 k`` flops.
     """
-    return xp.matmul(matrix.full(), v)
+    with quiet("status", xp=xp):
+        return xp.matmul(matrix.full(), v)
 
 
 def one_norm(matrix: SymmetricMatrix, /, *, xp: Namespace) -> Array:
