@@ -51,8 +51,8 @@ KERNEL_TESTS = (
     "conformance_tests/execution/test_parallel.py",
     "conformance_tests/survival",
 )
-# Options with which XLA compiles sooner what is slower; it ends the process for one that its
-# version does not know.
+# Options with which XLA compiles sooner what is slower; it ends the process for one that
+# its version does not know.
 QUICK_XLA = "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"
 XLA_PROBE = "import jax; jax.numpy.ones(2) + 1"
 # Prints the kernels that NumPy's BLAS computes with.
@@ -455,7 +455,7 @@ def kernels(session: nox.Session) -> None:
     session.install("-e", ".[scipy]", *group("test"))
     runs = [(kernel, threads) for kernel in KERNELS for threads in (1, 2)]
     run_with_kernels(session, runs)
-    # NumPy warns of infinities by what the kernels compute; BLAS, called directly, does not.
+    # NumPy warns of infinities by what kernels compute; BLAS, called directly, does not.
     runs = [(kernel, 1) for kernel in KERNELS]
     run_with_kernels(session, runs, env={"KFAC_CORE_TEST_NO_BACKENDS": "1"})
 
