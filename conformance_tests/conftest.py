@@ -172,6 +172,20 @@ JAX_ONLY_THOROUGH = (
     "test_what_float32_cannot_certify_is_made_in_float64[jax-infinite]",
     "test_a_separate_bias_is_a_block_of_its_own[jax-float64-factored_unit_pi-reduce]",
     "test_chunks_give_what_the_whole_batch_gives[jax-approximation1-mean_rows-True]",
+    "test_a_record_agrees[jax-float64-numpy_conv_tnt]",
+    "test_a_record_agrees[jax-float64-tfkfac_fc_kron_nobias_1src]",
+    "test_a_record_agrees[jax-float64-tfkfac_fc_kron_bias_2src]",
+    "test_a_record_agrees[jax-float64-tfkfac_fc_uses_T3_list]",
+    "test_a_record_agrees[jax-float64-kfacjax_dense_kf_nobias]",
+    "test_a_record_agrees[jax-float64-kfacjax_dense_kf_width1]",
+    "test_a_record_agrees[jax-float64-kfacjax_scale_shift_full_spatial_both]",
+    "test_a_record_agrees[jax-float64-numpy_embedding_full_shared]",
+    "test_a_vector_may_be_a_stack_of_the_operators_own[jax-float64-multiply_cholesky-"
+    "Kronecker(input='full', output='full', sharing='expand', bias='joint')-exact]",
+    "test_a_convolution_is_that_of_dense_sums[jax-float64-True-plain]",
+    "test_a_separate_bias_is_a_block_of_its_own[jax-float64-factored_unit_pi-expand]",
+    "test_more_gradients_than_numbers_and_widths_of_one[jax]",
+    "test_half_precision_is_cast_before_any_product[jax-eva-float16]",
 )
 
 FEW_CASES = 2
