@@ -949,7 +949,9 @@ class RefreshBlock(Stage):
         try:
             with quiet(check, xp=xp):
                 if self.damping_scaling == "mean_eigenvalue":
-                    bare = options._replace(damping=0.0, factorizations=())
+                    bare = options._replace(
+                        damping=0.0, factorizations=(), keep_matrices=True
+                    )
                     undamped = make(statistics, layer, bare)
                     mean = undamped.trace(damped=False) / undamped.shape[0]
                     damping = damping * mean

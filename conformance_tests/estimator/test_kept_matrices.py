@@ -127,6 +127,27 @@ def test_what_needs_the_matrices_is_refused_by_name(backend, rng, approximation)
     assert_close(dense, F, "gram", "float64")
 
 
+@pytest.mark.parametrize("approximation", [kc.Kronecker(), kc.Full()])
+def test_damping_may_be_relative_to_the_mean_eigenvalue(backend, rng, approximation):
+    """The trace that it takes is that of the statistics, which have their matrices."""
+    x, g, A, G = moments(rng)
+    V = rng.normal(size=(N, M))
+    estimator = refreshed(
+        backend, x, g, approximation=approximation, damping_scaling="mean_eigenvalue"
+    )
+
+    F = np.kron(A, G)
+    if approximation.name == "full":
+        D = (x[:, :, None] * g[:, None, :]).reshape(len(x), -1)
+        F = D.T @ D / len(x)
+    damping = DAMPING * np.trace(F) / (N * M)
+    damped = F + damping * np.eye(N * M)
+    if approximation.name == "kronecker":
+        damped = reference.damped_block(A, G, 1.0, damping=damping, rule="factored")
+    found = product(backend, estimator, V)
+    assert_close(found.ravel(), np.linalg.solve(damped, V.ravel()), "inverse", "float64")
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_every_block_takes_the_option(backend, rng, pair):
     """Directions are the same to the bit, and the report has what can be known."""
