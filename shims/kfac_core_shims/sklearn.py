@@ -196,8 +196,8 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
         try:
             yield
         except (TypeError, ValueError):
-            vars(self).clear()
-            vars(self).update(held)
+            self.__dict__.clear()
+            self.__dict__.update(held)
             raise
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, *, incremental: bool) -> Any:

@@ -486,7 +486,7 @@ class KFAC(kc.integration.NaturalGradient):
 
             def natural(gradients: Any, variables: Any = None, **more: Any) -> Any:
                 given = variables or more.get("trainable_variables")
-                return apply(self._natural(gradients, given, data, values), given)
+                return apply(self._natural([*gradients], given, data, values), given)
 
             with shadowed([(inner, {"apply": natural})]):
                 return step(*given)
@@ -521,9 +521,8 @@ class KFAC(kc.integration.NaturalGradient):
         """Return natural gradients of the variables in a training step of Keras."""
         optimizer = self._optimizer()
         variables = optimizer._trainable_variables if variables is None else variables
-        gradients, variables = [*gradients], [*variables]
         if len(gradients) != len(variables):
-            return gradients  # the optimizer refuses them
+            return [*gradients]  # the optimizer refuses them
         # A step of one's own may apply some of the variables, in any order.
         own = self.model.trainable_variables
         given = {id(v): g for v, g in zip(variables, gradients, strict=True)}
