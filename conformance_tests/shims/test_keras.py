@@ -894,6 +894,107 @@ def test_a_layer_that_is_frozen_after_compile_keeps_its_weights():
     close(np.concatenate([changes[2], changes[3][None]]), direction)
 
 
+@pytest.mark.skipif(COMPILED, reason="Keras has one order of the variables on JAX")
+@pytest.mark.parametrize("order", [[2, 3, 0, 1], [1, 0, 3, 2], [2, 3]])
+def test_a_training_step_may_apply_variables_in_any_order(order):
+    """Directions are those of the loop by hand, where gradients have the model's order."""
+    import torch
+
+    class Own(keras.Model):
+        def train_step(self, data):
+            self.zero_grad()
+            self.compute_loss(data[0], data[1], self(data[0])).backward()
+            some = [self.trainable_variables[i] for i in order]
+            with torch.no_grad():
+                self.optimizer.apply([v.value.grad for v in some], some)
+            return {}
+
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(2, 8, 4)).astype("float32")
+    options = {"fisher": "exact", "likelihood": "gaussian", "kl_clip": None}
+
+    def made():
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((4,))
+        inside = layers.Dense(4, activation="tanh")(inputs)
+        model = Own(inputs, layers.Dense(4)(inside))
+        model.compile(keras.optimizers.SGD(1.0), "mean_squared_error")
+        return model
+
+    model, again = made(), made()
+    KFAC(model, **options)
+    before = [host(w) for w in model.get_weights()]
+    model.train_on_batch(x, y)
+    changes = [b - host(w) for b, w in zip(before, model.get_weights(), strict=True)]
+
+    kfac = KFAC(again, **options)
+    kfac.observe(x)
+    inputs, targets = torch.asarray(x), torch.asarray(y)
+    again.compute_loss(inputs, targets, again(inputs)).backward()
+    expected = kfac.precondition([v.value.grad for v in again.trainable_variables])
+    for i, (change, direction) in enumerate(zip(changes, expected, strict=True)):
+        if i in order:
+            close(change, host(direction))
+        else:
+            assert not np.any(change)
+
+
+def test_layers_that_are_computed_again_in_the_backward_pass():
+    """Steps of ``fit`` are those of the same network without rematerialization."""
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(2, 8, 4)).astype("float32")
+    found = []
+    for mode in (None, "full"):
+        keras.utils.set_random_seed(3)
+        with keras.RematScope(mode=mode):
+            model = network(
+                layers.Dense(5, activation="tanh"), layers.Dense(4), shape=(4,)
+            )
+        model.compile(keras.optimizers.SGD(0.1), "mean_squared_error")
+        KFAC(model, fisher="exact")
+        model.fit(x, y, epochs=2, batch_size=8, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    for plain, again in zip(*found, strict=True):
+        close(again, plain)
+
+
+@pytest.mark.parametrize("kind", [layers.GRU, layers.SimpleRNN])
+def test_an_initial_state_by_itself_is_that_of_a_list(kind):
+    sequences, states = keras.Input((3, 2)), keras.Input((4,))
+    outputs = layers.Dense(3)(kind(4)(sequences, initial_state=states))
+    model = keras.Model([sequences, states], outputs)
+    kfac = KFAC(model, fisher="exact", **SETTINGS)
+    rng = np.random.default_rng(2)
+    x = [rng.normal(size=shape).astype("float32") for shape in ((5, 3, 2), (5, 4))]
+    kfac.observe(x)
+    [use] = [call for call in kfac._calls if "recurrent" in call.block]
+    assert use.inputs.shape == (5, 3, 4)
+    np.testing.assert_array_equal(host(use.inputs)[:, 0], x[1])
+
+
+@pytest.mark.skipif(not COMPILED, reason="PyTorch runs loops as they are written")
+def test_a_layer_within_a_traced_loop_is_refused():
+    class Cell(layers.Layer):
+        state_size = output_size = 4
+
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(4)
+
+        def build(self, shape):
+            self.dense.build((None, shape[-1] + 4))
+
+        def call(self, x, states):
+            h = self.dense(keras.ops.concatenate([x, states[0]], -1))
+            return h, [h]
+
+    inputs = keras.Input((3, 2))
+    model = keras.Model(inputs, layers.Dense(3)(layers.RNN(Cell())(inputs)))
+    kfac = KFAC(model, **SETTINGS)
+    with pytest.raises(kc.UnsupportedError, match="RNN's cell"):
+        kfac.observe(np.ones((5, 3, 2), "float32"))
+
+
 @pytest.mark.skipif(not COMPILED, reason="PyTorch runs the step as it is written")
 @pytest.mark.parametrize("name", ["damping", "update_every", "kl_clip"])
 def test_a_schedule_that_a_compiled_step_would_not_follow_is_refused(name):

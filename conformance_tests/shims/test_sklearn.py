@@ -214,6 +214,29 @@ def test_what_a_run_reads_at_first_may_not_change():
         model.fit(X, y, sample_weight=-np.ones(len(X)))
 
 
+@pytest.mark.parametrize("method", ["fit", "partial_fit"])
+def test_a_call_that_is_refused_changes_nothing(method):
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(30, 3)), np.arange(30) % 3
+    other = np.array(list("abcd"))[np.arange(30) % 4]
+    model = KFACClassifier((4,), max_iter=2, random_state=0)
+    options = {"classes": [0, 1]} if method == "partial_fit" else {}
+    with pytest.raises(ValueError, match="NaN"):
+        getattr(model, method)(np.full_like(X, np.nan), y % 2, **options)
+    assert not hasattr(model, "classes_")
+
+    model.fit(X, y)
+    expected = model.predict_proba(X)
+    with pytest.raises(ValueError, match="negative"):
+        model.fit(X[:, :2], other, sample_weight=-np.ones(30))
+    np.testing.assert_array_equal(model.predict_proba(X), expected)
+    np.testing.assert_array_equal(model.classes_, [0, 1, 2])
+    model.set_params(early_stopping=True, validation_fraction=0.01)
+    with pytest.raises(ValueError, match="test_size"):
+        model.fit(X, y)
+    np.testing.assert_array_equal(model.predict_proba(X), expected)
+
+
 def test_early_stopping_keeps_the_best_parameters():
     """Of labels that are mostly noise, so that the validation score falls again."""
     rng = np.random.default_rng(6)

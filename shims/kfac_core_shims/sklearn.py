@@ -14,8 +14,9 @@ so that an example of weight two counts as two examples.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias
@@ -185,7 +186,19 @@ class _Perceptron(BaseEstimator):  # type: ignore[misc]
         ValueError
             For parameters out of range, and data that do not fit.
         """
-        return self._fit(X, y, sample_weight, incremental=False)
+        with self._restored_if_refused():
+            return self._fit(X, y, sample_weight, incremental=False)
+
+    @contextlib.contextmanager
+    def _restored_if_refused(self) -> Iterator[None]:
+        """Give all attributes back what they were, if an argument is refused."""
+        held = dict(vars(self))
+        try:
+            yield
+        except (TypeError, ValueError):
+            self.__dict__.clear()
+            self.__dict__.update(held)
+            raise
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, *, incremental: bool) -> Any:
         self._require_parameters()
@@ -585,6 +598,12 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
         ValueError
             As `fit`; for labels that are not among the classes; with `early_stopping`.
         """
+        with self._restored_if_refused():
+            self._take_classes(y, classes)
+            return self._fit(X, y, sample_weight, incremental=True)
+
+    def _take_classes(self, y: Any, classes: Any) -> None:
+        """Take the classes of the first partial_fit, or compare with what they were."""
         if not hasattr(self, "classes_"):
             if classes is None:
                 raise ValueError("classes must be passed on the first call.")
@@ -598,7 +617,6 @@ class KFACClassifier(ClassifierMixin, _Perceptron):  # type: ignore[misc]
                 f"`classes={classes!r}` is not the same as on last call to partial_fit, "
                 f"was: {self.classes_!r}"
             )
-        return self._fit(X, y, sample_weight, incremental=True)
 
     def predict(self, X: Any) -> Any:
         """Return the most probable labels.
@@ -790,7 +808,8 @@ class KFACRegressor(RegressorMixin, _Perceptron):  # type: ignore[misc]
         ValueError
             As `fit`; with `early_stopping`.
         """
-        return self._fit(X, y, sample_weight, incremental=True)
+        with self._restored_if_refused():
+            return self._fit(X, y, sample_weight, incremental=True)
 
     def predict(self, X: Any) -> Array:
         """Return the outputs.

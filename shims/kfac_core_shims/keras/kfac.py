@@ -319,7 +319,13 @@ class KFAC(kc.integration.NaturalGradient):
                 (layer, tapped(names, layer, tape))
                 for layer, names in self._parts.values()
             ]
-            with shadowed(taps):
+            # A layer that is computed again in the backward pass would be tapped twice.
+            once = [
+                (layer, {"_remat_mode": None})
+                for layer in self.model._flatten_layers()
+                if getattr(layer, "_remat_mode", None)
+            ]
+            with shadowed(once), shadowed(taps):
                 outputs = self.model.stateless_call(*state, x, **training)[0]
             natural, weights[:] = [], []
             for loss in losses:
@@ -480,7 +486,7 @@ class KFAC(kc.integration.NaturalGradient):
 
             def natural(gradients: Any, variables: Any = None, **more: Any) -> Any:
                 given = variables or more.get("trainable_variables")
-                return apply(self._natural(gradients, data, values), given)
+                return apply(self._natural([*gradients], given, data, values), given)
 
             with shadowed([(inner, {"apply": natural})]):
                 return step(*given)
@@ -509,8 +515,23 @@ class KFAC(kc.integration.NaturalGradient):
             optimizer = optimizer.inner_optimizer
         return optimizer
 
-    def _natural(self, gradients: Any, data: Any, values: Any) -> list[Any]:
-        """Return natural gradients in a training step of Keras."""
+    def _natural(
+        self, gradients: Any, variables: Any, data: Any, values: Any
+    ) -> list[Any]:
+        """Return natural gradients of the variables in a training step of Keras."""
+        optimizer = self._optimizer()
+        variables = optimizer._trainable_variables if variables is None else variables
+        if len(gradients) != len(variables):
+            return [*gradients]  # the optimizer refuses them
+        # A step of one's own may apply some of the variables, in any order.
+        own = self.model.trainable_variables
+        given = {id(v): g for v, g in zip(variables, gradients, strict=True)}
+        found = self._natural_of_all([given.get(id(v)) for v in own], data, values)
+        given |= {id(v): g for v, g in zip(own, found, strict=True)}
+        return [given[id(v)] for v in variables]
+
+    def _natural_of_all(self, gradients: Any, data: Any, values: Any) -> list[Any]:
+        """Return natural gradients in the order of ``model.trainable_variables``."""
         optimizer = self._optimizer()
         scale = optimizer.loss_scale_factor
         if scale is not None:

@@ -61,6 +61,8 @@ def recurrent_call(names: dict[str, str], layer: Any, tape: Tape) -> Callable[..
         states = initial_state
         if states is None:
             states = layer.get_initial_state(batch_size=ops.shape(x)[0])
+        elif not isinstance(states, list | tuple):
+            states = [states]  # the state of a GRU or a SimpleRNN, by itself
         states = [ops.cast(s, dtype) for s in states]
         before, outputs = [], []
         last = ops.zeros_like(states[0])

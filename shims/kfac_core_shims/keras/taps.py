@@ -13,6 +13,8 @@ from typing import Any
 
 import keras
 
+import kfac_core as kc
+
 __all__ = ["Tape", "Use", "run_taped", "shadowed"]
 
 
@@ -68,10 +70,25 @@ def run_taped(
         What `run` returned.
     pull : callable
         Takes a vector for each output, and returns the output gradient of each use.
+
+    Raises
+    ------
+    UnsupportedError
+        On JAX, for a use within a loop that is traced by itself.
     """
-    if keras.backend.backend() == "jax":
+    if keras.backend.backend() != "jax":
+        return _run_torch(run)
+    import jax
+
+    try:
         return _run_jax(run)
-    return _run_torch(run)
+    except jax.errors.UnexpectedTracerError:
+        raise kc.UnsupportedError(
+            "A layer of the model is called within a loop or a map that JAX traces by "
+            "itself (as part of an RNN's cell, or in keras.ops.scan, map, vectorized_map), "
+            "where its inputs cannot be recorded. Write the loop in Python, or use a "
+            "subclass of the layer, whose gradients K-FAC leaves as they are."
+        ) from None
 
 
 def _run_torch(run: Callable[[Tape], Any]) -> Any:
@@ -117,6 +134,7 @@ def _run_jax(run: Callable[[Tape], Any]) -> Any:
         return outputs, [(use.inputs, use.mask) for use in tape.uses]
 
     outputs, pulled, seen = jax.vjp(taped, zeros, has_aux=True)
+    seen = jax.lax.stop_gradient(seen)  # raises for inputs from within a traced loop
     uses = [Use(block, *given) for block, given in zip(blocks, seen, strict=True)]
 
     def pull(vectors: Any) -> Any:
