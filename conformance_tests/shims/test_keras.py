@@ -972,27 +972,54 @@ def test_an_initial_state_by_itself_is_that_of_a_list(kind):
     np.testing.assert_array_equal(host(use.inputs)[:, 0], x[1])
 
 
+class Cell(layers.Layer):
+    state_size = output_size = 4
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+
+    def build(self, shape):
+        self.dense.build((None, shape[-1] + 4))
+
+    def call(self, x, states):
+        h = self.dense(keras.ops.concatenate([x, states[0]], -1))
+        return h, [h]
+
+
+class Within(layers.Layer):
+    """A dense layer within a function of `keras.ops`."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.dense, self.function = layers.Dense(4), function
+
+    def build(self, shape):
+        self.dense.build((None, shape[-1]))
+
+    def call(self, x):
+        if self.function == "cond":
+            return keras.ops.cond(
+                keras.ops.sum(x) > 0, lambda: self.dense(x), lambda: x
+            )
+        return getattr(keras.ops, self.function)(self.dense, x)
+
+
 @pytest.mark.skipif(not COMPILED, reason="PyTorch runs loops as they are written")
-def test_a_layer_within_a_traced_loop_is_refused():
-    class Cell(layers.Layer):
-        state_size = output_size = 4
-
-        def __init__(self):
-            super().__init__()
-            self.dense = layers.Dense(4)
-
-        def build(self, shape):
-            self.dense.build((None, shape[-1] + 4))
-
-        def call(self, x, states):
-            h = self.dense(keras.ops.concatenate([x, states[0]], -1))
-            return h, [h]
-
-    inputs = keras.Input((3, 2))
-    model = keras.Model(inputs, layers.Dense(3)(layers.RNN(Cell())(inputs)))
-    kfac = KFAC(model, **SETTINGS)
+@pytest.mark.parametrize("called", ["cell", "map", "vectorized_map", "cond"])
+def test_a_layer_within_a_function_that_is_traced_by_itself_is_refused(called):
+    """Inputs cannot leave such a trace, and a branch not taken must not count as rows."""
+    inputs = keras.Input((3, 4))
+    inside = layers.RNN(Cell()) if called == "cell" else Within(called)
+    model = keras.Model(inputs, layers.Dense(4)(inside(inputs)))
+    model.compile(keras.optimizers.SGD(0.1), "mean_squared_error")
+    kfac = KFAC(model, fisher="exact")
+    x = np.ones((5, 3, 4), "float32")
     with pytest.raises(kc.UnsupportedError, match="RNN's cell"):
-        kfac.observe(np.ones((5, 3, 2), "float32"))
+        kfac.observe(x)
+    y = np.zeros(model.compute_output_shape(x.shape), "float32")
+    with pytest.raises(kc.UnsupportedError, match="RNN's cell"):
+        model.fit(x, y, verbose=0)
 
 
 @pytest.mark.skipif(not COMPILED, reason="PyTorch runs the step as it is written")

@@ -34,10 +34,19 @@ class Tape:
     ----------
     zeros : callable
         Takes the number of a use and an array of its outputs' shape; returns zeros.
+    trace : callable, optional
+        Returns what JAX traces at this time. Uses within another trace than that in which
+        the tape was made are refused.
     """
 
-    def __init__(self, zeros: Callable[[int, Any], Any]) -> None:
+    def __init__(
+        self,
+        zeros: Callable[[int, Any], Any],
+        trace: Callable[[], Any] = lambda: None,
+    ) -> None:
         self._zeros = zeros
+        self._trace = trace
+        self._begun = trace()
         self.uses: list[Use] = []
 
     def tap(self, block: str, inputs: Any, outputs: Any, mask: Any = None) -> Any:
@@ -48,6 +57,8 @@ class Tape:
 
     def begin(self, block: str, outputs: Any) -> Any:
         """Record a use whose inputs are to come; return the zeros to be added."""
+        if self._trace() != self._begun:
+            raise _within_a_trace(block)
         self.uses.append(Use(block))
         return self._zeros(len(self.uses) - 1, outputs)
 
@@ -74,21 +85,22 @@ def run_taped(
     Raises
     ------
     UnsupportedError
-        On JAX, for a use within a loop that is traced by itself.
+        On JAX, for a use within a function that is traced by itself.
     """
     if keras.backend.backend() != "jax":
         return _run_torch(run)
-    import jax
+    return _run_jax(run)
 
-    try:
-        return _run_jax(run)
-    except jax.errors.UnexpectedTracerError:
-        raise kc.UnsupportedError(
-            "A layer of the model is called within a loop or a map that JAX traces by "
-            "itself (as part of an RNN's cell, or in keras.ops.scan, map, vectorized_map), "
-            "where its inputs cannot be recorded. Write the loop in Python, or use a "
-            "subclass of the layer, whose gradients K-FAC leaves as they are."
-        ) from None
+
+def _within_a_trace(block: str) -> kc.UnsupportedError:
+    """Return the error for a layer whose inputs are known within a trace of JAX alone."""
+    return kc.UnsupportedError(
+        f"The layer of {block!r} is called within a function that JAX traces by itself (an "
+        "RNN's cell, keras.ops.scan, map, cond or vectorized_map, keras.remat), where its "
+        "inputs cannot be recorded. Write a loop in Python and rematerialization as "
+        "keras.RematScope, or use a subclass of the layer, whose gradients K-FAC leaves as "
+        "they are."
+    )
 
 
 def _run_torch(run: Callable[[Tape], Any]) -> Any:
@@ -115,7 +127,15 @@ def _run_torch(run: Callable[[Tape], Any]) -> Any:
 
 def _run_jax(run: Callable[[Tape], Any]) -> Any:
     import jax
+    import jax.extend
     import jax.numpy as jnp
+
+    # JAX 0.10 moved this function.
+    moved = hasattr(jax.extend.core, "get_opaque_trace_state")
+    owner = jax.extend.core if moved else jax.core
+
+    def trace() -> Any:
+        return owner.get_opaque_trace_state(convention="flax")
 
     shapes: list[Any] = []
 
@@ -123,18 +143,17 @@ def _run_jax(run: Callable[[Tape], Any]) -> Any:
         shapes.append(jax.ShapeDtypeStruct(like.shape, like.dtype))
         return jnp.zeros_like(like)
 
-    jax.eval_shape(lambda: run(Tape(first)))
+    jax.eval_shape(lambda: run(Tape(first, trace)))
     zeros = [jnp.zeros(like.shape, like.dtype) for like in shapes]
     blocks: list[str] = []
 
     def taped(zeros: Any) -> Any:
-        tape = Tape(lambda number, _: zeros[number])
+        tape = Tape(lambda number, _: zeros[number], trace)
         outputs = run(tape)
         blocks.extend(use.block for use in tape.uses)
         return outputs, [(use.inputs, use.mask) for use in tape.uses]
 
     outputs, pulled, seen = jax.vjp(taped, zeros, has_aux=True)
-    seen = jax.lax.stop_gradient(seen)  # raises for inputs from within a traced loop
     uses = [Use(block, *given) for block, given in zip(blocks, seen, strict=True)]
 
     def pull(vectors: Any) -> Any:
