@@ -782,6 +782,26 @@ def test_gradients_are_matched_by_path(stepped):
         kfac.update(gradients | {"V": gradients["V"].T}, state, captured=None)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_takes_a_damping_for_each_block(trained, compiled):
+    """It was refused as no number, though the constructor's was not."""
+    network, params, x, options = trained
+    given = {"W": 0.5, "V": 2.0}
+    z, pull = network.vjp(params, x)
+    gradients, captured = pull(jax.grad(nll)(z, LABELS), reduction="sum")
+    kfac = shim.KFAC(network, **options)
+
+    def update(damping):
+        state = kfac.init(params)
+        return kfac.update(gradients, state, captured=captured, damping=damping)[0]
+
+    found = (jax.jit(update) if compiled else update)(given)
+    own = shim.KFAC(network, **{**options, "damping": given})
+    expected = own.update(gradients, own.init(params), captured=captured)[0]
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-9)
+
+
 def test_a_partition_gives_each_transformation_its_own_gradients(trained, stepped):
     """K-FAC of one layer and gradient descent of the other, in one optax partition."""
     optax = pytest.importorskip("optax")

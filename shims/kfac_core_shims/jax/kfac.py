@@ -154,7 +154,7 @@ class KFAC:
         params: Any = None,
         *,
         captured: kc.integration.Captured | None,
-        damping: Any = None,
+        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] | None = None,
     ) -> tuple[Any, kc.NetworkState]:
         """Return the inverse curvature times gradients of the mean loss, and the state.
 
@@ -236,7 +236,7 @@ class KFAC:
         captured: kc.integration.Captured,
         /,
         *,
-        damping: Any = None,
+        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] | None = None,
     ) -> kc.NetworkState:
         """Return the state after an update with what was captured, and what is due then.
 
