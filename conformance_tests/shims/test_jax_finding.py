@@ -800,6 +800,10 @@ def test_a_step_takes_a_damping_for_each_block(trained, compiled):
     expected = own.update(gradients, own.init(params), captured=captured)[0]
     for name, leaf in expected.items():
         np.testing.assert_allclose(found[name], leaf, rtol=1e-9)
+    with pytest.raises(kc.DampingError, match=r"every block, but \['V'\]"):
+        update({"W": 0.5})
+    with pytest.raises(kc.UnknownBlockError, match="'Z'"):
+        update({**given, "Z": 1.0})
 
 
 def test_a_partition_gives_each_transformation_its_own_gradients(trained, stepped):
