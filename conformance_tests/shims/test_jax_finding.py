@@ -255,6 +255,107 @@ def test_a_mask_of_rows_in_an_order_that_cannot_be_told_is_refused(shared):
         pull(jax.grad(nll)(z, LABELS), reduction="sum")
 
 
+@pytest.mark.parametrize("move", ["roll", "take"])
+def test_rows_that_a_call_reorders_are_in_an_order_that_cannot_be_told(shared, move):
+    """`jnp.roll` and `jnp.take` are calls, whose insides counted as nothing."""
+    params, x, _, _ = shared
+    order = np.roll(np.arange(N * T), 1)
+
+    def function(params, x):
+        rows = x.reshape(-1, D)
+        rows = jnp.roll(rows, 1, 0) if move == "roll" else jnp.take(rows, order, 0)
+        h = jnp.tanh(rows @ params["W"] + params["b"]).reshape(len(x), T, H)
+        return h.sum(1) @ params["V"]
+
+    assert set(shim.Network(function, params, x).blocks) == {"W", "V"}
+    with pytest.raises(kc.ConventionError, match="12 rows for 4 examples"):
+        shim.Network(function, params, x, approximation=lambda *_: kc.Full())
+
+
+@pytest.mark.parametrize("start", [(N, 1), (1, 1), (1, T)])
+def test_what_an_axis_of_length_one_hides_is_found_with_the_next_batch(shared, start):
+    """Time was merged in front of the examples; with one time, nothing of it is seen."""
+    params, x, _, _ = shared
+
+    def function(params, x):
+        return jnp.tanh(time_first_of(params, x)).mean(axis=1) @ params["V"]
+
+    def time_first_of(params, x):
+        h = x.swapaxes(0, 1).reshape(-1, D) @ params["W"] + params["b"]
+        return h.reshape(x.shape[1], -1, H).swapaxes(0, 1)
+
+    network = shim.Network(
+        function, params, x[: start[0], : start[1]], approximation=lambda *_: kc.Full()
+    )
+    network.vjp(params, x[: start[0], : start[1]])
+    z, pull = network.vjp(params, x)
+    captured = pull(jax.grad(nll)(z, LABELS), reduction="sum")[1]
+    numpy = jax.tree.map(np.asarray, captured)
+
+    h = np.tanh(x @ params["W"] + params["b"])
+    p = np.exp(h.mean(1) @ params["V"])
+    e = p / p.sum(1, keepdims=True) - np.eye(2)[LABELS]
+    g = (e @ params["V"].T)[:, None] / T * (1 - h**2)
+    rows = np.concatenate([x, np.ones((N, T, 1))], axis=2)
+    each = np.einsum("ntd,nth->ndh", rows, g).reshape(N, -1)
+    v = np.arange(9.0).reshape(3, 3)
+    found = directions(network, numpy, {"W": {"weight": v[:2], "bias": v[2]}})["W"]
+    np.testing.assert_allclose(
+        flat(found["weight"], found["bias"]), solved(each.T @ each / N, v), rtol=1e-7
+    )
+
+
+def test_rows_that_a_later_batch_merges_are_refused(shared):
+    """With one time in each example, a roll of merged rows was one of the examples."""
+    params, x, _, _ = shared
+
+    def function(params, x):
+        rows = jnp.roll(x.reshape(-1, D), 1, axis=0)
+        h = jnp.tanh(rows @ params["W"] + params["b"])
+        return h.reshape(*x.shape[:2], H).sum(1) @ params["V"]
+
+    network = shim.Network(
+        function, params, x[:, :1], approximation=lambda *_: kc.Full()
+    )
+    with pytest.raises(kc.ConventionError, match="12 rows for 4 examples"):
+        network.vjp(params, x)
+
+
+def test_value_is_a_name_like_others(rng):
+    """In a dict it boxes nothing, beside a leaf that is named as a box too."""
+    params = {
+        "head": {
+            "value": jnp.asarray(rng.normal(size=(D, H))),
+            "raw_value": jnp.asarray(rng.normal(size=(H, 2))),
+        }
+    }
+    x = jnp.asarray(rng.normal(size=(N, D)))
+
+    def function(params, x):
+        return jnp.tanh(x @ params["head"]["value"]) @ params["head"]["raw_value"]
+
+    network, gradients, _ = captured_by(function, params, x, y=LABELS)
+    vectors = network.leaves.vectors(gradients, network.wiring)
+    assert [own["weight"].shape for own in vectors.values()] == [(D, H), (H, 2)]
+
+
+@pytest.mark.parametrize("kind", [bool, np.uint8, np.int32])
+def test_inputs_need_not_be_floats(rng, kind):
+    """A product takes counts and flags as they are, and so do the statistics."""
+    x = rng.integers(0, 2, size=(N, D)).astype(kind)
+    params = {"W": jnp.asarray(rng.normal(size=(D, H)))}
+    network, gradients, captured = captured_by(
+        lambda params, x: x @ params["W"], params, jnp.asarray(x), y=LABELS
+    )
+    p = np.exp(x @ np.asarray(params["W"]))
+    e = p / p.sum(1, keepdims=True) - np.eye(H)[LABELS]
+    F = np.kron(x.T.astype(float) @ x / N, e.T @ e / N)
+    v = x.T @ e / N
+    np.testing.assert_allclose(gradients["W"] / N, v, rtol=1e-9)
+    found = directions(network, captured, {"W": {"weight": v}})["W"]
+    np.testing.assert_allclose(flat(found["weight"]), solved(F, v), rtol=1e-7)
+
+
 # ------------------------------------------------------------- every library's modules
 
 
@@ -496,6 +597,32 @@ def test_a_transposed_convolution_sees_zeros_between_its_inputs(rng):
     )
 
 
+def test_a_convolution_of_negative_padding_does_not_see_what_that_takes_away(rng):
+    """Cropped at one end and padded at the other."""
+    length, k = 5, 2
+    params = {"k": jnp.asarray(rng.normal(size=(k, 1, 2)))}
+    x = rng.normal(size=(N, length, 1))
+
+    def function(params, x):
+        y = jax.lax.conv_general_dilated(
+            *(x, params["k"], (1,), [(-1, 1)]), dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        return jnp.tanh(y).sum(axis=1)
+
+    network, _, captured = captured_by(function, params, jnp.asarray(x), y=LABELS)
+    seen = np.concatenate([x[:, 1:, 0], np.zeros((N, 1))], axis=1)
+    patches = np.stack([seen[:, :-1], seen[:, 1:]], axis=2)
+    h = np.tanh(patches @ np.asarray(params["k"])[:, 0])
+    p = np.exp(h.sum(1))
+    e = p / p.sum(1, keepdims=True) - np.eye(2)[LABELS]
+    rows, g = patches.reshape(-1, k), (e[:, None] * (1 - h**2)).reshape(-1, 2)
+    places = len(rows) // N
+    F = places * np.kron(rows.T @ rows / len(rows), g.T @ g / len(g))
+    v = np.arange(4.0).reshape(k, 1, 2)
+    found = directions(network, captured, {"k": {"weight": v}})["k"]
+    np.testing.assert_allclose(flat(found["weight"]), solved(F, v), rtol=1e-7)
+
+
 def test_layers_that_a_scan_runs_over_are_blocks_of_their_own(rng):
     """A stack of weights (L, n, n) has L blocks, and gradients go back into the stack."""
     params = {
@@ -653,6 +780,30 @@ def test_gradients_are_matched_by_path(stepped):
         kfac.update(list(gradients.values()), state, captured=None)
     with pytest.raises(kc.ShapeError, match=r"\['V'\]"):
         kfac.update(gradients | {"V": gradients["V"].T}, state, captured=None)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_takes_a_damping_for_each_block(trained, compiled):
+    """It was refused as no number, though the constructor's was not."""
+    network, params, x, options = trained
+    given = {"W": 0.5, "V": 2.0}
+    z, pull = network.vjp(params, x)
+    gradients, captured = pull(jax.grad(nll)(z, LABELS), reduction="sum")
+    kfac = shim.KFAC(network, **options)
+
+    def update(damping):
+        state = kfac.init(params)
+        return kfac.update(gradients, state, captured=captured, damping=damping)[0]
+
+    found = (jax.jit(update) if compiled else update)(given)
+    own = shim.KFAC(network, **{**options, "damping": given})
+    expected = own.update(gradients, own.init(params), captured=captured)[0]
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-9)
+    with pytest.raises(kc.DampingError, match=r"every block, but \['V'\]"):
+        update({"W": 0.5})
+    with pytest.raises(kc.UnknownBlockError, match="'Z'"):
+        update({**given, "Z": 1.0})
 
 
 def test_a_partition_gives_each_transformation_its_own_gradients(trained, stepped):

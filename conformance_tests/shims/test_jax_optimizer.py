@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import pytest
 
@@ -256,3 +258,38 @@ def test_a_network_of_several_outputs_is_refused_by_what_it_returns():
             jnp.ones((N, P)),
             jax.random.key(0),
         )
+
+
+class Pair(NamedTuple):
+    """A batch of two arrays, which a network takes as one input."""
+
+    left: Any
+    right: Any
+
+
+def test_a_named_tuple_is_one_input():
+    """It was taken apart, and the network called with one argument too many."""
+    params = {"W": jnp.ones((D, P))}
+    pair, y = Pair(jnp.ones((N, D)), jnp.arange(N)[:, None] / N), jnp.arange(N) % P
+
+    def product(params, pair):
+        return (pair.left * pair.right) @ params["W"]
+
+    optimizer = shim.kfac_optimizer(product, params, pair, likelihood="categorical")
+    key = jax.random.key(0)
+    progress = optimizer.step(params, optimizer.init(params), pair, y, key)[2]
+    np.testing.assert_allclose(progress.loss, np.log(P), rtol=1e-9)
+
+
+@pytest.mark.parametrize("key", [0, None, jnp.zeros(2), jnp.zeros((), jnp.uint32)])
+def test_what_is_no_key_is_refused(key):
+    """It was an error of JAX's, of the data of keys."""
+    params = {"W": jnp.ones((D, P))}
+    x, y = jnp.ones((N, D)), jnp.arange(N) % P
+    network = shim.Network(lambda p, x: x @ p["W"], params, x)
+    for fisher in ("gradients", "exact"):
+        optimizer = shim.Optimizer(network, likelihood="categorical", fisher=fisher)
+        with pytest.raises(kc.ArgumentError, match="`key` to be a key of JAX"):
+            jax.eval_shape(
+                *(optimizer.transition, params, optimizer.init(params), x, y, key)
+            )

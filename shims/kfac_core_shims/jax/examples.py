@@ -10,7 +10,7 @@ be a multiple of N.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import jax
 
 import kfac_core as kc
 from kfac_core_shims.jax.finding import Site, find
-from kfac_core_shims.jax.program import Trace, traced
+from kfac_core_shims.jax.program import Trace, jaxprs_in, traced
 
 __all__ = ["Counts", "ExampleAxis", "counts", "example_axes"]
 
@@ -31,6 +31,8 @@ REORDERING = frozenset(
         "rev",
         "scan",
         "scatter",
+        "scatter-add",
+        "scatter_add",
         "slice",
         "sort",
     }
@@ -231,7 +233,7 @@ def _order(
         return "first"
     for _ in range(len(producers)):
         operation = producers.get(place)
-        if operation is None or operation.name in REORDERING:
+        if operation is None or _reorders(operation.name, operation.params):
             return None
         for x in operation.inputs:
             if not isinstance(x, int):
@@ -248,6 +250,15 @@ def _order(
         else:
             return None
     return None
+
+
+def _reorders(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether an operation, or one of a call that is left as it is, may reorder rows."""
+    return name in REORDERING or any(
+        _reorders(equation.primitive.name, equation.params)
+        for jaxpr in jaxprs_in(params)
+        for equation in jaxpr.eqns
+    )
 
 
 def _within(

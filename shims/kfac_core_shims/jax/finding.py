@@ -97,8 +97,9 @@ class Site:
         one-hot rows, and a dense use has inputs and output gradients in each other's
         place.
     spread : list of tuple of int
-        For each axis of the inputs of a transposed convolution, how many zeros the layer
-        has before, after and between them; empty where there are none.
+        For each axis of the inputs of a transposed convolution, or of one with negative
+        padding, how many zeros the layer has before, after and between them; empty where
+        there are none.
     """
 
     kind: str
@@ -510,10 +511,13 @@ class _Finder:
         ):
             return None
 
-        # A transposed convolution is one of inputs with zeros between and around them.
+        # A transposed convolution is one of inputs with zeros between and around them; a
+        # negative padding takes rows of the inputs away.
         spread: list[tuple[int, int, int]] = []
         padding = params["padding"]
-        if any(n != 1 for n in params["lhs_dilation"]):
+        if any(n != 1 for n in params["lhs_dilation"]) or any(
+            n < 0 for ends in padding for n in ends
+        ):
             inner = [
                 (before, after, n - 1)
                 for (before, after), n in zip(

@@ -154,7 +154,7 @@ class KFAC:
         params: Any = None,
         *,
         captured: kc.integration.Captured | None,
-        damping: Any = None,
+        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] | None = None,
     ) -> tuple[Any, kc.NetworkState]:
         """Return the inverse curvature times gradients of the mean loss, and the state.
 
@@ -182,6 +182,8 @@ class KFAC:
         ConventionError
             For batches captured under other conventions; for gradients of another
             structure; inside a mapped axis that `axis_name` does not name.
+        DampingError
+            For a damping that is out of range, or that a block has none of.
         NotReadyError
             Without `captured` before the first refresh, where values are read.
         """
@@ -236,7 +238,7 @@ class KFAC:
         captured: kc.integration.Captured,
         /,
         *,
-        damping: Any = None,
+        damping: kc.array.Scalar | Mapping[str, kc.array.Scalar] | None = None,
     ) -> kc.NetworkState:
         """Return the state after an update with what was captured, and what is due then.
 
@@ -253,6 +255,7 @@ class KFAC:
         self._require_axes()
         damping = self.damping if damping is None else damping
         network = self.curvature
+        network.require_damping(damping)
         promised = network.conventions
         same = captured.reduction == promised.reduction
         if not same or captured.sources not in (None, promised.sources):

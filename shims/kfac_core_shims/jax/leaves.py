@@ -333,8 +333,12 @@ def _name(path: Any) -> str:
 
 
 def _unboxed(path: Any) -> Any:
-    """Return a path without what boxes a leaf (partitioning, NNX), which comes and goes."""
-    if len(path) > 1 and _word(path[-1]) in ("value", "raw_value"):
+    """Return a path without what boxes a leaf (partitioning, NNX), which comes and goes.
+
+    A box has its leaf as an attribute; in a dict, ``"value"`` is a name like others.
+    """
+    boxes = ("value", "raw_value")
+    if len(path) > 1 and getattr(path[-1], "name", None) in boxes:
         return path[:-1]
     return path
 

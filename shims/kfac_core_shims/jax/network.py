@@ -145,8 +145,9 @@ class Network:
         Raises
         ------
         ConventionError
-            From ``pull``, for a mask that no layer's rows have the axes of, or one that
-            merged them.
+            For a layer that now merges examples with other axes, where its approximation
+            must tell them apart.  From ``pull``, for a mask that no layer's rows have the
+            axes of, or one that merged them.
 
         Notes
         -----
@@ -157,6 +158,7 @@ class Network:
         found, trace, batch = self._found(params, inputs)
         axes = self._example_axes(params, inputs, found, trace, batch)
         self.leaves.require_known(found)
+        self._require_examples(found, axes, trace, batch)
         sites = [
             (site, axis)
             for site, axis in zip(found.sites, axes, strict=True)
@@ -195,10 +197,17 @@ class Network:
     def _example_axes(
         self, params: Any, inputs: Any, found: Found, trace: Trace, batch: Counts
     ) -> list[ExampleAxis | None]:
-        """Return what `example_axes` does, remembered for networks of the same layers."""
-        key = tuple(
-            (site.kind, tuple(site.parts.items()), site.x, site.y)
-            for site in found.sites
+        """Return what `example_axes` does, remembered for the same layers and shapes.
+
+        Where an axis is of length one, what the others have in it cannot be told.
+        """
+        key = (
+            batch,
+            *(tuple(x.shape) for x in jax.tree.leaves(inputs)),
+            *(
+                (site.kind, tuple(site.parts.items()), site.x, site.y)
+                for site in found.sites
+            ),
         )
         if key not in self._axes:
             outputs = trace.outputs[0] if self.has_aux else trace.outputs

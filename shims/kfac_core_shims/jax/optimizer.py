@@ -321,7 +321,7 @@ class Optimizer:
         state : OptimizerState
             From `init` or a step before.
         inputs : pytree or tuple of pytree
-            The network's input; a tuple is several of them.
+            The network's input; a plain tuple, not a named one, is several of them.
         targets : array
             What the likelihood is of, such as labels.
         key : key
@@ -333,7 +333,8 @@ class Optimizer:
         params, state, progress : pytree, OptimizerState, Progress
             New parameters and state, and what was done.
         """
-        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        # A named tuple is one input, as other pytrees are.
+        inputs = inputs if type(inputs) is tuple else (inputs,)
         given, pull = self.network.vjp(params, *inputs)
         z, aux = given if self.network.has_aux else (given, None)
         rows, weight = self._counts(z)
@@ -412,6 +413,8 @@ class Optimizer:
 
     def _captured(self, pull: Any, z: Any, targets: Any, key: Any) -> Any:
         """Return the rows of each block, for the mean over all rows of the outputs."""
+        if self.fisher != "empirical":
+            _require_key(key)
         rows, weight = self._counts(z)
         spec = kc.losses.noise_spec(self.loss, z, mode=self.fisher)
         noise = None
@@ -535,6 +538,19 @@ class Optimizer:
 def _vector(tree: Any) -> dict[str, dict[str, Any]]:
     """Return a pytree as a vector of `kfac_core.steps`."""
     return {"": {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}}
+
+
+def _require_key(key: Any) -> None:
+    """Raise for what is no key of random numbers, such as a seed."""
+    dtype = getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and (dtype != jnp.uint32 or key.ndim != 1):
+        shape = f" of shape {tuple(key.shape)}" if hasattr(key, "shape") else ""
+        given = type(key).__name__ if dtype is None else f"{dtype}{shape}"
+        raise kc.ArgumentError(
+            f"Expected `key` to be a key of JAX, got {given}. Make one of a seed by "
+            "jax.random.key(seed), and a new one for each step by jax.random.split."
+        )
 
 
 def _require_steps(params: Any) -> None:

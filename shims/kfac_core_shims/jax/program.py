@@ -18,7 +18,16 @@ import jax.extend.core as jex
 from kfac_core_shims.jax.marks import mark
 from kfac_core_shims.jax.views import View
 
-__all__ = ["Operand", "Operation", "Program", "Trace", "bound", "run", "traced"]
+__all__ = [
+    "Operand",
+    "Operation",
+    "Program",
+    "Trace",
+    "bound",
+    "jaxprs_in",
+    "run",
+    "traced",
+]
 
 Operand: TypeAlias = Any
 """The place of a value, or a literal of JAX."""
@@ -243,12 +252,12 @@ def _has_marks(jaxpr: Any) -> bool:
     for equation in jaxpr.eqns:
         if equation.primitive is mark:
             return True
-        if any(_has_marks(inner) for inner in _jaxprs_in(equation.params)):
+        if any(_has_marks(inner) for inner in jaxprs_in(equation.params)):
             return True
     return False
 
 
-def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
+def jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the jaxprs among the parameters of an operation, as those of branches."""
     for value in params.values():
         for part in value if isinstance(value, tuple | list) else (value,):

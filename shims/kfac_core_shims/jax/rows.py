@@ -57,7 +57,11 @@ class Rows:
         """Return the inputs, shape ``((turns,) N, ..., features)``."""
         arrangement = self.site.x
         if arrangement is None or not arrangement.last:
-            return self._arranged(x, arrangement)
+            x = self._arranged(x, arrangement)
+            if self.kind == "embedding" or jnp.issubdtype(x.dtype, jnp.floating):
+                return x
+            # Integers and booleans, which a product with a weight takes as they are.
+            return x.astype(self.dtype)
         ids = self._arranged(x[..., 0], Arrangement(arrangement.rows, (), True))
         if not self.site.tied:
             return ids
