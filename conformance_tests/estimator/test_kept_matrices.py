@@ -145,7 +145,9 @@ def test_damping_may_be_relative_to_the_mean_eigenvalue(backend, rng, approximat
     if approximation.name == "kronecker":
         damped = reference.damped_block(A, G, 1.0, damping=damping, rule="factored")
     found = product(backend, estimator, V)
-    assert_close(found.ravel(), np.linalg.solve(damped, V.ravel()), "inverse", "float64")
+    assert_close(
+        found.ravel(), np.linalg.solve(damped, V.ravel()), "inverse", "float64"
+    )
 
 
 @pytest.mark.parametrize("pair", PAIRS)
