@@ -167,11 +167,11 @@ def test_holders_multiply_with_the_same_bits(bias, rule):
     Eigenvectors come from LAPACK by columns, and products round by the order.
     """
     rng = np.random.default_rng(0)
-    layer = kc.Dense(in_features=4, out_features=3, bias=True, weight_layout="io")
+    layer = kc.Dense(in_features=24, out_features=17, bias=True, weight_layout="io")
     blocks = {"a": kc.Block(layer, kc.Kronecker(bias=bias))}
-    x, g = rng.normal(size=(9, 4)), rng.normal(size=(9, 3))
+    x, g = rng.normal(size=(40, 24)), rng.normal(size=(40, 17))
     vectors = [
-        {"a": {"weight": rng.normal(size=(4, 3)), "bias": rng.normal(size=3)}}
+        {"a": {"weight": rng.normal(size=(24, 17)), "bias": rng.normal(size=17)}}
         for _ in range(5)
     ]
 
