@@ -19,6 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias, get_args
 
+import numpy as np
+from array_api_compat import is_numpy_array
+
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.choice import choose
 from kfac_core.array.finite import is_plain
@@ -1207,6 +1210,9 @@ class Network:
             if everything:
                 own = self.shared_factors.completed(name, own, everything)
             own_damping = damping[name] if of_blocks else damping
+            if isinstance(own_damping, np.generic) and not is_numpy_array(own.like):
+                # A number, which no array of another library would be chosen against.
+                own_damping = float(own_damping)
             solving = self.solving.get(name, "inverse")
             tasks[name] = (self.blocks[name], own, own_damping, solving)
         return function, tasks
@@ -1308,13 +1314,11 @@ def _unless_failed(held: BlockState, operator: Any, damping: Scalar) -> BlockSta
     xp = own_namespace(status)
     good = status == 0
     previous = held.operator
-    if previous is None or not combinable(operator, previous):
-        # No choice between arrays is possible, so that the flag is read where that costs
-        # nothing.
-        if is_plain(status, xp=xp) and not bool(good):
-            failures = held.failures + 1
-            return replaced(held, failures=failures, status=held.status | status)
-    else:
+    # The flag is read where that costs nothing: then the counts tell what happened.
+    if is_plain(status, xp=xp) and not bool(good):
+        failures = held.failures + 1
+        return replaced(held, failures=failures, status=held.status | status)
+    if previous is not None and combinable(operator, previous):
         operator = choose(good, operator, previous, xp=xp)
         if held.damping is not None and type(held.damping) not in (int, float):
             damping = xp.where(good, damping, held.damping)

@@ -159,6 +159,37 @@ def test_the_placement_changes_no_bit(size):
     assert error < LIMIT, where
 
 
+@pytest.mark.parametrize("bias", ["joint", "separate"])
+@pytest.mark.parametrize("rule", ["factored", "exact"])
+def test_holders_multiply_with_the_same_bits(bias, rule):
+    """Arrays arrive in the order in memory in which their owner has them.
+
+    Eigenvectors come from LAPACK by columns, and products round by the order.
+    """
+    rng = np.random.default_rng(0)
+    layer = kc.Dense(in_features=24, out_features=17, bias=True, weight_layout="io")
+    blocks = {"a": kc.Block(layer, kc.Kronecker(bias=bias))}
+    x, g = rng.normal(size=(40, 24)), rng.normal(size=(40, 17))
+    vectors = [
+        {"a": {"weight": rng.normal(size=(24, 17)), "bias": rng.normal(size=17)}}
+        for _ in range(5)
+    ]
+
+    def run(communicator):
+        options = {"holders": "all"}
+        made = estimator_of(blocks, communicator, options=options, damping_rule=rule)
+        made.update({"a": kc.Batch(x, g)})
+        made.refresh()
+        found = [made.precondition(V)["a"] for V in vectors]
+        found += [made.apply("multiply_matpower", V, -0.5)["a"] for V in vectors]
+        return np.stack([direction["weight"] for direction in found])
+
+    first, *others = run_ranks(3, run)
+
+    for found in others:
+        assert np.array_equal(found, first)
+
+
 def test_shards_without_the_whole_count_are_wrong():
     """The row that must differ: each rank's mean, as if all shards were equal."""
     backend = HOST

@@ -182,6 +182,47 @@ def test_a_failed_refresh_keeps_what_was_there(backend, rng):
     assert np.array_equal(precondition(backend, estimator, "a", V), expected)
 
 
+def test_a_flagged_refresh_is_counted_as_failed(backend, rng):
+    """With check="status" the kept operator keeps its damping and age, too."""
+    estimator = make({"a": dense()}, decay=0.0)
+    x, g = draw(rng)
+    V = rng.normal(size=(4, 3))
+    estimator.update({"a": batch_of(backend, x, g)})
+    estimator.refresh(check="status")
+    expected = precondition(backend, estimator, "a", V)
+    estimator.update({"a": batch_of(backend, 0 * x, 0 * g)})
+    estimator.damping = 0.0
+
+    estimator.refresh(check="status")
+
+    held = estimator.state["a"]
+    assert int(held.status) != 0
+    assert np.array_equal(precondition(backend, estimator, "a", V), expected)
+    if backend.name in (
+        "numpy",
+        "torch",
+    ):  # whose flags are read where they cost nothing
+        counts = held.age, held.refreshes, held.failures
+        assert (*counts, held.damping) == (1, 1, 1, DAMPING)
+        assert estimator.report()["a"].damping == DAMPING
+
+
+@pytest.mark.parametrize("scalar", [np.float64, np.float32])
+@pytest.mark.parametrize("check", ["raise", "status"])
+def test_a_scalar_of_numpy_is_a_damping_on_every_library(backend, rng, scalar, check):
+    """It is a number where arrays are of another library, at each of several refreshes."""
+    x, g = draw(rng)
+    V = rng.normal(size=(4, 3))
+    estimator = make({"a": dense()}, damping=scalar(0.25))
+    estimator.update({"a": batch_of(backend, x, g)})
+
+    for _ in range(3):
+        estimator.refresh(check=check)
+
+    found = precondition(backend, estimator, "a", V)
+    assert_close(found, solved(x, g, V, damping=0.25), "inverse", "float64")
+
+
 def test_a_first_refresh_that_fails_raises(backend, rng):
     """Without an earlier operator there is nothing to keep."""
     estimator = make({"a": dense()}, damping=0.0, failure_budget=9)

@@ -474,7 +474,8 @@ def _separately_damped(
     xp, apply = options.xp, options.apply
     A, G = values
     if isinstance(A, ScaledMatrix):
-        inner = A.matrix.array[..., :-1, :-1]
+        # A copy, as other processes have it: factorizations round by the strides.
+        inner = xp.asarray(A.matrix.array[..., :-1, :-1], copy=True)
         own = A.factor * A.matrix.array[..., -1, -1]
         A = replaced(A, matrix=SymmetricMatrix(inner, A.matrix.full_storage))
     else:

@@ -127,6 +127,8 @@ class Packed:
         made: dict[str, Any] = {"array": dtype, "shape": list(x.shape)}
         if logical:
             made["bool"] = True
+        if not is_row_major(x):
+            made["columns"] = True
         return made
 
 
@@ -236,6 +238,10 @@ class _Reader:
         flat = self._arrays[dtype][start:stop]
         xp = own_namespace(flat)
         x = xp.reshape(flat, shape)
+        if "columns" in node:
+            # Products round by the order in memory, and all ranks must round alike.
+            y = xp.matrix_transpose(x)
+            x = xp.matrix_transpose(xp.reshape(xp.reshape(y, (-1,)), tuple(y.shape)))
         if node.get("bool"):
             return xp.astype(x, xp.bool)
         if "symmetric" not in node:
