@@ -16,7 +16,8 @@ flags in ``state[name].status``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias, get_args
 
 import numpy as np
@@ -100,11 +101,25 @@ class Executor(Protocol):
     An executor with a true attribute ``updates_all`` is given a task for every block at
     each update, with None for statistics and batch where there are none, and may return
     only some of them.  One of several processes has an attribute ``share``, that of the
-    states that it takes and makes; see `NetworkState`.
+    states that it takes and makes; see `NetworkState`; and a method ``tell``, which raises
+    what one process cannot begin a stage for on all of them.
     """
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
         """Return the function of each task, by name."""
+
+
+@contextmanager
+def _told(executor: Executor, stage: str, state: NetworkState) -> Iterator[None]:
+    """Tell the other processes of a stage what is raised before it on this one."""
+    try:
+        yield
+    except Exception as error:
+        tell = getattr(executor, "tell", None)
+        if tell is not None:
+            held = {name: block.statistics for name, block in state.blocks.items()}
+            tell(stage, held, error)
+        raise
 
 
 def plain(function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:
@@ -542,28 +557,9 @@ class Network:
         if type(wanted) is not str or wanted != "raise":
             require_check(check)
         state = state.as_part(getattr(executor, "share", None))
-        given = self._detached(batches)
-        # Another process may have rows of a block that has none here.
-        shared = getattr(executor, "updates_all", False)
-        if shared:
-            given = {name: given.get(name) for name in self.blocks}
         function = self._updates[check]
-        weight, burn_in = self.averaging.weight, self.averaging.burn_in
-        tasks: dict[str, tuple[Any, ...]] = {}
-        for name, batch in given.items():
-            held, own_decay, own_weight = state.blocks[name], decay, weight
-            statistics = held.statistics
-            if statistics is None and not (shared and is_empty(batch)):
-                statistics = self._first_statistics(name, batch)
-            if burn_in:
-                burning = held.updates < burn_in
-                own_decay = _one_where(burning, decay, statistics)
-                own_weight = _one_where(burning, weight, statistics)
-            taken = self._taken[name]
-            tasks[name] = (
-                *(self.blocks[name], statistics, batch),
-                *(own_decay, own_weight, taken),
-            )
+        with _told(executor, "update", state):
+            tasks = self._update_tasks(state, batches, decay, executor)
         found = executor(function, tasks)
         blocks: dict[str, BlockState] = {}
         if check == "raise":
@@ -618,29 +614,9 @@ class Network:
             For an unknown block name.
         """
         require_decay(decay)
-        require_kind("moments", moments, Mapping, "a mapping of blocks to statistics")
         state = state.as_part(getattr(executor, "share", None))
-        given: dict[str, Any] = {}
-        for name, own in moments.items():
-            what = "statistics, as `Block.moments` returns them"
-            require_kind(f"moments[{name!r}]", own, Statistics, what)
-            given[self.known(name)] = own
-        if getattr(executor, "updates_all", False):
-            given = {name: given.get(name) for name in self.blocks}
-        tasks: dict[str, tuple[Any, ...]] = {}
-        for name, own in given.items():
-            block, held = self.blocks[name], state.blocks[name]
-            old = held.statistics
-            if own is not None:
-                if old is None:
-                    old = block.initial(own.like, precision=self.precision)
-                _require_moments(name, own, old)
-            burning = held.updates < self.averaging.burn_in
-            coefficients = (
-                _one_where(burning, decay, old),
-                _one_where(burning, self.averaging.weight, old),
-            )
-            tasks[name] = (block, old, own, *coefficients)
+        with _told(executor, "absorb", state):
+            tasks = self._absorb_tasks(state, moments, decay, executor)
         found = executor(AbsorbBlock(), tasks)
         return state.updated(
             {n: _after_update(state.blocks[n], new, 1) for n, new in found.items()}
@@ -1143,6 +1119,67 @@ class Network:
                     'the same, call `refresh` with check="status".'
                 )
         return map_structure(_copied, NetworkState(blocks, state.share))
+
+    def _update_tasks(
+        self,
+        state: NetworkState,
+        batches: Mapping[str, Any],
+        decay: Scalar,
+        executor: Executor,
+    ) -> dict[str, tuple[Any, ...]]:
+        given = self._detached(batches)
+        # Another process may have rows of a block that has none here.
+        shared = getattr(executor, "updates_all", False)
+        if shared:
+            given = {name: given.get(name) for name in self.blocks}
+        weight, burn_in = self.averaging.weight, self.averaging.burn_in
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name, batch in given.items():
+            held, own_decay, own_weight = state.blocks[name], decay, weight
+            statistics = held.statistics
+            if statistics is None and not (shared and is_empty(batch)):
+                statistics = self._first_statistics(name, batch)
+            if burn_in:
+                burning = held.updates < burn_in
+                own_decay = _one_where(burning, decay, statistics)
+                own_weight = _one_where(burning, weight, statistics)
+            taken = self._taken[name]
+            tasks[name] = (
+                *(self.blocks[name], statistics, batch),
+                *(own_decay, own_weight, taken),
+            )
+        return tasks
+
+    def _absorb_tasks(
+        self,
+        state: NetworkState,
+        moments: Mapping[str, Statistics],
+        decay: Scalar,
+        executor: Executor,
+    ) -> dict[str, tuple[Any, ...]]:
+        require_kind("moments", moments, Mapping, "a mapping of blocks to statistics")
+        given: dict[str, Any] = {}
+        for name, own in moments.items():
+            what = "statistics, as `Block.moments` returns them"
+            require_kind(f"moments[{name!r}]", own, Statistics, what)
+            given[self.known(name)] = own
+        if getattr(executor, "updates_all", False):
+            given = {name: given.get(name) for name in self.blocks}
+        tasks: dict[str, tuple[Any, ...]] = {}
+        for name, own in given.items():
+            block, held = self.blocks[name], state.blocks[name]
+            old = held.statistics
+            if own is not None:
+                if old is None:
+                    old = block.initial(own.like, precision=self.precision)
+                _require_moments(name, own, old)
+            burning = held.updates < self.averaging.burn_in
+            coefficients = (
+                _one_where(burning, decay, old),
+                _one_where(burning, self.averaging.weight, old),
+            )
+            tasks[name] = (block, old, own, *coefficients)
+        return tasks
 
     def _detached(self, batches: Mapping[str, Any]) -> dict[str, Any]:
         """Return the batches of each block, detached from gradient graphs."""

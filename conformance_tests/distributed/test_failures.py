@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import threading
 import time
@@ -15,13 +14,17 @@ from conformance_tests.builders.shards import dense
 from kfac_core.array.structure import map_structure, replaced
 from kfac_core.distributed import Distributed, run_ranks
 from kfac_core.errors import (
+    ArgumentError,
     CommunicationError,
     CommunicationTimeoutError,
     FactorizationError,
+    KFACError,
     NotFiniteError,
+    NotReadyError,
     ReplicaError,
     ShapeError,
     StateError,
+    UnknownBlockError,
     UnsupportedError,
 )
 
@@ -111,22 +114,54 @@ def test_flags_of_one_rank_are_those_of_all():
     assert run_ranks(2, run) == [(1, True)] * 2
 
 
-def test_rows_of_a_wrong_shape_on_one_rank():
-    """What is raised while one rank reads its rows, the others raise too."""
+MISTAKES = {
+    "a wrong shape": (
+        lambda fed: fed | {"one": replaced(fed["one"], inputs=np.ones((4, 7)))},
+        ShapeError,
+        "Block 'one'",
+    ),
+    "an unknown block": (lambda fed: fed | {"q": fed["one"]}, UnknownBlockError, "'q'"),
+    "no batch": (lambda fed: fed | {"two": 3}, ArgumentError, "Block 'two'"),
+    "no mapping": (lambda fed: [*fed], ArgumentError, "`batches`"),
+    "nothing": (lambda fed: {}, NotReadyError, "`like`"),
+}
+
+
+@pytest.mark.parametrize("loss", ["shard", "batch"])
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_batches_that_are_wrong_on_one_rank(mistake, before, loss):
+    """The others raise what this rank does, before it begins or while it reads its rows."""
+    given, error, text = MISTAKES[mistake]
+    if before and mistake == "nothing":
+        given, text = lambda fed: {"one": fed["two"]}, "Block 'one'"
+        error = ShapeError
 
     def run(communicator):
+        execution = Distributed(communicator=communicator, loss=loss)
+        estimator = kc.Estimator(
+            BLOCKS, reduction="mean", damping=0.1, execution=execution
+        )
+        for _ in range(before):
+            estimator.update(fed(np.random.default_rng(1)))
+        state = estimator.state
         batches = fed(np.random.default_rng(0))
         if communicator.rank == 1:
-            wrong = dataclasses.replace(batches["one"], inputs=np.ones((4, 7)))
-            batches["one"] = wrong
-        estimator = estimator_of(communicator)
-        estimator.update(fed(np.random.default_rng(1)))
-        estimator.update(batches)
+            batches = given(batches)
+        try:
+            estimator.update(batches)
+        except KFACError as found:
+            assert estimator.state is state
+            estimator.update(fed(np.random.default_rng(2)))
+            return found
+        return None
 
-    found = caught(2, run)
+    found = run_ranks(2, run, timeout=60.0)
 
-    assert [type(error) for error in found] == [ShapeError, ShapeError]
-    assert str(found[0]).startswith("Rank 1: Block 'one'")
+    assert [type(raised) for raised in found] == [error] * 2
+    assert str(found[0]).startswith("Rank 1: ")
+    assert text in str(found[0])
+    assert text in str(found[1])
 
 
 @pytest.mark.parametrize("holders", [1, 3])

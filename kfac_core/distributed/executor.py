@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -122,6 +122,30 @@ class DistributedExecutor:
         """Return the function of each task, by name, as one process would have it."""
         found: dict[str, Any] = self._stages[function.stage](function, tasks)
         return found
+
+    def tell(
+        self, stage: str, held: Mapping[str, Statistics | None], error: Exception, /
+    ) -> NoReturn:
+        """Raise an error on all ranks, which this one cannot begin a stage for.
+
+        Parameters
+        ----------
+        stage : {"update", "absorb"}
+            Stage that the other ranks are at, or come to.
+        held : mapping of str to Statistics or None
+            Statistics of every block on this rank, before.
+        error : Exception
+            What was raised on this rank.
+        """
+        if stage == "update" and counts_first(self.network, self.options.loss):
+            self._agreement.vote("count", np.zeros(0), error=error)
+        ballot = [
+            # The names of averages hang on no library of arrays.
+            _weights_of(held[name] or block.initial(np.zeros(())), None)
+            for name, block in self.network.blocks.items()
+        ]
+        self._agreement.vote(stage, np.concatenate(ballot), error=error)
+        raise error  # as the vote did
 
     def in_background(self, inner: Executor) -> DistributedExecutor:
         """Return an executor whose exchanges do not mix with those of this one.
@@ -232,7 +256,7 @@ class DistributedExecutor:
         require_same(self._group, held_here)
 
     def _update(self, function: UpdateBlock, tasks: Tasks) -> dict[str, Any]:
-        tasks = self._with_statistics(tasks)
+        tasks = self._with_statistics("update", tasks)
         batches = {n: task[2] for n, task in tasks.items() if not is_empty(task[2])}
         if counts_first(self.network, self.options.loss):
             batches = in_whole_batch(
@@ -251,7 +275,7 @@ class DistributedExecutor:
         return self._absorbed("update", function, tasks, moments, coefficients, error)
 
     def _absorb(self, function: Any, tasks: Tasks) -> dict[str, Any]:
-        tasks = self._with_statistics(tasks)
+        tasks = self._with_statistics("absorb", tasks)
         moments = {n: task[2] for n, task in tasks.items() if task[2] is not None}
         coefficients = {name: (task[3], task[4]) for name, task in tasks.items()}
         return self._absorbed("absorb", function, tasks, moments, coefficients, None)
@@ -524,7 +548,7 @@ class DistributedExecutor:
         averages = {side: found[self._key(name, side)] for side in given.averages}
         return replaced(given, averages=averages)
 
-    def _with_statistics(self, tasks: Tasks) -> dict[str, tuple[Any, ...]]:
+    def _with_statistics(self, stage: str, tasks: Tasks) -> dict[str, tuple[Any, ...]]:
         """Return tasks with zero statistics where there are none yet."""
         if all(task[1] is not None for task in tasks.values()):
             return dict(tasks)
@@ -532,7 +556,8 @@ class DistributedExecutor:
         likes += [like for task in tasks.values() for like in _arrays_of(task[2])]
         like = likes[0] if likes else self.options.like
         if like is None:
-            raise no_arrays(self._communicator.rank)
+            held = {name: task[1] for name, task in tasks.items()}
+            self.tell(stage, held, no_arrays(self._communicator.rank))
         made: dict[str, tuple[Any, ...]] = {}
         for name, (block, statistics, *rest) in tasks.items():
             own = statistics

@@ -18,7 +18,7 @@ from kfac_core.array.structure import replaced
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.options import LossScale
-from kfac_core.errors import NotReadyError
+from kfac_core.errors import KFACError, NotReadyError
 from kfac_core.layers.example_gradients import GradientBatch
 from kfac_core.network import Network
 
@@ -79,12 +79,16 @@ def in_whole_batch(
     names = list(network.blocks)
     counts = np.zeros((len(names), 3))
     error: Exception | None = None
-    try:
-        for i, name in enumerate(names):
+    for i, name in enumerate(names):
+        try:
             if name in batches:
                 counts[i] = _counts_of(network.blocks[name], batches[name])
-    except Exception as raised:
-        error = raised
+        except KFACError as raised:
+            error = type(raised)(f"Block {name!r}: {raised}")
+            break
+        except Exception as raised:
+            error = raised
+            break
     agreement.vote("count", np.zeros(0), error=error)
     of_ranks = np.stack(agreement.gathered(counts.reshape(-1)))
     of_ranks = of_ranks.reshape(-1, len(names), 3)
