@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,6 +187,32 @@ def test_examples_that_the_network_mixes_are_right_in_expectation():
     H = np.array([np.diag(q) - np.outer(q, q) for q in p])
     expected = np.einsum("nij,nm->ij", H, (np.eye(3) - 1 / 3) ** 2)
     assert np.linalg.norm(found - expected) < 0.15 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("way", ["pickle", "orbax"])
+def test_a_state_is_kept_to_the_bit(way, tmp_path):
+    """As the page says: a run that is resumed from a file goes on as the other does."""
+    rng = np.random.default_rng(5)
+    x, y = rng.normal(size=(N, D)), rng.integers(P, size=N)
+    params = {"W": jnp.zeros((D, P)), "b": jnp.zeros(P)}
+    optimizer = shim.kfac_optimizer(function, params, x, likelihood="categorical")
+    first = optimizer.init(params)
+    params, state, _ = optimizer.step(params, first, x, y, jax.random.key(0))
+    if way == "pickle":
+        kept = pickle.loads(pickle.dumps(jax.device_get((params, state))))
+    else:
+        orbax = pytest.importorskip("orbax.checkpoint")
+        with orbax.StandardCheckpointer() as files:
+            files.save(tmp_path / "kept", (params, state))
+            files.wait_until_finished()
+            zeros = jax.tree.map(jnp.zeros_like, (params, state))
+            kept = files.restore(tmp_path / "kept", target=zeros)
+    ends = [
+        optimizer.step(*held, x, y, jax.random.key(1))[:2]
+        for held in (kept, (params, state))
+    ]
+    for own, other in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_array_equal(own, other)
 
 
 def test_it_prints_its_options_and_blocks():
