@@ -219,6 +219,8 @@ def noticed(communicator):
     assert execution_for("alone") is None
     named = execution_for(communicator.name, holders="all")
     assert named.communicator.size == communicator.size
+    # No rank ends before all have the group that was made here.
+    named.communicator.all_reduce(np.zeros(1)).wait()
     execution_for(None)
 
 
