@@ -503,6 +503,37 @@ def test_projections_of_attention_are_dense_layers(rng):
     )
 
 
+@pytest.mark.parametrize("first", ["examples", "time"])
+def test_rows_of_outputs_may_be_as_many_as_features(first):
+    """Four examples of three positions and twelve features; or four times of twelve."""
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(4, 3, 12) if first == "examples" else (4, 12, 3))
+    d = x.shape[-1]
+    params = {"W": jnp.asarray(rng.normal(size=(d, 2)))}
+
+    def function(params, x):
+        z = jnp.tanh(x @ params["W"])
+        return z.reshape(-1, 2) if first == "examples" else z.sum(axis=0)
+
+    network = shim.Network(
+        function, params, jnp.asarray(x), approximation=lambda *_: kc.Full()
+    )
+    z, pull = network.vjp(params, jnp.asarray(x))
+    cotangent = rng.normal(size=z.shape)
+    _, captured = pull(jnp.asarray(cotangent), reduction="sum")
+    captured = jax.tree.map(np.asarray, captured)
+
+    slope = 1 - np.tanh(x @ np.asarray(params["W"])) ** 2
+    flattened = first == "examples"
+    g = slope * (cotangent.reshape(4, 3, 2) if flattened else cotangent[None])
+    each = np.einsum("nti,ntj->nij" if flattened else "tni,tnj->nij", x, g)
+    each = each.reshape(len(each), -1)
+    v = rng.normal(size=(d, 2))
+    found = directions(network, captured, {"W": {"weight": v}})["W"]["weight"]
+    expected = solved(each.T @ each / len(z), v)
+    np.testing.assert_allclose(np.ravel(found), expected, rtol=1e-7)
+
+
 @pytest.mark.parametrize("vectors", ["sum", "mean", "exact"])
 def test_an_embedding_may_make_logits_too(rng, vectors):
     """One block with a diagonal input factor; the output layer swaps its two sides."""

@@ -20,7 +20,7 @@ import kfac_core as kc
 from kfac_core_shims.jax.finding import Site, find
 from kfac_core_shims.jax.program import Trace, jaxprs_in, traced
 
-__all__ = ["Counts", "ExampleAxis", "counts", "example_axes"]
+__all__ = ["Counts", "ExampleAxis", "counts", "example_axes", "traced_twice"]
 
 # Operations that may put rows in another order.
 REORDERING = frozenset(
@@ -75,7 +75,9 @@ class Counts:
     axes: tuple[int | None, ...]
 
 
-def counts(inputs: Sequence[Any], outputs: Any, /) -> Counts:
+def counts(
+    inputs: Sequence[Any], outputs: Any, /, *, doubles: Callable[[Counts], bool]
+) -> Counts:
     """Return N and R of a batch from the leaves of its inputs and outputs.
 
     Parameters
@@ -84,6 +86,9 @@ def counts(inputs: Sequence[Any], outputs: Any, /) -> Counts:
         Leaves of the network's inputs.
     outputs : pytree
         The network's outputs, or their shapes.
+    doubles : callable
+        Whether twice as many examples, on these axes, give twice as many rows.  It is
+        asked only where lengths leave two readings.
 
     Returns
     -------
@@ -97,14 +102,14 @@ def counts(inputs: Sequence[Any], outputs: Any, /) -> Counts:
         If R is no multiple of N, or outputs have first axes of different lengths.
     """
     shapes = [tuple(x.shape) for x in inputs]
-    found = {tuple(y.shape)[:1] for y in jax.tree.leaves(outputs)}
-    if len(found) > 1:
+    lengths = {tuple(y.shape)[:1] for y in jax.tree.leaves(outputs)}
+    if len(lengths) > 1:
         raise kc.ConventionError(
             "Expected outputs with one first axis, that of the examples, got lengths "
-            f"{sorted(length for (length,) in found - {()})}. Return other results by "
+            f"{sorted(length for (length,) in lengths - {()})}. Return other results by "
             "`has_aux`."
         )
-    rows = next((length for (length,) in found - {()}), None)
+    rows = next((length for (length,) in lengths - {()}), None)
     first = next((shape[0] for shape in shapes if shape), None)
     if rows is None:
         rows = first
@@ -117,8 +122,17 @@ def counts(inputs: Sequence[Any], outputs: Any, /) -> Counts:
             "the examples to be the first axis of inputs and outputs. Pass what is not a "
             "batch (masks, keys, tables) after the batch."
         )
-    axes = tuple(_axis_of(examples, shape) for shape in shapes)
-    return Counts(examples, rows, axes)
+    found = Counts(examples, rows, _axes_of(examples, shapes))
+    plain = examples == first or any(rows in shape[:1] for shape in shapes)
+    if plain or not first or rows % first or doubles(found):
+        return found
+    # An axis of another meaning, such as features, happens to have this length.
+    merged = Counts(first, rows, _axes_of(first, shapes))
+    return merged if doubles(merged) else found
+
+
+def _axes_of(length: int, shapes: Sequence[tuple[int, ...]]) -> tuple[int | None, ...]:
+    return tuple(_axis_of(length, shape) for shape in shapes)
 
 
 def _axis_of(length: int, shape: tuple[int, ...]) -> int | None:
@@ -156,7 +170,7 @@ def example_axes(
     list of ExampleAxis or None
         For each site.
     """
-    twice = _traced_twice(function, params, inputs, batch)
+    twice = traced_twice(function, params, inputs, batch)
     if twice is not None:
         other = find(twice, outputs).sites
         same = len(twice.avals) == len(trace.avals) and [
@@ -167,9 +181,10 @@ def example_axes(
     return [_by_length(site, trace, batch) for site in sites]
 
 
-def _traced_twice(
+def traced_twice(
     function: Callable[..., Any], params: Any, inputs: Sequence[Any], batch: Counts
 ) -> Trace | None:
+    """Return the trace with twice as many examples; None where the network fails."""
     leaves, form = jax.tree.flatten(tuple(inputs))
     doubled = [
         leaf if axis is None else _doubled(leaf, axis)

@@ -15,6 +15,7 @@ from kfac_core_shims.jax.examples import (
     counts,
     example_axes,
     row_axes,
+    traced_twice,
 )
 from kfac_core_shims.jax.finding import Found, Site, find
 from kfac_core_shims.jax.leaves import Leaves
@@ -192,7 +193,19 @@ class Network:
         trace = traced(self.function, params, inputs)
         outputs = trace.outputs[0] if self.has_aux else trace.outputs
         found = find(trace, range(len(jax.tree.leaves(outputs))))
-        return found, trace, counts(jax.tree.leaves(inputs), outputs)
+        leaves = jax.tree.leaves(inputs)
+
+        def doubles(batch: Counts) -> bool:
+            twice = traced_twice(self.function, params, inputs, batch)
+            if twice is None:
+                return False
+            made = twice.outputs[0] if self.has_aux else twice.outputs
+            return all(
+                tuple(y.shape)[:1] in ((), (2 * batch.rows,))
+                for y in jax.tree.leaves(made)
+            )
+
+        return found, trace, counts(leaves, outputs, doubles=doubles)
 
     def _example_axes(
         self, params: Any, inputs: Any, found: Found, trace: Trace, batch: Counts
