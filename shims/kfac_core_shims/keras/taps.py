@@ -35,8 +35,8 @@ class Tape:
     zeros : callable
         Takes the number of a use and an array of its outputs' shape; returns zeros.
     trace : callable, optional
-        Returns what JAX traces at this time. Uses within another trace than that in which
-        the tape was made are refused.
+        Returns what is traced or mapped at this time. Uses within another trace than that
+        in which the tape was made are refused.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ def run_taped(
     Raises
     ------
     UnsupportedError
-        On JAX, for a use within a function that is traced by itself.
+        For a use within a function that is traced or mapped by itself.
     """
     if keras.backend.backend() != "jax":
         return _run_torch(run)
@@ -93,13 +93,13 @@ def run_taped(
 
 
 def _within_a_trace(block: str) -> kc.UnsupportedError:
-    """Return the error for a layer whose inputs are known within a trace of JAX alone."""
+    """Return the error for a layer whose inputs are known within a function alone."""
     return kc.UnsupportedError(
-        f"The layer of {block!r} is called within a function that JAX traces by itself (an "
-        "RNN's cell, keras.ops.scan, map, cond or vectorized_map, keras.remat), where its "
-        "inputs cannot be recorded. Write a loop in Python and rematerialization as "
-        "keras.RematScope, or use a subclass of the layer, whose gradients K-FAC leaves as "
-        "they are."
+        f"The layer of {block!r} is called within a function that is traced or mapped by "
+        "itself (keras.ops.vectorized_map; on JAX also an RNN's cell, keras.ops.scan, map "
+        "or cond, keras.remat), where its inputs cannot be recorded. Write a loop in Python "
+        "and rematerialization as keras.RematScope, or use a subclass of the layer, whose "
+        "gradients K-FAC leaves as they are."
     )
 
 
@@ -112,7 +112,7 @@ def _run_torch(run: Callable[[Tape], Any]) -> Any:
         zeros.append(torch.zeros_like(like, requires_grad=True))
         return zeros[-1]
 
-    tape = Tape(fresh)
+    tape = Tape(fresh, torch._C._functorch.maybe_current_level)
     with torch.enable_grad():
         outputs = run(tape)
 
