@@ -381,6 +381,17 @@ def test_other_parameters_than_those_of_the_network_are_refused(rng):
         network.vjp(params | {"a": params["n"]}, x)
 
 
+def test_what_is_no_array_and_no_pair_is_refused_by_name():
+    """They were an AttributeError of a float, and a TypeError of a shape."""
+    params, x = {"W": jnp.ones((D, H)), "s": 1.0}, jnp.ones((N, D))
+    with pytest.raises(kc.ArgumentError, match=r"a float at \['s'\]"):
+        shim.Network(lambda p, x: x @ p["W"] * p["s"], params, x)
+    params = {"W": params["W"]}
+    for function in (lambda p, x: x @ p["W"], lambda p, x: (x @ p["W"], x, x)):
+        with pytest.raises(kc.ConventionError, match="a pair"):
+            shim.Network(function, params, x, has_aux=True)
+
+
 @pytest.mark.parametrize("start", [(N, 1), (1, 1), (1, T)])
 def test_what_an_axis_of_length_one_hides_is_found_with_the_next_batch(shared, start):
     """Time was merged in front of the examples; with one time, nothing of it is seen."""

@@ -131,8 +131,8 @@ class Network:
         params, *inputs : pytree
             Arrays.
         mask : array of bool, shape (N, T), optional
-            Which rows count in all layers whose rows have these axes: False for the
-            padding of sequences of unequal lengths.
+            Which rows count in all dense layers and embeddings whose rows have these axes:
+            False for the padding of sequences of unequal lengths.
 
         Returns
         -------
@@ -204,7 +204,14 @@ class Network:
         return ((outputs, aux) if self.has_aux else outputs), pull
 
     def _found(self, params: Any, inputs: Any) -> tuple[Found, Trace, Counts]:
+        _require_arrays(params)
         trace = traced(self.function, params, inputs)
+        given = trace.outputs
+        if self.has_aux and not (isinstance(given, tuple) and len(given) == 2):
+            raise kc.ConventionError(
+                "has_aux=True: expected a function that returns a pair (outputs, aux), "
+                f"got {given!r}."
+            )
         outputs = trace.outputs[0] if self.has_aux else trace.outputs
         found = find(trace, range(len(jax.tree.leaves(outputs))))
         return found, trace, counts(jax.tree.leaves(inputs), outputs)
@@ -416,6 +423,16 @@ def _of_tied(name: str, layer: kc.Layer, approximation: Callable[..., Any]) -> A
             f"{expected!r} or None from `approximation`, got {found!r}."
         )
     return found
+
+
+def _require_arrays(params: Any) -> None:
+    """Raise for a parameter that is no array, such as a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "shape"):
+            raise kc.ArgumentError(
+                f"Expected `params` of arrays, got a {type(leaf).__name__} at "
+                f"{jax.tree_util.keystr(path)}. Make it one by jnp.asarray."
+            )
 
 
 def _require_structure(vectors: Any, outputs: Any) -> None:
