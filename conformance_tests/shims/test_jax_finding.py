@@ -13,6 +13,7 @@ import kfac_core as kc
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
+checkpoint_name = pytest.importorskip("jax.ad_checkpoint").checkpoint_name
 shim = pytest.importorskip("kfac_core_shims.jax")
 
 LAMBDA = 0.1
@@ -115,6 +116,9 @@ WAYS = {
     ),
     "jit": lambda p, x: jax.jit(lambda x: x @ p["W"] + p["b"])(x),
     "remat": jax.checkpoint(lambda p, x: x @ p["W"] + p["b"]),
+    "remat, named": jax.checkpoint(
+        lambda p, x: checkpoint_name(x @ checkpoint_name(p["W"], "W"), "xW") + p["b"]
+    ),
     "remat, closed over": lambda p, x: jax.checkpoint(lambda x: x @ p["W"] + p["b"])(x),
     "scan": over_time,
     "marked, flattened": tapped_flat,
@@ -270,6 +274,122 @@ def test_rows_that_a_call_reorders_are_in_an_order_that_cannot_be_told(shared, m
     assert set(shim.Network(function, params, x).blocks) == {"W", "V"}
     with pytest.raises(kc.ConventionError, match="12 rows for 4 examples"):
         shim.Network(function, params, x, approximation=lambda *_: kc.Full())
+
+
+def turned(x, way):
+    """Return an array with its times from the end, as networks are written."""
+    return {
+        "flip": lambda: jnp.flip(x, 1),
+        "slice": lambda: x[:, ::-1],
+        "twice": lambda: jnp.flip(x[:, ::-1], 1),
+        "scan": lambda: x,
+    }[way]()
+
+
+@pytest.mark.parametrize("flip", ["flip", "slice", "twice", "scan"])
+def test_a_mask_is_not_of_rows_that_are_reversed(shared, flip):
+    """It left out the wrong times of the backward half of a bidirectional network."""
+    params, x, _, _ = shared
+    mask = jnp.asarray(np.arange(T) < np.array([1, 2, 3, 3])[:, None])
+
+    def function(params, x, mask):
+        def turn(count, xt):
+            return count + 1, jnp.tanh(xt @ params["W"] + params["b"])
+
+        times = turned(x, flip).swapaxes(0, 1)
+        _, h = jax.lax.scan(turn, 0, times, reverse=flip == "scan")
+        h = turned(h.swapaxes(0, 1), flip) * mask[..., None]
+        return h.sum(1) @ params["V"]
+
+    network = shim.Network(function, params, x, mask)
+    z, pull = network.vjp(params, x, mask, mask=mask)
+    cotangent = jax.grad(nll)(z, LABELS)
+    if flip in ("flip", "slice"):
+        with pytest.raises(kc.ConventionError, match="length 3 reversed"):
+            pull(cotangent, reduction="sum")
+        _, pull = network.vjp(params, x, mask)  # without a mask every row counts
+        pull(cotangent, reduction="sum")
+        return
+    gradients, captured = pull(cotangent, reduction="sum")
+    batch = captured.batches["W"]
+    rows, g = np.asarray(batch.inputs), np.asarray(batch.output_grads)
+    assert not np.any(g[~np.asarray(batch.mask)])
+    np.testing.assert_allclose(np.einsum("ntd,nth->dh", rows, g), gradients["W"])
+
+
+@pytest.mark.parametrize("first", ["examples", "times"])
+def test_examples_are_told_from_as_many_times_or_refused(rng, first):
+    """A network of one size of batch had the first axis of two of one length."""
+    params = {"W": rng.normal(size=(D, H)), "s": rng.normal(size=H)}
+    x = jnp.asarray(rng.normal(size=(T, T, D)))
+    times = jnp.arange(float(T))
+    mask = jnp.asarray(np.arange(T) < np.arange(1, T + 1)[:, None])
+
+    def hidden(params, x, times):
+        x = x if first == "examples" else x.swapaxes(0, 1)
+        shape = (1, -1, 1) if first == "examples" else (-1, 1, 1)
+        h = (x + times.reshape(shape)) @ params["W"] * params["s"]
+        return h if first == "examples" else h.swapaxes(0, 1)
+
+    def any_size(params, x, times):
+        return hidden(params, x, times).sum(1)
+
+    def one_size(params, x, times):
+        return (hidden(params, x, times) * mask[..., None]).sum(1)
+
+    network = shim.Network(any_size, params, x, times)
+    z, pull = network.vjp(params, x, times)
+    _, captured = pull(jnp.cos(z), reduction="sum")
+    h = np.asarray(x + times[None, :, None]) @ params["W"]
+    np.testing.assert_allclose(captured.batches["s"].inputs, h)
+
+    with pytest.raises(kc.ConventionError, match="'s': several axes have the length 3"):
+        shim.Network(one_size, params, x, times)
+    dense = lambda name, _: kc.Kronecker() if name == "W" else None  # noqa: E731
+    network = shim.Network(one_size, params, x, times, approximation=dense, rest="keep")
+    z, pull = network.vjp(params, x, times)
+    pull(jnp.cos(z), reduction="sum")  # each row counts alike, whosoever it is
+    _, pull = network.vjp(params, x, times, mask=mask)
+    with pytest.raises(kc.ConventionError, match="`mask` is of these"):
+        pull(jnp.cos(z), reduction="sum")
+
+
+def test_what_is_pulled_back_is_a_tree_like_the_outputs(rng):
+    """Vectors of one of two losses ended in `'dict' object has no attribute 'dtype'`."""
+    params = {"W": rng.normal(size=(D, H)), "V": rng.normal(size=(D, 2))}
+    x = jnp.asarray(rng.normal(size=(N, D)))
+
+    def function(params, x):
+        return {"one": x @ params["W"], "other": x @ params["V"]}
+
+    network = shim.Network(function, params, x)
+    z, pull = network.vjp(params, x)
+    made = kc.losses.vectors(kc.losses.Gaussian(variance=1.0), z["one"], mode="exact")
+    with pytest.raises(kc.ArgumentError, match="tree like the outputs"):
+        pull(made)
+    with pytest.raises(kc.ArgumentError, match="tree like the outputs"):
+        pull(z["one"], reduction="sum")
+    pull({"one": z["one"], "other": jnp.zeros_like(z["other"])}, reduction="sum")
+
+
+def test_other_parameters_than_those_of_the_network_are_refused(rng):
+    """A layer's leaf was looked up by its number among others."""
+    params = {"m": rng.normal(size=(D, H)), "n": rng.normal(size=(H, H))}
+    x = jnp.asarray(rng.normal(size=(N, D)))
+    network = shim.Network(lambda p, x: jnp.tanh(x @ p["m"]) @ p["n"], params, x)
+    with pytest.raises(kc.ConventionError, match=r"got 3; \['a'\] are in one"):
+        network.vjp(params | {"a": params["n"]}, x)
+
+
+def test_what_is_no_array_and_no_pair_is_refused_by_name():
+    """They were an AttributeError of a float, and a TypeError of a shape."""
+    params, x = {"W": jnp.ones((D, H)), "s": 1.0}, jnp.ones((N, D))
+    with pytest.raises(kc.ArgumentError, match=r"a float at \['s'\]"):
+        shim.Network(lambda p, x: x @ p["W"] * p["s"], params, x)
+    params = {"W": params["W"]}
+    for function in (lambda p, x: x @ p["W"], lambda p, x: (x @ p["W"], x, x)):
+        with pytest.raises(kc.ConventionError, match="a pair"):
+            shim.Network(function, params, x, has_aux=True)
 
 
 @pytest.mark.parametrize("start", [(N, 1), (1, 1), (1, T)])
@@ -931,3 +1051,23 @@ def test_a_mesh_checks_what_varies(trained, stepped):
     expected = stepped[1][0]
     for name, one in expected.items():
         np.testing.assert_allclose(direction[name], one, rtol=1e-9)
+
+
+def test_arrays_over_explicit_axes_of_a_mesh_are_refused(trained):
+    """They ended in an error of JAX's of a product, inside of the statistics."""
+    network, params, x, _ = trained
+    kinds, P = jax.sharding.AxisType, jax.sharding.PartitionSpec
+    for kind in (kinds.Explicit, kinds.Auto):
+        mesh = jax.make_mesh((1,), ("i",), axis_types=(kind,))
+        over = jax.sharding.NamedSharding(mesh, P("i"))
+        for name in ("inputs", "params"):
+            given = {"params": params, "inputs": x}
+            given[name] = jax.device_put(given[name], over)
+            if kind is kinds.Auto:
+                network.vjp(given["params"], given["inputs"])
+                continue
+            with pytest.raises(kc.UnsupportedError, match=f"`{name}` sharded over"):
+                jax.eval_shape(
+                    lambda given: network.vjp(given["params"], given["inputs"])[0],
+                    given,
+                )

@@ -287,6 +287,20 @@ def test_a_network_of_several_outputs_is_refused_by_what_it_returns():
         )
 
 
+def test_what_is_no_state_of_an_optimizer_is_refused():
+    """Its curvature alone was an AttributeError, and the two swapped a TypeError."""
+    params = {"W": jnp.ones((D, P))}
+    x, y = jnp.ones((N, D)), jnp.arange(N) % P
+    optimizer = shim.kfac_optimizer(
+        lambda p, x: x @ p["W"], params, x, likelihood="categorical"
+    )
+    state, key = optimizer.init(params), jax.random.key(0)
+    for given in ((params, state.curvature), (state, params)):
+        with pytest.raises(kc.ArgumentError, match="`state` to be an OptimizerState"):
+            optimizer.step(*given, x, y, key)
+    optimizer.step(params, state, x, y, key)  # nothing was donated to what was refused
+
+
 class Pair(NamedTuple):
     """A batch of two arrays, which a network takes as one input."""
 

@@ -4,13 +4,14 @@ Conventions.  A network sees N examples, and its loss is the mean over the R row
 outputs (N, or N T where the outputs were flattened).  Nothing else in a traced network
 says which axis is whose: a layer on ``x.reshape(N * T, d)`` looks like one with N T
 examples.  So the network is traced once more with twice as many examples: the axis that
-becomes twice as long is theirs.  Where a network cannot be traced so, the first axis must
-be a multiple of N.
+becomes twice as long is theirs.  An input whose first axis is of length N by chance, such
+as positions, is then left as it is.  Where a network cannot be traced so, the first axis
+must be a multiple of N; if another axis is of length N too, it is not sure which is whose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,9 +19,23 @@ import jax
 
 import kfac_core as kc
 from kfac_core_shims.jax.finding import Site, find
-from kfac_core_shims.jax.program import Trace, jaxprs_in, traced
+from kfac_core_shims.jax.program import (
+    CALLS,
+    Operand,
+    Trace,
+    jaxprs_in,
+    operations_of,
+    traced,
+)
 
-__all__ = ["Counts", "ExampleAxis", "counts", "example_axes", "traced_twice"]
+__all__ = [
+    "Counts",
+    "ExampleAxis",
+    "counts",
+    "example_axes",
+    "reversed_lengths",
+    "traced_twice",
+]
 
 # Operations that may put rows in another order.
 REORDERING = frozenset(
@@ -50,10 +65,13 @@ class ExampleAxis:
     order : {"first", "last", None}
         Where that axis is longer than N: whether the examples are the slower or the
         faster part of it; None where that is not known.
+    sure : bool
+        False where another axis of rows may be theirs as well.
     """
 
     row: int
     order: Literal["first", "last"] | None
+    sure: bool = True
 
 
 @dataclass(frozen=True)
@@ -170,8 +188,7 @@ def example_axes(
     list of ExampleAxis or None
         For each site.
     """
-    twice = traced_twice(function, params, inputs, batch)
-    if twice is not None:
+    for twice in traced_twice(function, params, inputs, batch):
         other = find(twice, outputs).sites
         same = len(twice.avals) == len(trace.avals) and [
             (site.kind, site.parts) for site in other
@@ -183,18 +200,20 @@ def example_axes(
 
 def traced_twice(
     function: Callable[..., Any], params: Any, inputs: Sequence[Any], batch: Counts
-) -> Trace | None:
-    """Return the trace with twice as many examples; None where the network fails."""
+) -> Iterator[Trace]:
+    """Yield traces with twice as many examples: in all inputs, then in all but one."""
     leaves, form = jax.tree.flatten(tuple(inputs))
-    doubled = [
-        leaf if axis is None else _doubled(leaf, axis)
-        for leaf, axis in zip(leaves, batch.axes, strict=True)
-    ]
+    grown = [i for i, axis in enumerate(batch.axes) if axis is not None]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    try:
-        return traced(function, shapes, jax.tree.unflatten(form, doubled))
-    except Exception:  # the network's own, for a batch that it was not written for
-        return None
+    for other in (None, *(grown if len(grown) > 1 else ())):
+        doubled = [
+            leaf if axis is None or i == other else _doubled(leaf, axis)
+            for i, (leaf, axis) in enumerate(zip(leaves, batch.axes, strict=True))
+        ]
+        try:
+            yield traced(function, shapes, jax.tree.unflatten(form, doubled))
+        except Exception:  # the network's own, for a batch that it was not written for
+            continue
 
 
 def _doubled(leaf: Any, axis: int) -> Any:
@@ -231,7 +250,8 @@ def _by_length(site: Site, trace: Trace, batch: Counts) -> ExampleAxis | None:
     rows = row_axes(site)
     if not rows or shape[rows[0]] % batch.examples:
         return None
-    return ExampleAxis(0, "first" if shape[rows[0]] == batch.examples else None)
+    sure = [shape[axis] for axis in rows].count(batch.examples) < 2
+    return ExampleAxis(0, "first" if shape[rows[0]] == batch.examples else None, sure)
 
 
 def _order(
@@ -289,3 +309,59 @@ def _within(
     if before == start:
         return "first"
     return "last" if before * old[at] == start * new[axis] else None
+
+
+def reversed_lengths(trace: Trace, place: Operand, /) -> set[int]:
+    """Return the lengths of axes that are reversed on a way from a batch to a value.
+
+    Parameters
+    ----------
+    trace : Trace
+        Trace of a network.
+    place : Operand
+        The value, such as the inputs of a layer.
+
+    Returns
+    -------
+    set of int
+        What is reversed twice on a way is in order again.
+    """
+    producers: dict[int, Any] = {}
+    outside: dict[int, Operand] = {}
+    for operation in operations_of(trace.program):
+        producers.update(dict.fromkeys(operation.outputs, operation))
+        if operation.body is not None:
+            outside.update(zip(operation.body.inputs, operation.inputs, strict=True))
+    batch = {place for place in trace.program.inputs if place not in trace.views}
+    found: set[int] = set()
+    waiting: list[tuple[Operand, frozenset[int]]] = [(place, frozenset())]
+    seen: set[Any] = set()
+    while waiting:
+        place, turned = waiting.pop()
+        if not isinstance(place, int) or (place, turned) in seen:
+            continue
+        seen.add((place, turned))
+        if place in batch:
+            found |= turned
+        elif place in outside:
+            waiting.append((outside[place], turned))
+        elif place in producers:
+            made = producers[place]
+            shapes = [trace.shape(x) for x in made.inputs]
+            for length in _reversals(made.name, made.params, shapes):
+                turned = turned ^ {length}
+            waiting.extend((x, turned) for x in made.inputs)
+    return found
+
+
+def _reversals(
+    name: str, params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
+) -> Iterator[int]:
+    """Yield the length of each axis that an operation, or a call, reverses."""
+    if name == "rev":
+        yield from (shapes[0][axis] for axis in params["dimensions"])
+    elif name in CALLS:
+        for jaxpr in jaxprs_in(params):
+            for equation in jaxpr.eqns:
+                inner = [tuple(x.aval.shape) for x in equation.invars]
+                yield from _reversals(equation.primitive.name, equation.params, inner)

@@ -128,6 +128,17 @@ class Leaves:
             )
         return key in self._block_names
 
+    def require_leaves(self, params: Any, /) -> None:
+        """Raise for parameters that are more or fewer than when the network was made."""
+        given = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        if len(given) != len(self.names):
+            others = sorted(set(given) ^ set(self.names))
+            raise kc.ConventionError(
+                f"Expected the {len(self.names)} parameters that the network was made "
+                f"with, got {len(given)}; {', '.join(others[:6])} are in one of the two "
+                "only. Make a `Network` of the new ones."
+            )
+
     def require_known(self, found: Found, /) -> None:
         """Raise if a parameter of a block is now also used outside of layers."""
         blocks = {p.leaf for key in self._block_names for _, p in key[1]}

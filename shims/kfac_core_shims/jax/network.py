@@ -14,6 +14,7 @@ from kfac_core_shims.jax.examples import (
     ExampleAxis,
     counts,
     example_axes,
+    reversed_lengths,
     row_axes,
     traced_twice,
 )
@@ -131,8 +132,8 @@ class Network:
         params, *inputs : pytree
             Arrays.
         mask : array of bool, shape (N, T), optional
-            Which rows count in all layers whose rows have these axes: False for the
-            padding of sequences of unequal lengths.
+            Which rows count in all dense layers and embeddings whose rows have these axes:
+            False for the padding of sequences of unequal lengths.
 
         Returns
         -------
@@ -146,15 +147,22 @@ class Network:
         Raises
         ------
         ConventionError
-            For a layer that now merges examples with other axes, where its approximation
+            For more or fewer parameters than those that the network was made with; for a
+            layer that now merges examples with other axes, where its approximation
             must tell them apart.  From ``pull``, for a mask that no layer's rows have the
-            axes of, or one that merged them.
+            axes of, or one that merged or reversed them.
+        UnsupportedError
+            For arrays that are sharded over an explicit axis of a mesh.
+        ArgumentError
+            From ``pull``, for a cotangent that is not of the outputs' structure.
 
         Notes
         -----
         Inside a mapped axis (``pmap``, ``shard_map``) gradients are those of the local
         examples; ``KFAC(axis_name=...)`` averages them.
         """
+        self.leaves.require_leaves(params)
+        _require_automatic(params, inputs)
         params = _as_varying(params, inputs)
         found, trace, batch = self._found(params, inputs)
         axes = self._example_axes(params, inputs, found, trace, batch)
@@ -166,6 +174,10 @@ class Network:
             if self.leaves.knows(site) and axis is not None
         ]
         zeros = [_zeros(site, trace) for site, _ in sites]
+        turned: list[set[int]] = [
+            set() if mask is None else reversed_lengths(trace, site.inputs)
+            for site, _ in sites
+        ]
 
         def function(params: Any, zeros: Any) -> Any:
             capture = _Capture(trace, [site for site, _ in sites])
@@ -180,30 +192,38 @@ class Network:
         def pull(cotangent: Any, /, *, reduction: Any = None) -> Any:
             made = cotangent if isinstance(cotangent, kc.losses.SourceVectors) else None
             vectors = cotangent if made is None else made.vectors
+            _require_structure(vectors, outputs)
             vectors = jax.tree.map(
                 lambda v, y: jnp.asarray(v, y.dtype), vectors, outputs
             )
             gradients, grads = (back if made is None else jax.vmap(back))(vectors)
-            captured = self._captured(sites, seen, grads, batch, mask, made, reduction)
+            captured = self._captured(
+                sites, seen, grads, batch, mask, turned, made, reduction
+            )
             return (gradients, captured) if made is None else captured
 
         return ((outputs, aux) if self.has_aux else outputs), pull
 
     def _found(self, params: Any, inputs: Any) -> tuple[Found, Trace, Counts]:
+        _require_arrays(params)
         trace = traced(self.function, params, inputs)
+        given = trace.outputs
+        if self.has_aux and not (isinstance(given, tuple) and len(given) == 2):
+            raise kc.ConventionError(
+                "has_aux=True: expected a function that returns a pair (outputs, aux), "
+                f"got {given!r}."
+            )
         outputs = trace.outputs[0] if self.has_aux else trace.outputs
         found = find(trace, range(len(jax.tree.leaves(outputs))))
         leaves = jax.tree.leaves(inputs)
 
         def doubles(batch: Counts) -> bool:
-            twice = traced_twice(self.function, params, inputs, batch)
-            if twice is None:
-                return False
-            made = twice.outputs[0] if self.has_aux else twice.outputs
-            return all(
-                tuple(y.shape)[:1] in ((), (2 * batch.rows,))
-                for y in jax.tree.leaves(made)
-            )
+            for twice in traced_twice(self.function, params, inputs, batch):
+                made = twice.outputs[0] if self.has_aux else twice.outputs
+                lengths = {tuple(y.shape)[:1] for y in jax.tree.leaves(made)}
+                if lengths <= {(), (2 * batch.rows,)}:
+                    return True
+            return False
 
         return found, trace, counts(leaves, outputs, doubles=doubles)
 
@@ -242,6 +262,7 @@ class Network:
         grads: Sequence[Any],
         batch: Counts,
         mask: Any,
+        turned: Sequence[set[int]],
         made: Any,
         reduction: Any,
     ) -> kc.integration.Captured:
@@ -251,13 +272,15 @@ class Network:
         vectors: list[Any] = []
         declared = "sum" if made is not None else reduction
         masked = mask is None
-        for (site, axis), (x, own_mask), g in zip(sites, seen, grads, strict=True):
+        for (site, axis), (x, own_mask), g, reverse in zip(
+            sites, seen, grads, turned, strict=True
+        ):
             rows = Rows(site, axis, batch, g.dtype)
             how: dict[str, Any] = {"sources": made is not None, "reduction": declared}
             x = rows.inputs(x)
             g = rows.output_grads(g, **how)
             from_mark = own_mask is not None
-            own_mask = rows.mask(own_mask, x, mask)
+            own_mask = rows.mask(own_mask, x, mask, reverse)
             masked = masked or not (from_mark or own_mask is None)
             if site.tied and site.kind == "dense":
                 x, g = rows.transposed(x, g, **how)
@@ -302,9 +325,17 @@ class Network:
                 continue
             length = trace.shape(site.operation.outputs[0])[row_axes(site)[axis.row]]
             known = axis.order is not None and site.layer.kind != "conv"
+            told = axis.sure and (length == batch.examples or known)
             kind: Any = self.blocks[name].approximation
             expands = getattr(kind, "sharing", None) == "expand"
-            if not (length == batch.examples or known or expands):
+            if not axis.sure and not expands:
+                raise kc.ConventionError(
+                    f"Block {name!r}: several axes have the length {length}, and which is "
+                    f"that of the {batch.examples} examples cannot be told; {kind!r} needs "
+                    "to know. Take another number of examples, or write the network for "
+                    "any number of them."
+                )
+            if not (told or expands):
                 raise kc.ConventionError(
                     f"Block {name!r}: its first axis has {length} rows for "
                     f"{batch.examples} examples, and whose they are cannot be told; "
@@ -403,6 +434,46 @@ def _of_tied(name: str, layer: kc.Layer, approximation: Callable[..., Any]) -> A
             f"{expected!r} or None from `approximation`, got {found!r}."
         )
     return found
+
+
+def _require_arrays(params: Any) -> None:
+    """Raise for a parameter that is no array, such as a number."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "shape"):
+            raise kc.ArgumentError(
+                f"Expected `params` of arrays, got a {type(leaf).__name__} at "
+                f"{jax.tree_util.keystr(path)}. Make it one by jnp.asarray."
+            )
+
+
+def _require_structure(vectors: Any, outputs: Any) -> None:
+    """Raise for vectors that are not one array for each array of outputs."""
+    given, expected = jax.tree.structure(vectors), jax.tree.structure(outputs)
+    if given != expected:
+        raise kc.ArgumentError(
+            f"Expected to pull back a tree like the outputs, {expected}, got {given}. "
+            "Vectors of a loss of one of several outputs are pulled back with "
+            "`jnp.zeros_like` for the others."
+        )
+
+
+def _require_automatic(params: Any, inputs: Any) -> None:
+    """Raise for arrays whose sharding is a part of their type."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path((params, inputs)):
+        sharding = getattr(jax.typeof(leaf), "sharding", None)
+        explicit = set(getattr(getattr(sharding, "mesh", None), "explicit_axes", ()))
+        spec = tuple(getattr(sharding, "spec", ()))
+        named = {
+            x for axes in spec for x in (axes if isinstance(axes, tuple) else [axes])
+        }
+        if explicit & named:
+            what = "params" if path[0].idx == 0 else "inputs"
+            raise kc.UnsupportedError(
+                f"Expected `{what}` sharded over automatic axes of a mesh, got "
+                f"{tuple(leaf.shape)} over {spec}, explicit. Say jax.make_mesh(shape, "
+                "names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)), or step "
+                "within `jax.shard_map` and say `axis_name`."
+            )
 
 
 def _zeros(site: Site, trace: Trace) -> Any:

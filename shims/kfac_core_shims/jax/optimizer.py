@@ -333,6 +333,11 @@ class Optimizer:
         params, state, progress : pytree, OptimizerState, Progress
             New parameters and state, and what was done.
         """
+        if not isinstance(state, OptimizerState):
+            raise kc.ArgumentError(
+                f"Expected `state` to be an OptimizerState, got a {type(state).__name__}. "
+                "Make the first by `init(params)`, and give it after `params`."
+            )
         # A named tuple is one input, as other pytrees are.
         inputs = inputs if type(inputs) is tuple else (inputs,)
         given, pull = self.network.vjp(params, *inputs)

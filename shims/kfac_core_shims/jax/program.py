@@ -19,12 +19,14 @@ from kfac_core_shims.jax.marks import mark
 from kfac_core_shims.jax.views import View
 
 __all__ = [
+    "CALLS",
     "Operand",
     "Operation",
     "Program",
     "Trace",
     "bound",
     "jaxprs_in",
+    "operations_of",
     "run",
     "traced",
 ]
@@ -156,6 +158,14 @@ def bound(operation: Operation, values: Sequence[Any]) -> list[Any]:
     functions, params = params if isinstance(params, tuple) else ((), params)
     found = operation.primitive.bind(*functions, *values, **params)
     return list(found) if operation.primitive.multiple_results else [found]
+
+
+def operations_of(program: Program, /) -> Iterator[Operation]:
+    """Yield the operations of a program, and of the bodies of its loops."""
+    for operation in program.operations:
+        yield operation
+        if operation.body is not None:
+            yield from operations_of(operation.body)
 
 
 class _Writer:

@@ -106,8 +106,16 @@ class Rows:
         h = jnp.concatenate([x.astype(g.dtype)[None], others])
         return jnp.sqrt(jnp.sum(g * g, axis=0)), h
 
-    def mask(self, own: Any, x: Any, given: Any) -> Any:
-        """Return the mask of a mark, or the network's where the rows have its axes."""
+    def mask(self, own: Any, x: Any, given: Any, turned: set[int]) -> Any:
+        """Return the mask of a mark, or the network's where the rows have its axes.
+
+        Parameters
+        ----------
+        own, x, given : array
+            The mark's mask, the inputs, and the network's mask.
+        turned : set of int
+            See `reversed_lengths`.
+        """
         if own is not None:
             return self._arranged(own, None)
         if given is None or self.kind not in ("dense", "embedding"):
@@ -122,6 +130,19 @@ class Rows:
                     "examples as an axis of their own, or mark the layer with its mask."
                 )
             return None
+        if not self.axis.sure:
+            raise kc.ConventionError(
+                f"A layer has rows {[int(n) for n in rows]}, which axis of {len(given)} is "
+                "that of the examples cannot be told, and `mask` is of these. Take another "
+                "number of examples, or write the network for any number of them."
+            )
+        for length in given.shape:
+            if length in turned:
+                raise kc.ConventionError(
+                    f"A layer sees the axis of `mask` of length {length} reversed, as by "
+                    "`jnp.flip`: the mask would count its padding. Reverse by "
+                    "`jax.lax.scan(..., reverse=True)`, or mark the layer with its mask."
+                )
         wide = given.reshape(*given.shape, *(1,) * (len(rows) - given.ndim))
         return jnp.broadcast_to(wide, (*x.shape[:lead], *rows))
 

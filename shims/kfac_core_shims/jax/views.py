@@ -23,6 +23,7 @@ SAME = frozenset(
         "convert_element_type",
         "copy",
         "copy_p",
+        "name",
         "optimization_barrier",
         "pbroadcast",
         "pcast",
