@@ -98,8 +98,8 @@ def _within_a_trace(block: str) -> kc.UnsupportedError:
         f"The layer of {block!r} is called within a function that is traced or mapped by "
         "itself (keras.ops.vectorized_map; on JAX also an RNN's cell, keras.ops.scan, map "
         "or cond, keras.remat), where its inputs cannot be recorded. Write a loop in "
-        "Python and rematerialization as keras.RematScope, or use a subclass of the layer, whose "
-        "gradients K-FAC leaves as they are."
+        "Python and rematerialization as keras.RematScope, or use a subclass of the "
+        "layer, whose gradients K-FAC leaves as they are."
     )
 
 
