@@ -49,6 +49,12 @@ def test_the_ratio_is_never_nan(backend, before, after, predicted, expected):
     assert host == float(got) == float(mixed) == expected
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_change_that_overflows_is_not_finite(sign):
+    """Of two finite numbers, as of two arrays."""
+    assert reduction_ratio(sign * 1e308, -sign * 1e308, predicted=-2.0) == -inf
+
+
 @pytest.mark.parametrize(("before", "after", "predicted", "rho"), RATIOS)
 def test_a_broken_promise_raises_the_damping(before, after, predicted, rho):
     """A worse loss never lowers the damping, even where the model foretold it."""
