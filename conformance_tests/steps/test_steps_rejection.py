@@ -97,6 +97,23 @@ def test_a_step_stands_where_the_loss_is_no_worse(backend, before, after, expect
     assert backend.to_numpy(got).dtype == bool
 
 
+def test_one_step_is_accepted_or_not(backend):
+    """Several losses, or a condition that is not one boolean, would mix two states."""
+    two, one = backend.asarray(np.ones(2)), backend.asarray(np.ones(()))
+    tree = {"theta": two}
+
+    with pytest.raises(ShapeError, match="`loss_before`"):
+        is_accepted(two, 1.0)
+    with pytest.raises(DtypeError, match="`loss_after`"):
+        is_accepted(1.0, "less")
+    with pytest.raises(ShapeError, match="`accepted`"):
+        select(two > 0, tree, tree)
+    with pytest.raises(DtypeError, match="`accepted`"):
+        select(one, tree, tree)
+    with pytest.raises(DtypeError, match="`accepted`"):
+        select(1, tree, tree)
+
+
 def state(backend, dtype, theta, velocity, count):
     """Return what an optimizer holds: parameters, velocity, a count, a structure."""
     one = backend.asarray(np.ones(1), dtype)
