@@ -172,6 +172,10 @@ def _is_between(x: float) -> bool:
     return 0.0 < x < 1.0
 
 
+def _is_factor_down(x: float) -> bool:
+    return 0.0 < x <= 1.0
+
+
 def _is_momentum(x: float) -> bool:
     return 0.0 <= x < 1.0
 
@@ -219,11 +223,14 @@ _OF_GAMMA = {
 _OF_MARQUARDT = {
     f"levenberg_marquardt.{option}": constraint
     for option, constraint in (
-        ("decay", _number("a number in (0, 1)", _is_between, DampingError)),
+        ("decay", _number("a number in (0, 1]", _is_factor_down, DampingError)),
         ("minimum", _number("a number >= 0", _is_not_negative, DampingError)),
         ("maximum", _number("a number > 0", _is_positive_or_infinite, DampingError)),
     )
 }
+_OF_MARQUARDT["levenberg_marquardt.reduction_ratio"] = _number(
+    "a number", lambda _: True, DampingError, arrays=True
+)
 _COUNT = _integer(1)
 _WHOLE = _integer(0)
 _SIZE = _integer(1, ShapeError)

@@ -170,8 +170,10 @@ def levenberg_marquardt(
     Raises
     ------
     DampingError
-        For a damping that is negative or not finite, a decay outside (0, 1], or bounds
-        in the wrong order.
+        For a damping that is negative or not finite, a ratio that is no number, a decay
+        outside (0, 1], or bounds or thresholds in the wrong order.
+    ConventionError
+        For a threshold that is negative or not finite.
 
     References
     ----------
@@ -194,6 +196,8 @@ def levenberg_marquardt(
         raise DampingError(
             f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
         )
+    if not lower <= upper:
+        raise DampingError(f"Expected `lower` <= `upper`, got {lower} and {upper}.")
     scalars = damping, reduction_ratio
     arrays = [x for x in scalars if not isinstance(x, NUMBER)]
     if arrays:

@@ -1023,16 +1023,20 @@ class Network:
         return state.updated(blocks)
 
     def with_options(
-        self, *, damping_rule: DampingRule, averaging: Averaging
+        self,
+        *,
+        damping_rule: DampingRule,
+        averaging: Averaging,
+        refreshing: Refreshing,
     ) -> Network:
-        """Return the same network with another damping rule and other averaging."""
+        """Return the same network with other options."""
         return Network(
             self.chains.given,
             conventions=self.conventions,
             damping_rule=damping_rule,
             sharing=self.sharing,
             averaging=averaging,
-            refreshing=self.refreshing,
+            refreshing=refreshing,
             precision=self.precision,
             solving={} if damping_rule == "exact" else self.solving,
             max_patch_elements=self.max_patch_elements,

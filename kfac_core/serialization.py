@@ -53,6 +53,7 @@ from kfac_core.linalg.packing import (
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import BlockState, Network, NetworkState
 from kfac_core.operators.operator import FACTORIZATION_OF, CurvatureOperator
+from kfac_core.options import DampingScaling
 
 __all__ = ["FORMAT", "VERSION", "DeferredArray", "dump_state", "parse_state"]
 
@@ -127,6 +128,7 @@ def dump_state(
         if isinstance(damping, Mapping)
         else float(damping),
         "damping_rule": network.damping_rule,
+        "damping_scaling": network.refreshing.damping_scaling,
         "decay": float(decay),
         "weight": float(network.averaging.weight),
         "burn_in": int(network.averaging.burn_in),
@@ -552,6 +554,9 @@ def _with_settings(
     """Return a network with the settings of a state, and those that are not its own."""
     values = _Values(part)
     rule = values.choice("damping_rule", get_args(DampingRule))
+    scaling = network.refreshing.damping_scaling
+    if values.holds("damping_scaling"):  # older states do not say it
+        scaling = values.choice("damping_scaling", get_args(DampingScaling))
     decay, weight = (values.number(name, 1.0) for name in ("decay", "weight"))
     burn_in = values.number("burn_in", 0)
     damping: Any
@@ -564,7 +569,10 @@ def _with_settings(
     values.require_empty()
     require_decay(decay)
     averaging = dataclasses.replace(network.averaging, weight=weight, burn_in=burn_in)
-    network = network.with_options(damping_rule=rule, averaging=averaging)
+    refreshing = dataclasses.replace(network.refreshing, damping_scaling=scaling)
+    network = network.with_options(
+        damping_rule=rule, averaging=averaging, refreshing=refreshing
+    )
     return network, {"damping": damping, "decay": decay}
 
 

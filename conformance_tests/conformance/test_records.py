@@ -250,6 +250,15 @@ def test_the_writer_refuses_what_it_cannot_state(problem):
         writer.update({"fc": kc.Batch(x, g, sources=2)})
 
 
+def test_an_answer_that_is_no_array_is_named(problem):
+    """A list, which stands for no library's array."""
+    block = kc.Block(problem["layer"], kc.Kronecker())
+    writer = RecordWriter({"fc": block}, decay=0.9, loss="sum")
+
+    with pytest.raises(kc.RecordError, match=r"`expected`.*\[0\.1, 0\.2\]"):
+        writer.check("fc", "damping_split", expected=[0.1, 0.2])
+
+
 def test_gradients_of_bare_parameters_are_written(rng, tmp_path):
     """A batch of summed gradients has its own tensors, and its batch size."""
     layer = kc.Parameters(shapes={"a": (2,), "b": ()})

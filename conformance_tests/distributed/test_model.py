@@ -157,6 +157,10 @@ def test_more_holders_compute_more_and_send_less(ranks):
         '{"name": "x", "layers": []}',
         '{"name": "x", "layers": [{"name": "a", "inputs": 0, "outputs": 2}]}',
         '{"name": "x", "layers": [{"name": "a"}]}',
+        '{"name": "x", "layers": [{"name": "a", "inputs": 4.5, "outputs": 2}]}',
+        '{"name": "x", "layers": [{"name": "a", "inputs": true, "outputs": 2}]}',
+        '{"name": "x", "layers": [{"name": "a", "inputs": 1e30, "outputs": 2}]}',
+        '{"name": "x", "layers": [5]}',
         "[1]",
     ],
 )
@@ -179,6 +183,9 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     assert main(["plan", "resnet50", "--ranks", "2", "4", "--plot", str(picture)]) == 0
     text = capsys.readouterr().out
     assert main(["plan", str(tmp_path / "none.json")]) == 2
+    no_picture = str(tmp_path / "plan.nothing")
+    assert main(["plan", "resnet50", "--ranks", "2", "--plot", no_picture]) == 2
+    assert "plan.nothing" in capsys.readouterr().err
 
     assert [step["holders"] for step in found["steps"]] == [1, 2, 4]
     assert len(re.findall(r"^  \d \* ", text, re.MULTILINE)) == 2

@@ -227,12 +227,26 @@ def test_levenberg_marquardt_takes_other_thresholds():
         (1.0, {"decay": math.nan}),
         (1.0, {"decay": 0.5, "minimum": 2.0, "maximum": 1.0}),
         (1.0, {"decay": 0.5, "minimum": -1.0}),
+        (1.0, {"decay": 0.5, "lower": 0.9, "upper": 0.1}),
     ],
 )
 def test_levenberg_marquardt_refuses_what_makes_no_sense(damping, options):
     """A bad damping, decay or pair of bounds is an error."""
     with pytest.raises(DampingError):
         kc.levenberg_marquardt(damping, 1.0, **options)
+
+
+@pytest.mark.parametrize("ratio", ["0.5", None, np.ones(2)], ids=repr)
+def test_a_ratio_is_one_number(ratio):
+    """A ratio of text or of several numbers is refused, and not adapted to."""
+    with pytest.raises(DampingError, match="`reduction_ratio`"):
+        kc.levenberg_marquardt(1.0, ratio, decay=0.5)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.9])
+def test_a_decay_of_one_adapts_nothing(ratio):
+    """The decay lies in (0, 1], as it is documented."""
+    assert kc.levenberg_marquardt(2.0, ratio, decay=1.0) == 2.0
 
 
 @pytest.mark.parametrize("damping", [-1e-9, math.nan, math.inf, -math.inf, -1])

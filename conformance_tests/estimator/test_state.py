@@ -101,6 +101,33 @@ def test_going_on_is_not_having_stopped(backend, batches, rule):
         assert differences(*results) == [], product
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_relative_damping_stays_relative(backend, batches, rule):
+    """The unit of the damping is part of a state, as its rule is."""
+    relative = kc.Refreshing(damping_scaling="mean_eigenvalue")
+    kept, fresh = estimator(rule, refreshing=relative), estimator(rule)
+    feed(kept, batches[:1])
+
+    fresh.load_state_dict(kept.state_dict())
+    for going_on in (kept, fresh):
+        feed(going_on, batches[1:2])
+
+    assert differences(frozen(kept.state_dict()), frozen(fresh.state_dict())) == []
+
+
+def test_a_state_of_before_the_scaling_was_written_is_read(backend, batches):
+    """The estimator then keeps its own."""
+    relative = kc.Refreshing(damping_scaling="mean_eigenvalue")
+    kept, fresh = estimator(), estimator(refreshing=relative)
+    feed(kept, batches[:1])
+    state = kept.state_dict()
+    del state["settings"]["damping_scaling"]
+
+    fresh.load_state_dict(state)
+
+    assert fresh.network.refreshing.damping_scaling == "mean_eigenvalue"
+
+
 def test_a_fresh_estimator_has_a_state(backend, batches):
     """A state without statistics or operators loads, and then all goes on."""
     saved = estimator().state_dict()
@@ -266,6 +293,7 @@ DAMAGE = {
     "decay": (put("settings/decay", 1.5), "`decay`"),
     "weight": (put("settings/weight", 0.0), "`weight`"),
     "rule": (put("settings/damping_rule", "tikhonov"), "'tikhonov'"),
+    "scaling": (put("settings/damping_scaling", "trace"), "'mean_eigenvalue'.*'trace'"),
     "no_decay": (drop("settings/decay"), "settings: decay is missing"),
     "burn_in": (put("settings/burn_in", "many"), "settings: .*burn_in.*'many'"),
     "burn_in_negative": (put("settings/burn_in", -1), "settings: .*burn_in.*-1"),

@@ -447,6 +447,46 @@ def test_noise_needs_a_generator_or_a_seed(backend, rng_argument):
         )
 
 
+@every_case
+@pytest.mark.parametrize("mode", sorted(SAMPLED))
+@pytest.mark.parametrize("wrong", [-1e-3, 1.001, np.nan])
+def test_noise_that_is_not_uniform_gives_nan(backend, case, mode, wrong):
+    """Of the row that it belongs to, and never a vector of a class that was not drawn."""
+    natural = backend.asarray(np.zeros((5, case.outputs)))
+    if mode.endswith("GGN") and case.name == "GaussianLearnedVariance":
+        pytest.skip("no such matrix")
+    spec = noise_spec(case.loss, natural, mode=mode)
+    noise = np.full(spec.shape, 0.25)
+    noise[:, 1] = wrong
+
+    made = vectors(case.loss, natural, mode=mode, noise=backend.asarray(noise))
+
+    rows = np.isnan(backend.to_numpy(made.vectors)).any(axis=(0, 2))
+    lost = [1] if spec.distribution == "uniform" or np.isnan(wrong) else []
+    assert np.flatnonzero(rows).tolist() == lost
+
+
+def test_random_signs_take_uniform_noise(backend):
+    """Other noise gives NaN."""
+    natural = backend.asarray(np.zeros((2, 3)))
+    made = vectors(kc.losses.Categorical(), natural, mode="exact")
+    noise = np.full((3, 2), 0.75)
+    noise[:, 1] = -0.5
+
+    signed = backend.to_numpy(with_random_signs(made, backend.asarray(noise)).vectors)
+
+    assert np.array_equal(signed[:, 0, :], -backend.to_numpy(made.vectors)[:, 0, :])
+    assert np.isnan(signed[:, 1, :]).all()
+
+
+def test_a_distribution_of_another_name_is_refused(backend):
+    """A misspelt one is not uniform."""
+    with pytest.raises(kc.ConventionError, match=r"distribution.*'gaussian'"):
+        draw_noise(
+            NoiseSpec("gaussian", (2,)), like=backend.asarray(np.zeros(1)), rng=0
+        )
+
+
 def test_uniform_noise_stays_below_one_in_float32(backend):
     """A float64 just below one would be rounded to one, which is out of range."""
 

@@ -347,6 +347,44 @@ def test_what_does_not_fit_is_refused(plain):
         network.functional_variance({"a": some})
 
 
+def test_a_mean_is_of_the_parameters_shapes_and_no_integers(plain):
+    """A mean that would be broadcast or would round its samples is refused."""
+    blocks, statistics = {"a": plain.block}, {"a": plain.statistics}
+    network = Posterior.of_statistics(
+        blocks, statistics, examples=N, prior_precision=TAU
+    )
+    noise = {"a": plain.parameters(np.ones((2, *plain.shape)))}
+    mean = plain.parameters(np.ones(plain.shape))
+    row = plain.backend.asarray(np.ones((1, *mean["weight"].shape[1:])))
+    xp = plain.backend.xp
+    whole = {name: xp.ones(tuple(x.shape), dtype=xp.int32) for name, x in mean.items()}
+
+    with pytest.raises(kc.ShapeError, match="`weight`"):
+        network.sample({"a": mean | {"weight": row}}, noise)
+    with pytest.raises(kc.ShapeError, match="'bias', 'weight'"):
+        network.sample({"a": {"weight": mean["weight"]}}, noise)
+    with pytest.raises(kc.DtypeError, match="`weight`"):
+        network.sample({"a": whole}, noise)
+    with pytest.raises(kc.ShapeError, match="`prior_mean`"):
+        network.evidence(0.0, {"a": mean}, prior_mean=mean["bias"])
+
+
+def test_every_block_has_as_many_samples(plain):
+    """Noise with other leading axes is refused, and the message has those of each block."""
+    blocks = {"a": plain.block, "b": plain.block}
+    network = Posterior.of_statistics(
+        blocks,
+        dict.fromkeys(blocks, plain.statistics),
+        examples=N,
+        prior_precision=TAU,
+    )
+    mean = dict.fromkeys(blocks, plain.parameters(np.ones(plain.shape)))
+    two, three = (plain.parameters(np.ones((k, *plain.shape))) for k in (2, 3))
+
+    with pytest.raises(kc.ShapeError, match=r"`noise`.*'a': \(2,\), 'b': \(3,\)"):
+        network.sample(mean, {"a": two, "b": three})
+
+
 @pytest.mark.parametrize(
     "approximation",
     [

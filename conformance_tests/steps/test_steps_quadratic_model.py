@@ -289,8 +289,14 @@ def test_arguments_that_cannot_be_used_are_named():
 
     with pytest.raises(ShapeError, match=r"Expected 2 `coefficients`.*got 3"):
         model.change([1.0, 2.0, 3.0], damped=True)
+    with pytest.raises(ShapeError, match=r"Expected 2 `coefficients`.*got 1\.0"):
+        model.change(1.0, damped=True)
+    with pytest.raises(DtypeError, match=r"`coefficients\[1\]`.*None"):
+        model.change([1.0, None], damped=True)
     with pytest.raises(ShapeError, match="Expected 2 `fixed`"):
         model.minimize(fixed=[0.9])
+    with pytest.raises(ShapeError, match=r"Expected 2 `fixed`.*got 0\.9"):
+        model.minimize(fixed=0.9)
     with pytest.raises(ConventionError, match="`check`"):
         model.minimize(check="ignore")
     with pytest.raises(ShapeError, match=r"`curvature` to have shape \(1, 1\)"):

@@ -49,6 +49,12 @@ def test_the_ratio_is_never_nan(backend, before, after, predicted, expected):
     assert host == float(got) == float(mixed) == expected
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_change_that_overflows_is_not_finite(sign):
+    """Of two finite numbers, as of two arrays."""
+    assert reduction_ratio(sign * 1e308, -sign * 1e308, predicted=-2.0) == -inf
+
+
 @pytest.mark.parametrize(("before", "after", "predicted", "rho"), RATIOS)
 def test_a_broken_promise_raises_the_damping(before, after, predicted, rho):
     """A worse loss never lowers the damping, even where the model foretold it."""
@@ -89,6 +95,23 @@ def test_a_step_stands_where_the_loss_is_no_worse(backend, before, after, expect
     assert bool(got) is expected
     assert is_accepted(before, after) is expected
     assert backend.to_numpy(got).dtype == bool
+
+
+def test_one_step_is_accepted_or_not(backend):
+    """Several losses, or a condition that is not one boolean, would mix two states."""
+    two, one = backend.asarray(np.ones(2)), backend.asarray(np.ones(()))
+    tree = {"theta": two}
+
+    with pytest.raises(ShapeError, match="`loss_before`"):
+        is_accepted(two, 1.0)
+    with pytest.raises(DtypeError, match="`loss_after`"):
+        is_accepted(1.0, "less")
+    with pytest.raises(ShapeError, match="`accepted`"):
+        select(two > 0, tree, tree)
+    with pytest.raises(DtypeError, match="`accepted`"):
+        select(one, tree, tree)
+    with pytest.raises(DtypeError, match="`accepted`"):
+        select(1, tree, tree)
 
 
 def state(backend, dtype, theta, velocity, count):

@@ -62,11 +62,10 @@ def load_checkpoint(
     ------
     ConventionError
         For other `layouts`.
-    DtypeError
-        For float64 on a library in which it is switched off.
     StateError
         For a file that is damaged, incomplete, no checkpoint, of another version, or of
-        an estimator with other blocks or conventions.
+        an estimator with other blocks or conventions; and for float64 on a library in
+        which it is switched off.
     UnknownBackendError, BackendUnavailableError
         For an unknown backend.
 

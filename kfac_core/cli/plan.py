@@ -257,6 +257,10 @@ def _plot(found: dict[int, list[PredictedStep]], arguments: argparse.Namespace) 
     axes.set(xscale="log", yscale="log", xlabel="processes", ylabel="ms a step")
     axes.set_title(f"{arguments.network}, {arguments.machine}: predicted")
     axes.legend()
-    figure.savefig(arguments.plot, dpi=120)
-    pyplot.close(figure)
+    try:
+        figure.savefig(arguments.plot, dpi=120)
+    except ValueError as error:  # an ending that is no format of a picture
+        return complain("plan", f"--plot {arguments.plot}: {error}")
+    finally:
+        pyplot.close(figure)
     return 0

@@ -36,6 +36,7 @@ import numpy as np
 
 from kfac_core.approximations.kronecker import Kronecker
 from kfac_core.block import Block
+from kfac_core.constraints import shown
 from kfac_core.conventions import Conventions
 from kfac_core.distributed.communicator import Communicator, Traffic
 from kfac_core.distributed.placement import (
@@ -413,16 +414,16 @@ def read_shapes(name: str, /) -> Shapes:
         layers: list[tuple[str, int, int, int]] = [
             (
                 f"{layer['name']}.{k}" if repeat > 1 else str(layer["name"]),
-                int(layer["inputs"]),
-                int(layer["outputs"]),
-                int(layer.get("rows", 1)),
+                _size(layer, "inputs"),
+                _size(layer, "outputs"),
+                _size({"rows": 1, **layer}, "rows"),
             )
             for layer in data["layers"]
-            for repeat in [int(layer.get("repeat", 1))]
+            for repeat in [_size({"repeat": 1, **layer}, "repeat")]
             for k in range(repeat)
         ]
-        if not layers or any(min(layer[1:]) < 1 for layer in layers):
-            raise ValueError("expected at least one layer, and sizes of at least 1")
+        if not layers:
+            raise ValueError("expected at least one layer")
         if len({layer[0] for layer in layers}) < len(layers):
             raise ValueError("expected layers of different names")
         return Shapes(str(data["name"]), tuple(layers))
@@ -432,6 +433,14 @@ def read_shapes(name: str, /) -> Shapes:
             'a JSON file {"name": ..., "layers": [{"name": ..., "inputs": ..., "outputs": '
             f"...}}]}}, or one of {', '.join(known_networks())}."
         ) from error
+
+
+def _size(layer: Mapping[str, Any], name: str) -> int:
+    """Return a size of a layer in a file; other numbers are not rounded to one."""
+    size = layer[name]
+    if type(size) is not int or not 1 <= size < 2**31:
+        raise ValueError(f"expected {name!r} to be an integer >= 1, got {shown(size)}")
+    return size
 
 
 def network_of(name: str, /) -> tuple[str, Network, dict[str, int]]:

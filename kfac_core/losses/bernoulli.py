@@ -18,7 +18,7 @@ from typing import ClassVar
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
-from kfac_core.losses.outputs import wide_companion, wide_natural
+from kfac_core.losses.outputs import is_uniform, wide_companion, wide_natural
 
 __all__ = ["Bernoulli"]
 
@@ -56,10 +56,16 @@ class Bernoulli(Loss):
         return (1.0 - y) * _sigmoid(z, xp) - y * _sigmoid(-z, xp)
 
     def sample(self, natural: Array, noise: Array, /) -> Array:
-        """Return 1 where u < p, else 0, in the dtype of the outputs."""
+        """Return 1 where u < p, else 0, in the dtype of the outputs.
+
+        Notes
+        -----
+        Noise outside of [0, 1] gives NaN.
+        """
         z, xp = wide_natural(natural, noise=noise)
         u = wide_companion(noise, z.shape, "noise", dtype=z.dtype, xp=xp)
-        return xp.astype(u < _sigmoid(z, xp), z.dtype)
+        drawn = xp.astype(u < _sigmoid(z, xp), z.dtype)
+        return xp.where(is_uniform(u), drawn, xp.nan)
 
     def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``F v = p (1 - p) v``."""

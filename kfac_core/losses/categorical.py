@@ -27,6 +27,7 @@ from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
 from kfac_core.losses.outputs import (
     is_integral,
+    is_uniform,
     require_last_axes,
     wide_companion,
     wide_natural,
@@ -92,6 +93,7 @@ class Categorical(Loss):
 
         Notes
         -----
+        Noise outside of [0, 1] gives the label -1, at which the gradient is NaN.
         A class of probability zero is never drawn, however the sums are rounded.
         Probabilities are met to about ``C eps`` of the dtype.
         """
@@ -103,7 +105,8 @@ class Categorical(Loss):
         total = xp.max(cumulated, axis=-1, keepdims=True)
         below_one = 1.0 - roundoff_of(z.dtype, xp=xp)
         threshold = xp.minimum(u[..., None] * total, total * below_one)
-        return xp.argmax(xp.astype(cumulated > threshold, xp.int32), axis=-1)
+        label = xp.argmax(xp.astype(cumulated > threshold, xp.int32), axis=-1)
+        return xp.where(is_uniform(u), label, -1)
 
     def fisher_multiply(self, natural: Array, v: Array, /) -> Array:
         """Return ``F v = p * (v - p.v)``."""

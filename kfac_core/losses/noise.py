@@ -10,7 +10,7 @@ shape.  Draw it with your library's own functions, from a key or a generator, or
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from kfac_core.array.namespaces import (
     require_floating,
     wide_dtype,
 )
-from kfac_core.constraints import validated
+from kfac_core.constraints import require_one_of, validated
 from kfac_core.errors import DtypeError
 
 __all__ = ["NoiseDistribution", "NoiseSpec", "draw_noise"]
@@ -71,6 +71,8 @@ def draw_noise(
     ------
     DtypeError
         For anything else than a generator or an integer, and for a `like` of integers.
+    ConventionError
+        For an unknown distribution.
 
     Notes
     -----
@@ -84,6 +86,7 @@ def draw_noise(
         )
     xp = namespace_of(like=like)
     require_floating(xp, like, "like")
+    require_one_of("spec.distribution", spec.distribution, get_args(NoiseDistribution))
     generator = np.random.default_rng(rng)
     is_double = wide_dtype(xp, like.dtype) == xp.float64
     dtype = np.dtype(np.float64 if is_double else np.float32)

@@ -21,6 +21,7 @@ from kfac_core.errors import ConventionError, ShapeError
 
 __all__ = [
     "is_integral",
+    "is_uniform",
     "require_last_axes",
     "require_positive",
     "wide_companion",
@@ -127,6 +128,15 @@ def require_positive(value: float, name: str, /) -> float:
             f"Expected `{name}` to be a finite number > 0, got {value!r}."
         )
     return float(value)
+
+
+def is_uniform(u: Array, /) -> Array:
+    """Whether noise lies in [0, 1]; rounding to fewer bits may make 1 of a number below.
+
+    Results of other noise, such as normal numbers, are to be NaN: it cannot raise under a
+    tracer.
+    """
+    return (u >= 0) & (u <= 1)
 
 
 def is_integral(xp: Namespace, x: Array, /) -> bool:

@@ -33,7 +33,7 @@ from kfac_core.losses.modes import (
     noise_spec,
     source_reduction_of,
 )
-from kfac_core.losses.outputs import wide_companion, wide_natural
+from kfac_core.losses.outputs import is_uniform, wide_companion, wide_natural
 
 __all__ = ["SourceVectors", "vectors", "with_random_signs"]
 
@@ -88,7 +88,8 @@ def vectors(
         The data's targets, as the loss says; read by ``"empirical"`` alone.
     noise : array, shape (M, ...), optional
         Noise in the form of `kfac_core.losses.modes.noise_spec`: its first axis is that of
-        the samples.  Read by the sampled modes alone.
+        the samples.  Read by the sampled modes alone.  Noise that is to be uniform and
+        lies outside of [0, 1] gives NaN, which the statistics refuse.
     weight : float or array
         The weight of the loss, >= 0: a number, a 0-d array, one number for each
         example, shape (N,), or for each row, shape (N, ...).  Rows of weight zero have
@@ -189,7 +190,8 @@ def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
     made : SourceVectors
         Vectors of any mode.
     noise : array, shape (M, N, ...)
-        Uniform in [0, 1), of the shape of ``made.vectors`` without its last axis.
+        Uniform in [0, 1), of the shape of ``made.vectors`` without its last axis; outside
+        of [0, 1] it gives NaN.
 
     Returns
     -------
@@ -205,7 +207,9 @@ def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
     xp = namespace_of(vectors=v, noise=noise)
     require_matrix(noise, tuple(v.shape[:-1]), "noise")
     u = wide_companion(noise, v.shape[:-1], "noise", dtype=v.dtype, xp=xp)
-    return replaced(made, vectors=xp.where(u[..., None] < 0.5, v, -v))
+    u = u[..., None]
+    signed = xp.where(u < 0.5, v, -v)
+    return replaced(made, vectors=xp.where(is_uniform(u), signed, xp.nan))
 
 
 def _empirical(loss: Loss, natural: Array, targets: Array | None) -> Array:
@@ -260,6 +264,7 @@ def _sampled(
         return loss.sampled_gradient(natural, noise)
     u = wide_companion(noise, shape, "noise", dtype=natural.dtype, xp=xp)
     signs = xp.where(u < 0.5, xp.ones_like(u), -xp.ones_like(u))
+    signs = xp.where(is_uniform(u), signs, xp.nan)
     return _factor(loss, curvature_matrix(mode))(natural, signs)
 
 

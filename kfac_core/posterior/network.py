@@ -15,13 +15,21 @@ from operator import add, or_
 from typing import Any, TypeAlias
 
 from kfac_core.array.backend import Array
-from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, own_namespace
+from kfac_core.array.namespaces import (
+    Scalar,
+    as_scalar,
+    cast,
+    full_of,
+    namespace_of,
+    own_namespace,
+)
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.block import Block
 from kfac_core.constraints import validated
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
+from kfac_core.layers.layer import Layer
 from kfac_core.layers.parameter_stacks import matrices_to_stack, stack_to_matrices
 from kfac_core.layers.rows import Batch
 from kfac_core.layers.whole_rows import whole_rows
@@ -198,10 +206,12 @@ class Posterior:
         for name, p in self.posteriors.items():
             layer = self.blocks[name].layer
             xp, dtype = p.curvature.namespace, p.curvature.dtype
-            theta = cast(xp, layer.parameters_to_matrix(parameters[name]), dtype)
-            mu: Any = prior_mean
+            theta = cast(xp, _matrix_of(layer, parameters[name], p), dtype)
+            mu: Any
             if isinstance(prior_mean, Mapping):
-                mu = cast(xp, layer.parameters_to_matrix(prior_mean[name]), dtype)
+                mu = cast(xp, _matrix_of(layer, prior_mean[name], p), dtype)
+            else:
+                mu = as_scalar(xp, prior_mean, dtype, "prior_mean")
             scatter.append(p.scatter(theta - mu))
         prior = [p.logdet_prior() for p in self.posteriors.values()]
         total = reduce(add, scatter)
@@ -237,15 +247,22 @@ class Posterior:
         """
         require_same_blocks(self.blocks, mean, "mean")
         require_same_blocks(self.blocks, noise, "noise")
-        samples = {}
+        samples, leading = {}, {}
         for name, p in self.posteriors.items():
             layer = self.blocks[name].layer
+            _matrix_of(layer, mean[name], p)
             Z = stack_to_matrices(layer, noise[name])
+            leading[name] = tuple(Z.shape[:-2])
             deviations = matrices_to_stack(layer, p.sample(Z))
             samples[name] = {
                 key: mean[name][key] + cast(own_namespace(x), x, mean[name][key].dtype)
                 for key, x in deviations.items()
             }
+        if len(set(leading.values())) > 1:
+            raise ShapeError(
+                "Expected the `noise` of all blocks to have the same leading axes, got "
+                f"{leading}."
+            )
         return samples
 
     @validated
@@ -296,6 +313,15 @@ class Posterior:
                 f"outputs, got covariances of the shapes {shapes}."
             )
         return reduce(add, parts.values())
+
+
+def _matrix_of(
+    layer: Layer, parameters: Mapping[str, Array], posterior: BlockPosterior
+) -> Array:
+    """Return a layer's parameters as its matrix, of the posterior's library."""
+    matrix = layer.parameters_to_matrix(parameters)
+    namespace_of(posterior=posterior.prior_precision, parameters=matrix)
+    return matrix
 
 
 def _by_block(

@@ -37,7 +37,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
-from kfac_core.constraints import require_one_of, validated
+from kfac_core.constraints import require_one_of, shown, validated
 from kfac_core.damping import require_damping
 from kfac_core.errors import NotFiniteError, ShapeError
 from kfac_core.layers.feeding import detached_array
@@ -207,14 +207,18 @@ class QuadraticModel:
         """Return k scalars as 0-d arrays in the model's dtype, None where they are."""
         xp = array_api_compat.array_namespace(self.slope)
         k = self.slope.shape[0]
-        count = len(values) if isinstance(values, Sequence) else values.shape[0]
-        if count != k:
+        if isinstance(values, Sequence):
+            shape: tuple[int, ...] = (len(values),)
+        else:
+            shape = tuple(getattr(values, "shape", ()))
+        if len(shape) < 1 or shape[0] != k:
+            got = shape[0] if shape else shown(values)
             raise ShapeError(
-                f"Expected {k} `{name}`, one for each direction, got {count}."
+                f"Expected {k} `{name}`, one for each direction, got {got}."
             )
         return [
             None
-            if values[i] is None
+            if values[i] is None and name == "fixed"
             else full_of(
                 xp,
                 scalar_of(xp, values[i], self.slope.dtype, f"{name}[{i}]"),

@@ -79,9 +79,11 @@ def reduction_ratio(
         for name, x in named.items():
             scalar_of(None, x, None, name)
         finite = all(map(is_finite_number, named.values()))
-        if not (finite and predicted < 0):
+        change = float(loss_after) - float(loss_before) if finite else math.nan
+        # Also the difference of two finite losses may overflow.
+        if not (math.isfinite(change) and predicted < 0):
             return -math.inf
-        return float((loss_after - loss_before) / predicted)
+        return float(change / predicted)
     xp = namespace_of(**arrays)
     for name, x in arrays.items():
         require_floating(xp, x, name)

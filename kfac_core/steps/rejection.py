@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 import array_api_compat
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.array.namespaces import Scalar, is_finite_number
+from kfac_core.array.namespaces import (
+    NUMBER,
+    Scalar,
+    as_scalar,
+    is_finite_number,
+    namespace_of,
+)
 from kfac_core.array.structure import combinable, is_structure, map_structure
 from kfac_core.errors import DtypeError, ShapeError
 from kfac_core.layers.feeding import detached_array
@@ -37,11 +43,19 @@ def is_accepted(loss_before: Scalar, loss_after: Scalar, /) -> bool | Array:
         False where the loss after the step is not finite; true where it is, and the
         one before is not.  A bool where both are numbers.
 
+    Raises
+    ------
+    ShapeError, DtypeError, MixedArraysError
+        For anything else.
+
     Notes
     -----
     Stricter rules are comparisons too: ``rho > 0.25`` for a `reduction_ratio` rho.
     """
     before, after = detached_array(loss_before), detached_array(loss_after)
+    for name, x in (("loss_before", before), ("loss_after", after)):
+        if not isinstance(x, NUMBER):
+            as_scalar(namespace_of(**{name: x}), x, x.dtype, name)
     if not (hasattr(before, "dtype") or hasattr(after, "dtype")):
         return is_finite_number(after) and not after > before
     xp = array_api_compat.array_namespace(before, after)
@@ -66,15 +80,27 @@ def select(accepted: bool | Array, proposed: T, current: T, /) -> T:
     Raises
     ------
     ShapeError
-        For states of different forms or shapes, naming the place.
+        For states of different forms or shapes, naming the place, or `accepted` of more
+        than one value.
     DtypeError
-        For different dtypes, or something that is neither array nor container where
-        `accepted` is an array: give numbers as 0-d arrays.
+        For an `accepted` that is not boolean, different dtypes, or something that is
+        neither array nor container where `accepted` is an array: give numbers as 0-d
+        arrays.
     """
     if isinstance(accepted, bool):
         return proposed if accepted else current
     condition = detached_array(accepted)
-    xp = array_api_compat.array_namespace(condition)
+    xp = namespace_of(accepted=condition)
+    if condition.dtype != xp.bool:
+        raise DtypeError(
+            f"Expected `accepted` to be boolean, got {condition.dtype}. Write a "
+            "comparison, such as `rho > 0.25`."
+        )
+    if condition.ndim != 0:
+        raise ShapeError(
+            "Expected `accepted` to be a bool or a 0-d array, got an array of shape "
+            f"{tuple(condition.shape)}."
+        )
     chosen: T = _selected(condition, proposed, current, "state", xp)
     return chosen
 

@@ -179,8 +179,8 @@ class RecordWriter:
         UnknownBlockError
             If there is no block of that name.
         RecordError
-            If the operation is unknown.  Its fields are validated when the record is
-            saved.
+            If the operation is unknown, or `vector` or `expected` is no array.  Its
+            fields are validated when the record is saved.
         """
         if block not in self._blocks:
             raise UnknownBlockError(
@@ -232,11 +232,18 @@ class RecordWriter:
             draft.replace(target)
 
     def _put(self, name: str, values: Mapping[str, Array] | Array) -> None:
+        given = {name: values}
         if isinstance(values, Mapping):
-            for parameter, part in values.items():
-                self._tensors[f"{name}.{parameter}"] = host_array(part)
-        else:
-            self._tensors[name] = host_array(values)
+            given = {f"{name}.{parameter}": x for parameter, x in values.items()}
+        for path, x in given.items():
+            try:
+                self._tensors[path] = host_array(x)
+            except TypeError:
+                option = name.partition(".")[0]
+                raise RecordError(
+                    f"Expected `{option}` to be an array, or arrays by parameter, got "
+                    f"{shown(x)}."
+                ) from None
 
     def _write(self, path: Path) -> None:
         document = {**self._document, "updates": self._updates, "checks": self._checks}
