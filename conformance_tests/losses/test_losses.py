@@ -501,6 +501,18 @@ def test_labels_out_of_range_are_not_silent(backend, dtype, rng):
     assert np.isnan(log_p).tolist() == [False, True, True, False]
 
 
+def test_targets_that_are_no_probabilities_are_not_silent(backend, dtype):
+    """Labels of -1 and 1 belong to another loss; soft ones may be rounded."""
+    natural = backend.asarray(np.zeros((5, 1)), dtype)
+    targets = backend.asarray([[-1.0], [1.0], [0.25], [1.00001], [np.nan]], dtype)
+
+    gradient = backend.to_numpy(Bernoulli().gradient(natural, targets))
+    log_p = backend.to_numpy(Bernoulli().log_probability(natural, targets))
+
+    assert np.isnan(gradient)[:, 0].tolist() == [True, False, False, False, True]
+    assert np.isnan(log_p).tolist() == [True, False, False, False, True]
+
+
 def test_narrow_labels_count_many_classes(backend, dtype, rng):
     """Labels of eight bits go together with three hundred classes."""
     z = rng.normal(size=(3, 300))

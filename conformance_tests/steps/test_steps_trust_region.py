@@ -126,3 +126,27 @@ def test_arguments_that_cannot_be_used_are_named():
         trust_region_rate(np.ones(()), bound=1.0, maximum=0.0)
     with pytest.raises(ConventionError, match="`check`"):
         trust_region_rate(np.ones(()), bound=1.0, maximum=1.0, check="ignore")
+
+
+@pytest.mark.parametrize("wrong", [-1.0, np.nan])
+@pytest.mark.parametrize("check", ["raise", "status"])
+def test_a_bound_in_an_array_that_is_not_positive_is_no_full_step(
+    backend, wrong, check
+):
+    """Its value is known only with the result: refused, or flagged with no step at all."""
+    bad, one = backend.asarray(np.asarray(wrong)), backend.asarray(np.asarray(1.0))
+    vector = {"fc": {"weight": backend.asarray(np.ones((1, 2)))}}
+    calls = (
+        lambda: kl_clip(vector, vector, learning_rate=0.1, bound=bad, check=check),
+        lambda: trust_region_rate(one, bound=bad, maximum=1.0, check=check),
+        lambda: trust_region_rate(one, bound=1.0, maximum=bad, check=check),
+    )
+
+    for call in calls:
+        if check == "raise":
+            with pytest.raises(ConventionError, match="`bound`"):
+                call()
+            continue
+        region = call()
+        assert float(region.scale) == 0.0
+        assert Status.NOT_POSITIVE in Status(int(region.status))

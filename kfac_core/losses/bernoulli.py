@@ -27,7 +27,8 @@ __all__ = ["Bernoulli"]
 class Bernoulli(Loss):
     """Sigmoid cross-entropy, ``-log p = sum_d softplus(z_d) - y_d z_d``.
 
-    Logits are natural parameters: the Hessian of the loss is the Fisher matrix.  See
+    Logits are natural parameters: the Hessian of the loss is the Fisher matrix.  Targets
+    beyond [0, 1], such as labels of -1 and 1, give NaN, which the statistics refuse.  See
     `kfac_core.losses.loss.Loss` for the arguments and errors of its functions.
 
     References
@@ -79,10 +80,11 @@ class Bernoulli(Loss):
 
 
 def _opened(natural: Array, targets: Array) -> tuple[Array, Array, Namespace]:
-    """Return z, y and the namespace, checked and wide."""
+    """Return z, y and the namespace, checked and wide; y is NaN beyond [0, 1]."""
     z, xp = wide_natural(natural, targets=targets)
     y = wide_companion(targets, z.shape, "targets", dtype=z.dtype, xp=xp, any_real=True)
-    return z, y, xp
+    # Labels of -1 and 1 have another loss; soft targets may be rounded.
+    return z, xp.where(xp.abs(y - 0.5) <= 0.501, y, xp.nan), xp
 
 
 def _root_variance(natural: Array, v: Array) -> tuple[Array, Array]:

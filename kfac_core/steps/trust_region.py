@@ -31,7 +31,7 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
 from kfac_core.constraints import require_one_of, validated
-from kfac_core.errors import NotFiniteError
+from kfac_core.errors import ConventionError, NotFiniteError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, inner_product, scalar_of
 
@@ -49,8 +49,9 @@ class TrustRegion:
     size : array, 0-d
         What was measured: ``lr^2 grad . P grad``, or ``D . F D``.
     status : array, 0-d int32
-        ``Status.NOT_POSITIVE`` for a size below zero, ``Status.MATRIX_NOT_FINITE`` for
-        one that is not finite (the scale is zero then); else 0.
+        ``Status.NOT_POSITIVE`` for a size below zero, and for a bound or a largest step
+        that is not positive (the scale is zero then); ``Status.MATRIX_NOT_FINITE`` for a
+        size that is not finite (likewise); else 0.
     """
 
     scale: Array
@@ -208,14 +209,21 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
     require_one_of("check", check, get_args(Check))
     xp = own_namespace(size)
     finite = xp.isfinite(size)
-    if check == "raise" and not bool(finite):
+    # Numbers were compared before; values of arrays come to light in what they give.
+    usable = (bound >= 0) & (largest > 0)
+    if check == "raise" and not bool(finite & usable):
+        if bool(finite):
+            raise ConventionError(
+                "Expected a `bound` >= 0 and a largest step > 0, got "
+                f"{detached_array(bound)} and {detached_array(largest)}."
+            )
         raise NotFiniteError(
             f"The length of the step is not finite: {detached_array(size)}. Look for NaN "
             "or infinity in the gradient and the direction; a preconditioner with a "
             "larger damping may be needed."
         )
     length = xp.sqrt(xp.where(size > 0, size, 0.0))
-    longest = xp.sqrt(bound)
+    longest = xp.sqrt(xp.where(usable, bound, 0.0))
     # Without a quotient where it is not wanted: it could overflow.
     beyond = largest * length > longest
     clipped = longest / xp.where(beyond, length, 1.0)
@@ -224,8 +232,8 @@ def _within(size: Array, bound: Array, largest: Array, check: Check) -> TrustReg
         negative = status_unless(xp, size >= 0, Status.NOT_POSITIVE)
         return TrustRegion(scale, size, negative)
     return TrustRegion(
-        xp.where(finite, scale, xp.zeros_like(scale)),
+        xp.where(finite & usable, scale, xp.zeros_like(scale)),
         size,
         status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
-        | status_unless(xp, (size >= 0) | ~finite, Status.NOT_POSITIVE),
+        | status_unless(xp, ((size >= 0) | ~finite) & usable, Status.NOT_POSITIVE),
     )
