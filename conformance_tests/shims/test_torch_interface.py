@@ -329,6 +329,7 @@ def test_options_that_cannot_be_are_named_at_once():
         ({"likelihood": nn.BCEWithLogitsLoss(torch.ones(3))}, "weight"),
         ({"reduction": "average"}, "reduction"),
         ({"fisher": "sampled"}, "fisher"),
+        ({"grad_scaler": 5}, "grad_scaler"),
         ({"kl_clip": -1}, "kl_clip"),
         ({"lr": None}, "`lr`"),
         ({"damping": -1.0}, "damping"),

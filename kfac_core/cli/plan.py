@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace, /) -> int:
         0, or 2 where a file cannot be read.
     """
     if (arguments.measure is None) == (arguments.network is None):
-        return complain("plan", "expected a network, or --measure ENGINE")
+        return complain("plan", "expected one of a network and --measure ENGINE")
     try:
         if arguments.measure is not None:
             return _measure(arguments.measure)

@@ -222,6 +222,11 @@ class KFAC(kc.integration.NaturalGradient):
                 f"Expected `fisher` to be one of {', '.join(map(repr, modes))}, got "
                 f"{fisher!r}."
             )
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise kc.ConventionError(
+                "Expected `grad_scaler` to be the torch.amp.GradScaler of the loop, got "
+                f"{type(grad_scaler).__name__}."
+            )
         sources = kc.losses.source_reduction_of(fisher)
         self.criterion, self.output, self.grad_scaler = criterion, output, grad_scaler
         found = find_sites(self.model, skip_layers=skip_layers)
