@@ -59,6 +59,7 @@ from kfac_core.constraints import (
     require_kind,
     require_one_of,
     require_range,
+    shown,
     unknown_block,
 )
 from kfac_core.conventions import Conventions
@@ -533,6 +534,8 @@ class Network:
 
         Raises
         ------
+        StateError
+            For a state of other blocks, or of another process.
         UnknownBlockError
             For an unknown block name.
         ConventionError
@@ -556,7 +559,7 @@ class Network:
         wanted: object = check
         if type(wanted) is not str or wanted != "raise":
             require_check(check)
-        state = state.as_part(getattr(executor, "share", None))
+        state = self._own(state, getattr(executor, "share", None))
         function = self._updates[check]
         with _told(executor, "update", state):
             tasks = self._update_tasks(state, batches, decay, executor)
@@ -610,11 +613,13 @@ class Network:
 
         Raises
         ------
+        StateError
+            For a state of other blocks, or of another process.
         UnknownBlockError
             For an unknown block name.
         """
         require_decay(decay)
-        state = state.as_part(getattr(executor, "share", None))
+        state = self._own(state, getattr(executor, "share", None))
         with _told(executor, "absorb", state):
             tasks = self._absorb_tasks(state, moments, decay, executor)
         found = executor(AbsorbBlock(), tasks)
@@ -698,6 +703,8 @@ class Network:
 
         Raises
         ------
+        StateError
+            For a state of other blocks, or of another process.
         UnknownBlockError, UnsupportedError, NotReadyError
             For a name that is no block, a block without bases, or without statistics.
         NotFiniteError, FactorizationError
@@ -712,7 +719,7 @@ class Network:
         if names is not None:
             require_range("names", names, NAMES)
         with_bases = [self.known(name) for name in (() if names is None else names)]
-        state = state.as_part(getattr(executor, "share", None))
+        state = self._own(state, getattr(executor, "share", None))
         if names is None:
             with_bases = [
                 name
@@ -779,6 +786,8 @@ class Network:
 
         Raises
         ------
+        StateError
+            For a state of other blocks, or of another process.
         UnknownBlockError
             For an unknown block name.
         NotReadyError
@@ -799,7 +808,7 @@ class Network:
         Martens and Grosse (2015), arXiv:1503.05671, sections 6.3 and 8.
         """
         require_check(check)
-        state = state.as_part(getattr(executor, "share", None))
+        state = self._own(state, getattr(executor, "share", None))
         ready = self.ready(state, names)
         function, tasks = self._refresh_tasks(state, ready, damping, check)
         made = executor(function, tasks)
@@ -853,6 +862,8 @@ class Network:
 
         Raises
         ------
+        StateError
+            For a state of other blocks, or of another process.
         UnknownBlockError, NotReadyError
             For a name that is no block, or a block that was never refreshed.
         ConventionError
@@ -914,9 +925,7 @@ class Network:
         if type(vectors) is not dict:
             require_kind("vectors", vectors, Mapping, "a mapping of blocks to vectors")
         # An operator that is here can be applied here; the others refuse by name.
-        share = getattr(executor, "share", state.share)
-        if share != state.share:
-            state = state.as_part(share)
+        state = self._own(state, getattr(executor, "share", state.share))
         given = self.chains.vectors(vectors) if self.chains.of else vectors
         tasks: dict[str, tuple[Any, ...]] = {}
         for name, own in given.items():
@@ -1123,6 +1132,15 @@ class Network:
                     'the same, call `refresh` with check="status".'
                 )
         return map_structure(_copied, NetworkState(blocks, state.share))
+
+    def _own(self, state: NetworkState, share: tuple[int, int] | None) -> NetworkState:
+        """Return the state as the part of a process; raise for one of other blocks."""
+        if state.blocks.keys() != self.blocks.keys():
+            raise StateError(
+                f"Expected a state of the blocks {shown([*self.blocks])}, got one of "
+                f"{shown([*state.blocks])}: it is that of another network."
+            )
+        return state if state.share == share else state.as_part(share)
 
     def _update_tasks(
         self,

@@ -440,3 +440,23 @@ def test_a_decay_in_an_array_is_refused_or_flagged(backend, rng, bad):
     assert int(flagged["a"].updates) == 0
     good = network.update(start, fed, decay=backend.asarray(0.5, "float64"))
     assert int(good["a"].status) == 0
+
+
+def test_a_state_of_another_network_is_refused(backend, rng):
+    """By every function, with both networks' blocks."""
+    network = network_of()
+    layer = kc.Dense(in_features=n, out_features=m, bias=True, weight_layout="io")
+    other = make_estimator({"c": kc.Block(layer, kc.Kronecker())}, reduction="sum")
+    rows = batches(backend, "float64", rows_of(rng))
+    other.update({"c": rows["a"]})
+    other.refresh()
+    vectors = gradients(backend, "float64", rng)
+
+    for call in (
+        lambda: network.update(other.state, rows, decay=DECAY),
+        lambda: network.refresh(other.state, damping=0.2),
+        lambda: network.rebase(other.state, moments="zero"),
+        lambda: network.precondition(other.state, vectors),
+    ):
+        with pytest.raises(kc.StateError, match=r"'a'.*'b'.*'c'"):
+            call()
