@@ -84,7 +84,6 @@ from kfac_core.layers.example_gradients import GradientBatch, require_known_rows
 from kfac_core.layers.feeding import detached_array, raise_for_flags
 from kfac_core.layers.id_rows import IdRows
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.row_sums import RowSums
 from kfac_core.layers.rows import Batch, Rows, join_uses
 from kfac_core.linalg.factorizations import Factorization, Solving
 from kfac_core.linalg.symmetric import SymmetricMatrix, matrix_trace
@@ -105,11 +104,8 @@ __all__ = [
     "emptied",
 ]
 
-BatchLike: TypeAlias = (
-    Batch | RowSums | GradientBatch | Sequence[Batch] | Mapping[str, Any]
-)
-"""What a block takes: a batch or its sums, several uses of one layer, or a batch of each
-part."""
+BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, Any]
+"""What a block takes: a batch, several uses of one layer, or a batch of each part."""
 
 _FULL_PRECISION = Precision()
 
@@ -466,14 +462,14 @@ class Block:
 
         Parameters
         ----------
-        batch : Batch, RowSums, GradientBatch or sequence of Batch
+        batch : Batch, GradientBatch or sequence of Batch
             Batch of the layer; not modified.
         stack : tuple of int
             The shape of leading axes of a stack of batches, for a layer that ``stacks``.
 
         Returns
         -------
-        Rows, RowSums, IdRows, PixelRows or ExampleGradients
+        Rows, IdRows, PixelRows or ExampleGradients
             Rows in the form that the layer and the approximation use; several uses become
             shared positions.
 
@@ -482,8 +478,6 @@ class Block:
         ShapeError, DtypeError, MixedArraysError, UnsupportedError
             For arrays of incompatible shape, dtype, library or device.
         """
-        if isinstance(batch, RowSums):
-            return batch
         if stack:
             layer: Any = self.layer
             return layer.rows(batch, stack=stack)
@@ -502,33 +496,6 @@ class Block:
                 "conv layer."
             )
         return join_uses(uses)
-
-    def row_sums(self, batch: Batch, dtype: Any, /) -> RowSums | None:
-        """Return sums that `update` and `moments` take in the place of a batch.
-
-        Parameters
-        ----------
-        batch : Batch
-            Inputs and output gradients of the layer; not modified.
-        dtype : dtype
-            Dtype of the sums, that of the statistics.
-
-        Returns
-        -------
-        RowSums or None
-            None where sums of outer products are not all that the statistics need.
-
-        Raises
-        ------
-        ShapeError, DtypeError, MixedArraysError
-            For arrays of incompatible shape, dtype, library or device.
-
-        Notes
-        -----
-        ``R (n^2 + M m^2)`` flops for R rows and M sources, as an update with the batch.
-        """
-        with quiet("status", xp=own_namespace(batch.output_grads)):
-            return self.approximation.row_sums(self.layer, batch, dtype)
 
     @validated
     def mean_gradient(self, batch: BatchLike, /, *, conventions: Conventions) -> Array:
@@ -595,7 +562,7 @@ class Block:
         """
         layer: Any = self.layer
         patches = layer.kind == "conv" and self.approximation.reads_patches
-        if max_patch_elements is None or not patches or isinstance(batch, RowSums):
+        if max_patch_elements is None or not patches:
             yield self.rows(batch)
             return
         if isinstance(batch, list | tuple):
@@ -778,9 +745,6 @@ class UpdateBlock(Stage):
     ) -> bool:
         """Whether equal tasks can be run as one; see `Stage.stacks`."""
         layer: Any = block.layer
-        if isinstance(batch, RowSums):
-            counted = isinstance(batch.count, int) and not skip
-            return bool(layer.stacks and counted)
         return (
             layer.stacks
             and self.max_patch_elements is None

@@ -11,7 +11,6 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.place import Place
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.row_sums import RowSums
 from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
 
 __all__ = ["Approximation", "Reduction"]
@@ -161,26 +160,6 @@ class Approximation(Protocol):
         Statistics
             New statistics with the same structure.
         """
-
-    def row_sums(self, layer: Layer, batch: Any, dtype: Any, /) -> RowSums | None:
-        """Return sums that `updated` reads as it reads the rows of a batch.
-
-        Parameters
-        ----------
-        layer : Layer
-            Layer of the block.
-        batch : Batch
-            Inputs and output gradients; not modified.
-        dtype : dtype
-            Dtype of the sums.
-
-        Returns
-        -------
-        RowSums or None
-            None (the default) where statistics are more than sums of outer products, or
-            the rows are larger than the batch.
-        """
-        return None
 
     def squares(self, statistics: Statistics, /, *, xp: Namespace) -> Sequence[Array]:
         """Return what the operator squares: finite, or an update is refused.

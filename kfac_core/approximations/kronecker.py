@@ -39,7 +39,6 @@ from kfac_core.array.namespaces import (
     cast,
     device_of,
     full_of,
-    own_namespace,
 )
 from kfac_core.array.place import Place
 from kfac_core.array.structure import replaced
@@ -50,9 +49,7 @@ from kfac_core.factors.average import Average
 from kfac_core.factors.factor import FactorKind, factor_of
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
-from kfac_core.layers.row_sums import RowSums
 from kfac_core.layers.rows import WeightSharing
-from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.shifted import ShiftedMatrix
 from kfac_core.linalg.shifted_diagonal import shifted_diagonal
 from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
@@ -224,35 +221,6 @@ class Kronecker(Approximation):
             geometry: Any = layer
             return geometry.pixel_rows(batch)
         return layer.rows(batch)
-
-    def row_sums(self, layer: Layer, batch: Any, dtype: Any, /) -> RowSums | None:
-        """Return both sums of outer products of a batch of a dense layer.
-
-        Parameters
-        ----------
-        layer : Layer
-            Layer of the block.
-        batch : Batch
-            Inputs and output gradients; not modified.
-        dtype : dtype
-            Dtype of the sums.
-
-        Returns
-        -------
-        RowSums or None
-            None for factors that are not full, and for convolutions, whose patches are
-            larger than the batch.
-        """
-        if layer.kind != "dense" or not self.stacks:
-            return None
-        rows: Any = layer.rows(batch)
-        xp = own_namespace(rows.like)
-        x, tail, g = rows.factor_rows(self.sharing, dtype, xp=xp)
-        step: dict[str, Any] = {"decay": 0.0, "scale": 1.0, "xp": xp}
-        A = updated_gram(None, x, tail=tail, **step)
-        G = updated_gram(None, g, tail=None, **step)
-        count = rows.kept(dtype, xp=xp)
-        return RowSums(A, G, count, rows.examples, rows.sources, self.sharing)
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics.

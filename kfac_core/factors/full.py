@@ -35,7 +35,7 @@ class FullFactor:
     def updated(
         self,
         average: Average,
-        rows: Array | SymmetricMatrix | ScaledMatrix,
+        rows: Array,
         /,
         *,
         tail: Array | None,
@@ -44,20 +44,11 @@ class FullFactor:
         weight: Array,
         xp: Namespace,
     ) -> Average:
-        """Return the average after ``sum <- decay sum + scale rows^T rows``.
-
-        A matrix in the place of the rows is ``rows^T rows`` already.
-        """
+        """Return the average after ``sum <- decay sum + scale rows^T rows``."""
         held: SymmetricMatrix = average.sum
-        if isinstance(rows, ScaledMatrix):
-            scale, rows = scale * rows.factor, rows.matrix
-        if isinstance(rows, SymmetricMatrix):
-            array = held.array * decay + rows.array * scale
-            full_storage = rows.full_storage
-        else:
-            array, full_storage = gram_update(
-                held, rows, tail=tail, decay=decay, scale=scale, xp=xp
-            )
+        array, full_storage = gram_update(
+            held, rows, tail=tail, decay=decay, scale=scale, xp=xp
+        )
         # Whatever the library keeps of it, the sum has the form that it began with.
         total = SymmetricMatrix(array, held.full_storage and full_storage)
         return Average(total, average.decayed(decay, weight))

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array
-from kfac_core.array.finite import is_plain
 from kfac_core.array.namespaces import (
     Scalar,
     cast,
@@ -26,16 +25,11 @@ from kfac_core.array.namespaces import (
     own_namespace,
     wide_dtype,
 )
-from kfac_core.block import Block
-from kfac_core.errors import KFACError, UnsupportedError
+from kfac_core.errors import UnsupportedError
 from kfac_core.layers.feeding import detached_array
-from kfac_core.layers.row_sums import RowSums
 from kfac_core.layers.rows import Batch
 
-__all__ = ["SAVED", "LayerCall", "batches_in_parts", "batches_of_calls"]
-
-SAVED = 1 << 18
-"""How many numbers sums in the place of rows must save: fewer are not worth the calls."""
+__all__ = ["LayerCall", "batches_in_parts", "batches_of_calls"]
 
 
 class LayerCall:
@@ -65,8 +59,6 @@ class LayerCall:
     ----------
     output_grads : list of array
         Output gradients of one source each, in float32 or wider.
-    sums : RowSums or None
-        Sums of outer products, where these stand in the place of all arrays.
     scaled_by : float
         What output gradients were multiplied by ahead of `batches_of_calls`, which then
         need not copy them all: most often its own factor, of a step of one pass.
@@ -91,19 +83,16 @@ class LayerCall:
         self.examples = int(inputs.shape[0]) if examples is None else examples
         self.grad_shape, self.grad_scale = grad_shape, grad_scale
         self.output_grads: list[Array] = []
-        self.sums: RowSums | None = None
         self.scaled_by = 1.0
 
     @property
     def has_rows(self) -> bool:
         """Whether output gradients came back to it."""
-        return bool(self.output_grads) or self.sums is not None
+        return bool(self.output_grads)
 
     @property
     def examples_here(self) -> int:
         """Number of examples that this process has."""
-        if self.sums is not None:
-            return self.sums.examples
         return int(self.inputs.shape[0])
 
     def add_source(self, output_grad: Array | None, /) -> None:
@@ -114,20 +103,9 @@ class LayerCall:
         output_grad : array, shape (N, ...), or None
             Its gradient graph is left behind.  None, where a framework says that nothing
             came back, is passed over.
-
-        Raises
-        ------
-        UnsupportedError
-            After `sum_rows`: a part of a sum of squares cannot be added.
         """
         if output_grad is None:
             return
-        if self.sums is not None:
-            raise UnsupportedError(
-                f"A further output gradient came back to layer {self.block!r} after all "
-                "were there. Differentiate the loss once, or keep the graph "
-                "(retain_graph=True) until its last part."
-            )
         xp = own_namespace(output_grad)
         g = detached_array(output_grad)
         g = cast(xp, g, wide_dtype(xp, g.dtype))
@@ -141,51 +119,6 @@ class LayerCall:
         """Leave the arrays behind, which whoever keeps the call would keep too."""
         self.inputs, self.mask = None, None
         self.output_grads = []
-        self.sums = None
-
-    def sum_rows(self, block: Block, dtype: Any, /, *, always: bool = False) -> None:
-        """Let go of the arrays for sums of outer products, if that is all a block reads.
-
-        Nothing happens where that would save fewer numbers than `SAVED`, or on a device,
-        where looking at sums would synchronize; nor where squares are not finite, so that
-        an error can say what was not, or may have underflowed.
-
-        Parameters
-        ----------
-        block : Block
-            Block of the layer.
-        dtype : dtype
-            Dtype of its statistics.
-        always : bool
-            Whether sums are made all the same, where other calls have them.
-        """
-        if self.transposed or not self.output_grads:
-            return
-        n, m = block.layer.matrix_shape
-        saved = math.prod(self.inputs.shape) - n * n - m * m
-        saved += len(self.output_grads) * math.prod(self.output_grads[0].shape)
-        if not always and saved < SAVED:
-            return
-        g = _stacked(self.output_grads, own_namespace(self.output_grads[0]))
-        xp = own_namespace(g)
-        if not always and not is_plain(g, xp=xp):
-            return
-        bias = _joined_biases([self], xp)
-        batch = Batch(self.inputs, g, self.mask, len(self.output_grads), bias=bias)
-        try:
-            sums = block.row_sums(batch, dtype)
-        except KFACError:
-            return  # The update with the arrays will say what is wrong, and where.
-        if sums is None:
-            return
-        if not always:
-            squares = float(sums.output_grads.trace())
-            least = math.sqrt(float(xp.finfo(dtype).smallest_normal))
-            finite = math.isfinite(float(sums.inputs.trace()))
-            if not finite or not least < squares < math.inf:
-                return
-        self.clear()
-        self.sums = sums
 
     def add_to_source(self, output_grad: Array | None, /) -> None:
         """Take a further part of the output gradient of one and the same source.
@@ -208,7 +141,7 @@ def batches_of_calls(
     rows: Scalar,
     scale: Scalar = 1.0,
     examples: Mapping[str, float] | None = None,
-) -> dict[str, Batch | RowSums]:
+) -> dict[str, Batch]:
     """Return one batch per block from its recorded calls.
 
     Parameters
@@ -226,9 +159,9 @@ def batches_of_calls(
 
     Returns
     -------
-    dict of str to Batch or RowSums
+    dict of str to Batch
         For an estimator with ``reduction="sum"``; where there is one call, its inputs are
-        those that it was made with.  Sums for a block whose calls all have them.
+        those that it was made with.
 
     Raises
     ------
@@ -252,7 +185,7 @@ def batches_in_parts(
     rows: Scalar,
     scale: Scalar = 1.0,
     examples: Mapping[str, float] | None = None,
-) -> list[dict[str, Batch | RowSums]]:
+) -> list[dict[str, Batch]]:
     """Return batches per block as `batches_of_calls`, in parts of equal shapes.
 
     Sequences of several lengths, and images of several sizes, are no single batch.  The
@@ -265,21 +198,18 @@ def batches_in_parts(
 
     Returns
     -------
-    list of dict of str to Batch or RowSums
+    list of dict of str to Batch
         At least one; the first has all blocks.
     """
     of_block: dict[str, list[LayerCall]] = {}
     for call in calls:
         if call.has_rows:
             of_block.setdefault(call.block, []).append(call)
-    parts: list[dict[str, Batch | RowSums]] = [{}]
+    parts: list[dict[str, Batch]] = [{}]
     for name, uses in of_block.items():
         N: float = sum(use.examples_here for use in uses)
         if examples is not None:
             N = examples[name]
-        if any(use.sums is not None for use in uses):
-            parts[0][name] = _joined_sums(uses, scale * math.sqrt(N / rows))
-            continue
         xp = own_namespace(uses[0].inputs)
         alike: dict[Any, list[tuple[LayerCall, Array, Array]]] = {}
         for use in uses:
@@ -303,17 +233,6 @@ def _batch(part: list[tuple[LayerCall, Array, Array]], xp: Any) -> Batch:
         sources=int(most),
         bias=_joined_biases(uses, xp),
     )
-
-
-def _joined_sums(uses: list[LayerCall], scale: Scalar) -> RowSums:
-    """Return the sums of all calls, of output gradients times a number."""
-    total: RowSums | None = None
-    for use in uses:
-        assert use.sums is not None, "a call with rows beside others with sums"
-        part = use.sums.with_scaled_grads(float(scale) / use.scaled_by)
-        total = part if total is None else total.plus(part)
-    assert total is not None
-    return total
 
 
 def _pair(use: LayerCall, scale: Scalar, share: float, xp: Any) -> tuple[Array, Array]:

@@ -298,39 +298,6 @@ class NaturalGradient:
             own = block.moments(batch, **options, name=name, statistics=held)
             found[name] = block.merge(found[name], own) if name in found else own
 
-    @validated
-    def sum_rows(self, call: LayerCall, /, *, always: bool = False) -> None:
-        """Let go of a call's rows where the step needs their sums alone, which are smaller.
-
-        For a call whose output gradients are all there.  The step is the same up to
-        rounding; see `LayerCall.sum_rows`.  Of processes that take steps together, and of
-        layers whose uses are shared positions, rows are kept.
-
-        Parameters
-        ----------
-        call : LayerCall
-            Call to be given to `directions`, `moments` or `begin`.
-        always : bool
-            See `LayerCall.sum_rows`.
-        """
-        network = self.estimator.network
-        tied = network.tied_weights.uses
-        block = network.blocks.get(call.block)
-        if self.communicator is not None or block is None:
-            return
-        if call.block in tied or call.block in tied.values():
-            return
-        held = self.estimator.state[call.block].statistics
-        if held is not None:
-            dtype = held.dtype
-        else:
-            xp, given = own_namespace(call.inputs), call.inputs.dtype
-            if not xp.isdtype(given, "real floating"):
-                return
-            precision = network.precision
-            dtype = precision.dtype(precision.storage, wide_dtype(xp, given), xp=xp)
-        call.sum_rows(block, dtype, always=always)
-
     def begin(self, calls: Iterable[LayerCall], /, *, rows: Scalar) -> None:
         """Update, and refresh in a thread, before the gradients of the step are known.
 
@@ -608,16 +575,8 @@ class NaturalGradient:
         return gradients
 
     def _used(self, calls: Iterable[LayerCall]) -> list[LayerCall]:
-        """Return the calls that output gradients came back to.
-
-        Those of a block all have rows, or all have sums.
-        """
-        used = [call for call in calls if call.has_rows]
-        summed = {call.block for call in used if call.sums is not None}
-        for call in used:
-            if call.block in summed and call.sums is None:
-                self.sum_rows(call, always=True)
-        return used
+        """Return the calls that output gradients came back to."""
+        return [call for call in calls if call.has_rows]
 
     def _batches(
         self, calls: Iterable[LayerCall], rows: Scalar, examples: Mapping[str, float]

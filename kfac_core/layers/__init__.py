@@ -6,7 +6,6 @@ themselves are names of `kfac_core`.
 
 from kfac_core.layers.example_gradients import ExampleGradients
 from kfac_core.layers.id_rows import IdRows
-from kfac_core.layers.row_sums import RowSums
 from kfac_core.layers.rows import PixelRows, Rows
 from kfac_core.layers.time import steps_of, unfold_time
 from kfac_core.linalg.patches import choose_patches
@@ -15,7 +14,6 @@ __all__ = [
     "ExampleGradients",
     "IdRows",
     "PixelRows",
-    "RowSums",
     "Rows",
     "choose_patches",
     "steps_of",

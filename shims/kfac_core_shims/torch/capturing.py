@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -202,23 +202,6 @@ class Observation:
     def take_gradient(self, call: Any, g: Any) -> None:
         """Take the empirical gradient of a call, or a further part of it."""
         call.add_to_source(g)
-        # A graph that is kept may be gone through once more, for another part of the loss.
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self.sum_rows([call])
-
-    def sum_rows(self, calls: Iterable[Any]) -> None:
-        """Let go of rows that the step needs the sums of; all gradients are there."""
-        kfac = self.kfac()
-        if kfac is None:
-            return
-        if torch.is_autocast_enabled("cpu"):
-            # A backward pass was started under autocast.
-            with torch.autocast("cpu", enabled=False):
-                self.sum_rows(calls)
-            return
-        for call in calls:
-            call.require_unchanged()
-            kfac.sum_rows(call)
 
     def note_further_part(self, gradient: Any) -> None:
         """Note that a further part of the loss came back, with its gradient if known."""
@@ -264,7 +247,7 @@ def _note(
         else:
             observation.begin_to_accumulate()
     observation.differentiated = True
-    if call is not None and (call.inputs is not None or call.sums is not None):
+    if call is not None and call.inputs is not None:
         observation.take_gradient(call, take(grads[index]))
 
 

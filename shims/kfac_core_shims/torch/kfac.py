@@ -495,8 +495,6 @@ class KFAC(kc.integration.NaturalGradient):
         self._by_hand = True
         observation = self._record(edge, outputs.detach(), reached, weight)
         empirical = self.estimator.mode == "empirical"
-        if not empirical:
-            observation.sum_rows(observation.calls)
         for r in reached:
             observation.watch(r, empirical=empirical)
 
@@ -871,8 +869,6 @@ class KFAC(kc.integration.NaturalGradient):
         # What only returned gradients may come again.
         if accumulates and self.overlap:
             self._begin(observation)
-        elif accumulates:
-            observation.sum_rows(observation.calls)
         return observation
 
     def _tell(self) -> None:

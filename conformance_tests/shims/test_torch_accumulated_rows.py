@@ -1,4 +1,4 @@
-"""Sums of outer products in the place of rows: less memory, and the same statistics."""
+"""Accumulated passes, and losses differentiated in parts, have statistics of all rows."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import kfac_core as kc  # noqa: E402
-from kfac_core.integration import layer_calls  # noqa: E402
 from kfac_core_shims.torch import KFAC  # noqa: E402
 
 cross_entropy = torch.nn.functional.cross_entropy
@@ -20,14 +19,6 @@ def _float64():
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture(params=["sums", "rows", "mixed"])
-def held(request, monkeypatch):
-    """Whether calls hold sums, rows, or whichever are fewer numbers."""
-    saved = {"sums": -(10**9), "rows": 10**9, "mixed": 100}
-    monkeypatch.setattr(layer_calls, "SAVED", saved[request.param])
-    return request.param
 
 
 def tokens():
@@ -64,29 +55,15 @@ def factors_of(kfac, name):
     return [averages[s].value(debias=True).full().numpy() for s in ("input", "output")]
 
 
-def sums_held(kfac):
-    return {
-        call.block
-        for seen in kfac._observations
-        for call in seen.calls
-        if call.sums is not None
-    }
-
-
 @pytest.mark.parametrize("parts", [[8], [5, 3], [2, 6]])
-def test_accumulated_batches_are_one(held, parts):
-    """Passes of any sizes, of which some hold sums, have the statistics of all rows."""
+def test_accumulated_batches_are_one(parts):
+    """Passes of any sizes have the statistics of all rows."""
     model = tokens()
     x, y = torch.randn(8, 6, 4), torch.randint(3, (8, 6))
     kfac = KFAC(model, likelihood="categorical", fisher="empirical", decay=0.5)
     for a, b in zip(x.split(parts), y.split(parts), strict=True):
         own = cross_entropy(model(a).flatten(0, 1), b.flatten(), reduction="sum")
         (own / y.numel()).backward()
-    seen = sums_held(kfac)
-    assert seen == (set() if held == "rows" else set(LAYERS)) or held == "mixed"
-    if held == "mixed" and parts == [2, 6]:
-        assert any(c.sums is None for o in kfac._observations for c in o.calls)
-        assert seen
     kfac.step()
     expected = dense_factors(model, x, y, y.numel())
     for name in LAYERS:
@@ -95,14 +72,13 @@ def test_accumulated_batches_are_one(held, parts):
         np.testing.assert_allclose(G, expected[name][1], rtol=1e-12, atol=1e-18)
 
 
-def test_a_loss_that_is_differentiated_in_parts_adds_up_before_it_is_squared(held):
-    """Gradients of parts of one loss are summed, and rows are let go of after the last."""
+def test_a_loss_that_is_differentiated_in_parts_adds_up_before_it_is_squared():
+    """Gradients of parts of one loss are summed."""
     model = tokens()
     x, y = torch.randn(8, 6, 4), torch.randint(3, (8, 6))
     kfac = KFAC(model, likelihood="categorical", fisher="empirical", decay=0.5)
     loss = cross_entropy(model(x).flatten(0, 1), y.flatten())
     (0.25 * loss).backward(retain_graph=True)
-    assert not sums_held(kfac)
     (0.75 * loss).backward()
     kfac.step()
     expected = dense_factors(model, x, y, y.numel())
@@ -112,26 +88,13 @@ def test_a_loss_that_is_differentiated_in_parts_adds_up_before_it_is_squared(hel
         np.testing.assert_allclose(G, expected[name][1], rtol=1e-12, atol=1e-18)
 
 
-def test_a_further_gradient_of_a_call_with_sums_is_refused(monkeypatch):
-    monkeypatch.setattr(layer_calls, "SAVED", -(10**9))
-    layer = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="oi")
-    call = layer_calls.LayerCall("fc", torch.ones(3, 2))
-    call.add_source(torch.ones(3, 2))
-    call.sum_rows(kc.Block(layer, kc.Kronecker()), torch.float64)
-    assert call.sums is not None
-    assert call.inputs is None
-    with pytest.raises(kc.UnsupportedError, match=r"'fc'.*retain_graph"):
-        call.add_to_source(torch.ones(3, 2))
-
-
 @pytest.mark.parametrize("fisher", ["gradients", "exact"])
-def test_backpropagated_vectors_are_summed_too(held, fisher):
-    """The same draws with sums as with rows, and the exact sum over labels of a layer."""
+def test_backpropagated_vectors_of_tokens(fisher):
+    """Sampled labels, and the exact sum over labels of a layer."""
     x, y = torch.randn(8, 6, 4), torch.randint(3, (8, 6))
     model = tokens()
     kfac = KFAC(model, likelihood="categorical", fisher=fisher, decay=0.5)
     cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-    assert (sums_held(kfac) == set(LAYERS)) == (held != "rows")
     kfac.step()
     z = model(x).detach().flatten(0, 1)
     p = torch.softmax(z, -1)
@@ -149,28 +112,7 @@ def test_backpropagated_vectors_are_summed_too(held, fisher):
         assert np.trace(G) > 0.0
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e200, 1e-170])
-@pytest.mark.parametrize("where", ["inputs", "output_grads"])
-def test_squares_that_cannot_be_told_are_not_summed(monkeypatch, value, where):
-    """Arrays are kept where squares are not finite, or output gradients' underflow."""
-    monkeypatch.setattr(layer_calls, "SAVED", -(10**9))
-    layer = kc.Dense(in_features=2, out_features=2, bias=True, weight_layout="oi")
-    x, g = torch.ones(3, 2), torch.ones(3, 2)
-    if where == "inputs":
-        x[1, 0] = value
-    else:
-        g *= value
-    call = layer_calls.LayerCall("fc", x)
-    call.add_source(g)
-    call.sum_rows(kc.Block(layer, kc.Kronecker()), torch.float64)
-    # Inputs are squared as they are in any case.
-    is_summed = where == "inputs" and value == 1e-170
-    assert (call.sums is not None) == is_summed
-    assert is_summed or call.inputs is x
-
-
-def test_squares_that_overflow_are_named_and_change_nothing(held):
-    """The message is that of rows."""
+def test_squares_that_overflow_are_named_and_change_nothing():
     model = tokens()
     x, y = torch.randn(8, 6, 4), torch.randint(3, (8, 6))
     kfac = KFAC(
@@ -192,21 +134,3 @@ def test_squares_that_overflow_are_named_and_change_nothing(held):
         kfac.step()
     for now, then in zip(factors_of(kfac, "2"), before, strict=True):
         np.testing.assert_array_equal(now, then)
-
-
-def test_rows_are_not_held_until_the_step():
-    """Of many tokens only sums are there when the backward pass has ended."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(16, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
-    )
-    x, y = torch.randn(128, 128, 16), torch.randint(3, (128, 128))
-    kfac = KFAC(model, likelihood="categorical", fisher="empirical")
-    cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
-    calls = [call for seen in kfac._observations for call in seen.calls]
-    assert {call.block for call in calls if call.sums is None} == {"2"}
-    assert all(c.inputs is None and not c.output_grads for c in calls if c.sums)
-    sums = next(call.sums for call in calls if call.block == "0")
-    assert sums.inputs.array.shape == (17, 17)
-    assert sums.count == 128 * 128
-    kfac.discard()
-    assert all(call.sums is None for call in calls)
