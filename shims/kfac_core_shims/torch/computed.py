@@ -15,7 +15,7 @@ from warnings import warn
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch.outputs import accumulates
+from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
 
 __all__ = ["ComputedSite"]
@@ -126,11 +126,11 @@ class ComputedSite(Site):
 
     def _add(self, g: Any) -> None:
         # A pass that makes a graph, as for a penalty, is not the loss's own.
-        adds = None if torch.is_grad_enabled() else accumulates(self.originals)
+        adds = None if torch.is_grad_enabled() else private.accumulates(self.originals)
         if adds is None or (self.accumulated and not adds):
             return
         if adds:
-            task = torch._C._current_graph_task_id()
+            task = private.backward_pass()
             cleared = not any(
                 p.grad is not None and bool(p.grad.any()) for p in self.originals
             )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch.outputs import accumulates
+from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
 
 __all__ = ["Gradients"]
@@ -65,13 +65,13 @@ class Gradients:
 
     def are_of_this_pass(self) -> bool:
         """Whether the backward pass that is running was found to add to them before."""
-        return bool(torch._C._current_graph_task_id() == self._task)
+        return bool(private.backward_pass() == self._task)
 
     def are_to_come(self) -> bool | None:
         """Whether the backward pass that is running adds to any; see `accumulates`."""
-        adds = True if self._division is not None else accumulates(self.trained)
+        adds = True if self._division is not None else private.accumulates(self.trained)
         if adds:
-            self._task = torch._C._current_graph_task_id()
+            self._task = private.backward_pass()
         return adds
 
     def are_there(self) -> bool:
@@ -113,7 +113,7 @@ class Gradients:
             self._uncleared = [
                 name
                 for name, p in self._model.named_parameters()
-                if id(p.grad) in left and accumulates([p])
+                if id(p.grad) in left and private.accumulates([p])
             ]
 
     def watch(self) -> None:
@@ -122,7 +122,7 @@ class Gradients:
         if self._watched is not None:
             return
         divided = self._division is not None
-        fed = [p for p in self.trained if divided or accumulates([p])]
+        fed = [p for p in self.trained if divided or private.accumulates([p])]
         self._watched = min(fed, key=lambda p: (p.numel() < 8, p.numel()))
         own, engine = weakref.ref(self), torch.autograd.Variable._execution_engine
 

@@ -16,8 +16,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 import kfac_core as kc
-from kfac_core_shims.torch import capturing, coverage, likelihoods, parallel
+from kfac_core_shims.torch import coverage, graph, hooks, likelihoods, parallel
 from kfac_core_shims.torch.capturing import Observation
+from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.gradients import Gradients
 from kfac_core_shims.torch.loss_checks import LossCheck, RowWeights
 from kfac_core_shims.torch.outputs import (
@@ -27,7 +28,6 @@ from kfac_core_shims.torch.outputs import (
     drawing,
     is_drawn_through,
 )
-from kfac_core_shims.torch.sites import find_sites
 
 __all__ = ["KFAC"]
 
@@ -299,7 +299,7 @@ class KFAC(kc.integration.NaturalGradient):
             (module, [n for n in names if n in self._sites], context)
             for module, names, context in found.users
         ]
-        self._hooks = capturing.install(self, found)
+        self._hooks = hooks.install(self, found)
         if self.is_divided:
             self._hooks += self._gradients.watch_arrival()
         if output is not None and not criterion.weighted:
@@ -1009,12 +1009,12 @@ class KFAC(kc.integration.NaturalGradient):
             self.note(f"of {name!r}, {self._reasons[first]} of another pass")
         return [call for call in found if call.block not in untold]
 
-    def _reached(self, edge: Any) -> list[capturing.Reached]:
+    def _reached(self, edge: Any) -> list[graph.Reached]:
         """Return the calls below outputs, and note why blocks have none."""
         self._untold = frozenset()
         if not self.wants_statistics:
             return []
-        reached, reasons = capturing.calls_below(
+        reached, reasons = graph.calls_below(
             edge.node,
             token=id(self),
             sites=self._sites,
@@ -1034,7 +1034,7 @@ class KFAC(kc.integration.NaturalGradient):
             )
         return [self._own(r) for r in reached]
 
-    def _own(self, reached: capturing.Reached) -> capturing.Reached:
+    def _own(self, reached: graph.Reached) -> graph.Reached:
         """Return a call for one pass alone, where another's outputs depend on it too."""
         if not reached.call.is_taken or self._by_hand:
             return reached
@@ -1048,7 +1048,7 @@ class KFAC(kc.integration.NaturalGradient):
         return dataclasses.replace(reached, call=reached.call.again())
 
     def _record(
-        self, edge: Any, z: Any, reached: list[capturing.Reached], weight: Any
+        self, edge: Any, z: Any, reached: list[graph.Reached], weight: Any
     ) -> Observation:
         """Return the calls of a pass with their gradients, if these are not the data's."""
         self._require_examples_first(z, reached)
@@ -1115,7 +1115,7 @@ class KFAC(kc.integration.NaturalGradient):
                     root = weight.clamp(min=0).sqrt()[..., None].to(vectors.dtype)
                     vectors = torch.where(on, vectors, 0.0) * root
                 with drawing(self.model):
-                    capturing.pull_back(edge, reached, vectors, like=z)
+                    graph.pull_back(edge, reached, vectors, like=z)
         return observation
 
     def _step(self, seen: list[Observation]) -> None:
@@ -1267,7 +1267,7 @@ class KFAC(kc.integration.NaturalGradient):
                 stacklevel=4,
             )
 
-    def _require_examples_first(self, z: Any, reached: list[capturing.Reached]) -> None:
+    def _require_examples_first(self, z: Any, reached: list[graph.Reached]) -> None:
         """Refuse time-first inputs of approximations that sum over each example."""
         for r in reached:
             shape = r.call.examples, *r.call.inputs.shape[1:]

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional as fn
 
 import kfac_core as kc
+from kfac_core_shims.torch import private
 
 __all__ = [
     "Part",
@@ -34,7 +35,6 @@ __all__ = [
     "describe",
     "describe_tied",
     "register_layer",
-    "without_fused_kernels",
 ]
 
 
@@ -629,18 +629,7 @@ def _recurrent(module: Any, owns: Owns) -> Parts | str:
         if biased:
             names["bias"] = name.replace("weight", "bias")
         parts[name.removeprefix("weight_")] = Part(layer=layer, parameters=names)
-    return Parts(of=parts, around=without_fused_kernels)
-
-
-@contextmanager
-def without_fused_kernels() -> Iterator[None]:
-    """Have recurrent modules computed by matrix products, which the graph then shows."""
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
+    return Parts(of=parts, around=private.without_fused_kernels)
 
 
 _LAYER_NORM = _norm_of("weight", "bias", plain=True)

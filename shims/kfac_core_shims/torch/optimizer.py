@@ -23,8 +23,8 @@ import kfac_core as kc
 from kfac_core_shims.torch import parallel
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.kfac import KFAC
-from kfac_core_shims.torch.layers import without_fused_kernels
 from kfac_core_shims.torch.outputs import RandomState, pick
+from kfac_core_shims.torch.private import without_fused_kernels
 
 __all__ = ["KFACOptimizer"]
 

@@ -8,17 +8,18 @@ differentiates costs nothing and counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
+from kfac_core_shims.torch import private
 from kfac_core_shims.torch.parallel import require_all_take_part
 
 __all__ = [
@@ -26,38 +27,16 @@ __all__ = [
     "Pass",
     "RandomHook",
     "RandomState",
-    "accumulates",
     "drawing",
     "is_drawn_through",
-    "outside_compilers",
     "pick",
 ]
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _drawn_through: list[Any] = []
 """Models through which K-FAC is backpropagating vectors of its own.
 
 Not one for each thread: with a GPU the hooks run in other threads than the call.
 """
-
-
-def outside_compilers(hook: Callable[P, R], /) -> Callable[P, R]:
-    """Let a hook run as it is written where its module is compiled.
-
-    As ``torch.compiler.disable``, whose wrapper would cost a plain call more than most
-    hooks do.
-    """
-    disabled: Callable[P, R] = torch.compiler.disable(hook)
-
-    @wraps(hook)
-    def called(*arguments: P.args, **options: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            return disabled(*arguments, **options)
-        return hook(*arguments, **options)
-
-    return called
 
 
 @contextmanager
@@ -124,7 +103,7 @@ class OutputHook:
     def __reduce__(self) -> Any:
         return _Inert, ()
 
-    @outside_compilers
+    @private.outside_compilers
     def __call__(self, module: Any, arguments: Any, options: Any, returned: Any) -> Any:
         """Return the outputs as views of themselves, where they are to be observed."""
         kfac = self.kfac()
@@ -156,7 +135,7 @@ class RandomHook:
     def __reduce__(self) -> Any:
         return _Inert, ()
 
-    @outside_compilers
+    @private.outside_compilers
     def __call__(self, module: Any, arguments: Any) -> None:
         """Keep the state from which the model's next call draws."""
         kfac = self.kfac()
@@ -215,7 +194,7 @@ class Pass:
             return
         if self.done and self.observation is None:
             return
-        task = torch._C._current_graph_task_id()
+        task = private.backward_pass()
         if task == self.task:
             return  # It came to another of the outputs before.
         if kfac is None or is_drawn_through(kfac.model):
@@ -256,7 +235,7 @@ class Pass:
         `passing` are the gradients that the outputs' own node is about to be called with.
         """
         kfac, edge, z, replay = self.kfac(), self.edge, self.z, self.replay
-        if not self.accumulates and kfac is not None and _keeps_graph():
+        if not self.accumulates and kfac is not None and private.is_graph_kept():
             kfac.expect(self)  # The pass that makes `.grad` may still come.
             self._remove()
         else:
@@ -283,34 +262,6 @@ class Pass:
         if self.handle is not None:
             self.handle.remove()
         self.handle = None
-
-
-def accumulates(parameters: Iterable[Any], /) -> bool | None:
-    """Whether the backward pass that is running adds to the `.grad` of any parameters.
-
-    Parameters
-    ----------
-    parameters : iterable of torch.nn.Parameter
-        Trained parameters.
-
-    Returns
-    -------
-    bool or None
-        False for `torch.autograd.grad`, which returns their gradients; None where the pass
-        comes to none of them, as for an attack or a saliency map.
-    """
-    for p in parameters:
-        try:
-            if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
-                return True
-        except RuntimeError:
-            return False  # It says so of a leaf whose gradient is returned.
-    return None
-
-
-def _keeps_graph() -> bool:
-    """Whether the graph of the backward pass that is running may be gone through again."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def _gradient_of_view(z: Any, base: Any, gradient: Any) -> Any:

@@ -8,6 +8,7 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import kfac_core as kc
+from kfac_core_shims.torch import private
 
 if TYPE_CHECKING:
     from kfac_core_shims.torch.sharded import Division
@@ -31,9 +32,9 @@ def inner(model: Any, /) -> Any:
     torch.nn.Module
         Whose forward pass the wrappers call.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = private.unwrapped(model)
     if isinstance(model, DistributedDataParallel):
-        model = getattr(model.module, "_orig_mod", model.module)
+        model = private.unwrapped(model.module)
     return model
 
 
@@ -149,8 +150,7 @@ def require_all_take_part() -> None:
     Processes that have no batches left answer there to what DistributedDataParallel sends,
     and to nothing else.
     """
-    model = DistributedDataParallel._get_active_ddp_module()
-    if model is not None and model._join_config.enable:
+    if private.replicas_may_leave():
         raise kc.UnsupportedError(
             "DistributedDataParallel.join() leaves out processes that have no batches "
             "left, and K-FAC needs all of them in each step. Leave join() out, and run the "
@@ -174,7 +174,7 @@ def _size_of(communicator: Any, /) -> int:
 
 def _require_same_processes(model: Any, size: int, /) -> None:
     """Refuse a model whose gradients are averages over others than K-FAC's processes."""
-    model = getattr(model, "_orig_mod", model)
+    model = private.unwrapped(model)
     if not isinstance(model, DistributedDataParallel):
         return
     averaged = distributed.get_world_size(model.process_group)

@@ -1,0 +1,174 @@
+"""Forward hooks that leave what layers were called with in the graph of their outputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from kfac_core_shims.torch.graph import RecordedCall
+from kfac_core_shims.torch.private import outside_compilers
+from kfac_core_shims.torch.sites import Found, Site
+
+__all__ = ["install"]
+
+
+class _Inert:
+    """A hook whose copies and pickles do nothing."""
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *arguments: Any) -> None:
+        """Do nothing, as a hook of a copied module."""
+
+
+class _CallHook(_Inert):
+    """Records calls of a module."""
+
+    def __init__(self, kfac: Any, sites: list[Site]) -> None:
+        self.kfac, self.sites = ref(kfac), sites
+
+    @outside_compilers
+    def __call__(self, module: Any, a: Any, k: Any, y: Any) -> None:
+        """Record a call, in the graph node of its output."""
+        kfac = self.kfac()
+        if kfac is None or not isinstance(y, torch.Tensor):
+            return
+        if not (y.requires_grad and kfac.wants_statistics):
+            return
+        edge = None
+        for site in self.sites:
+            if not site.is_in(module):
+                continue
+            given = (*a, *(k.values() if len(k) < 2 else _in_order(module, k)))
+            arguments = tuple(x.detach() if _is_tensor(x) else x for x in given)
+            examples = None
+            if kfac.share is not None:
+                examples = len(arguments[0])
+                arguments = kfac.share(arguments[0]), *arguments[1:]
+            read: Any = site.part.read
+            with torch.no_grad():
+                reading = read(module, arguments, y)
+            if reading is None:
+                continue
+            call = RecordedCall(
+                site.name,
+                reading.inputs,
+                mask=reading.mask,
+                grad_shape=reading.grad_shape,
+                grad_scale=reading.grad_scale,
+                transposed=reading.transposed,
+                examples=examples,
+                bias=not site.some_biases or module.bias is not None,
+            )
+            edge = edge or get_gradient_edge(y)
+            held = edge.node.metadata.setdefault(id(kfac), [])
+            held.append((edge.output_nr, call))
+
+
+class _WeightHook(_Inert):
+    """Takes the gradients of a weight that a parametrization computes."""
+
+    def __init__(self, site: Any) -> None:
+        self.site = site
+
+    @outside_compilers
+    def __call__(self, module: Any, arguments: Any, weight: Any) -> None:
+        """Take the gradient of a weight, when it comes."""
+        self.site.take(module, arguments, weight)
+
+
+class _Around(_Inert):
+    """Calls a module in a context that leaves its matrix products in the graph."""
+
+    def __init__(self, kfac: Any, context: Any) -> None:
+        self.kfac, self.context = ref(kfac), context
+        self.entered: list[Any] = []
+
+    @outside_compilers
+    def before(self, module: Any, arguments: Any) -> None:
+        """Enter the context, where statistics are due."""
+        kfac = self.kfac()
+        if kfac is not None and torch.is_grad_enabled() and kfac.wants_statistics:
+            entered = self.context()
+            entered.__enter__()
+            self.entered.append(entered)
+
+    @outside_compilers
+    def after(self, module: Any, arguments: Any, y: Any) -> None:
+        """Leave it, also where the call raised."""
+        if self.entered:
+            self.entered.pop().__exit__(None, None, None)
+
+
+class _Before(_Inert):
+    def __init__(self, around: _Around) -> None:
+        self.around = around
+
+    def __call__(self, module: Any, arguments: Any) -> None:
+        self.around.before(module, arguments)
+
+
+class _After(_Inert):
+    def __init__(self, around: _Around) -> None:
+        self.around = around
+
+    def __call__(self, module: Any, arguments: Any, y: Any) -> None:
+        self.around.after(module, arguments, y)
+
+
+def install(kfac: Any, found: Found, /) -> list[Any]:
+    """Set the forward hooks of a model's modules; they hold `kfac` weakly.
+
+    Parameters
+    ----------
+    kfac : KFAC
+        Whose ``wants_statistics`` says whether calls are recorded.
+    found : Found
+        Modules and blocks.
+
+    Returns
+    -------
+    list of torch.utils.hooks.RemovableHandle
+        Handles of the hooks.
+    """
+    handles: list[Any] = []
+    for site in found.sites.values():
+        computes = getattr(site, "computes", None)
+        if computes is not None:
+            handles.append(computes.register_forward_hook(_WeightHook(site)))
+    for module, names, context in found.users:
+        read = [found.sites[name] for name in names]
+        read = [site for site in read if site.part.read is not None]
+        if read:
+            hook = _CallHook(kfac, read)
+            # Before hooks that change what the module returned, and those that make whole
+            # parameters, or whole outputs, parts again.
+            handles.append(
+                module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+            )
+        if context is not None:
+            around = _Around(kfac, context)
+            handles.append(module.register_forward_pre_hook(_Before(around)))
+            handles.append(
+                module.register_forward_hook(_After(around), always_call=True)
+            )
+    return handles
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _in_order(module: Any, named: Mapping[str, Any]) -> list[Any]:
+    """Return arguments that were given by name in the order of ``forward``'s."""
+    order = [*inspect.signature(module.forward).parameters]
+    known = [name for name in order if name in named]
+    return [named[n] for n in (*known, *(n for n in named if n not in known))]

@@ -1,0 +1,115 @@
+"""All that is used of PyTorch and is not public, in one place.
+
+What a release of PyTorch may change without notice stands here, so that one file shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+__all__ = [
+    "accumulates",
+    "backward_pass",
+    "is_graph_kept",
+    "outside_compilers",
+    "replicas_may_leave",
+    "saved",
+    "unwrapped",
+    "without_fused_kernels",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that is running; -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def is_graph_kept() -> bool:
+    """Whether the graph of the backward pass that is running may be gone through again."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def accumulates(parameters: Iterable[Any], /) -> bool | None:
+    """Whether the backward pass that is running adds to the `.grad` of any parameters.
+
+    Parameters
+    ----------
+    parameters : iterable of torch.nn.Parameter
+        Trained parameters.
+
+    Returns
+    -------
+    bool or None
+        False for `torch.autograd.grad`, which returns their gradients; None where the pass
+        comes to none of them, as for an attack or a saliency map.
+    """
+    for p in parameters:
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
+                return True
+        except RuntimeError:
+            return False  # It says so of a leaf whose gradient is returned.
+    return None
+
+
+def saved(node: Any, name: str, /, default: Any = None) -> Any:
+    """Return what a node of the graph has saved for the backward pass.
+
+    Parameters
+    ----------
+    node : torch.autograd.graph.Node
+        The node.
+    name : str
+        Name of an argument of its operation.
+    default : object
+        Returned where the node has no such argument.
+    """
+    return getattr(node, f"_saved_{name}", default)
+
+
+def outside_compilers(hook: Callable[P, R], /) -> Callable[P, R]:
+    """Let a hook run as it is written where its module is compiled.
+
+    As ``torch.compiler.disable``, whose wrapper would cost a plain call more than most
+    hooks do.
+    """
+    disabled: Callable[P, R] = torch.compiler.disable(hook)
+
+    @wraps(hook)
+    def called(*arguments: P.args, **options: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return disabled(*arguments, **options)
+        return hook(*arguments, **options)
+
+    return called
+
+
+@contextmanager
+def without_fused_kernels() -> Iterator[None]:
+    """Have recurrent modules computed by matrix products, which the graph then shows."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def unwrapped(model: Any, /) -> Any:
+    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def replicas_may_leave() -> bool:
+    """Whether a DistributedDataParallel is being called within its ``join()``."""
+    model = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    return model is not None and bool(model._join_config.enable)
