@@ -27,14 +27,14 @@ from typing import Any
 import numpy as np
 
 import kfac_core as kc
+from benchmarks.plan.exchanges import predicted_traffic
+from benchmarks.plan.model import measured_machine
 from benchmarks.traffic import NETWORKS, blocks_of
 from kfac_core.distributed import (
     Communicator,
     Distributed,
     Traffic,
     connect,
-    measured_machine,
-    predicted_traffic,
     run_ranks,
 )
 

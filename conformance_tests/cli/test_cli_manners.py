@@ -40,7 +40,6 @@ GOOD = {
     "verify": ("-v", "RECORD"),
     "inspect": ("CHECKPOINT",),
     "conformance": ("-v", "--adapter", OWN, "--only", "B1", "A4"),
-    "plan": ("resnet50", "--ranks", "1", "8"),
     "bench": (*BENCH, "--output", "OUT"),
 }
 BAD = {
@@ -48,7 +47,6 @@ BAD = {
     "verify": ("nothing.safetensors",),
     "inspect": ("RECORD",),
     "conformance": ("--adapter", "no_such_module:x"),
-    "plan": ("nothing.json",),
     "bench": ("--libraries", "nonsense"),
 }
 NEEDS = {

@@ -21,8 +21,6 @@ from pathlib import Path
 
 import pytest
 
-from kfac_core.distributed.model import read_machine
-
 RANK = Path(__file__).parent / "rank.py"
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "distributed"
 ENGINES = os.environ.get("KFAC_CORE_TEST_PROCESSES", "").split(",")
@@ -437,20 +435,6 @@ def test_a_program_of_the_page_runs(jobs, name):
 
     assert found.returncode == 0, found.stdout
     assert "checked" in found.stdout
-
-
-def test_the_command_of_the_page_measures_this_machine(tmp_path):
-    """Constants that `kfac-core plan --machine` reads, printed by one process of two."""
-    if "torch" not in ENGINES:
-        pytest.skip("KFAC_CORE_TEST_PROCESSES does not name torch")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    measure = ["-m", "kfac_core", "plan", "--measure", "torch", "--json"]
-    found = ran([*torchrun, "--nproc-per-node", "2", *measure])
-
-    assert found.returncode == 0, found.stdout
-    printed = re.search(r"\{.*\}", found.stdout, re.DOTALL)[0]
-    (tmp_path / "here.json").write_text(printed)
-    assert read_machine(str(tmp_path / "here.json")).flops > 0
 
 
 @pytest.mark.parametrize(("program", "arguments"), EXAMPLES_RUN)

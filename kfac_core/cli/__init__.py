@@ -96,14 +96,13 @@ def commands() -> dict[str, Command]:
 
     A registered command cannot take the name of one of the core's.
     """
-    from kfac_core.cli import bench, doctor, inspect, plan
+    from kfac_core.cli import bench, doctor, inspect
     from kfac_core.cli.demo import command as demo
 
     found: dict[str, Command] = {
         "demo": demo,
         "doctor": doctor,
         "inspect": inspect,
-        "plan": plan,
     }
     if bench.find_benchmarks() is not None:
         # Its programs are in the source tree, and no part of a wheel.

@@ -9,11 +9,15 @@ from kfac_core.distributed.communicator import (
     connect,
     engine,
 )
-from kfac_core.distributed.exchanges import predicted_traffic
 from kfac_core.distributed.executor import DistributedExecutor
-from kfac_core.distributed.model import Machine, measured_machine
 from kfac_core.distributed.options import Distributed
-from kfac_core.distributed.placement import BlockLoad, Placement, block_loads, place
+from kfac_core.distributed.placement import (
+    BlockLoad,
+    Placement,
+    block_loads,
+    choose_placement,
+    place,
+)
 from kfac_core.distributed.remote import RemoteOperator
 from kfac_core.distributed.running import execution_for, running_processes
 from kfac_core.distributed.traced import SummedOver
@@ -33,20 +37,18 @@ __all__ = [
     "Distributed",
     "DistributedExecutor",
     "Handle",
-    "Machine",
     "Placement",
     "RemoteOperator",
     "ReplicaError",
     "SummedOver",
     "Traffic",
     "block_loads",
+    "choose_placement",
     "communicator_names",
     "connect",
     "engine",
     "execution_for",
-    "measured_machine",
     "place",
-    "predicted_traffic",
     "run_ranks",
     "running_processes",
 ]

@@ -28,9 +28,14 @@ from kfac_core.array.structure import leaves, map_structure, replaced
 from kfac_core.block import UpdateBlock, emptied
 from kfac_core.distributed.agreement import Agreement, told, untold
 from kfac_core.distributed.exchange import Exchange, SentDirections
-from kfac_core.distributed.model import MACHINES, predicted_steps, quickest_step
 from kfac_core.distributed.options import Distributed
-from kfac_core.distributed.placement import Placement
+from kfac_core.distributed.placement import (
+    Placement,
+    block_loads,
+    choose_placement,
+    place,
+    shared_owners,
+)
 from kfac_core.distributed.reduction import (
     Item,
     absorbed_share,
@@ -40,6 +45,7 @@ from kfac_core.distributed.reduction import (
 )
 from kfac_core.distributed.remote import RemoteOperator
 from kfac_core.distributed.replicas import code_digest, require_same
+from kfac_core.distributed.transport import BYTES, narrower
 from kfac_core.distributed.whole_batch import counts_first, in_whole_batch, no_arrays
 from kfac_core.errors import KFACError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
@@ -605,21 +611,22 @@ class DistributedExecutor:
 
 def _placement(network: Network, options: Distributed) -> Placement:
     size = options.communicator.size
-    machine = options.machine
-    if machine is None:
-        machine = MACHINES["mpi" if options.communicator.name == "mpi" else "gloo"]
-    steps = predicted_steps(
-        network,
-        size,
-        machine=machine,
-        interval=options.interval,
-        memory=options.memory,
-        dtypes=options.message_dtypes,
-    )
     if options.holders == "auto":
-        return quickest_step(steps).placement
-    holders = size if options.holders == "all" else options.holders
-    return next(step for step in steps if step.holders == holders).placement
+        sent = narrower("float32", options.directions_dtype)
+        return choose_placement(
+            network,
+            size,
+            interval=options.interval,
+            memory=options.memory,
+            direction_bytes=BYTES[sent],
+        )
+    return place(
+        block_loads(network),
+        size,
+        holders=size if options.holders == "all" else options.holders,
+        together=shared_owners(network),
+        memory=options.memory,
+    )
 
 
 def _require_reducible(network: Network) -> None:

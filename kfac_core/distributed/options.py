@@ -8,7 +8,6 @@ from typing import Literal
 from kfac_core.array.backend import Array
 from kfac_core.constraints import checked, require_options
 from kfac_core.distributed.communicator import Communicator
-from kfac_core.distributed.model import Machine
 from kfac_core.distributed.placement import divisors
 from kfac_core.errors import ConventionError
 from kfac_core.options import Execution
@@ -44,9 +43,8 @@ class Distributed:
         How many ranks hold each operator, a divisor g of the number of ranks p.  With 1 a
         block's owner sends directions at every step: least memory.  With ``"all"`` every
         rank gets every operator at a refresh: least talk where refreshes are rare.
-        ``"auto"`` takes the g of the least predicted time, for refreshes every `interval`
-        steps, of those that send at most a fifth of what averaging all factors at each
-        update would (of all, where none does).
+        ``"auto"`` weighs bytes against flops, for refreshes every `interval` steps; see
+        `kfac_core.distributed.choose_placement`.
     interval : int
         Steps between refreshes, for ``holders="auto"``.
     reduce : {"refresh", "update"}
@@ -67,10 +65,6 @@ class Distributed:
     bucket_bytes : int
         Size from which a message is sent, while the rest of the sums is packed, or the rest
         of the directions computed.
-    machine : Machine, optional
-        Constants for the predicted time, such as from
-        `kfac_core.distributed.measured_machine`; by default those of two processes of the
-        communicator's engine on one machine.
     memory : int, optional
         How many numbers of statistics and operators an owner has room for.
     like : array, optional
@@ -105,19 +99,9 @@ class Distributed:
     operators_dtype: MessageDtype | None = None
     directions_dtype: DirectionDtype | None = None
     bucket_bytes: int = 25 * 2**20
-    machine: Machine | None = None
     memory: int | None = None
     like: Array = None
     execution: Execution = field(default_factory=Execution)
-
-    @property
-    def message_dtypes(self) -> dict[str, str | None]:
-        """Dtypes of messages with ``statistics``, ``operators`` and ``directions``."""
-        return {
-            "statistics": self.statistics_dtype,
-            "operators": self.operators_dtype,
-            "directions": self.directions_dtype,
-        }
 
     def __post_init__(self) -> None:
         require_options(self)

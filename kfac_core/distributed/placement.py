@@ -38,7 +38,22 @@ from kfac_core.execution.costs import Rates, block_costs
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import Network
 
-__all__ = ["BlockLoad", "Placement", "block_loads", "divisors", "place"]
+__all__ = [
+    "BlockLoad",
+    "Placement",
+    "block_loads",
+    "choose_placement",
+    "divisors",
+    "place",
+    "shared_owners",
+]
+
+FLOPS_PER_BYTE = 200.0
+"""Flops in the time of sending one byte: 6 for MPI and 36 for gloo within a machine, 90 for
+H100 GPUs within a node and 700 between nodes."""
+
+LARGEST_SHARE = 0.2
+"""Bytes that `choose_placement` allows, relative to averaging whole factors every step."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +66,15 @@ class BlockLoad:
         Flops of a refresh.
     statistics, operator, direction : int
         Numbers in the statistics that are reduced, in the operator, and in a direction.
+    product : float
+        Flops of a direction.
     """
 
     flops: float
     statistics: int
     operator: int
     direction: int
+    product: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -210,7 +228,8 @@ def block_loads(
         statistics = _numbers(block, taken)
         costs = block_costs(block, rates or Rates())
         if costs is None:
-            loads[name] = BlockLoad(float(n * m), statistics, n * m, n * m)
+            flops = float(n * m)
+            loads[name] = BlockLoad(flops, statistics, n * m, n * m, flops)
             continue
         triangles = costs.groups * sum(k * (k + 1) // 2 for k in costs.sizes)
         way = "eigenbasis" if network.damping_rule == "exact" else "inverse"
@@ -218,7 +237,10 @@ def block_loads(
         operator = triangles * (1 + network.refreshing.keep_matrices)
         if way == "eigenbasis":
             operator = triangles + costs.groups * sum(k * k for k in costs.sizes)
-        loads[name] = BlockLoad(costs.refresh[way], statistics, operator, n * m)
+        loads[name] = BlockLoad(
+            *(costs.refresh[way], statistics, operator, n * m),
+            costs.precondition["inverse"],
+        )
     return loads
 
 
@@ -303,6 +325,67 @@ def place(
         used[rank] += numbers
         owners |= dict.fromkeys(bundles[i], rank)
     return Placement(size, holders, {name: owners[name] for name in loads}, dict(loads))
+
+
+def choose_placement(
+    network: Network,
+    size: int,
+    /,
+    *,
+    interval: int,
+    memory: int | None = None,
+    direction_bytes: int = 4,
+) -> Placement:
+    """Return the placement with the number of holders that costs least.
+
+    The cost of a step is the bytes that a rank sends, plus the flops of its directions over
+    `FLOPS_PER_BYTE`.  Only placements are considered that send at most a fifth of what
+    averaging all factors at each step and sending their inverses at each refresh would; if
+    there are none, all are.
+
+    Parameters
+    ----------
+    network : Network
+        Description of the blocks.
+    size : int
+        Number of ranks p.
+    interval : int
+        Steps between refreshes.
+    memory : int, optional
+        As of `place`.
+    direction_bytes : int
+        Bytes of a number of a direction that is sent.
+
+    Returns
+    -------
+    Placement
+        With the fewest holders, of those that cost as much.
+    """
+    loads = block_loads(network)
+    together = shared_owners(network)
+    # A factor has about twice as many numbers as its triangle.
+    factors = 2 * sum(load.statistics for load in loads.values()) * (size - 1) / size
+    limit = LARGEST_SHARE * 4 * factors * (2 + 1 / interval)
+    ranked = []
+    for holders in divisors(size):
+        placement = place(
+            loads, size, holders=holders, together=together, memory=memory
+        )
+        numbers = placement.numbers_sent()
+        sent = 4 * (numbers["statistics"] + numbers["operators"]) / interval
+        sent += direction_bytes * numbers["directions"]
+        products = [0.0] * (size // holders)
+        for name, load in loads.items():
+            products[placement.group_of(name)] += load.product
+        cost = sent + max(products) / FLOPS_PER_BYTE
+        ranked.append((sent > limit, cost, holders, placement))
+    return min(ranked, key=lambda candidate: candidate[:3])[-1]
+
+
+def shared_owners(network: Network, /) -> list[tuple[str, str]]:
+    """Return the pairs of blocks that share a factor, and so an owner."""
+    pairs = network.shared_factors.pairs
+    return [(taker[0], giver[0]) for taker, giver in pairs.items()]
 
 
 def _bundles(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+EXAMPLES = Path(__file__).resolve().parent.parent
+# The planner's predictions lie in `benchmarks/`, beside `docs/`.
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES.parent.parent)]
 
 from figures import network  # noqa: E402
 from figures.drawing import draw_fidelity, draw_roundoff, draw_rules  # noqa: E402

@@ -21,14 +21,12 @@ of NCCL.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import runpy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +41,10 @@ from kfac_core.distributed.placement import (
     BlockLoad,
     Placement,
     block_loads,
+    choose_placement,
     divisors,
     place,
+    shared_owners,
 )
 from kfac_core.distributed.transport import BYTES
 from kfac_core.errors import RecordError
@@ -57,11 +57,11 @@ __all__ = [
     "Machine",
     "PredictedStep",
     "Shapes",
+    "chosen_step",
     "known_networks",
     "measured_machine",
     "network_of",
     "predicted_steps",
-    "quickest_step",
     "read_machine",
     "read_shapes",
 ]
@@ -236,6 +236,8 @@ class PredictedStep:
         Bytes of statistics, and of the operators of the fullest rank.
     placement : Placement
         Owners and holders.
+    chosen : bool
+        Whether ``holders="auto"`` takes this placement.
     """
 
     ranks: int
@@ -245,6 +247,7 @@ class PredictedStep:
     averaged: float
     memory: float
     placement: Placement
+    chosen: bool
 
     @property
     def total(self) -> float:
@@ -252,28 +255,13 @@ class PredictedStep:
         return sum(self.seconds.values())
 
 
-LARGEST_SHARE = 0.2
-"""The bytes that `quickest_step` allows, beside those of averaging."""
+NETWORKS = Path(__file__).with_name("networks")
+"""Folder of the layer shapes of known networks."""
 
 
-def quickest_step(steps: Sequence[PredictedStep], /) -> PredictedStep:
-    """Return the step of the least time, of those that send little.
-
-    Little is a fifth of what is sent where all factors are averaged at each update.  Where
-    no step sends as little, all of them count.
-
-    Parameters
-    ----------
-    steps : sequence of PredictedStep
-        Steps from `predicted_steps`.
-
-    Returns
-    -------
-    PredictedStep
-        One of them: the one with the fewest holders, of those that take as long.
-    """
-    lean = [step for step in steps if step.sent <= LARGEST_SHARE * step.averaged]
-    return min(lean or steps, key=lambda step: step.total)
+def chosen_step(steps: Sequence[PredictedStep], /) -> PredictedStep:
+    """Return the step of the placement that ``holders="auto"`` takes."""
+    return next(step for step in steps if step.chosen)
 
 
 def measured_machine(communicator: Communicator, /, *, repeats: int = 9) -> Machine:
@@ -339,7 +327,7 @@ def _median(function: Callable[[], Any], repeats: int) -> float:
 
 
 def read_machine(name: str, /) -> Machine:
-    """Return a machine by its name, or from a file that ``kfac-core plan --measure`` wrote.
+    """Return a machine by its name, or from a file that ``--measure`` wrote.
 
     Parameters
     ----------
@@ -369,18 +357,14 @@ def read_machine(name: str, /) -> Machine:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(
             f"{name!r} is no file of a machine's constants ({type(error).__name__}: "
-            f"{error}). Give one that `kfac-core plan --measure` wrote, or one of "
+            f"{error}). Give one that `--measure` wrote, or one of "
             f"{', '.join(MACHINES)}."
         ) from error
 
 
 def known_networks() -> tuple[str, ...]:
     """Return the names of the networks that come with the library."""
-    folder = resources.files("kfac_core.distributed") / "networks"
-    names = (entry.name for entry in folder.iterdir())
-    return tuple(
-        sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
-    )
+    return tuple(sorted(path.stem for path in NETWORKS.glob("*.json")))
 
 
 def read_shapes(name: str, /) -> Shapes:
@@ -405,12 +389,8 @@ def read_shapes(name: str, /) -> Shapes:
         For a file that is missing or of another form.
     """
     try:
-        if name in known_networks():
-            folder = resources.files("kfac_core.distributed") / "networks"
-            text = (folder / f"{name}.json").read_text(encoding="utf-8")
-        else:
-            text = Path(name).read_text(encoding="utf-8")
-        data: Any = json.loads(text)
+        path = NETWORKS / f"{name}.json" if name in known_networks() else Path(name)
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
         layers: list[tuple[str, int, int, int]] = [
             (
                 f"{layer['name']}.{k}" if repeat > 1 else str(layer["name"]),
@@ -483,8 +463,9 @@ def network_of(name: str, /) -> tuple[str, Network, dict[str, int]]:
     if attribute not in found:
         raise RecordError(f"{path!r} is no program that has a {attribute!r}.")
     if hasattr(made, "named_modules"):
-        integration = importlib.import_module("kfac_core_shims.torch")
-        made = integration.KFAC(made, communicator="alone")
+        from kfac_core_shims.torch import KFAC
+
+        made = KFAC(made, communicator="alone")
     for below in ("estimator", "curvature", "network"):
         inner = getattr(made, below, None)
         # A KFAC of JAX has an estimator only for a state.
@@ -537,11 +518,10 @@ def predicted_steps(
     Returns
     -------
     list of PredictedStep
-        In the order of the holders; `quickest_step` chooses one.
+        In the order of the holders; one of them is `chosen`.
     """
     loads = block_loads(network)
-    pairs = network.shared_factors.pairs
-    together = [(taker[0], giver[0]) for taker, giver in pairs.items()]
+    together = shared_owners(network)
     costs = {name: block_costs(b, Rates()) for name, b in network.blocks.items()}
     rows = rows or {}
     gathered = sum(
@@ -561,6 +541,13 @@ def predicted_steps(
     )
     averaged = (ranks - 1) / ranks * squares * (2 / update_every + 1 / interval)
     lengths = _lengths(dtypes or {}, machine)
+    chosen = choose_placement(
+        network,
+        ranks,
+        interval=interval,
+        memory=memory,
+        direction_bytes=round(machine.bytes * lengths["directions"]),
+    )
     found = []
     for holders in divisors(ranks):
         placement = place(
@@ -577,6 +564,7 @@ def predicted_steps(
                 lengths=lengths,
                 update_every=update_every,
                 interval=interval,
+                chosen=holders == chosen.holders,
             )
         )
     return found
@@ -606,6 +594,7 @@ def _predicted(
     lengths: Mapping[str, float],
     update_every: int,
     interval: int,
+    chosen: bool,
 ) -> PredictedStep:
     p, g = placement.size, placement.holders
     row = p // g
@@ -640,4 +629,5 @@ def _predicted(
         averaged * machine.bytes,
         (statistics + max(operators)) * machine.bytes,
         placement,
+        chosen,
     )

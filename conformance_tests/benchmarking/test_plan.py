@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,20 +23,26 @@ from conformance_tests.builders.shards import (
     gradients_of,
     shard,
 )
-from kfac_core.cli import main
-from kfac_core.distributed import Distributed, predicted_traffic, run_ranks
-from kfac_core.distributed.model import (
+from kfac_core.distributed import Distributed, run_ranks
+from kfac_core.distributed.placement import divisors
+
+from ..builders.benchmark_folder import import_benchmarks
+
+import_benchmarks()
+
+from benchmarks.plan.__main__ import main  # noqa: E402
+from benchmarks.plan.exchanges import predicted_traffic  # noqa: E402
+from benchmarks.plan.model import (  # noqa: E402
     MACHINES,
     Machine,
+    chosen_step,
     known_networks,
     measured_machine,
     network_of,
     predicted_steps,
-    quickest_step,
     read_machine,
     read_shapes,
 )
-from kfac_core.distributed.placement import divisors
 
 PLAIN = Machine(
     flops=1e9, node=4, near=(1e-6, 1e9), far=(1e-5, 1e8), base=1e-4, bytes=4
@@ -115,25 +126,19 @@ def test_the_networks_have_their_numbers_of_parameters():
 
 
 @pytest.mark.parametrize("name", known_networks())
-@pytest.mark.parametrize("machine", MACHINES)
-def test_the_choice_is_the_quickest_of_those_that_send_little(machine, name):
-    """A fifth of factors averaged at each update and inverses sent at each refresh."""
+def test_the_default_sends_little_and_is_near_the_quickest(name):
+    """A fifth of averaging at each update; within 5% of the least predicted time."""
     network = read_shapes(name).network()
     shapes = [block.layer.matrix_shape for block in network.blocks.values()]
-    for ranks in (1, 2, 3, 8, 16):
-        steps = predicted_steps(network, ranks, machine=MACHINES[machine], interval=10)
-        chosen = quickest_step(steps)
+    for ranks, machine in itertools.product((2, 3, 8, 16), MACHINES.values()):
+        steps = predicted_steps(network, ranks, machine=machine, interval=10)
+        chosen = chosen_step(steps)
 
         numbers = sum(n * n + m * m for n, m in shapes) * (2 + 1 / 10)
-        averaged = 4 * (ranks - 1) / ranks * numbers
-        assert math.isclose(chosen.averaged, averaged, abs_tol=1e-9)
-        assert chosen.sent <= 0.2 * averaged
-        lean = [step.total for step in steps if step.sent <= 0.2 * averaged]
-        assert chosen.total == min(lean)
-    # Where each step is a refresh nothing sends as little.
-    steps = predicted_steps(network, 2, machine=MACHINES[machine], interval=1)
-    assert all(step.sent > 0.2 * step.averaged for step in steps)
-    assert quickest_step(steps).total == min(step.total for step in steps)
+        assert math.isclose(chosen.averaged, 4 * (ranks - 1) / ranks * numbers)
+        assert chosen.sent <= 0.2 * chosen.averaged
+        lean = [step.total for step in steps if step.sent <= 0.2 * step.averaged]
+        assert chosen.total <= 1.05 * min(lean)
 
 
 @pytest.mark.parametrize("ranks", [1, 6, 64])
@@ -178,13 +183,13 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
 
-    assert main(["plan", "resnet50", "--ranks", "4", "--json"]) == 0
+    assert main(["resnet50", "--ranks", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert main(["plan", "resnet50", "--ranks", "2", "4", "--plot", str(picture)]) == 0
+    assert main(["resnet50", "--ranks", "2", "4", "--plot", str(picture)]) == 0
     text = capsys.readouterr().out
-    assert main(["plan", str(tmp_path / "none.json")]) == 2
+    assert main([str(tmp_path / "none.json")]) == 2
     no_picture = str(tmp_path / "plan.nothing")
-    assert main(["plan", "resnet50", "--ranks", "2", "--plot", no_picture]) == 2
+    assert main(["resnet50", "--ranks", "2", "--plot", no_picture]) == 2
     assert "plan.nothing" in capsys.readouterr().err
 
     assert [step["holders"] for step in found["steps"]] == [1, 2, 4]
@@ -194,18 +199,18 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
 
 def test_the_command_names_owners_and_what_has_no_room(capsys):
     """A block too large for a rank, by its name; other numbers of ranks are printed."""
-    assert main(["plan", "resnet50", "--ranks", "2", "--owners"]) == 0
+    assert main(["resnet50", "--ranks", "2", "--owners"]) == 0
     text = capsys.readouterr().out
     network = read_shapes("resnet50").network()
-    chosen = quickest_step(predicted_steps(network, 2, machine=MACHINES["h100"]))
+    chosen = chosen_step(predicted_steps(network, 2, machine=MACHINES["h100"]))
     assert str(chosen.placement) in text
 
-    assert main(["plan", "llama8b", "--ranks", "1", "64", "--memory", "9"]) == 0
+    assert main(["llama8b", "--ranks", "1", "64", "--memory", "9"]) == 0
     text = capsys.readouterr().out
     assert "64 ranks; imbalance" in text
     assert "1 ranks: Block " in text
     assert "numbers on its owner" in text
-    assert main(["plan", "llama8b", "--ranks", "64", "--memory", "1"]) == 2
+    assert main(["llama8b", "--ranks", "64", "--memory", "1"]) == 2
     assert "needs room for" in capsys.readouterr().err
 
 
@@ -297,9 +302,9 @@ def test_narrow_directions_are_half_the_bytes(capsys):
         assert math.isclose(one.sent - other.sent, saved, abs_tol=1e-3)
         assert one.averaged == other.averaged
         assert other.seconds["directions"] <= one.seconds["directions"]
-    assert main(["plan", "resnet50", "--directions", "bfloat16", "--json"]) == 0
+    assert main(["resnet50", "--directions", "bfloat16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["steps"]
-    assert main(["plan", "resnet50", "--json"]) == 0
+    assert main(["resnet50", "--json"]) == 0
     plain_steps = json.loads(capsys.readouterr().out)["steps"]
     assert found[1]["bytes_sent"] < plain_steps[1]["bytes_sent"]
 
@@ -320,6 +325,26 @@ def test_constants_are_measured_and_read(tmp_path):
         read_machine(str(file))
 
 
+def test_two_processes_measure_this_machine(tmp_path):
+    """`--machine` reads the constants that one of two processes of torchrun prints."""
+    pytest.importorskip("torch")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    measure = ["-m", "benchmarks.plan", "--measure", "torch", "--json"]
+    root = Path(__file__).parents[2]
+    completed = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", *measure],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+    assert completed.returncode == 0, completed.stderr
+    (tmp_path / "here.json").write_text(completed.stdout)
+    assert read_machine(str(tmp_path / "here.json")).flops > 0
+
+
 def test_the_plan_of_a_program(tmp_path):
     """An estimator that a program makes; what has no blocks is refused."""
     program = tmp_path / "program.py"
@@ -337,11 +362,11 @@ def test_the_plan_of_a_program(tmp_path):
     assert name == "make"
     assert network.blocks["fc"].layer.matrix_shape == (3, 2)
     assert rows == {}
-    assert main(["plan", f"{program}:make", "--ranks", "2", "--rows", "5"]) == 0
-    assert main(["plan", f"{program}:nothing"]) == 2
-    assert main(["plan", f"{program}:layer"]) == 2
-    assert main(["plan"]) == 2
-    assert main(["plan", "--measure", "alone"]) == 0
+    assert main([f"{program}:make", "--ranks", "2", "--rows", "5"]) == 0
+    assert main([f"{program}:nothing"]) == 2
+    assert main([f"{program}:layer"]) == 2
+    assert main([]) == 2
+    assert main(["--measure", "alone"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -354,7 +379,7 @@ def test_a_program_that_raises_is_a_complaint(tmp_path, capsys, text):
     program = tmp_path / "program.py"
     program.write_text(f"{text}\n")
 
-    assert main(["plan", f"{program}:f"]) == 2
+    assert main([f"{program}:f"]) == 2
 
     complaint = capsys.readouterr().err
     assert complaint.startswith("kfac-core plan:")

@@ -1,48 +1,43 @@
-"""``kfac-core plan``: what K-FAC costs on many processes, before anything is run."""
+"""What K-FAC costs on many processes, before anything is run.
+
+Run ``python -m benchmarks.plan resnet50``; ``--help`` lists the options.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
-from kfac_core.cli.options import add_json, positive
-from kfac_core.cli.screen import complain, print_json, print_table, printable
-from kfac_core.distributed.communicator import connect, engine
-from kfac_core.distributed.model import (
+from benchmarks.plan.model import (
     MACHINES,
     Machine,
     PredictedStep,
+    chosen_step,
     known_networks,
     measured_machine,
     network_of,
     predicted_steps,
-    quickest_step,
     read_machine,
 )
+from kfac_core.cli.options import add_json, positive
+from kfac_core.cli.screen import complain, print_json, print_table, printable
+from kfac_core.distributed.communicator import connect, engine
 from kfac_core.distributed.options import DirectionDtype
 from kfac_core.errors import KFACError, UnsupportedError
 
-__all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "run"]
-
-SUMMARY = "predict the time of a step on many processes, for each strategy"
-EXAMPLES = (
-    "kfac-core plan resnet50",
-    "kfac-core plan llama8b --ranks 64 1024 --examples 1 --interval 50",
-    "kfac-core plan layers.json --machine mpi --ranks 2 4 --plot plan.png",
-    "kfac-core plan train.py:make_model --rows 128",
-    "mpirun -n 2 kfac-core plan --measure mpi --json > here.json",
-    "kfac-core plan resnet50 --machine here.json",
-)
-EXIT_CODES = {
-    0: "the prediction was printed",
-    2: "the file cannot be read, an option is out of range, or no number of ranks has room",
-}
+__all__ = ["main"]
 
 
-def add_arguments(parser: argparse.ArgumentParser, /) -> None:
-    """Declare the options of the subcommand."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the prediction; return 2 where a file or an option cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plan",
+        description="predict the time of a step on many processes, for each strategy",
+    )
     parser.add_argument(
         "network",
         nargs="?",
@@ -94,21 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     )
     parser.add_argument("--plot", help="a file to draw the prediction in")
     add_json(parser)
+    return _run(parser.parse_args(arguments))
 
 
-def run(arguments: argparse.Namespace, /) -> int:
-    """Print the prediction.
-
-    Parameters
-    ----------
-    arguments : argparse.Namespace
-        Parsed arguments of `add_arguments`.
-
-    Returns
-    -------
-    int
-        0, or 2 where a file cannot be read.
-    """
+def _run(arguments: argparse.Namespace) -> int:
     if (arguments.measure is None) == (arguments.network is None):
         return complain("plan", "expected one of a network and --measure ENGINE")
     try:
@@ -208,7 +192,7 @@ def _print(
     print("share: bytes beside those of averaging all factors at each update.")
     print("A star marks what `holders='auto'` takes.")
     for ranks, steps in found.items():
-        best = quickest_step(steps)
+        best = chosen_step(steps)
         parts = list(best.seconds)
         print()
         print_table(
@@ -250,7 +234,7 @@ def _plot(found: dict[int, list[PredictedStep]], arguments: argparse.Namespace) 
     lines = {
         "owners send directions": [steps[0].total for steps in found.values()],
         "everybody has operators": [steps[-1].total for steps in found.values()],
-        "holders='auto'": [quickest_step(steps).total for steps in found.values()],
+        "holders='auto'": [chosen_step(steps).total for steps in found.values()],
     }
     for label, times in lines.items():
         axes.plot(ranks, [1e3 * t for t in times], marker="o", label=label)
@@ -264,3 +248,7 @@ def _plot(found: dict[int, list[PredictedStep]], arguments: argparse.Namespace) 
     finally:
         pyplot.close(figure)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,11 +1,15 @@
-"""``kfac-core plan`` of a program's model: PyTorch's module, and Flax's."""
+"""The plan of a program's model: PyTorch's module, and Flax's."""
 
 from __future__ import annotations
 
 import pytest
 
-from kfac_core.cli import main
-from kfac_core.distributed.model import network_of
+from ..builders.benchmark_folder import import_benchmarks
+
+import_benchmarks()
+
+from benchmarks.plan.__main__ import main  # noqa: E402
+from benchmarks.plan.model import network_of  # noqa: E402
 
 TORCH = """
 import torch
@@ -49,5 +53,5 @@ def test_the_plan_of_a_model(tmp_path, capsys, library, text, name):
     shapes = [block.layer.matrix_shape for block in network.blocks.values()]
 
     assert shapes == [(7, 8), (9, 4)]
-    assert main(["plan", f"{program}:{name}", "--ranks", "4", "--rows", "5"]) == 0
+    assert main([f"{program}:{name}", "--ranks", "4", "--rows", "5"]) == 0
     assert "4 ranks; imbalance" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""Forecasts of a step on many processes: its time, its calls and its bytes."""
