@@ -332,11 +332,11 @@ def test_rows_that_are_not_finite_are_refused_by_name(
         ((5, 4), (2, 5, 3), {}, ShapeError),
         ((5, 4), (2, 5, 3), {"sources": 3}, ShapeError),
         ((5, 4), (5, 3), {"mask": np.ones(4, bool)}, ShapeError),
-        ((5, 4), (5, 3), {"mask": np.ones(5)}, DtypeError),
+        ((5, 4), (5, 3), {"mask": np.ones(5, int)}, DtypeError),
     ],
 )
 def test_batches_that_do_not_fit_are_refused(backend, x, g, options, error):
-    """A wrong shape or a mask that is not boolean is an error, an empty batch too."""
+    """A wrong shape or a mask of integers is an error, an empty batch too."""
     fed = backend.asarray(np.ones(x)), backend.asarray(np.ones(g))
     if "mask" in options:
         options = {"mask": backend.asarray(options["mask"])}

@@ -438,13 +438,13 @@ def test_batch_that_does_not_fit_is_refused(backend, x, g, match):
 
 
 def test_arguments_of_another_kind_are_refused(backend):
-    """Integers, masks that are no booleans, other libraries, and wrong parameters."""
+    """Integers, masks of integers, other libraries, and wrong parameters."""
     layer = layer_of(naive.Geometry((3, 2), (1, 1), "same", (1, 1)))
     x, g = (
         backend.asarray(np.ones((2, 6, 5, C))),
         backend.asarray(np.ones((2, 6, 5, OUT))),
     )
-    mask = backend.asarray(np.ones((2, 6, 5)))
+    mask = backend.asarray(np.ones((2, 6, 5), int))
     with pytest.raises(DtypeError, match="`mask`"):
         layer.rows(kc.Batch(x, g, mask))
     with pytest.raises(ShapeError, match="`mask`"):

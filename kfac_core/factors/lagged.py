@@ -22,7 +22,7 @@ from kfac_core.array.namespaces import Scalar, cast, device_of
 from kfac_core.array.place import Place
 from kfac_core.errors import ShapeError
 from kfac_core.factors.average import Average
-from kfac_core.layers.rows import Rows
+from kfac_core.layers.rows import Rows, require_no_weights
 
 __all__ = ["LaggedFactor", "length_shares"]
 
@@ -123,6 +123,7 @@ def length_shares(rows: Rows, /, *, steps: int, dtype: Any, xp: Namespace) -> Ar
     if rows.mask is None:
         k = xp.arange(1, steps + 1, device=device)
         return xp.astype(k == S, dtype)
+    require_no_weights(rows.mask, "lags", xp=xp)
     kept = cast(xp, xp.astype(rows.mask, dtype), dtype)
     together = xp.matmul(xp.matrix_transpose(kept), kept) / rows.examples
     pairs = _sums_of_diagonals(together, xp)

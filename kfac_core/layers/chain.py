@@ -30,7 +30,7 @@ from kfac_core.errors import (
 from kfac_core.layers.checks import require_parameters
 from kfac_core.layers.dense import Dense
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
-from kfac_core.layers.rows import Batch, Rows
+from kfac_core.layers.rows import Batch, Rows, require_no_weights
 
 __all__ = ["Chain", "ChainRows"]
 
@@ -181,6 +181,8 @@ class Chain:
         masks = [own.mask for own in rows.values() if own.mask is not None]
         if not masks:
             return ChainRows(tuple(rows.values()))
+        for own in masks:
+            require_no_weights(own, "a chain of layers", xp=xp)
         mask = functools.reduce(xp.logical_and, masks)
         joined: list[Rows] = []
         for name, layer in zip(self.names, self.layers, strict=True):

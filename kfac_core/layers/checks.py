@@ -82,12 +82,12 @@ def require_parameters(
 
 
 def require_mask(mask: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Array:
-    """Raise unless a mask is boolean, one number a row; return it by example.
+    """Raise unless a mask has a bool or a weight for each row; return it by example.
 
     Parameters
     ----------
-    mask : array of bool, shape (N, ...)
-        True for rows that count.
+    mask : array of bool or float, shape (N, ...)
+        True for rows that count, or their weights.
     lead : tuple of int
         The shape that is expected, ``(N, *shared)``.
     xp : namespace
@@ -95,7 +95,7 @@ def require_mask(mask: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Arr
 
     Returns
     -------
-    array of bool, shape (N, S)
+    array of bool or float, shape (N, S)
         The mask.
 
     Raises
@@ -103,10 +103,10 @@ def require_mask(mask: Array, lead: tuple[int, ...], /, *, xp: Namespace) -> Arr
     DtypeError, ShapeError
         For another dtype or shape.
     """
-    if mask.dtype != xp.bool:
+    if not xp.isdtype(mask.dtype, ("bool", "real floating")):
         raise DtypeError(
-            f"Expected `mask` to be boolean, True for rows that count, got {mask.dtype}. "
-            "Write `mask != 0`."
+            "Expected `mask` to be boolean, True for rows that count, or to be weights of "
+            f"floating point, got {mask.dtype}. Write `mask != 0`."
         )
     require_matrix(mask, lead, "mask")
     return xp.reshape(mask, (lead[0], -1))

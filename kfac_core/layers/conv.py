@@ -49,7 +49,9 @@ from kfac_core.layers.rows import (
     Batch,
     PixelRows,
     Rows,
+    counted_rows,
     require_every_bias,
+    require_no_weights,
     with_some_biases,
 )
 from kfac_core.linalg.patches import (
@@ -292,6 +294,7 @@ class Conv:
         if self.groups > 1:
             raise UnsupportedError("Expected a convolution without groups.")
         x, g, mask, xp = self._seen(batch)
+        require_no_weights(mask, "pixels in the place of patches", xp=xp)
         if mask is not None:
             g = xp.where(mask[..., None], g, full_of(xp, 0.0, g))
         pixels = xp.reshape(x, (x.shape[0], -1, x.shape[-1]))
@@ -427,8 +430,9 @@ class Conv:
     def _masked(self, x: Array, g: Array, mask: Array | None, xp: Namespace) -> Rows:
         """Return rows of which the masked ones are zero, whatever they held."""
         if mask is not None:
-            x = xp.where(mask[..., None], x, full_of(xp, 0.0, x))
-            g = xp.where(mask[..., None], g, full_of(xp, 0.0, g))
+            counted = counted_rows(mask, xp=xp)[..., None]
+            x = xp.where(counted, x, full_of(xp, 0.0, x))
+            g = xp.where(counted, g, full_of(xp, 0.0, g))
         return Rows(x, g, mask, self.bias)
 
 

@@ -25,7 +25,13 @@ from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import misfit, require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
-from kfac_core.layers.rows import Batch, Rows, require_no_choice, with_some_biases
+from kfac_core.layers.rows import (
+    Batch,
+    Rows,
+    counted_rows,
+    require_no_choice,
+    with_some_biases,
+)
 
 __all__ = ["Dense", "WeightLayout"]
 
@@ -134,8 +140,9 @@ class Dense:
             mask = require_mask(mask, lead, xp=xp)
             # Padding may hold anything, NaN included, so it is replaced and not
             # multiplied by zero.
-            x = xp.where(mask[:, :, None], x, xp.zeros_like(x))
-            g = xp.where(mask[None, :, :, None], g, xp.zeros_like(g))
+            counted = counted_rows(mask, xp=xp)
+            x = xp.where(counted[:, :, None], x, xp.zeros_like(x))
+            g = xp.where(counted[None, :, :, None], g, xp.zeros_like(g))
         found = Rows(x, g, mask, self.bias)
         return found if batch.bias is None else with_some_biases(found, batch.bias)
 

@@ -20,7 +20,12 @@ from kfac_core.errors import DtypeError, ShapeError
 from kfac_core.layers.checks import misfit, require_mask
 from kfac_core.layers.dense import Dense, WeightLayout
 from kfac_core.layers.id_rows import IdRows
-from kfac_core.layers.rows import Batch, require_every_bias, require_no_choice
+from kfac_core.layers.rows import (
+    Batch,
+    counted_rows,
+    require_every_bias,
+    require_no_choice,
+)
 
 __all__ = ["Duplicates", "Embedding"]
 
@@ -126,9 +131,10 @@ class Embedding:
         g = xp.reshape(g, (batch.sources or 1, examples, positions, self.features))
         if mask is not None:
             mask = require_mask(mask, lead, xp=xp)
-            g = xp.where(mask[None, :, :, None], g, xp.zeros_like(g))
+            counted = counted_rows(mask, xp=xp)
+            g = xp.where(counted[None, :, :, None], g, xp.zeros_like(g))
             # The ids of rows that do not count may be anything.
-            inside = xp.reshape(mask, (*lead, 1) if self.bag else lead)
+            inside = xp.reshape(counted, (*lead, 1) if self.bag else lead)
             ids = xp.where(inside, ids, xp.zeros_like(ids))
         ids = xp.reshape(ids, (examples, -1))
         binary = self.duplicates == "binary"

@@ -30,7 +30,8 @@ def homogeneous_coordinate(
     x : array, shape (..., N, S, n) or (..., N S, n)
         The rows, of which shape and device are read.
     mask : array of bool, shape (N, S) or (N S,), or None
-        The rows that count; all, where there is none.
+        The rows that count; all, where there is none.  An array of floats is returned as
+        it is: rows that are multiplied by a number have it in the place of the 1.
     dtype : dtype
         Dtype of the result.
     xp : namespace

@@ -12,7 +12,13 @@ from kfac_core.array.finite import all_finite, known_true
 from kfac_core.array.namespaces import cast, device_of, status_unless
 from kfac_core.array.status import Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.layers.rows import OfOutputs, WeightSharing, output_rows
+from kfac_core.layers.rows import (
+    OfOutputs,
+    WeightSharing,
+    counted_rows,
+    has_weights,
+    output_rows,
+)
 from kfac_core.linalg.indexing import count_indices, sum_rows_at
 
 __all__ = ["IdRows"]
@@ -78,12 +84,14 @@ class IdRows(OfOutputs):
         return xp.sqrt(counts)[None, :], None, g
 
     def input_squares(self, dtype: object, /, *, xp: Namespace) -> Array:
-        """Return ``sum x * x``, shape (V,): counts of ids."""
+        """Return ``sum x * x``, shape (V,): counts of ids, or their weights."""
         values = self._values(dtype, xp)
         if self.bag:
             # The counted square of an id that stands c times in a bag is c^2, which the
             # c entries share.
             values = values if self.binary else values * self._standing(dtype, xp)
+        if has_weights(self.mask, xp=xp):
+            values = values * cast(xp, self.mask, dtype)
         flat = xp.reshape(self.ids, (-1,))
         return count_indices(flat, xp.reshape(values, (-1,)), size=self.size, xp=xp)
 
@@ -100,7 +108,7 @@ class IdRows(OfOutputs):
             # positions then stands for a c-th of the square.
             same = cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
             if self.mask is not None:
-                same = same * cast(xp, self.mask[:, None, :], dtype)
+                same = same * self._counted(dtype, xp)[:, None, :]
             sums = xp.matmul(same, g)
             share = self._once(dtype, xp)
             squares = xp.sum(sums * sums, axis=0) * share[..., None]
@@ -126,6 +134,8 @@ class IdRows(OfOutputs):
     def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum_mns x g^T``, shape (V, m)."""
         g = xp.sum(cast(xp, self.output_grads, dtype), axis=0)
+        if has_weights(self.mask, xp=xp):
+            g = g * xp.sqrt(cast(xp, self.mask, dtype))[..., None]
         rows = g * self._values(dtype, xp)[..., None]
         flat = xp.reshape(self.ids, (-1,))
         return sum_rows_at(
@@ -161,7 +171,11 @@ class IdRows(OfOutputs):
         if self.bag and self.binary:
             return self._once(dtype, xp)
         ones = self._ones(dtype, xp)
-        return ones if self.mask is None else ones * cast(xp, self.mask, dtype)
+        return ones if self.mask is None else ones * self._counted(dtype, xp)
+
+    def _counted(self, dtype: object, xp: Namespace) -> Array:
+        """Return 1 for rows that count, and 0 for others."""
+        return cast(xp, counted_rows(self.mask, xp=xp), dtype)
 
     def _ones(self, dtype: object, xp: Namespace) -> Array:
         return xp.ones_like(self.ids, dtype=dtype)
@@ -170,11 +184,11 @@ class IdRows(OfOutputs):
         """Return how often each id stands in its example, shape of the ids."""
         same = cast(xp, self.ids[:, :, None] == self.ids[:, None, :], dtype)
         if self.mask is not None:
-            same = same * cast(xp, self.mask[:, None, :], dtype)
+            same = same * self._counted(dtype, xp)[:, None, :]
         return xp.sum(same, axis=-1)
 
     def _once(self, dtype: object, xp: Namespace) -> Array:
         """Return shares that make the places of one id in an example add up to 1."""
         standing = self._standing(dtype, xp)
         share = 1.0 / xp.where(standing > 0, standing, xp.ones_like(standing))
-        return share if self.mask is None else share * cast(xp, self.mask, dtype)
+        return share if self.mask is None else share * self._counted(dtype, xp)

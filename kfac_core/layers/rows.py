@@ -4,7 +4,9 @@ Conventions.  N examples; S shared positions in each (time steps, tokens, pixels
 which the layer's weights are used again, 1 where nothing is shared; M sources, the
 vectors backpropagated for one batch.  A mask is True for rows that count.
 Rows that do not count are zero, the homogeneous coordinate included, whatever a
-framework's padding held.  A layer made of Q independent groups (a grouped convolution)
+framework's padding held.  A mask of floats holds the weights that rows have in the loss:
+each g is the root of its weight times that of the row alone, and the moments of x are
+means with these weights.  A layer made of Q independent groups (a grouped convolution)
 has a leading axis of length Q in the rows; other layers have none.
 """
 
@@ -45,11 +47,14 @@ __all__ = [
     "PixelRows",
     "Rows",
     "WeightSharing",
+    "counted_rows",
+    "has_weights",
     "join_uses",
     "output_rows",
     "require_finite",
     "require_every_bias",
     "require_no_choice",
+    "require_no_weights",
     "with_some_biases",
 ]
 
@@ -68,8 +73,9 @@ class Batch:
         Inputs of the layer; the axes between first and last are shared positions.
     output_grads : array, shape (N, ..., features out) or (M, N, ..., features out)
         Vectors backpropagated to the layer's outputs, one for each example.
-    mask : array of bool, shape (N, ...), optional
-        False for rows to ignore (padding).
+    mask : array of bool or float, shape (N, ...), optional
+        False for rows to ignore (padding).  Or the weights, >= 0, of the rows in the loss,
+        whose roots the `output_grads` have been multiplied by.
     sources : int, optional
         Number M of backpropagated vectors, if `output_grads` has a leading axis of them;
         else None.
@@ -132,7 +138,7 @@ class OfOutputs:
         return int(self.output_grads.shape[-4])
 
     def kept(self, dtype: object, /, *, xp: Namespace) -> Scalar:
-        """Return the number of unmasked rows: an int, or a 0-d array with a mask."""
+        """Return how many rows count, or their weight: an int, or a 0-d array."""
         if self.mask is None:
             _, N, S, _ = self.output_grads.shape[-4:]
             return int(N * S)
@@ -149,8 +155,8 @@ class Rows(OfOutputs):
         The x, without their homogeneous coordinate; zero where masked.
     output_grads : array, shape ((Q,) M, N, S, m)
         The g; zero where masked.
-    mask : array of bool, shape (N, S), or None
-        The rows that count.
+    mask : array of bool or float, shape (N, S), or None
+        The rows that count, or the weights of all.
     homogeneous : bool
         Whether each x has a 1 appended.
     partial : bool
@@ -211,11 +217,15 @@ class Rows(OfOutputs):
         g = output_rows(self.output_grads, sharing, dtype, xp=xp)
         if sharing == "expand":
             x = reshaped(x, (*x.shape[:-3], -1, x.shape[-1]), xp=xp)
+            mask = None if self.mask is None else xp.reshape(self.mask, (-1,))
+            if has_weights(mask, xp=xp):
+                mask = xp.sqrt(cast(xp, mask, dtype))
+                x = x * mask[:, None]
             if not self.homogeneous:
                 return x, None, g
-            mask = None if self.mask is None else xp.reshape(self.mask, (-1,))
             return x, homogeneous_coordinate(x, mask, dtype, xp=xp), g
         self.require_all_positions()
+        require_no_weights(self.mask, "sharing='reduce'", xp=xp)
         ones = homogeneous_coordinate(x, self.mask, dtype, xp=xp)
         number = xp.sum(ones, axis=-1)
         tail = cast(xp, number > 0, dtype)
@@ -241,6 +251,8 @@ class Rows(OfOutputs):
     def gradient_sum(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum_mns x g^T``, shape (n, Q m)."""
         g = xp.sum(cast(xp, self.output_grads, dtype), axis=-4, keepdims=True)
+        if has_weights(self.mask, xp=xp):
+            g = g * xp.sqrt(cast(xp, self.mask, dtype))[..., None]
         summed = Rows(self.inputs, g, self.mask, self.homogeneous)
         return join_groups(
             xp.sum(summed.per_example(dtype, xp=xp), axis=(-4, -3)), xp=xp
@@ -355,7 +367,8 @@ class Rows(OfOutputs):
         """Return the homogeneous coordinates, shape ((Q,) N, S); None without a bias."""
         if not self.homogeneous:
             return None
-        return homogeneous_coordinate(self.inputs, self.mask, dtype, xp=xp)
+        counted = None if self.mask is None else counted_rows(self.mask, xp=xp)
+        return homogeneous_coordinate(self.inputs, counted, dtype, xp=xp)
 
     def _examples(self, start: int, stop: int) -> Rows:
         """Return the rows of some of the examples."""
@@ -365,6 +378,25 @@ class Rows(OfOutputs):
             self.output_grads[..., start:stop, :, :],
             mask,
             self.homogeneous,
+        )
+
+
+def has_weights(mask: Array | None, /, *, xp: Namespace) -> bool:
+    """Whether a mask holds the weights of rows."""
+    return mask is not None and mask.dtype != xp.bool
+
+
+def counted_rows(mask: Array, /, *, xp: Namespace) -> Array:
+    """Return which rows count: the mask, or where weights are not zero."""
+    return mask != 0 if has_weights(mask, xp=xp) else mask
+
+
+def require_no_weights(mask: Array | None, what: str, /, *, xp: Namespace) -> None:
+    """Raise `UnsupportedError` for weights of rows where only a mask has a meaning."""
+    if has_weights(mask, xp=xp):
+        raise UnsupportedError(
+            f"Expected `mask` to be boolean with {what}, got weights of rows. Take "
+            "Kronecker() with sharing='expand', or leave the weights out."
         )
 
 
@@ -425,7 +457,7 @@ def with_some_biases(rows: Rows, bias: Array, /) -> Rows:
         )
     has = xp.broadcast_to(xp.reshape(bias, (N, -1)), (N, S))
     if rows.mask is not None:
-        has = has & rows.mask
+        has = has & counted_rows(rows.mask, xp=xp)
     x = rows.inputs
     tail = xp.broadcast_to(cast(xp, has, x.dtype), x.shape[:-1])
     x = append_coordinate(x, tail, xp=xp)
@@ -472,14 +504,17 @@ def join_uses(uses: Sequence[Rows], /) -> Rows:
         first = uses[0]
     xp = namespace_of(**{f"uses[{i}]": use.inputs for i, use in enumerate(uses)})
     mask = None
-    if any(use.mask is not None for use in uses):
-        masks = [
-            xp.ones_like(use.inputs[..., 0], dtype=xp.bool)
+    masks = [use.mask for use in uses if use.mask is not None]
+    if masks:
+        weights = [own.dtype for own in masks if has_weights(own, xp=xp)]
+        dtype = weights[0] if weights else xp.bool
+        every = [
+            xp.ones_like(use.inputs[..., 0], dtype=dtype)
             if use.mask is None
-            else use.mask
+            else xp.astype(use.mask, dtype)
             for use in uses
         ]
-        mask = xp.concat(masks, axis=-1)
+        mask = xp.concat(every, axis=-1)
     inputs = xp.concat([use.inputs for use in uses], axis=-2)
     output_grads = xp.concat([use.output_grads for use in uses], axis=-2)
     return Rows(inputs, output_grads, mask, first.homogeneous)

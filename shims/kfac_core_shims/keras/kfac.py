@@ -20,10 +20,12 @@ import kfac_core as kc
 from kfac_core_shims.keras.layers import Site, each_site, tapped
 from kfac_core_shims.keras.losses import (
     OutputLoss,
+    layer_weights,
     losses_of,
     own_loss_of,
     reduction_of,
     rows_of,
+    sample_weights,
 )
 from kfac_core_shims.keras.taps import Tape, run_taped, shadowed
 
@@ -313,6 +315,7 @@ class KFAC(kc.integration.NaturalGradient):
         training = {"training": True} if self.model._call_has_training_arg else {}
         losses = self._losses()
         weights: list[tuple[Any, Any]] = []
+        of_samples: list[Any] = []
 
         def run(tape: Tape) -> list[Any]:
             taps = [
@@ -327,7 +330,7 @@ class KFAC(kc.integration.NaturalGradient):
             ]
             with shadowed(once), shadowed(taps):
                 outputs = self.model.stateless_call(*state, x, **training)[0]
-            natural, weights[:] = [], []
+            natural, weights[:], of_samples[:] = [], [], []
             for loss in losses:
                 given = sample_weight
                 if keras.tree.is_nested(given):
@@ -336,6 +339,7 @@ class KFAC(kc.integration.NaturalGradient):
                 z, weight, rows = rows_of(loss, output, given)
                 natural.append(z)
                 weights.append((weight, rows))
+                of_samples.append(sample_weights(given, z))
             return natural
 
         uses, outputs, pull = run_taped(run)
@@ -358,11 +362,20 @@ class KFAC(kc.integration.NaturalGradient):
         for together in _together(vectors, one_output=summed):
             for call, g in zip(calls, pull(together), strict=True):
                 call.add_source(g)
+        weighted = sample_weight is not None
         for use, call in zip(uses, calls, strict=True):
-            if use.mask is not None:
-                # Padding that what is above does not leave out is a row like others.
-                g = ops.stack(call.output_grads)
-                call.mask = use.mask | ops.any(g != 0, axis=(0, -1))
+            layer = self.sites[use.block].block.layer
+            if use.mask is None and not (weighted and layer.kind != "scale_shift"):
+                continue
+            g = ops.stack(call.output_grads)
+            if getattr(layer, "data_layout", "") == "channels_first":
+                g = ops.moveaxis(g, 2, -1)
+            reached = ops.any(g != 0, axis=(0, -1))
+            # Padding that what is above does not leave out is a row like others.
+            call.mask = None if use.mask is None else use.mask | reached
+            if weighted:
+                w = layer_weights(of_samples, reached, use.block)
+                call.mask = w if call.mask is None else ops.where(call.mask, w, 0.0)
         return calls, rows
 
     def _vectors(

@@ -3,7 +3,8 @@
 Conventions.  A *row* is one vector of P outputs, of which a loss of Keras makes one number
 l; the loss is ``sum(w l) / D``, with w the sample weights times the mask, and D what the
 loss's reduction divides by.  The Fisher matrix of that loss is ``sum(w F) / D``, F that
-of a row: each row's vectors are multiplied by ``sqrt(w)``, and D is the number of rows.
+of a row: each row's vectors are multiplied by ``sqrt(w)``, and D is the number of rows.  The rows of a layer have weights in
+the mean of ``x x^T`` too: see `layer_weights`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from keras.src.backend import get_keras_mask
 
 import kfac_core as kc
 
-__all__ = ["OutputLoss", "losses_of", "own_loss_of", "reduction_of", "rows_of"]
+__all__ = [
+    "OutputLoss",
+    "layer_weights",
+    "losses_of",
+    "own_loss_of",
+    "reduction_of",
+    "rows_of",
+    "sample_weights",
+]
 
 RowLoss = kc.integration.RowLoss
 CATEGORICAL = RowLoss(likelihood=kc.losses.Categorical())
@@ -195,11 +204,7 @@ def rows_of(loss: OutputLoss, output: Any, sample_weight: Any) -> tuple[Any, Any
     rows: Any = count
     weight = None
     if sample_weight is not None:
-        weight = ops.cast(ops.convert_to_tensor(sample_weight), z.dtype)
-        if len(weight.shape) == len(shape) + 1 and weight.shape[-1] == 1:
-            weight = ops.squeeze(weight, -1)
-        axes = (1,) * (len(shape) - len(weight.shape))
-        weight = ops.broadcast_to(ops.reshape(weight, (*weight.shape, *axes)), shape)
+        weight = sample_weights(sample_weight, z)
     if mask is not None:
         kept = ops.cast(ops.broadcast_to(mask, shape), z.dtype)
         if loss.reduction in ("mean", "sum_over_batch_size"):
@@ -208,6 +213,58 @@ def rows_of(loss: OutputLoss, output: Any, sample_weight: Any) -> tuple[Any, Any
     if weight is not None and loss.reduction == "mean_with_sample_weight":
         rows = ops.sum(weight)
     return z, weight, rows
+
+
+def sample_weights(sample_weight: Any, z: Any) -> Any:
+    """Return the weight of each row of outputs, shape (N, ...), as Keras reads it."""
+    shape = tuple(z.shape[:-1])
+    if sample_weight is None:
+        return ops.ones(shape, z.dtype)
+    weight = ops.cast(ops.convert_to_tensor(sample_weight), z.dtype)
+    if len(weight.shape) == len(shape) + 1 and weight.shape[-1] == 1:
+        weight = ops.squeeze(weight, -1)
+    axes = (1,) * (len(shape) - len(weight.shape))
+    return ops.broadcast_to(ops.reshape(weight, (*weight.shape, *axes)), shape)
+
+
+def layer_weights(weights: list[Any], reached: Any, block: str) -> Any:
+    """Return the weights of the rows of a layer, from those of the rows of outputs.
+
+    Parameters
+    ----------
+    weights : list of array, shape (N, ...)
+        The weights of the rows of each output.
+    reached : array of bool, shape (N, ...)
+        The rows of the layer that anything came back to.
+    block : str
+        The layer's block, for the message.
+
+    Returns
+    -------
+    array, shape (N, ...)
+        Sum over the outputs.  A row has the weight of the row of outputs at its place, if
+        the layer has those places and nothing comes back to those of weight zero; else the
+        mean weight of its example.
+    """
+    places = tuple(reached.shape)
+    examples = weights[0].shape[0]
+    if places[0] != examples:
+        raise kc.UnsupportedError(
+            f"The layer of {block!r} has {places[0]} rows on its first axis, and "
+            f"`sample_weight` is of {examples} examples. Keep the examples as an axis of "
+            "their own, or leave the weights out."
+        )
+    total: Any = 0.0
+    for weight in weights:
+        mean = ops.mean(ops.reshape(weight, (examples, -1)), axis=1)
+        mean = ops.reshape(mean, (examples, *(1,) * (len(places) - 1)))
+        here = ops.broadcast_to(mean, places)
+        if tuple(weight.shape) == places:
+            # Where positions are mixed, one of weight zero takes part in others' losses.
+            alone = ops.all((weight > 0) | ops.logical_not(reached))
+            here = ops.where(alone, weight, here)
+        total = total + here
+    return total
 
 
 def _compiled(model: Any) -> list[tuple[Any, Any, float]]:
