@@ -601,11 +601,12 @@ def test_a_softmax_in_a_loop_of_its_own_is_refused():
     "reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"]
 )
 def test_sample_weights_and_reductions(reduction):
-    """G is ``sum w F / D``; a sum's gradients are divided by the rows."""
+    """The block is ``sum w x x^T / sum w`` times ``sum w F / D``; 0 counts nowhere."""
     loss = keras.losses.SparseCategoricalCrossentropy(True, reduction=reduction)
     model = compiled_with(loss)
     rng = np.random.default_rng(12)
     x, w = rng.normal(size=(6, 4)).astype("float32"), rng.uniform(0.1, 3, 6)
+    w[4:], x[4:] = 0.0, 100.0
     kfac = KFAC(model, fisher="exact", kl_clip=None, damping=0.1, refresh_every=1)
 
     A, G = captured(kfac, x, None, w.astype("float32"))
@@ -615,16 +616,73 @@ def test_sample_weights_and_reductions(reduction):
     p = softmax(h @ W + b)
     F = np.einsum("ni,ij->nij", p, np.eye(3)) - np.einsum("ni,nj->nij", p, p)
     D = w.sum() if reduction == "mean_with_sample_weight" else 6
+    S = w.sum() / 6
     expected = np.einsum("n,nij->ij", w, F) / D
-    np.testing.assert_allclose(G, expected, rtol=1e-4, atol=1e-6)
-    rows = with_ones(h)
-    np.testing.assert_allclose(A, rows.T @ rows / 6, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(G * S, expected, rtol=1e-4, atol=1e-6)
+    for name, inputs in zip(kfac.sites, (x, h), strict=True):
+        rows = with_ones(np.float64(inputs))
+        expected = (rows.T * w) @ rows / w.sum()
+        np.testing.assert_allclose(factors(kfac, name)[0], expected, rtol=1e-4)
     given = gradients_of(model)
     kfac.observe(x, None, w.astype("float32"))
     made = [host(g) for g in kfac.precondition(given)]
     V = np.concatenate([host(given[2]), host(given[3])[None]])
     V = V / 6 if reduction == "sum" else V
-    close(np.concatenate([made[2], made[3][None]]), damped_inverse(A, G, V))
+    close(np.concatenate([made[2], made[3][None]]), damped_inverse(A, G, V, S=S))
+
+
+def input_factors(model, x, sample_weight):
+    """Return the input factors of a model whose outputs are logits, by block."""
+    kfac = KFAC(model, fisher="exact", **SETTINGS)
+    kfac.observe(x, None, sample_weight.astype("float32"))
+    kfac.precondition(gradients_of(model))
+    averages = {
+        name: kfac.estimator.state[name].statistics.averages["input"].value(debias=True)
+        for name in kfac.sites
+    }
+    return {name: host(getattr(x, "array", x)) for name, x in averages.items()}
+
+
+@pytest.mark.parametrize("kind", ["positions", "recurrent"])
+def test_weights_of_positions_are_those_of_rows(kind):
+    """Of a layer of each position; a loop's positions have the mean of their example."""
+    table = layers.Embedding(6, 4)
+    inside = [layers.LSTM(3, return_sequences=True)] if kind == "recurrent" else []
+    model = network(table, *inside, layers.Dense(3), shape=(3,), dtype="int32")
+    ids = np.random.default_rng(4).integers(0, 6, size=(4, 3)).astype("int32")
+    # A loop passes position 0 on to the loss of position 2, which has a weight.
+    w = np.array([[0.0, 1.0, 2.0], [0.5, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 3.0, 0.5]])
+
+    found = input_factors(model, ids, w)
+
+    mixed = np.broadcast_to(w.mean(axis=1, keepdims=True), w.shape)
+    below = mixed if kind == "recurrent" else w
+    counts = np.bincount(ids.ravel(), below.ravel(), minlength=6) / below.sum()
+    np.testing.assert_allclose(found["Embedding_0"], counts, rtol=1e-5, atol=1e-7)
+    E = host(table.embeddings.value)[ids]
+    rows = with_ones(E).reshape(-1, 5)
+    if kind == "recurrent":
+        expected = (rows.T * mixed.ravel()) @ rows / mixed.sum()
+        A = found["LSTM_1/kernel"]
+    else:
+        expected, A = (rows.T * w.ravel()) @ rows / w.sum(), found["Dense_1"]
+    np.testing.assert_allclose(A, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_patches_have_the_weight_of_their_image():
+    """Images of weight zero, as those that fill a last batch, count nowhere."""
+    conv = layers.Conv2D(2, 2, use_bias=False)
+    model = network(conv, layers.Flatten(), layers.Dense(3), shape=(3, 3, 2))
+    x = np.random.default_rng(1).normal(size=(4, 3, 3, 2)).astype("float32")
+    w = np.array([1.0, 0.0, 2.0, 0.5])
+    x[1] = 100.0
+
+    A = input_factors(model, x, w)["Conv2D_0"]
+
+    places = [(i, j) for i in range(2) for j in range(2)]
+    patches = [np.float64(x[:, i : i + 2, j : j + 2]).reshape(4, -1) for i, j in places]
+    expected = sum((rows.T * w) @ rows for rows in patches) / (4 * w.sum())
+    np.testing.assert_allclose(A, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_what_the_caller_says_is_what_the_loss_says():

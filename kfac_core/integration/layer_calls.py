@@ -13,7 +13,6 @@ place of x what came back to its outputs, and in the place of g its inputs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -213,7 +212,7 @@ def batches_in_parts(
         xp = own_namespace(uses[0].inputs)
         alike: dict[Any, list[tuple[LayerCall, Array, Array]]] = {}
         for use in uses:
-            x, g = _pair(use, scale, math.sqrt(N / rows), xp)
+            x, g = _pair(use, scale, (N / rows) ** 0.5, xp)
             alike.setdefault((x.shape[1:], g.shape[2:]), []).append((use, x, g))
         for place, part in enumerate(alike.values()):
             if place == len(parts):
@@ -235,7 +234,7 @@ def _batch(part: list[tuple[LayerCall, Array, Array]], xp: Any) -> Batch:
     )
 
 
-def _pair(use: LayerCall, scale: Scalar, share: float, xp: Any) -> tuple[Array, Array]:
+def _pair(use: LayerCall, scale: Scalar, share: Scalar, xp: Any) -> tuple[Array, Array]:
     """Return the inputs and output gradients that the block takes from a call.
 
     The gradients that came back are multiplied by `scale`, and what the block takes for
@@ -259,7 +258,8 @@ def _padded(g: Array, sources: int, xp: Any) -> Array:
 
 
 def _times(x: Array, factor: Scalar) -> Array:
-    return x if factor == 1 else x * factor
+    known = isinstance(factor, int | float)
+    return x if known and factor == 1 else x * factor
 
 
 def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
