@@ -3,8 +3,8 @@
 Conventions.  A *row* is one vector of P outputs, of which a loss of Keras makes one number
 l; the loss is ``sum(w l) / D``, with w the sample weights times the mask, and D what the
 loss's reduction divides by.  The Fisher matrix of that loss is ``sum(w F) / D``, F that
-of a row: each row's vectors are multiplied by ``sqrt(w)``, and D is the number of rows.  The rows of a layer have weights in
-the mean of ``x x^T`` too: see `layer_weights`.
+of a row: each row's vectors are multiplied by ``sqrt(w)``, and D is the number of rows.
+The mean of a layer's ``x x^T`` has weights too: see `layer_weights`.
 """
 
 from __future__ import annotations
