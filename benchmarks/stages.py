@@ -48,7 +48,7 @@ TITLES = {
     "precondition-eigen": "precondition, eigenbases (exact damping)",
     "refresh-driver": "eigendecompositions, the fastest driver alone",
     "cycle": "whole cycle",
-    "cycle-cheaper": "whole cycle, solved as the cost model says",
+    "cycle-triangular": "whole cycle, by triangular solves",
     "cycle-status": "whole cycle, failures as statuses",
     "refresh-looped": "refresh, inverses, a call a layer",
     "precondition-looped": "precondition, inverses, a call a layer",
@@ -56,7 +56,7 @@ TITLES = {
 CORE_STAGES = ("statistics", "refresh-inverse", "precondition-inverse", "cycle")
 MAIN_STAGES = (
     *("statistics", "refresh-inverse", "refresh-cholesky"),
-    *("precondition-inverse", "precondition-solve", "cycle", "cycle-cheaper"),
+    *("precondition-inverse", "precondition-solve", "cycle", "cycle-triangular"),
 )
 EIGEN_STAGES = ("refresh-eigen", "refresh-driver", "precondition-eigen")
 GPU_STAGES = ("cycle-status",)

@@ -20,7 +20,7 @@ STAGES = {
     "precondition-inverse": "precondition",
     "precondition-solve": "by solves",
     "precondition-eigen": "in bases",
-    "cycle-cheaper": "cheaper",
+    "cycle-triangular": "solves",
     "refresh-looped": "inv., looped",
     "precondition-looped": "pre., looped",
 }

@@ -121,7 +121,7 @@ def _drivers(run: Run) -> Iterator[Result]:
 
 def _cycles(run: Run) -> Iterator[Result]:
     """Judge the whole cycle, by whichever way of solving is the faster."""
-    ways = ("cycle", "cycle-cheaper")
+    ways = ("cycle", "cycle-triangular")
     for place, where in enumerate(PLACES):
         lu, eigen = (run.recorded_cycle(where, kind) for kind in ("inverse", "eigen"))
         others = {

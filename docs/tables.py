@@ -206,18 +206,6 @@ def fidelity_of(layer: str) -> str:
     return str(importlib.import_module("figures.table").markdown(seen, rows))
 
 
-def truncation() -> str:
-    """Return what bounded ranks lose."""
-    heads = ["$p$", "rank", "truncated part of the trace, best possible"]
-    heads += ["all rows at once", "as many rows at once as the rank"]
-    rows = importlib.import_module("truncation").rows()
-    cells = [
-        [str(power), str(rank), *(f"{100 * part:.2f}%" for part in parts)]
-        for power, rank, *parts in rows
-    ]
-    return _markdown(heads, cells)
-
-
 def drift() -> str:
     """Return the ratios and errors of a basis that follows a matrix."""
     heads = [
@@ -348,7 +336,6 @@ TABLES = {
     "dense layer": Table("docs/choosing.md", partial(fidelity_of, "dense")),
     "convolution": Table("docs/choosing.md", partial(fidelity_of, "convolution")),
     "recurrent layer": Table("docs/choosing.md", partial(fidelity_of, "recurrent")),
-    "truncation": Table("docs/choosing.md", truncation),
     "drift": Table("docs/roots.md", drift),
     "influence": Table("docs/influence.md", influence, 60),
     "autoencoder": Table("docs/methods.md", partial(methods_on, "autoencoder"), 300),

@@ -56,11 +56,9 @@ from . import (
 )
 from .approximations.approximation import Approximation as Approximation
 from .approximations.eigen import Eigen as Eigen
-from .approximations.eva import Eva as Eva
 from .approximations.example_gram import ExampleGram as ExampleGram
 from .approximations.kfoc import KFOC as KFOC
 from .approximations.kronecker import Kronecker as Kronecker
-from .approximations.low_rank import LowRankKronecker as LowRankKronecker
 from .approximations.scaled_identity import ScaledIdentity as ScaledIdentity
 from .approximations.second_moment import (
     Diagonal as Diagonal,
@@ -226,7 +224,6 @@ __all__ = [
     "Eigen",
     "Embedding",
     "Estimator",
-    "Eva",
     "ExampleGram",
     "Execution",
     "FactorizationError",
@@ -238,7 +235,6 @@ __all__ = [
     "KFOC",
     "Kronecker",
     "Layer",
-    "LowRankKronecker",
     "MixedArraysError",
     "Network",
     "NetworkState",

@@ -35,9 +35,7 @@ from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
 from kfac_core.errors import ConcurrentChangeError, NotReadyError, UnsupportedError
 from kfac_core.execution.background import BackgroundRefresh
-from kfac_core.execution.costs import CostTable, Rates, block_costs, solving_of
 from kfac_core.execution.hosted import Hosted
-from kfac_core.execution.movement import Movement, ProbeImages
 from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
 from kfac_core.factors.statistics import Statistics
@@ -110,8 +108,6 @@ class Estimator:
         How the loops over blocks are run.  By default equal small blocks are stacked,
         on one thread.  With `kfac_core.distributed.Distributed` blocks are divided among
         processes.
-    rates : Rates, optional
-        Measured rates of the hardware, for ``Refreshing(solving="cheaper")``.
 
     Attributes
     ----------
@@ -168,7 +164,6 @@ class Estimator:
         sharing: Sharing | None = None,
         precision: Precision | None = None,
         execution: Execution | Distributed | Executor | None = None,
-        rates: Rates | None = None,
     ) -> None:
         require(
             Estimator,
@@ -183,13 +178,10 @@ class Estimator:
             sharing=sharing,
             precision=precision,
             execution=execution,
-            rates=rates,
         )
         options = execution if isinstance(execution, Execution) else Execution()
         if isinstance(execution, Distributed):
             options = execution.execution
-        refreshing = refreshing or Refreshing()
-        costs = {n: block_costs(b, rates or Rates()) for n, b in blocks.items()}
         self.network = Network(
             blocks,
             conventions=Conventions(reduction=reduction, sources=sources),
@@ -198,34 +190,13 @@ class Estimator:
             averaging=averaging,
             refreshing=refreshing,
             precision=precision,
-            solving={
-                name: solving_of(
-                    None if damping_rule == "exact" else cost,
-                    refreshing.solving,
-                    refreshing.interval,
-                )
-                for name, cost in costs.items()
-            },
             max_patch_elements=options.max_patch_elements,
         )
-        self._costs = {
-            name: cost
-            for name, cost in costs.items()
-            if cost is not None and name in self.network.blocks
-        }
         self.mode = mode
         self.damping = damping
         self._decay = decay
         self.state = self.network.empty()
         self._resets: dict[str, object] = {}
-        self._movement: Movement | None = None
-        if refreshing.threshold is not None:
-            self._movement = Movement(self.network, refreshing.threshold)
-            if isinstance(execution, Distributed):
-                raise UnsupportedError(
-                    "Refreshing(threshold=...) compares the statistics of one process. "
-                    "Leave it out with Distributed."
-                )
         self._execution = execution
         self._executor = self._first_executor()
         self._changing: int | None = None
@@ -245,12 +216,6 @@ class Estimator:
     def conventions(self) -> Conventions:
         """Scaling of the output gradients."""
         return self.network.conventions
-
-    @property
-    def costs(self) -> CostTable:
-        """Costs of each block's stages and its method of solving; prints as a table."""
-        interval = self.network.refreshing.interval
-        return CostTable(self._costs, self.network.solving, interval)
 
     @property
     def damping(self) -> Scalar | Mapping[str, Scalar]:
@@ -476,15 +441,9 @@ class Estimator:
         """
         before = self._begin()
         try:
-            moved: Mapping[str, ProbeImages] = {}
-            damping, movement = self._damping, self._movement
-            if movement is not None and check == "raise":
-                ready = self.network.ready(before, names)
-                moved = movement.of(before, ready, damping=damping)
-                names = [*moved]
             after = self.network.refresh(
                 before,
-                damping=damping,
+                damping=self._damping,
                 names=names,
                 check=check,
                 executor=self._executor,
@@ -492,8 +451,6 @@ class Estimator:
             self._install(before, after)
         finally:
             self._changing = None
-        if movement is not None:
-            movement.keep(after, moved)
 
     def start_refresh(
         self, names: Iterable[str] | None = None, /, *, check: Check = "raise"
@@ -768,9 +725,6 @@ class Estimator:
             )
             if isinstance(self._executor, DistributedExecutor):
                 loaded = self._executor.scattered(loaded)
-            movement = self._movement
-            if movement is not None:
-                movement = Movement(network, movement.threshold)
             damping, decay = settings["damping"], settings["decay"]
             with _installing:
                 if self.state is not before:
@@ -778,7 +732,6 @@ class Estimator:
                 # No call stands between these, so that no interrupt comes between them.
                 self.network, self.state = network, loaded
                 self._damping, self._decay = damping, decay
-                self._movement = movement
         finally:
             self._changing = None
 

@@ -305,9 +305,6 @@ class Network:
     precision : Precision, optional
         Dtypes of storing, computing and applying.  By default all are the dtype of a
         block's first batch, or float32 if that is narrower.
-    solving : mapping of str to {"inverse", "triangular"}, optional
-        Whether each block is applied with inverses of its factors (the default) or with
-        triangular solves.
     max_patch_elements : int, optional
         Bound on the number of elements of a convolution's patches; larger batches are
         processed in chunks of examples.
@@ -364,7 +361,6 @@ class Network:
         averaging: Averaging | None = None,
         refreshing: Refreshing | None = None,
         precision: Precision | None = None,
-        solving: Mapping[str, Solving] | None = None,
         max_patch_elements: int | None = None,
     ) -> None:
         require(
@@ -376,7 +372,6 @@ class Network:
             averaging=averaging,
             refreshing=refreshing,
             precision=precision,
-            solving=solving,
             max_patch_elements=max_patch_elements,
         )
         sharing = sharing or Sharing()
@@ -388,7 +383,9 @@ class Network:
         self.averaging = averaging or Averaging()
         self.refreshing = refreshing or Refreshing()
         self.precision = precision or Precision()
-        self.solving = dict(solving or {})
+        self.solving = {
+            name: self._solving_of(block) for name, block in self.blocks.items()
+        }
         self.max_patch_elements = max_patch_elements
         self.shared_factors = SharedFactors(sharing.factors, self.blocks)
         self.tied_weights = TiedWeights(sharing.weights, self.blocks)
@@ -414,7 +411,6 @@ class Network:
             self.averaging,
             self.refreshing,
             self.precision,
-            tuple(self.solving.items()),
             max_patch_elements,
         )
 
@@ -1047,7 +1043,6 @@ class Network:
             averaging=averaging,
             refreshing=refreshing,
             precision=self.precision,
-            solving={} if damping_rule == "exact" else self.solving,
             max_patch_elements=self.max_patch_elements,
         )
 
@@ -1272,9 +1267,15 @@ class Network:
             if isinstance(own_damping, np.generic) and not is_numpy_array(own.like):
                 # A number, which no array of another library would be chosen against.
                 own_damping = float(own_damping)
-            solving = self.solving.get(name, "inverse")
-            tasks[name] = (self.blocks[name], own, own_damping, solving)
+            tasks[name] = (self.blocks[name], own, own_damping, self.solving[name])
         return function, tasks
+
+    def _solving_of(self, block: Block) -> Solving:
+        """Return how a block is solved: only full factors have a choice."""
+        full = block.approximation.factor_shapes(block.layer)
+        if not full or self.damping_rule == "exact":
+            return "inverse"
+        return self.refreshing.solving
 
     def _refresh_of(
         self, check: Check, memo: dict[Any, Any] | None = None

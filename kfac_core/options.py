@@ -8,7 +8,7 @@ from typing import Literal
 
 from kfac_core.constraints import checked, require_options
 from kfac_core.errors import ConventionError
-from kfac_core.linalg.factorizations import Factorization
+from kfac_core.linalg.factorizations import Factorization, Solving
 
 __all__ = ["Averaging", "DampingScaling", "Execution", "Refreshing", "Sharing"]
 
@@ -81,15 +81,10 @@ class Refreshing:
     failure_budget : int
         Number of consecutive refreshes that may fail for a block, which then keeps its
         previous operator, before the failure is raised.
-    threshold : float, optional
-        A block keeps its operator if no statistic moved by more than this since the
-        operator was made; see `kfac_core.execution.movement`.  The check synchronizes with
-        the device.
-    solving : {"inverse", "triangular", "cheaper"}
+    solving : {"inverse", "triangular"}
         Whether a factor with factored damping is inverted at a refresh, or only factorized
-        and used in triangular solves at each step, or whichever costs less.
-    interval : float, optional
-        Number of steps between refreshes that ``"cheaper"`` assumes.
+        and used in triangular solves at each step.  These cost a third at a refresh, and
+        about 1.5 times as much at a step.
 
     Raises
     ------
@@ -110,9 +105,7 @@ class Refreshing:
     damping_scaling: DampingScaling = "none"
     least_shift: float = 0.0
     failure_budget: int = 0
-    threshold: float | None = None
-    solving: Literal["inverse", "triangular", "cheaper"] = "inverse"
-    interval: float | None = None
+    solving: Solving = "inverse"
 
     def __post_init__(self) -> None:
         require_options(self)
@@ -178,8 +171,7 @@ class Execution:
         are divided among them.
     max_patch_elements : int, optional
         Bound on the number of elements of a convolution's patches.  Larger batches are
-        processed in chunks of examples.  `LowRankKronecker` cuts off what does not fit its
-        ranks after each chunk, so that there the result depends on the bound.
+        processed in chunks of examples.
 
     Raises
     ------

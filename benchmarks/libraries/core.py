@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 CYCLES: dict[str, dict[str, Any]] = {
     "cycle": {},
-    "cycle-cheaper": {"refreshing": kc.Refreshing(solving="cheaper", interval=1)},
+    "cycle-triangular": {"refreshing": kc.Refreshing(solving="triangular")},
     "cycle-status": {},
 }
 

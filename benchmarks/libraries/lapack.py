@@ -57,7 +57,7 @@ class _Lapack:
         if name == "cycle":
             self._start()
             return self._cycle
-        if name == "cycle-cheaper":
+        if name == "cycle-triangular":
             self._start()
             return self._cycle_of_solves
         if name == "refresh-driver":

@@ -65,7 +65,7 @@ class _TorchKernels:
             self._start()
             return self._cycle
         kind = name.partition("-")[2]
-        if kind in ("solve", "cheaper"):
+        if kind in ("solve", "triangular"):
             raise AbsentError("its triangular solves want transposed copies")
         if name == "refresh-driver":
             means = [M / self._weight for sums in self._sums for M in sums]

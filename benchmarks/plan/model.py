@@ -48,7 +48,7 @@ from kfac_core.distributed.placement import (
 )
 from kfac_core.distributed.transport import BYTES
 from kfac_core.errors import RecordError
-from kfac_core.execution.costs import Rates, block_costs
+from kfac_core.execution.costs import block_costs
 from kfac_core.layers.dense import Dense
 from kfac_core.network import Network
 
@@ -522,7 +522,7 @@ def predicted_steps(
     """
     loads = block_loads(network)
     together = shared_owners(network)
-    costs = {name: block_costs(b, Rates()) for name, b in network.blocks.items()}
+    costs = {name: block_costs(b) for name, b in network.blocks.items()}
     rows = rows or {}
     gathered = sum(
         examples * rows.get(name, 1) * cost.statistics_per_row

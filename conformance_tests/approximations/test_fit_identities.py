@@ -456,28 +456,6 @@ def test_an_estimator_holds_it_and_restores_it(backend, rng):
         assert_close(np.vstack([weight, bias]), value, "inverse", "float64")
 
 
-def test_a_refresh_may_wait_until_the_fit_has_moved(backend, rng):
-    """The same batch again moves nothing, and the operator stays; another batch does."""
-    estimator = kc.Estimator(
-        {"fc": kc.Block(LAYER, KFOC(iterations=CONVERGED))},
-        decay=0.5,
-        damping=0.2,
-        damping_rule="factored",
-        reduction="sum",
-        refreshing=kc.Refreshing(threshold=1e-3),
-    )
-    same, other = (fed(backend, *draw(rng)) for _ in range(2))
-
-    operators = []
-    for batch in (same, same, other):
-        estimator.update({"fc": batch})
-        estimator.refresh()
-        operators.append(estimator.operator("fc"))
-
-    assert operators[1] is operators[0]
-    assert operators[2] is not operators[0]
-
-
 def test_parts_of_a_batch_are_refused_with_the_reason(backend, rng):
     """The best product of a sum is not made of those of its parts."""
     block = kc.Block(LAYER, KFOC(iterations=2))

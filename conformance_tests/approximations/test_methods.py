@@ -12,7 +12,7 @@ import kfac_core as kc
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 NAMES = (
-    *("KFAC", "EKFAC", "KFOC", "TNT", "block-tridiagonal", "IKFAC", "Eva"),
+    *("KFAC", "EKFAC", "KFOC", "TNT", "block-tridiagonal"),
     *("SOAP", "Shampoo", "KL-Shampoo", "Adam", "SGD"),
     *("KFAC, no model", "gradient, model", "SOAP, carried"),
 )
@@ -199,38 +199,12 @@ def test_names_stand_for_what_they_say(problems, catalogue):
         ("EKFAC", "eigen", "exact"),
         ("KFOC", "kfoc", "factored"),
         ("TNT", "tnt", "factored"),
-        ("Eva", "eva", "factored"),
     ):
         method = catalogue[name]
         made, _ = method.made(problems["classifier"], method.settings()[0])
         blocks = made.estimator.blocks.values()
         assert {block.approximation.name for block in blocks} == {kind}
         assert made.estimator.network.damping_rule == rule
-
-
-def test_ikfac_comes_to_the_damped_factors_of_a_convolution(part, problems):
-    """``(A + sqrt(lam))^-1 V (G + sqrt(lam))^-1``, fed with one batch again and again."""
-    problem, lam = problems["classifier"], 0.04
-    batch = problem.data(0)[0].chosen(np.arange(30))
-    start, rng = problem.start(0), np.random.default_rng(8)
-    seen = part("seen").Seen(problem, start, batch, rng)
-    fed = seen.of_model()
-    seen.of_model = lambda: fed
-    method = part("ikfac").IKFAC(problem, damping=lam)
-
-    for _ in range(160):
-        direction = method.direction(seen)
-
-    layer = problem.layers["conv2"]
-    x = part("classifier").rows_of(layer, seen.inputs[1]).reshape(-1, 18)
-    x, g = np.hstack([x, np.ones_like(x[:, :1])]), fed["conv2"].output_grads
-    # With S = 16 positions, S times the means over rows is the sum of theirs over 30.
-    factors = x.T @ x / len(x), np.einsum("nijo,nijp->op", g, g) / 30
-    A, G = (F + lam**0.5 * np.eye(len(F)) for F in factors)
-    V = layer.parameters_to_matrix(seen.gradient["conv2"])
-    expected = np.linalg.solve(A, V) @ np.linalg.inv(G)
-    got = layer.parameters_to_matrix(direction["conv2"])
-    assert np.linalg.norm(got - expected) < 1e-3 * np.linalg.norm(expected)
 
 
 def published_soap(gradients, *, epsilon, due):

@@ -38,7 +38,6 @@ def every_block() -> dict[str, kc.Block]:
         "embedding": kc.Block(embedding, kc.Kronecker(input="diagonal")),
         "tnt": kc.Block(dense(4, 2), kc.TNT()),
         "tnt independent": kc.Block(dense(2, 4), kc.TNT(positions="independent")),
-        "eva": kc.Block(dense(4, 3), kc.Eva()),
         "independent": kc.Block(dense(3, 2), kc.Series(variant="independent")),
         "symmetric": kc.Block(dense(3, 2), kc.Series(variant="symmetric", steps=5)),
         "infinite": kc.Block(dense(3, 2), kc.Series(variant="infinite")),

@@ -215,7 +215,7 @@ def test_gradients_of_a_mean_are_scaled(reduction, loss):
     """Whatever each process divided its loss by, the curvature is that of the batch."""
     backend = HOST
     rng = np.random.default_rng(5)
-    blocks = {"expand": every_block()["expand"], "eva": every_block()["eva"]}
+    blocks = {"expand": every_block()["expand"], "tnt": every_block()["tnt"]}
     schedule = schedule_of(rng, blocks, 3)
     gradients = gradients_of(backend, rng, blocks)
     like = backend.asarray(np.zeros(1))
@@ -445,7 +445,7 @@ def test_a_dtype_that_the_library_lacks_is_refused():
 
 
 def test_what_cannot_be_reduced_is_refused_by_name():
-    """Low rank, KFOC, centered moments, and whatever does not say."""
+    """KFOC, centered moments, and whatever does not say."""
 
     class Undeclared(kc.Diagonal):
         reduction = kc.Approximation.reduction
@@ -460,7 +460,6 @@ def test_what_cannot_be_reduced_is_refused_by_name():
         data_layout="channels_last",
     )
     pairs = {
-        "is lost": (dense(3, 2), kc.LowRankKronecker(input_rank=2, output_rank=1)),
         "best product": (dense(3, 2), kc.KFOC(iterations=2)),
         "centered": (conv, kc.Kronecker(input="uncorrelated")),
         "does not say": (dense(3, 2), Undeclared()),
@@ -469,13 +468,6 @@ def test_what_cannot_be_reduced_is_refused_by_name():
         block = {"fc": kc.Block(layer, approximation)}
         with pytest.raises(kc.errors.UnsupportedError, match=rf"'fc'.*{reason}"):
             run_ranks(2, lambda c, b=block: estimator_of(b, c))
-    with pytest.raises(kc.errors.UnsupportedError, match="threshold"):
-        run_ranks(
-            2,
-            lambda c: estimator_of(
-                _several(), c, refreshing=kc.Refreshing(threshold=0.1)
-            ),
-        )
 
 
 def _several():

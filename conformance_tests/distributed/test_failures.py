@@ -249,7 +249,7 @@ def test_a_rank_is_named_as_all_know_it():
 
 def test_ranks_with_other_options_or_steps_are_found():
     """Before anything is exchanged, and where their calls differ."""
-    other = {**BLOCKS, "two": kc.Block(dense(2, 3), kc.Eva())}
+    other = {**BLOCKS, "two": kc.Block(dense(2, 3), kc.TNT())}
 
     networks = caught(2, lambda c: estimator_of(c, blocks=other if c.rank else BLOCKS))
     dampings = caught(2, lambda c: estimator_of(c, holders=1 + c.rank))

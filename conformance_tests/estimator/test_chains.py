@@ -321,7 +321,6 @@ def test_what_is_said_of_it(backend, rng):
     assert true / 4 < report.condition <= true * 1.001
     assert report.residual < 1e-12
     assert "block_tridiagonal" in repr(estimator)
-    assert "first" not in estimator.costs.blocks
     assert "TridiagonalOperator" in repr(estimator.operator("chain"))
 
 
@@ -331,7 +330,6 @@ def test_what_is_said_of_it(backend, rng):
         {"workers": 2},
         {"max_patch_elements": 10**6},
         {"burn_in": 5},
-        {"threshold": 1e-9},
         {"factorizations": ("cholesky",)},
         {"precision": kc.Precision(compute="float64")},
         {"solving": "triangular"},

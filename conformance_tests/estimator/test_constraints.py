@@ -11,7 +11,6 @@ import pytest
 import kfac_core as kc
 from kfac_core import constraints
 from kfac_core.array.structure import fields_of
-from kfac_core.execution import Rates
 from kfac_core.losses import Gaussian, SquaredError
 
 from ..builders.states import differences, frozen
@@ -39,12 +38,10 @@ OPTIONS = {
     kc.Eigen: kc.Eigen(),
     kc.Diagonal: kc.Diagonal(),
     kc.Full: kc.Full(),
-    kc.Eva: kc.Eva(),
     kc.TNT: kc.TNT(),
     kc.KFOC: kc.KFOC(iterations=2),
     kc.ScaledIdentity: kc.ScaledIdentity(scale=1.0),
     kc.Series: kc.Series(variant="symmetric", steps=3),
-    kc.LowRankKronecker: kc.LowRankKronecker(input_rank=1, output_rank=1),
     kc.ExampleGram: kc.ExampleGram(gradients=3),
     kc.BlockTridiagonal: kc.BlockTridiagonal(),
     kc.Averaging: kc.Averaging(),
@@ -54,7 +51,6 @@ OPTIONS = {
     kc.Precision: kc.Precision(),
     kc.Conventions: kc.Conventions(reduction="sum", sources="sum"),
     kc.Block: kc.Block(DENSE, kc.Kronecker()),
-    Rates: Rates(),
     SquaredError: SquaredError(scale=1.0),
     Gaussian: Gaussian(variance=1.0),
 }
@@ -165,7 +161,6 @@ ESTIMATOR_JUNK = {
     "sharing": ["x", {}],
     "precision": ["float32", 1],
     "execution": ["x", 3],
-    "rates": ["x", 3],
 }
 
 
@@ -178,7 +173,7 @@ def test_an_estimator_refuses_options(name):
 
 
 @pytest.mark.parametrize(
-    "blocks", [None, [1], {"a": 3}, {3: kc.Block(DENSE, kc.Eva())}]
+    "blocks", [None, [1], {"a": 3}, {3: kc.Block(DENSE, kc.Full())}]
 )
 def test_blocks_are_a_mapping_of_names(blocks):
     """Anything else is refused where it is given."""

@@ -61,8 +61,6 @@ EXCEPTIONS = {
     "Place": "",
     "Placement": "made by `place`, and never by a user; results likewise:",
     "BlockLoad": "",
-    "BlockCosts": "",
-    "CostTable": "",
     "Agreement": "",
     "Traffic": "",
     "BlockReport": "",

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.execution.movement import movement, probe_images
 
 from ..builders import reference
 from ..builders.estimators import make_estimator
@@ -160,78 +159,3 @@ def test_a_background_refresh_that_fails_counts_and_keeps(backend, rng):
         refresh.install()
     with pytest.raises(kc.UnknownBlockError):
         estimator.start_refresh(["b"])
-
-
-def test_only_blocks_that_moved_are_refreshed(backend, rng):
-    """Below the threshold the operator stays, with its age; above, and with another
-    damping, a new one is made.
-    """
-    estimator = make("ab", decay=1.0, threshold=0.05)
-    batches = {name: draw(backend, rng)[2] for name in "ab"}
-    estimator.update(batches)
-    estimator.refresh()
-    kept = estimator.operator("a")
-    # The same batch again moves nothing; another one moves a lot.
-    estimator.update({"a": batches["a"], "b": draw(backend, rng)[2]})
-    old = estimator.operator("b")
-
-    estimator.refresh()
-
-    assert estimator.operator("a") is kept
-    assert estimator.operator("b") is not old
-    assert (estimator.state["a"].age, estimator.state["b"].age) == (1, 0)
-    estimator.damping = 0.5
-    estimator.refresh()
-    assert estimator.operator("a") is not kept
-    always = make("a", decay=1.0)
-    always.update({"a": batches["a"]})
-    always.refresh()
-    first = always.operator("a")
-    always.update({"a": batches["a"]})
-    always.refresh()
-    assert always.operator("a") is not first
-
-
-def test_slow_drift_adds_up(backend, rng):
-    """Movement is since the operator was made, not since the last look."""
-    estimator = make(decay=1.0, threshold=0.3)
-    *_, batch = draw(backend, rng)
-    for _ in range(10):
-        estimator.update({"a": batch})
-    estimator.refresh()
-    first = estimator.operator("a")
-    shifted = kc.Batch(
-        backend.asarray(1.5 * rng.normal(size=(10, 4))),
-        backend.asarray(np.ones((10, 3))),
-    )
-    looks = 0
-    while estimator.operator("a") is first:
-        estimator.update({"a": shifted})
-        estimator.refresh()
-        looks += 1
-        assert looks < 200
-    assert looks > 2
-
-
-@pytest.mark.parametrize("scale", [1e-3, 0.3])
-def test_movement_is_near_the_relative_change(backend, rng, scale):
-    """Within a factor of three of the change in the Frobenius norm; none is zero."""
-    x = rng.normal(size=(40, 4))
-    y = x + scale * rng.normal(size=(40, 4))
-    g = rng.normal(size=(40, 3))
-    block, conventions = dense(), kc.Conventions(reduction="sum", sources="sum")
-    grads = backend.asarray(g)
-
-    def statistics_of(rows):
-        batch = kc.Batch(backend.asarray(rows), grads)
-        return block.update(
-            block.initial(grads), batch, conventions=conventions, decay=0.0
-        )
-
-    images = [probe_images(statistics_of(rows), debias=True) for rows in (x, y)]
-    xp = backend.xp
-    A, B = x.T @ x, y.T @ y
-    change = np.linalg.norm(A - B) / np.linalg.norm(A)
-    got = float(movement(images[1], images[0], xp=xp))
-    assert change / 3 < got < change * 3
-    assert float(movement(images[0], images[0], xp=xp)) == 0.0

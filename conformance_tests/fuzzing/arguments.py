@@ -111,7 +111,7 @@ def _calls() -> dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, 
     constructors: tuple[Any, ...] = (
         *(kc.Dense, kc.Conv, kc.Embedding, kc.ScaleShift, kc.Parameters, kc.Chain),
         *(kc.Kronecker, kc.Eigen, kc.TNT, kc.KFOC, kc.Series, kc.ScaledIdentity),
-        *(kc.LowRankKronecker, kc.ExampleGram, kc.Averaging, kc.Refreshing),
+        *(kc.ExampleGram, kc.Averaging, kc.Refreshing),
         *(kc.Sharing, kc.Execution, kc.Precision, kc.Conventions),
     )
     for cls in constructors:
@@ -119,7 +119,7 @@ def _calls() -> dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, 
         found[cls.__name__] = (_constructor(cls), (), names)
     found["Block"] = (lambda e, *a: kc.Block(*a), ("layer", "approximation"), ())
     options = ("damping", "decay", "damping_rule", "sources", "mode", "averaging")
-    options += ("refreshing", "sharing", "precision", "execution", "rates", "reduction")
+    options += ("refreshing", "sharing", "precision", "execution", "reduction")
     found["Estimator"] = (_constructor(kc.Estimator), ("blocks",), options)
     methods: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         "update": (("batches",), ("check",)),

@@ -30,8 +30,6 @@ OTHERS = {
     "grouped": (GROUPED, kc.Kronecker()),
     "grouped eigen": (GROUPED, kc.Eigen()),
     "diagonal input": (DENSE, kc.Kronecker(input="diagonal")),
-    "eva": (DENSE, kc.Eva()),
-    "low rank": (DENSE, kc.LowRankKronecker(input_rank=2, output_rank=2)),
     "example gram": (DENSE, kc.ExampleGram(gradients=4, positions=5)),
 }
 EVERY = [*KINDS, *itertools.product(OTHERS, ("factored", "exact"))]
@@ -193,7 +191,7 @@ def test_flat_vectors_of_another_length_are_refused_with_both_forms_named(backen
             operator**exponent
 
 
-@pytest.mark.parametrize("kind", ["kronecker", "eigen", "full", "low rank", "chain"])
+@pytest.mark.parametrize("kind", ["kronecker", "eigen", "full", "chain"])
 def test_an_operator_is_one_of_scipy(backend, rng, kind):
     """`aslinearoperator` takes an operator of NumPy arrays, and its inverse for CG."""
     sparse = pytest.importorskip("scipy.sparse.linalg")

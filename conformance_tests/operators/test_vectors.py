@@ -103,8 +103,6 @@ def test_the_cholesky_factor_of_a_spectrum_is_the_dense_one(
 @pytest.mark.parametrize(
     "approximation",
     [
-        kc.Eva(),
-        kc.LowRankKronecker(input_rank=2, output_rank=2),
         kc.ExampleGram(gradients=4),
     ],
     ids=lambda made: made.name,
@@ -124,11 +122,8 @@ def test_what_an_operator_lacks_it_refuses_with_the_reason(backend, rng, approxi
 @pytest.mark.parametrize(
     "approximation",
     [
-        *(kc.Kronecker(), kc.Eigen(), kc.Diagonal(), kc.Full(), kc.Eva()),
-        *(
-            kc.LowRankKronecker(input_rank=2, output_rank=2),
-            kc.ExampleGram(gradients=4),
-        ),
+        *(kc.Kronecker(), kc.Eigen(), kc.Diagonal(), kc.Full()),
+        kc.ExampleGram(gradients=4),
     ],
     ids=lambda made: made.name,
 )

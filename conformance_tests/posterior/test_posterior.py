@@ -388,8 +388,6 @@ def test_every_block_has_as_many_samples(plain):
 @pytest.mark.parametrize(
     "approximation",
     [
-        kc.LowRankKronecker(input_rank=1, output_rank=1),
-        kc.Eva(),
         kc.ExampleGram(gradients=2, positions=2),
         kc.Series(variant="infinite"),
     ],

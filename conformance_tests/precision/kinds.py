@@ -169,17 +169,6 @@ def _identity(rows: Rows) -> Product:
     return Product((references.diagonal([mp.mpf(2)] * (n * m)), ONE))
 
 
-def _eva(rows: Rows) -> Product:
-    sides = []
-    for name in ("x", "g"):
-        X = references.exact(rows[name])
-        mean = mp.matrix(
-            [[mp.fsum(X[k, i] for k in range(X.rows)) / X.rows for i in range(X.cols)]]
-        )
-        sides.append(references.decomposed(mean.T * mean))
-    return Product(tuple(sides))
-
-
 def _tnt(rows: Rows) -> Product:
     D = _examples(rows)
     first, second = mp.matrix(n, n), mp.matrix(m, m)
@@ -304,15 +293,11 @@ KINDS = {
     ),
     "KFOC": _of_layer(kc.KFOC(iterations=60), RULES, _kfoc),
     "Eigen": _of_layer(kc.Eigen(), EXACT, _kronecker),
-    "LowRankKronecker": _of_layer(
-        kc.LowRankKronecker(input_rank=n, output_rank=m), RULES, _kronecker
-    ),
     "TNT": Kind(kc.Block(_TENSOR, kc.TNT()), RULES, _draw, _gradient_batch, _tnt),
     "Full": _of_layer(kc.Full(), EXACT, _full),
     "Diagonal": _of_layer(kc.Diagonal(), EXACT, _diagonal),
     "ScaledIdentity": _of_layer(kc.ScaledIdentity(scale=2.0), EXACT, _identity),
     "ExampleGram": _of_layer(kc.ExampleGram(gradients=LARGEST_RANK), EXACT, _full),
-    "Eva": _of_layer(kc.Eva(), EXACT, _eva),
     "Series('symmetric')": _of_steps("symmetric", STEPS),
     "Series('infinite')": _of_steps("infinite", None),
     "BlockTridiagonal": Kind(

@@ -42,12 +42,10 @@ CASES: dict[str, tuple[Any, Any, str]] = {
     "tnt": (DENSE, kc.TNT(), "factored"),
     "tnt of an array": (ARRAY, kc.TNT(), "factored"),
     "kfoc": (DENSE, kc.KFOC(iterations=2), "factored"),
-    "eva": (DENSE, kc.Eva(), "factored"),
     "symmetric": (PLAIN, kc.Series(variant="symmetric", steps=S), "factored"),
     "infinite": (PLAIN, kc.Series(variant="infinite"), "factored"),
     "infinite alone": (PLAIN, kc.Series(variant="infinite"), "factored"),
     "identity": (ARRAY, kc.ScaledIdentity(scale=2.0), "factored"),
-    "low rank": (DENSE, kc.LowRankKronecker(input_rank=2, output_rank=1), "factored"),
     "example gram": (DENSE, kc.ExampleGram(gradients=6, positions=S), "exact"),
     "chain": (DENSE, kc.Kronecker(), "factored"),
 }

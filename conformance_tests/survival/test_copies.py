@@ -149,12 +149,12 @@ def test_a_refresh_of_statistics_that_are_gone_is_refused():
 
 
 def test_a_failed_refresh_counts_nothing():
-    """Not the failure, and not the statistics that it saw: the next one is a new one."""
+    """Neither the failure nor the statistics that it saw."""
     block = kc.Block(
         kc.Dense(in_features=3, out_features=2, bias=False, weight_layout="io"),
         kc.Kronecker(),
     )
-    estimator = make_estimator({"a": block}, reduction="sum", threshold=10.0)
+    estimator = make_estimator({"a": block}, reduction="sum")
     g = np.ones((1, 2))
     estimator.update({"a": kc.Batch(np.ones((1, 3)), g)})
     estimator.damping = np.asarray(np.nan)

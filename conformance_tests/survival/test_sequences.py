@@ -35,14 +35,13 @@ SETTINGS: list[dict[str, Any]] = [
     {"damping_rule": "factored_unit_pi", "failure_budget": 1, "workers": 2},
     {"damping_rule": "exact"},
     {"damping_rule": "exact", "damping_scaling": "mean_eigenvalue"},
-    {"damping_rule": "factored", "threshold": 0.1},
 ]
 
 
 def made(settings: dict[str, Any]) -> kc.Estimator:
     """Return an estimator of three blocks, of which two are alike."""
     blocks = {"a": block(kc.Kronecker()), "b": block(kc.Kronecker())}
-    blocks["c"] = block(kc.Full() if settings["damping_rule"] == "exact" else kc.Eva())
+    blocks["c"] = block(kc.Full() if settings["damping_rule"] == "exact" else kc.TNT())
     return make_estimator(blocks, decay=0.9, damping=0.5, reduction="mean", **settings)
 
 

@@ -24,7 +24,7 @@ THREADS = 8
 SECONDS = 60.0 if FULL else 0.0
 STEPS = 12
 LAYER = kc.Dense(in_features=12, out_features=9, bias=True, weight_layout="io")
-APPROXIMATIONS = (kc.Kronecker(), kc.Kronecker(), kc.Full(), kc.Eva(), kc.Diagonal())
+APPROXIMATIONS = (kc.Kronecker(), kc.Kronecker(), kc.Full(), kc.TNT(), kc.Diagonal())
 
 
 @pytest.fixture(autouse=True)

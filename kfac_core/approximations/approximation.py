@@ -90,7 +90,7 @@ class Approximation(Protocol):
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
         """Return the sizes of the full factors that are factorized at a refresh.
 
-        `kfac_core.execution.CostTable` uses them.  Blocks with full factors support both
+        Blocks are placed on processes by them.  Blocks with full factors support both
         methods of solving: their operators have a method ``solved_by``.
 
         Parameters

@@ -34,7 +34,7 @@ from kfac_core.array.structure import leaves
 from kfac_core.block import Block
 from kfac_core.constraints import validated
 from kfac_core.errors import ConventionError, UnsupportedError
-from kfac_core.execution.costs import Rates, block_costs
+from kfac_core.execution.costs import block_costs
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.network import Network
 
@@ -204,17 +204,13 @@ def divisors(size: int, /) -> list[int]:
 
 
 @validated
-def block_loads(
-    network: Network, /, *, rates: Rates | None = None
-) -> dict[str, BlockLoad]:
+def block_loads(network: Network, /) -> dict[str, BlockLoad]:
     """Return what each block of a network costs.
 
     Parameters
     ----------
     network : Network
         Description of the blocks.
-    rates : Rates, optional
-        Rates of the operations.
 
     Returns
     -------
@@ -226,7 +222,7 @@ def block_loads(
         n, m = block.layer.matrix_shape
         taken = network.shared_factors.taken_by(name)
         statistics = _numbers(block, taken)
-        costs = block_costs(block, rates or Rates())
+        costs = block_costs(block)
         if costs is None:
             flops = float(n * m)
             loads[name] = BlockLoad(flops, statistics, n * m, n * m, flops)

@@ -1,4 +1,4 @@
-"""How the loops over blocks are run: stacks, threads, another library's memory, costs.
+"""How the loops over blocks are run: stacks, threads, another library's memory.
 
 An *executor* runs the loop over a network's blocks: `kfac_core.Network.update`,
 `~kfac_core.Network.refresh` and the products take one, and so does
@@ -9,7 +9,6 @@ arguments for each, and returns what the function returns for each, up to roundi
 """
 
 from kfac_core.execution.background import BackgroundRefresh
-from kfac_core.execution.costs import BlockCosts, CostTable, Rates
 from kfac_core.execution.hosted import Hosted
 from kfac_core.execution.stacked import Stacked
 from kfac_core.execution.threaded import Threaded
@@ -17,11 +16,8 @@ from kfac_core.network import Executor, plain
 
 __all__ = [
     "BackgroundRefresh",
-    "BlockCosts",
-    "CostTable",
     "Executor",
     "Hosted",
-    "Rates",
     "Stacked",
     "Threaded",
     "plain",

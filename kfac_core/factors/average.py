@@ -31,7 +31,7 @@ class Average:
     Attributes
     ----------
     sum : array, SymmetricMatrix, or another structure of arrays
-        The weighted sum.  One of bounded size, such as `LowRankSum`, has ``scaled(c)``, and
+        The weighted sum.  One of bounded size, such as `WindowSum`, has ``scaled(c)``, and
         ``joined(other)`` by which it is added to and cut down.
     weight : 0-d array
         The sum of weights, of the same dtype.

@@ -8,7 +8,6 @@ from kfac_core.operators.dense import DenseOperator
 from kfac_core.operators.example_gram import ExampleGramOperator
 from kfac_core.operators.kronecker import FactoredKronecker, kronecker_operator
 from kfac_core.operators.linear_map import LinearMap
-from kfac_core.operators.low_rank import LowRankOperator
 from kfac_core.operators.operator import MatrixPower, raise_for
 from kfac_core.operators.separate_bias import SeparateBias
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
@@ -19,7 +18,6 @@ __all__ = [
     "ExampleGramOperator",
     "FactoredKronecker",
     "LinearMap",
-    "LowRankOperator",
     "MatrixPower",
     "SeparateBias",
     "SpectralOperator",

@@ -88,7 +88,6 @@ def catalogue(seen: Seen) -> dict[str, Any]:
     found: dict[str, Any] = {
         "Diagonal()": kc.Diagonal(),
         'Kronecker(input="diagonal")': kc.Kronecker(input="diagonal"),
-        "LowRankKronecker, rank 4": kc.LowRankKronecker(input_rank=4, output_rank=4),
         "Kronecker()": kc.Kronecker(),
         "TNT()": kc.TNT(),
         "KFOC(iterations=5)": kc.KFOC(iterations=5),
@@ -142,9 +141,6 @@ def flops(approximation: Any, seen: Seen) -> float:
             return PRODUCTS * n * m
         case kc.Full():
             return float((n * m) ** 3) + PRODUCTS * 2.0 * (n * m) ** 2
-        case kc.LowRankKronecker():
-            r, q = approximation.input_rank, approximation.output_rank
-            return n * r**2 + m * q**2 + PRODUCTS * 4.0 * n * m * (r + q)
         case kc.Eigen():
             return 9.0 * cubes + PRODUCTS * 2.0 * product
         case kc.Series():

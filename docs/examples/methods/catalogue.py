@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any
 
 from methods.adam import Adam
-from methods.eva import Eva
-from methods.ikfac import IKFAC
 from methods.kfac import EKFAC, kfac, kfoc, tnt
 from methods.kl_shampoo import KLShampoo
 from methods.sgd import SGD
@@ -90,9 +88,6 @@ METHODS = (
     with_model("KFOC", kfoc),
     with_model("TNT", tnt),
     with_model("block-tridiagonal", tridiagonal, only_dense=True),
-    with_model("IKFAC", IKFAC),
-    # With the quadratic model it is slower than with this.
-    Method("Eva", Eva, "clip", "damping", (0.03, 0.1, 0.3, 1.0), (0.03, 0.3, 3.0)),
     Method("SOAP", SOAP, *ROTATED),
     Method(
         "Shampoo", Shampoo, "momentum", "damping", (0.03, 0.1, 0.3, 1), (1e-4, 1e-2, 1)

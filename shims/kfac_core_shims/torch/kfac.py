@@ -36,7 +36,7 @@ _RESTING = 1e-30
 
 _ASKED = "it was asked for"
 
-_ESTIMATOR = "precision", "sharing", "refreshing", "averaging", "rates"
+_ESTIMATOR = "precision", "sharing", "refreshing", "averaging"
 """Options of `kfac_core.Estimator` that are passed on."""
 
 

@@ -1,10 +1,9 @@
-"""The cost model: which way of solving it chooses, and that the ways agree."""
+"""Blocks solved by inverses and by triangular solves have the same directions."""
 
 import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core.execution.costs import Rates, block_costs
 
 from ..builders.estimators import make_estimator
 from ..builders.tolerances import assert_close
@@ -54,50 +53,6 @@ def test_both_ways_of_solving_give_one_answer(backend, dtype, rng, approximation
     for result in found.values():
         got = np.concatenate([result["weight"], result["bias"][None]])
         assert_close(got, expected, "inverse", dtype)
-
-
-def test_the_choice_is_the_cheaper_one_around_the_break_even():
-    """Total costs of one interval, written out, cross where the model says."""
-    rates = Rates(syrk=1.0, potrf=0.5, potri=0.4, symm=1.0, trsm=0.5, eigh=1.0)
-    costs = block_costs(block(9, 7), rates)
-    n, m = 10, 7
-    factor = (n**3 + m**3) / 3 / 0.5
-    inverse = factor + 2 * (n**3 + m**3) / 3 / 0.4
-    uses = 2 * n**2 * m + 2 * m**2 * n
-    for steps in (0.5, 1, 2, 5, 50):
-        triangular_total = factor + steps * uses / 0.5
-        inverse_total = inverse + steps * uses
-        expected = "triangular" if triangular_total < inverse_total else "inverse"
-        assert costs.cheaper(steps) == expected
-    assert costs.cheaper(costs.break_even * 0.99) == "triangular"
-    assert costs.cheaper(costs.break_even * 1.01) == "inverse"
-    assert costs.statistics_per_row == n**2 + m**2
-
-
-def test_the_estimator_chooses_says_so_and_can_be_told():
-    """A short interval solves, a long one inverts, and rates of one's own count."""
-    blocks = {"wide": block(60, 60), "other": block(5, 5, kc.Diagonal())}
-
-    def chosen(**options):
-        estimator = make_estimator(blocks, **(SETTINGS | options))
-        return estimator.costs.solving, str(estimator.costs)
-
-    solving, table = chosen(solving="cheaper", interval=1)
-    assert solving == {"wide": "triangular", "other": "inverse"}
-    assert "triangular" in table
-    assert "61, 60" in table
-    assert "other" not in table
-    assert chosen(solving="cheaper", interval=100)[0]["wide"] == "inverse"
-    slow = Rates(potri=0.001)
-    options = {"solving": "cheaper", "interval": 100, "rates": slow}
-    assert chosen(**options)[0]["wide"] == "triangular"
-    assert chosen(solving="triangular", damping_rule="exact")[0]["wide"] == "inverse"
-    with pytest.raises(kc.ConventionError, match="`interval`"):
-        chosen(solving="cheaper")
-    with pytest.raises(kc.ConventionError, match="solving"):
-        chosen(solving="magic")
-    with pytest.raises(kc.ConventionError, match="potri"):
-        Rates(potri=0.0)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
