@@ -36,8 +36,13 @@ TORCH_CPU = ("-c", "constraints/torch-cpu.txt", "--no-compile")
 CONSUMERS = (
     "laplace-torch==0.3",
     "curvlinops-for-pytorch==3.0.1",
-    *("backpack-for-pytorch", "unfoldNd", "einconv", "linear_operator"),
-    *("asdfghjkl==0.1a4", "torchmetrics", "lightning-utilities"),
+    "backpack-for-pytorch",
+    "unfoldNd",
+    "einconv",
+    "linear_operator",
+    "asdfghjkl==0.1a4",
+    "torchmetrics",
+    "lightning-utilities",
 )
 
 # Kernels of OpenBLAS for processors of 64-bit Intel and AMD, newest first.  Each adds in
@@ -60,7 +65,7 @@ KERNEL_PROBE = """
 import numpy
 import threadpoolctl
 numpy.ones((64, 64)) @ numpy.ones((64, 64))
-print(*(pool.get("architecture") for pool in threadpoolctl.threadpool_info()))
+print(*[pool.get("architecture") for pool in threadpoolctl.threadpool_info()])
 """
 
 # The versions of Python that are supported; those that are not installed are passed over.
@@ -116,7 +121,12 @@ def tests_torch(session: nox.Session) -> None:
     # is compiled is never left to NumPy.
     chosen = "(estimator or refresh or stack or shim) and not tracing"
     session.run(
-        *("pytest", "--backend=torch", "-k", chosen, *PARALLEL, *session.posargs),
+        "pytest",
+        "--backend=torch",
+        "-k",
+        chosen,
+        *PARALLEL,
+        *session.posargs,
         env={"KFAC_CORE_TEST_TORCH_ON_HOST": "1"},
     )
 
@@ -149,7 +159,9 @@ def quick_xla(session: nox.Session) -> str:
     for option in QUICK_XLA:
         flags = " ".join([*known, option])
         probed = session.run(
-            *("python", "-c", XLA_PROBE),
+            "python",
+            "-c",
+            XLA_PROBE,
             env={"XLA_FLAGS": flags},
             silent=True,
             success_codes=range(-64, 256),
@@ -163,8 +175,11 @@ def quick_xla(session: nox.Session) -> str:
 def tests_shims(session: nox.Session) -> None:
     """Run the tests of the shims, with every framework that they feed from."""
     session.install(
-        *("-e", ".[scipy,torch,flax,keras,sklearn]", *group("test")),
-        *("equinox", "dm-haiku"),  # whose modules are found in JAX's traces
+        "-e",
+        ".[scipy,torch,flax,keras,sklearn]",
+        *group("test"),
+        "equinox",
+        "dm-haiku",  # whose modules are found in JAX's traces
         *TORCH_CPU,
     )
     # The documentation's pages that need a framework are run here too.
@@ -188,8 +203,14 @@ def tests_shims(session: nox.Session) -> None:
 def loops(session: nox.Session) -> None:
     """Run PyTorch's training loops: plain ones, Lightning, accelerate, Hugging Face."""
     session.install(
-        *("-e", ".[scipy,torch,sklearn]", *group("test")),
-        *("accelerate", "lightning", "peft", "transformers>=5", *TORCH_CPU),
+        "-e",
+        ".[scipy,torch,sklearn]",
+        *group("test"),
+        "accelerate",
+        "lightning",
+        "peft",
+        "transformers>=5",
+        *TORCH_CPU,
     )
     folder = ROOT / "docs" / "examples" / "loops"
     for path in sorted(folder.glob("*.py")):
@@ -208,11 +229,19 @@ PROCESSES = "conformance_tests/distributed/test_processes.py"
 def tests_distributed(session: nox.Session) -> None:
     """Run the tests of several processes, and the examples: gloo, MPI, JAX's devices."""
     session.install(
-        *("-e", ".[torch,mpi,jax]", "mpich", "accelerate", "lightning"),
-        *(*group("test"), *TORCH_CPU),
+        "-e",
+        ".[torch,mpi,jax]",
+        "mpich",
+        "accelerate",
+        "lightning",
+        *group("test"),
+        *TORCH_CPU,
     )
     session.run(
-        *("pytest", "--backend=numpy", PROCESSES, *session.posargs),
+        "pytest",
+        "--backend=numpy",
+        PROCESSES,
+        *session.posargs,
         env={
             **quick_to_compile(session),
             "KFAC_CORE_TEST_PROCESSES": "torch,mpi,jax",
@@ -225,7 +254,10 @@ def tests_openmpi(session: nox.Session) -> None:
     """Run those of MPI with Open MPI, which reports a rank that is gone."""
     session.install("-e", ".[mpi]", "openmpi", *group("test"))
     session.run(
-        *("pytest", "--backend=numpy", PROCESSES, *session.posargs),
+        "pytest",
+        "--backend=numpy",
+        PROCESSES,
+        *session.posargs,
         env={"KFAC_CORE_TEST_PROCESSES": "mpi"},
     )
 
@@ -235,7 +267,10 @@ def no_backends(session: nox.Session) -> None:
     """Run the conformance tests without any backend file: the generic path alone."""
     session.install("-e", ".[scipy,torch]", *group("test"), *TORCH_CPU)
     session.run(
-        *("pytest", "--backend=numpy,torch", *PARALLEL, *session.posargs),
+        "pytest",
+        "--backend=numpy,torch",
+        *PARALLEL,
+        *session.posargs,
         env={"KFAC_CORE_TEST_NO_BACKENDS": "1"},
     )
 
@@ -269,7 +304,10 @@ def third_party(session: nox.Session) -> None:
     session.install("-e", ".[scipy]", example, *group("test"))
     driver = Path(session.virtualenv.location).resolve() / "lib" / "libintelocl.so"
     session.run(
-        *("pytest", "--backend=dpnp", *PARALLEL, *session.posargs),
+        "pytest",
+        "--backend=dpnp",
+        *PARALLEL,
+        *session.posargs,
         env={"OCL_ICD_FILENAMES": str(driver)},
     )
 
@@ -281,8 +319,11 @@ def consumers(session: nox.Session) -> None:
     session.install("einops", "jaxtyping", "opt_einsum", "packaging", "tqdm")
     session.install("--no-deps", *CONSUMERS)
     session.run(
-        *("pytest", "--backend=numpy", "conformance_tests/shims/test_consumers.py"),
-        *("conformance_tests/conformance/test_curvlinops_beside.py", *session.posargs),
+        "pytest",
+        "--backend=numpy",
+        "conformance_tests/shims/test_consumers.py",
+        "conformance_tests/conformance/test_curvlinops_beside.py",
+        *session.posargs,
         env={"KFAC_CORE_TEST_CONSUMERS": "1"},
     )
 
@@ -324,8 +365,14 @@ def docs(session: nox.Session) -> None:
     """Build the documentation; a warning or a broken reference is an error."""
     session.install("-e", ".[records]", *group("docs"))
     session.run(
-        *("sphinx-build", "-nTW", "--keep-going", "-b", "html"),
-        *("docs", "docs/_build/html", *session.posargs),
+        "sphinx-build",
+        "-nTW",
+        "--keep-going",
+        "-b",
+        "html",
+        "docs",
+        "docs/_build/html",
+        *session.posargs,
     )
 
 
@@ -403,7 +450,10 @@ def robustness(session: nox.Session) -> None:
     """Run the long, hostile and unlucky runs at their full size: about half an hour."""
     session.install("-e", ".[scipy]", *group("test"))
     session.run(
-        *("pytest", "--backend=numpy", "-s", "conformance_tests/survival"),
+        "pytest",
+        "--backend=numpy",
+        "-s",
+        "conformance_tests/survival",
         *session.posargs,
         env={"KFAC_CORE_SURVIVAL": "full"},
     )
@@ -425,11 +475,19 @@ def lowest(session: nox.Session, backend: str) -> None:
     """Run the tests on the lowest version of every bound, on the oldest Python."""
     extra = "scipy" if backend == "numpy" else f"scipy,{backend}"
     session.install(
-        *("--resolution", "lowest-direct", "--torch-backend", "cpu"),
-        *("-e", f".[{extra}]", *group("test")),
+        "--resolution",
+        "lowest-direct",
+        "--torch-backend",
+        "cpu",
+        "-e",
+        f".[{extra}]",
+        *group("test"),
     )
     session.run(
-        *("pytest", f"--backend={backend}", *PARALLEL, *session.posargs),
+        "pytest",
+        f"--backend={backend}",
+        *PARALLEL,
+        *session.posargs,
         # The checks of the first scikit-learn that is supported ask SciPy for it.
         env={"SCIPY_ARRAY_API": "1"},
     )
@@ -479,7 +537,9 @@ def kernels_of(session: nox.Session, env: dict[str, str] | None = None) -> list[
     """Return the kernels of a process's NumPy; none where the processor lacks them."""
     # Without the instructions the probe ends by a signal.
     probed = session.run(
-        *("python", "-c", KERNEL_PROBE),
+        "python",
+        "-c",
+        KERNEL_PROBE,
         env=env,
         silent=True,
         success_codes=range(-64, 256),
@@ -529,7 +589,7 @@ def fuzz(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Time the library beside others and the machine's floor; nothing else should run."""
     session.install(
-        *("-e", ".[scipy,torch,jax]", "-r", "benchmarks/requirements.txt", *TORCH_CPU)
+        "-e", ".[scipy,torch,jax]", "-r", "benchmarks/requirements.txt", *TORCH_CPU
     )
     session.run("python", "-m", "benchmarks", "--threads", "1", "2", *session.posargs)
 
