@@ -10,6 +10,9 @@ from . import (
     checkpoint as checkpoint,
 )
 from . import (
+    constraints as constraints,
+)
+from . import (
     damping as damping,
 )
 from . import (

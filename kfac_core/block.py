@@ -55,15 +55,15 @@ from kfac_core.array.structure import (
     without_scalars,
 )
 from kfac_core.constraints import (
-    RANGES,
-    checked,
+    COUNT,
+    NOT_NEGATIVE,
+    implementation_of,
     require_check,
     require_flag,
     require_kind,
     require_one_of,
     require_options,
     require_range,
-    validated,
 )
 from kfac_core.conventions import Conventions
 from kfac_core.damping import DampingRule, require_damping
@@ -110,7 +110,6 @@ BatchLike: TypeAlias = Batch | GradientBatch | Sequence[Batch] | Mapping[str, An
 _FULL_PRECISION = Precision()
 
 
-@checked
 @dataclass(frozen=True)
 class Block:
     """A layer paired with an approximation of its curvature.
@@ -140,7 +139,11 @@ class Block:
     approximation: Approximation
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            layer=implementation_of(Layer),
+            approximation=implementation_of(Approximation),
+        )
         load_adapters()
         problem = self.approximation.problem_with(self.layer)
         if problem is not None:
@@ -149,7 +152,6 @@ class Block:
                 f"{self.layer.kind}: {problem}."
             )
 
-    @validated
     def initial(
         self, like: Array, /, *, precision: Precision = _FULL_PRECISION
     ) -> Statistics:
@@ -174,7 +176,6 @@ class Block:
         place = Place(xp, dtype, device_of(like))
         return self.approximation.initial(self.layer, place)
 
-    @validated
     def update(
         self,
         statistics: Statistics,
@@ -232,8 +233,7 @@ class Block:
         require_check(check)
         require_kind("conventions", conventions, Conventions, "Conventions")
         if max_patch_elements is not None:
-            allowed = RANGES["max_patch_elements"]
-            require_range("max_patch_elements", max_patch_elements, allowed)
+            require_range("max_patch_elements", max_patch_elements, COUNT)
         update = UpdateBlock(conventions, max_patch_elements, check)
         new = update(name, self, statistics, batch, decay, weight, skip)
         if check == "status":
@@ -241,7 +241,6 @@ class Block:
         raise_for_flags(int(new.status), name=name)
         return new
 
-    @validated
     def moments(
         self,
         batch: BatchLike,
@@ -313,7 +312,6 @@ class Block:
         _require_bases(first, second)
         return without_scalars(first.merged(second))
 
-    @validated
     def absorb(
         self,
         statistics: Statistics,
@@ -351,7 +349,6 @@ class Block:
         )
         return without_scalars(absorbed)
 
-    @validated
     def operator(
         self,
         statistics: Statistics,
@@ -417,7 +414,7 @@ class Block:
             If a factor cannot be factorized (``check="raise"``).
         """
         require_one_of("rule", rule, get_args(DampingRule))
-        require_range("least_shift", least_shift, RANGES["least_shift"])
+        require_range("least_shift", least_shift, NOT_NEGATIVE)
         require_kind("factorizations", factorizations, tuple, "a tuple of names")
         for factorization in factorizations:
             require_one_of("factorizations", factorization, get_args(Factorization))
@@ -441,7 +438,6 @@ class Block:
             raise made
         return made[0]
 
-    @validated
     def rebased(
         self, statistics: Statistics, /, *, moments: Any, check: Check = "raise"
     ) -> Statistics:
@@ -497,7 +493,6 @@ class Block:
             )
         return join_uses(uses)
 
-    @validated
     def mean_gradient(self, batch: BatchLike, /, *, conventions: Conventions) -> Array:
         """Return the mean gradient over the examples, summed over sources.
 
@@ -537,7 +532,6 @@ class Block:
         layer: Any = self.layer
         return self.approximation.stacks and layer.groups == 1
 
-    @validated
     def row_parts(
         self, batch: BatchLike, /, *, max_patch_elements: int | None
     ) -> Iterator[Any]:

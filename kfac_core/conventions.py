@@ -27,10 +27,10 @@ and the M sources (vectors backpropagated for one batch) are combined by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kfac_core.array.namespaces import Scalar
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import one_of, require_options
 
 __all__ = ["Conventions", "LossReduction", "SourceReduction"]
 
@@ -38,7 +38,6 @@ LossReduction = Literal["sum", "mean", "mean_rows"]
 SourceReduction = Literal["sum", "mean"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
     """Scaling of the output gradients that a framework computes.
@@ -75,7 +74,11 @@ class Conventions:
     sources: SourceReduction
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            reduction=one_of(*get_args(LossReduction)),
+            sources=one_of(*get_args(SourceReduction)),
+        )
 
     def outer_product_scale(
         self, *, examples: int, rows: Scalar, sources: int

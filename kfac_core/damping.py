@@ -17,7 +17,7 @@ import array_api_compat
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import known_true
 from kfac_core.array.namespaces import NUMBER, Scalar, full_of
-from kfac_core.constraints import RANGES, require_range, validated
+from kfac_core.constraints import DAMPING, number, require_range
 from kfac_core.errors import DampingError
 
 __all__ = [
@@ -26,6 +26,9 @@ __all__ = [
     "levenberg_marquardt",
     "require_damping",
 ]
+
+_RATIO = number("a number", lambda x: True, DampingError, arrays=True)
+_FACTOR_DOWN = number("a number in (0, 1]", lambda x: 0.0 < x <= 1.0, DampingError)
 
 DampingRule = Literal["factored", "factored_unit_pi", "exact"]
 
@@ -125,7 +128,6 @@ def _root(x: Scalar, k: int, xp: Namespace) -> Scalar:
     return x ** (1.0 / k)
 
 
-@validated
 def levenberg_marquardt(
     damping: Scalar,
     reduction_ratio: Scalar,
@@ -190,8 +192,8 @@ def levenberg_marquardt(
     2.0
     """
     require_damping(damping)
-    if not 0.0 < decay <= 1.0:
-        raise DampingError(f"Expected `decay` in (0, 1], got {decay}.")
+    require_range("reduction_ratio", reduction_ratio, _RATIO)
+    require_range("decay", decay, _FACTOR_DOWN)
     if not 0.0 <= minimum <= maximum:
         raise DampingError(
             f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
@@ -222,4 +224,4 @@ def require_damping(damping: Scalar, /, *, name: str = "damping") -> None:
     checked when factors are damped with it.
     """
     if type(damping) is not float or not 0.0 <= damping < math.inf:
-        require_range(name, damping, RANGES["damping"])
+        require_range(name, damping, DAMPING)

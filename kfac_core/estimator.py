@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from kfac_core.approximations.eigen import MomentStart
 from kfac_core.array.backend import Array
@@ -23,7 +23,18 @@ from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced
 from kfac_core.block import BatchLike, Block, Prepare
-from kfac_core.constraints import require, require_check, require_one_of, validated
+from kfac_core.constraints import (
+    DECAY,
+    implementation_of,
+    instance_of,
+    mapping_to,
+    one_of,
+    optional,
+    require_check,
+    require_one_of,
+    require_options,
+    require_range,
+)
 from kfac_core.conventions import (
     Conventions,
     LossReduction,
@@ -165,20 +176,15 @@ class Estimator:
         precision: Precision | None = None,
         execution: Execution | Distributed | Executor | None = None,
     ) -> None:
-        require(
-            Estimator,
-            blocks=blocks,
-            reduction=reduction,
-            decay=decay,
-            damping_rule=damping_rule,
-            sources=sources,
-            mode=mode,
-            averaging=averaging,
-            refreshing=refreshing,
-            sharing=sharing,
-            precision=precision,
-            execution=execution,
+        require_options(
+            locals(),
+            blocks=mapping_to(instance_of(Block)),
+            decay=DECAY,
+            mode=one_of(*get_args(EstimationMode), None),
+            refreshing=optional(instance_of(Refreshing)),
         )
+        if not isinstance(execution, (Execution, Distributed)):
+            require_range("execution", execution, optional(implementation_of(Executor)))
         options = execution if isinstance(execution, Execution) else Execution()
         if isinstance(execution, Distributed):
             options = execution.execution
@@ -234,7 +240,7 @@ class Estimator:
 
     @decay.setter
     def decay(self, decay: float) -> None:
-        require(Estimator, decay=decay)
+        require_range("decay", decay, DECAY)
         self._decay = decay
 
     @property
@@ -333,7 +339,6 @@ class Estimator:
         finally:
             self._changing = None
 
-    @validated
     def reset(self, name: str, /) -> None:
         """Make one block as it was before its first batch; the others are unchanged.
 
@@ -514,7 +519,6 @@ class Estimator:
 
         return BackgroundRefresh(refreshed, install)
 
-    @validated
     def operator(self, name: str, /) -> CurvatureOperator:
         """Return a block's operator as of its last refresh.
 

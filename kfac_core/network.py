@@ -53,11 +53,16 @@ from kfac_core.block import (
     UpdateBlock,
 )
 from kfac_core.constraints import (
+    COUNT,
     NAMES,
-    require,
+    instance_of,
+    mapping_to,
+    one_of,
+    optional,
     require_check,
     require_kind,
     require_one_of,
+    require_options,
     require_range,
     shown,
     unknown_block,
@@ -363,16 +368,16 @@ class Network:
         precision: Precision | None = None,
         max_patch_elements: int | None = None,
     ) -> None:
-        require(
-            Network,
-            blocks=blocks,
-            conventions=conventions,
-            damping_rule=damping_rule,
-            sharing=sharing,
-            averaging=averaging,
-            refreshing=refreshing,
-            precision=precision,
-            max_patch_elements=max_patch_elements,
+        require_options(
+            locals(),
+            blocks=mapping_to(instance_of(Block)),
+            conventions=instance_of(Conventions),
+            damping_rule=one_of(*get_args(DampingRule)),
+            sharing=optional(instance_of(Sharing)),
+            averaging=optional(instance_of(Averaging)),
+            refreshing=optional(instance_of(Refreshing)),
+            precision=optional(instance_of(Precision)),
+            max_patch_elements=optional(COUNT),
         )
         sharing = sharing or Sharing()
         self.chains = Chains(sharing.chains, blocks)

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import (
+    COUNT,
+    FLAG,
+    NAMES,
+    NOT_NEGATIVE,
+    POSITIVE,
+    TEXT,
+    WEIGHT,
+    WHOLE,
+    mapping_to,
+    one_of,
+    optional,
+    require_options,
+    tuple_of,
+)
 from kfac_core.errors import ConventionError
 from kfac_core.linalg.factorizations import Factorization, Solving
 
@@ -16,7 +30,6 @@ DampingScaling = Literal["none", "mean_eigenvalue"]
 """Whether a damping is absolute, or relative to the mean eigenvalue of its block."""
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
     """How running averages of statistics are formed.
@@ -53,10 +66,9 @@ class Averaging:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(self, debias=FLAG, burn_in=WHOLE, weight=WEIGHT)
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Refreshing:
     """What a refresh computes, and how it handles failures.
@@ -108,7 +120,17 @@ class Refreshing:
     solving: Solving = "inverse"
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            factorizations=tuple_of(one_of(*get_args(Factorization))),
+            keep_matrices=FLAG,
+            damping_scaling=one_of(*get_args(DampingScaling)),
+            least_shift=NOT_NEGATIVE,
+            failure_budget=WHOLE,
+            threshold=optional(NOT_NEGATIVE),
+            solving=one_of("inverse", "triangular", "cheaper"),
+            interval=optional(POSITIVE),
+        )
         made = self.factorizations
         if not self.keep_matrices and (not made or "eigenbasis" in made):
             raise ConventionError(
@@ -119,7 +141,6 @@ class Refreshing:
             )
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
     """Factors, weights and chains that blocks of a network share.
@@ -155,10 +176,14 @@ class Sharing:
     chains: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            factors=mapping_to(TEXT),
+            weights=mapping_to(TEXT),
+            chains=mapping_to(NAMES),
+        )
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """How the loops over blocks are run; the results are the same to rounding.
@@ -188,4 +213,4 @@ class Execution:
     max_patch_elements: int | None = None
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(self, workers=COUNT, max_patch_elements=optional(COUNT))

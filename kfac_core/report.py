@@ -18,7 +18,6 @@ import array_api_compat
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import device_of
 from kfac_core.block import Block
-from kfac_core.constraints import validated
 from kfac_core.errors import FactorizationError
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.certificate import probe
@@ -121,7 +120,6 @@ class Report(dict[str, BlockReport]):
     __repr__ = __str__
 
 
-@validated
 def report_of(block: Block, state: BlockState, /) -> BlockReport:
     """Return the report of one block; this synchronizes with the device.
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array
-from kfac_core.constraints import validated
 from kfac_core.distributed.communicator import Operation, Traffic
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
@@ -33,7 +32,6 @@ _HEAD = 3
 """Numbers of a vote besides what is added up."""
 
 
-@validated
 def predicted_traffic(
     network: Network,
     options: Distributed,

@@ -371,7 +371,7 @@ def test_chains_that_make_no_sense(backend):
         (kc.ConventionError, "name of a block", {"first": NAMES}, {}),
         (
             kc.UnknownBlockError,
-            "unknown block 'fourth'",
+            "Unknown block 'fourth'",
             {"c": ("first", "fourth")},
             {},
         ),
@@ -395,7 +395,7 @@ def test_chains_that_make_no_sense(backend):
         {"weights": {"use": "first"}},
         {"factors": {"second/input": "first/input"}},
     ):
-        with pytest.raises(kc.UnknownBlockError, match="unknown block"):
+        with pytest.raises(kc.UnknownBlockError, match="Unknown block"):
             kc.Estimator(
                 blocks,
                 reduction="sum",

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kfac_core as kc
-from kfac_core import constraints
 from kfac_core.array.structure import fields_of
 from kfac_core.losses import Gaussian, SquaredError
 
@@ -116,28 +115,22 @@ def test_an_option_that_cannot_be_is_refused(cls, name):
         assert len(str(found.value)) < 600
 
 
-@pytest.mark.parametrize("cls", OPTIONS, ids=lambda cls: cls.__name__)
-def test_every_field_has_a_constraint(cls):
-    """A new option cannot be forgotten: each has an entry in the table."""
-    if cls in (SquaredError, Gaussian, kc.Chain):
-        return  # these look at their numbers themselves
-    names = {field.name for field in dataclasses.fields(cls) if field.init}
-
-    assert names - set(constraints.constraints_of(cls)) == set()
-
-
-def test_numpy_numbers_are_numbers():
-    """A size may be an integer of NumPy, a damping a scalar of it."""
+def test_numbers_and_strings_of_numpy_are_accepted():
+    """A size may be an integer of NumPy, a damping a scalar of it, a name its string."""
     layer = kc.Dense(
-        in_features=np.int64(n), out_features=m, bias=True, weight_layout="io"
+        in_features=np.int64(n),
+        out_features=m,
+        bias=True,
+        weight_layout=np.str_("io"),
     )
     made = kc.Estimator(
-        {"fc": kc.Block(layer, kc.Kronecker())},
-        reduction="sum",
+        {"fc": kc.Block(layer, kc.Kronecker(sharing=np.str_("reduce")))},
+        reduction=np.str_("sum"),
         damping=np.float32(0.5),
         decay=np.float64(0.5),
         averaging=kc.Averaging(burn_in=np.int32(2)),
     )
+    made.update({"fc": data()}, check=np.str_("raise"))
 
     made.load_state_dict(made.state_dict())
     assert made.damping == 0.5
@@ -278,3 +271,112 @@ def test_names_may_be_a_generator():
     held.refresh(name for name in ("fc1", "fc2"))
 
     assert held.state["fc2"].refreshes == 1
+
+
+ROOT = kc.roots.factor_root(2, form="dense", scale=1.0, like=np.ones(1))
+Z = np.ones((3, 2))
+VECTOR = {"fc": {"weight": np.ones((2, 2))}}
+POSTERIOR = {"blocks": {"a": kc.Block(DENSE, kc.Kronecker())}, "statistics": {}}
+# What a function refuses: a good call, and bad values of its options.
+FUNCTIONS = {
+    "levenberg_marquardt": (
+        lambda **o: kc.levenberg_marquardt(o.pop("damping"), o.pop("ratio", 1.0), **o),
+        {"damping": 1.0, "decay": 0.5},
+        {"damping": -1, "decay": 1.5, "minimum": -1.0, "lower": 0.8},
+    ),
+    "kl_clip": (
+        lambda **o: kc.steps.kl_clip(VECTOR, VECTOR, **o),
+        {"learning_rate": 0.1, "bound": 1.0},
+        {"learning_rate": -1.0, "bound": 0.0, "check": "Raise"},
+    ),
+    "trust_region_rate": (
+        lambda **o: kc.steps.trust_region_rate(np.asarray(1.0), **o),
+        {"bound": 1.0, "maximum": 1.0},
+        {"bound": "large", "maximum": 0},
+    ),
+    "add_l2": (
+        lambda **o: kc.steps.add_l2(VECTOR, VECTOR, **o),
+        {"weight_decay": 0.1},
+        {"weight_decay": math.nan},
+    ),
+    "decay_decoupled": (
+        lambda **o: kc.steps.decay_decoupled(VECTOR, VECTOR, **o),
+        {"weight_decay": 0.1, "learning_rate": 0.1},
+        {"weight_decay": None, "learning_rate": -0.1},
+    ),
+    "gamma_candidates": (
+        lambda **o: kc.steps.gamma_candidates(o.pop("gamma"), **o),
+        {"gamma": 1.0, "factor": 0.5},
+        {"gamma": 0.0, "factor": 1.0, "minimum": -1.0},
+    ),
+    "noise_spec": (
+        lambda **o: kc.losses.noise_spec(o.pop("loss"), Z, **o),
+        {"loss": kc.losses.Categorical(), "mode": "gradients"},
+        {"loss": "categorical", "mode": "fisher", "samples": 0},
+    ),
+    "vectors": (
+        lambda **o: kc.losses.vectors(kc.losses.Categorical(), Z, **o),
+        {"mode": "exact"},
+        {"mode": "fisher", "weight": -1.0, "positions": "both"},
+    ),
+    "drawn_vectors": (
+        lambda **o: kc.losses.drawn_vectors(kc.losses.Categorical(), Z, **o),
+        {"mode": "gradients", "seed": 0, "shared": True},
+        {"mode": "fisher", "seed": -1, "shared": 1, "samples": 0.5},
+    ),
+    "inverse_root": (
+        lambda **o: kc.roots.inverse_root(np.eye(2), **o),
+        {"degree": 2, "damping": 0.1},
+        {"degree": 0, "check": None},
+    ),
+    "factor_root": (
+        lambda **o: kc.roots.factor_root(o.pop("size"), like=np.ones(1), **o),
+        {"size": 2, "form": "dense", "scale": 1.0},
+        {"size": 0, "form": "full", "scale": math.inf},
+    ),
+    "FactorRoot.moved": (
+        lambda step: ROOT.moved(np.eye(2), step),
+        {"step": 0.1},
+        {"step": 0.0},
+    ),
+    "block_posterior": (
+        lambda **o: kc.posterior.block_posterior(None, **o),
+        None,
+        {"examples": -1, "prior_precision": 0.0},
+    ),
+    "spectral_blocks": (
+        lambda **o: kc.posterior.spectral_blocks(
+            o.pop("blocks"), o.pop("statistics"), **o
+        ),
+        None,
+        {"blocks": [], "debias": 1, "precision": "float32", "check": "x"},
+    ),
+    "connect": (kc.distributed.connect, None, {"timeout": 0.0}),
+    "run_ranks": (
+        lambda **o: kc.distributed.run_ranks(o.pop("size"), lambda c: c.rank, **o),
+        {"size": 1},
+        {"size": 0, "timeout": -1.0},
+    ),
+    "Threaded": (kc.execution.Threaded, {"workers": 1}, {"workers": 0, "inner": 3}),
+    "Stacked": (kc.execution.Stacked, {}, {"fewest": 0, "inner": None}),
+}
+DEFAULTS = {
+    "block_posterior": {"examples": 1, "prior_precision": 1.0},
+    "spectral_blocks": {"blocks": {}, "statistics": {}},
+    "connect": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [(name, option) for name, (*_, bad) in FUNCTIONS.items() for option in bad],
+)
+def test_a_function_refuses_an_option(name, option):
+    """The good call passes, and the error of the bad one names the option."""
+    function, good, bad = FUNCTIONS[name]
+    if good is not None:
+        function(**good)
+
+    options = DEFAULTS[name] if good is None else good
+    with pytest.raises(kc.KFACError, match=f"`{option}`"):
+        function(**options | {option: bad[option]})

@@ -140,7 +140,7 @@ def test_a_shared_input_factor_is_the_givers(backend, rng, rule):
 @pytest.mark.parametrize(
     ("shared", "message"),
     [
-        ({"k/input": "z/input"}, "unknown block 'z'"),
+        ({"k/input": "z/input"}, "Unknown block 'z'"),
         ({"k/middle": "q/input"}, "'block/input' or 'block/output'"),
         ({"k/output": "q/output"}, "different kinds or sizes"),
         ({"k/input": "q/input", "q/input": "p/input"}, "both take and give"),

@@ -41,7 +41,13 @@ from kfac_core.array.namespaces import Scalar, any_status, cast, full_of
 from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.array.structure import map_structure, replaced
-from kfac_core.constraints import checked, require_one_of, require_options
+from kfac_core.constraints import (
+    DECAY,
+    one_of,
+    optional,
+    require_one_of,
+    require_options,
+)
 from kfac_core.conventions import Conventions
 from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
@@ -63,7 +69,6 @@ MomentStart = Literal["kronecker", "carried", "zero"]
 _SIDES = ("input", "output")
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Eigen(Approximation):
     r"""EKFAC: second moments in the eigenbasis of the Kronecker factors.
@@ -154,7 +159,14 @@ class Eigen(Approximation):
     has_bases = True
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            input=one_of("full", "diagonal"),
+            output=one_of("full", "diagonal"),
+            sharing=one_of(*get_args(WeightSharing)),
+            bias=one_of(*get_args(Bias)),
+            moment_decay=optional(DECAY),
+        )
 
     @property
     def decays(self) -> Mapping[str, float]:

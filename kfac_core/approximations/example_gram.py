@@ -25,7 +25,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
 from kfac_core.array.place import Place
 from kfac_core.array.structure import in_dtype
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import SIZE, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.factors.window import GradientWindow
@@ -41,7 +41,6 @@ from kfac_core.operators.example_gram import (
 __all__ = ["ExampleGram"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class ExampleGram(Approximation):
     r"""SENG: the block of the K per-example gradients with the largest weights.
@@ -112,7 +111,7 @@ class ExampleGram(Approximation):
     unsupported_products = NO_TRIANGLE
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(self, gradients=SIZE, positions=SIZE)
 
     @property
     def reduction(self) -> Reduction:

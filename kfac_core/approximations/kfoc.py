@@ -41,7 +41,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, cast
 from kfac_core.array.place import Place
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import COUNT, require_options
 from kfac_core.factors.average import Average
 from kfac_core.factors.product import RunningProduct
 from kfac_core.factors.statistics import Statistics
@@ -64,7 +64,6 @@ __all__ = ["KFOC"]
 _KRONECKER = Kronecker()
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class KFOC(Approximation):
     r"""The best approximation of a block by one Kronecker product.
@@ -119,7 +118,7 @@ class KFOC(Approximation):
     name = "kfoc"
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(self, iterations=COUNT)
 
     @property
     def reduction_problem(self) -> str:

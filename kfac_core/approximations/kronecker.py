@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation, Reduction
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
@@ -42,7 +42,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.place import Place
 from kfac_core.array.structure import replaced
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import one_of, require_options
 from kfac_core.damping import factored_shifts
 from kfac_core.errors import ConventionError
 from kfac_core.factors.average import Average
@@ -68,7 +68,6 @@ Bias = Literal["joint", "separate"]
 """Whether a bias is a row of its weight's block, or a block of its own."""
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Kronecker(Approximation):
     r"""K-FAC: the block of a layer is one Kronecker product of two factors.
@@ -160,7 +159,13 @@ class Kronecker(Approximation):
     sums_of_squares = (("input", "inputs"), ("output", "output_grads"))
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            input=one_of(*get_args(FactorKind)),
+            output=one_of(*get_args(FactorKind)),
+            sharing=one_of(*get_args(WeightSharing)),
+            bias=one_of(*get_args(Bias)),
+        )
         if self.bias == "separate" and self.input == "uncorrelated":
             raise ConventionError(
                 "Uncorrelated inputs have one factor with the bias in it. Take "

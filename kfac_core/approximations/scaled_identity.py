@@ -9,7 +9,7 @@ from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.namespaces import full_of
 from kfac_core.array.place import Place
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import NOT_NEGATIVE, require_options
 from kfac_core.factors.average import Average
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -18,7 +18,6 @@ from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 __all__ = ["ScaledIdentity"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class ScaledIdentity(Approximation):
     """A multiple of the identity, whatever the rows hold.
@@ -56,7 +55,7 @@ class ScaledIdentity(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(self, scale=NOT_NEGATIVE)
 
     def initial(self, layer: Layer, place: Place, /) -> Statistics:
         """Return zero statistics: a count of examples."""

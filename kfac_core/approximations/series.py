@@ -29,7 +29,7 @@ Recurrent Neural Networks", ICLR.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.kronecker import Kronecker
@@ -37,7 +37,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.approximations.series_operator import series_operator
 from kfac_core.array.namespaces import cast
 from kfac_core.array.place import Place
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import COUNT, one_of, optional, require_options
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.factors.average import Average
 from kfac_core.factors.lagged import LaggedFactor, length_shares
@@ -54,7 +54,6 @@ _LAG_0 = Kronecker()
 _LAG_1 = LaggedFactor()
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Series(Approximation):
     r"""The approximation of a recurrent layer's block by a chain of time steps.
@@ -108,7 +107,9 @@ class Series(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self, variant=one_of(*get_args(SeriesVariant)), steps=optional(COUNT)
+        )
         if self.variant == "symmetric" and self.steps is None:
             raise ConventionError(
                 "The symmetric variant sums over the lags of sequences of known lengths: "

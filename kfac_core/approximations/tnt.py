@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kfac_core.approximations.approximation import Approximation
 from kfac_core.approximations.axes import axes_operator, initial_axes, updated_axes
@@ -33,7 +33,7 @@ from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import cast
 from kfac_core.array.place import Place
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import one_of, require_options
 from kfac_core.factors.average import Average
 from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
@@ -48,7 +48,6 @@ Positions = Literal["summed", "independent"]
 _KRONECKER = Kronecker()
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class TNT(Approximation):
     r"""The tensor-normal approximation of a block.
@@ -96,7 +95,7 @@ class TNT(Approximation):
     reduction = "sum"
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(self, positions=one_of(*get_args(Positions)))
 
     def factor_shapes(self, layer: Layer, /) -> Mapping[str, tuple[int, int]]:
         """Return the sizes of both factors; of a block of one array, none."""

@@ -9,17 +9,16 @@ multiplied; a product is returned in the dtype of the vector that was given.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kfac_core.array.backend import Namespace
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import one_of, require_options
 
 __all__ = ["FloatName", "Precision"]
 
 FloatName = Literal["float32", "float64"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """The three dtypes, by name.
@@ -53,7 +52,8 @@ class Precision:
     apply: FloatName | None = None
 
     def __post_init__(self) -> None:
-        require_options(self)
+        name = one_of(*get_args(FloatName), None)
+        require_options(self, storage=name, compute=name, apply=name)
 
     def dtypes(self, storage: Any, /, *, xp: Namespace) -> tuple[Any, Any]:
         """Return the library's dtypes of computing and of applying."""

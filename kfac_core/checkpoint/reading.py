@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,7 +20,15 @@ from kfac_core.checkpoint.container import Container, opened
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
 from kfac_core.checkpoint.translation import Layouts, renamed, with_layouts_of
 from kfac_core.checkpoint.writing import DIGEST_KEY, FORMAT, METADATA_KEY, VERSION
-from kfac_core.constraints import require, require_kind, shown
+from kfac_core.constraints import (
+    TEXT,
+    mapping_to,
+    one_of,
+    optional,
+    require_kind,
+    require_options,
+    shown,
+)
 from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
 from kfac_core.serialization import DeferredArray
@@ -91,7 +99,12 @@ def load_checkpoint(
     True
     """
     require_kind("estimator", estimator, Estimator, "an Estimator")
-    require(load_checkpoint, backend=backend, names=names, layouts=layouts)
+    require_options(
+        locals(),
+        backend=optional(TEXT),
+        names=optional(mapping_to(TEXT)),
+        layouts=one_of(*get_args(Layouts)),
+    )
     with opened(path) as file:
         state = _state(file, backend)
         state = renamed(state, names) if names else state

@@ -18,7 +18,7 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias, get_args
 
 import array_api_compat
 import numpy as np
@@ -28,7 +28,7 @@ from kfac_core.array.namespaces import is_row_major
 from kfac_core.array.selection import to_numpy
 from kfac_core.checkpoint.container import path_of, write_container
 from kfac_core.checkpoint.digest import tensor_digest, text_digest
-from kfac_core.constraints import require, require_kind
+from kfac_core.constraints import one_of, require_kind, require_range
 from kfac_core.errors import StateError
 from kfac_core.estimator import Estimator
 
@@ -103,7 +103,7 @@ def save_checkpoint(
     """
     target = Path(os.path.realpath(path_of(path)))
     require_kind("estimator", estimator, Estimator, "an Estimator")
-    require(save_checkpoint, parts=parts)
+    require_range("parts", parts, one_of(*get_args(Parts)))
     before = _replaceable(target)
     state = _only(estimator.state_dict(), parts)
     tensors: dict[str, Any] = {}

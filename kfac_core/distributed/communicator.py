@@ -23,7 +23,7 @@ import numpy as np
 from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import device_of, own_namespace
 from kfac_core.array.optional import entry_points_of
-from kfac_core.constraints import validated
+from kfac_core.constraints import POSITIVE, TEXT, optional, require_range
 from kfac_core.errors import (
     BackendUnavailableError,
     CommunicationError,
@@ -385,7 +385,6 @@ def _require_groups(groups: Sequence[Sequence[int]], size: int) -> None:
         )
 
 
-@validated
 def connect(name: str | None = None, /, *, timeout: float = 60.0) -> Communicator:
     """Return the communicator of all processes, by the name of its engine.
 
@@ -409,6 +408,8 @@ def connect(name: str | None = None, /, *, timeout: float = 60.0) -> Communicato
     BackendUnavailableError
         If the engine's library is missing, or its processes were not initialized.
     """
+    require_range("name", name, optional(TEXT))
+    require_range("timeout", timeout, POSITIVE)
     chosen = name or os.environ.get(ENVIRONMENT_VARIABLE)
     if not chosen:
         raise UnknownBackendError(

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from kfac_core.array.backend import Array
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import (
+    COUNT,
+    implementation_of,
+    instance_of,
+    one_of,
+    optional,
+    require_options,
+)
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.distributed.placement import divisors
 from kfac_core.errors import ConventionError
@@ -24,7 +31,6 @@ DirectionDtype = Literal["bfloat16", "float32", "float64"]
 """Dtypes of messages with directions."""
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
     """How an estimator divides its work among processes.
@@ -104,7 +110,20 @@ class Distributed:
     execution: Execution = field(default_factory=Execution)
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            communicator=implementation_of(Communicator),
+            interval=COUNT,
+            reduce=one_of("refresh", "update"),
+            loss=one_of(*get_args(LossScale)),
+            statistics_dtype=one_of(*get_args(MessageDtype), None),
+            operators_dtype=one_of(*get_args(MessageDtype), None),
+            directions_dtype=one_of(*get_args(DirectionDtype), None),
+            bucket_bytes=COUNT,
+            machine=optional(instance_of(Machine)),
+            memory=optional(COUNT),
+            execution=instance_of(Execution),
+        )
         possible = divisors(self.communicator.size)
         if self.holders not in ("auto", "all", *possible):
             raise ConventionError(

@@ -32,7 +32,7 @@ import numpy as np
 from kfac_core.array.place import Place
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
-from kfac_core.constraints import validated
+from kfac_core.constraints import (COUNT, optional, require_range)
 from kfac_core.errors import ConventionError, UnsupportedError
 from kfac_core.execution.costs import block_costs
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -203,7 +203,6 @@ def divisors(size: int, /) -> list[int]:
     return [g for g in range(1, size + 1) if size % g == 0]
 
 
-@validated
 def block_loads(network: Network, /) -> dict[str, BlockLoad]:
     """Return what each block of a network costs.
 
@@ -258,7 +257,6 @@ def _numbers(block: Block, taken: frozenset[str]) -> int:
     return total
 
 
-@validated
 def place(
     loads: Mapping[str, BlockLoad],
     size: int,
@@ -295,6 +293,9 @@ def place(
     UnsupportedError
         If a block, or what is left for a rank, has more numbers than `memory`.
     """
+    require_range("size", size, COUNT)
+    require_range("holders", holders, COUNT)
+    require_range("memory", memory, optional(COUNT))
     if holders not in divisors(size):
         raise ConventionError(
             f"Expected the number of holders to be one of {divisors(size)}, the divisors "

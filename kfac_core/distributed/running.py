@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kfac_core.constraints import validated
+from kfac_core.constraints import POSITIVE, require_range
 from kfac_core.distributed.communicator import (
     Communicator,
     communicator_names,
@@ -23,7 +23,6 @@ from kfac_core.errors import KFACError, UnsupportedError
 __all__ = ["execution_for", "running_processes"]
 
 
-@validated
 def execution_for(
     communicator: Communicator | str | None, /, *, timeout: float = 60.0, **options: Any
 ) -> Distributed | None:
@@ -51,6 +50,7 @@ def execution_for(
     UnknownBackendError, BackendUnavailableError
         For an engine that is unknown, or not usable here.
     """
+    require_range("timeout", timeout, POSITIVE)
     if communicator is None:
         for name, size in running_processes().items():
             if size > 1:

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kfac_core.array.namespaces import own_namespace
-from kfac_core.constraints import validated
+from kfac_core.constraints import COUNT, POSITIVE, require_range
 from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
@@ -24,7 +24,6 @@ __all__ = ["VirtualRank", "run_ranks"]
 T = TypeVar("T")
 
 
-@validated
 def run_ranks(
     size: int, function: Callable[[Communicator], T], /, *, timeout: float = 60.0
 ) -> list[T]:
@@ -50,6 +49,8 @@ def run_ranks(
         What the lowest rank raised that failed of its own accord: an error that only
         says that another rank failed is raised where there is no other.
     """
+    require_range("size", size, COUNT)
+    require_range("timeout", timeout, POSITIVE)
     hub = _Hub(size)
     found: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}

@@ -19,7 +19,7 @@ from kfac_core.array.backend import Array, Namespace, native_operation
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.structure import is_plain, is_structure, rebuilt
-from kfac_core.constraints import validated
+from kfac_core.constraints import implementation_of, require_range
 from kfac_core.network import Executor, Tasks, plain
 
 __all__ = ["Hosted", "from_host", "host_computes", "host_view"]
@@ -107,8 +107,8 @@ class Hosted:
         Executor that runs the tasks.
     """
 
-    @validated
     def __init__(self, inner: Executor = plain) -> None:
+        require_range("inner", inner, implementation_of(Executor))
         self._inner = inner
         # By the block and the class of a structure, the last one and its view.
         self._held: dict[tuple[str, type[Any]], tuple[Any, Any]] = {}

@@ -28,7 +28,7 @@ from kfac_core.array.structure import (
     map_structure,
     taken_apart,
 )
-from kfac_core.constraints import validated
+from kfac_core.constraints import COUNT, implementation_of, require_range
 from kfac_core.errors import KFACError
 from kfac_core.network import Executor, Tasks, plain
 
@@ -57,8 +57,9 @@ class Stacked:
         Number of equal blocks from which on they are stacked: fewer take longer as one.
     """
 
-    @validated
     def __init__(self, inner: Executor = plain, *, fewest: int = FEWEST) -> None:
+        require_range("inner", inner, implementation_of(Executor))
+        require_range("fewest", fewest, COUNT)
         self._inner, self._fewest = inner, fewest
         # The objects are kept with their ids, so that no id is reused while it is a key.
         self._kinds: dict[int, tuple[Any, int | None]] = {}

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from kfac_core.array.backend import Backend, backend_of
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.structure import is_plain, leaves
-from kfac_core.constraints import validated
+from kfac_core.constraints import COUNT, implementation_of, require_range
 from kfac_core.network import Executor, Tasks, plain
 
 __all__ = ["Threaded", "in_bundles", "in_threads"]
@@ -45,8 +45,9 @@ class Threaded:
         Executor that runs each thread's share.
     """
 
-    @validated
     def __init__(self, workers: int, inner: Executor = plain) -> None:
+        require_range("workers", workers, COUNT)
+        require_range("inner", inner, implementation_of(Executor))
         self.workers, self._inner = workers, inner
 
     def __call__(self, function: Callable[..., Any], tasks: Tasks, /) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from kfac_core.array.backend import Array
 from kfac_core.array.finite import positive_or_one
 from kfac_core.array.namespaces import Scalar, as_array, as_number, own_namespace
 from kfac_core.array.structure import is_structure, map_structure, structure
-from kfac_core.constraints import RANGES, require_range
+from kfac_core.constraints import DECAY_SCALAR, WEIGHT_SCALAR, require_range
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["Average", "require_decay", "require_weight", "share_of"]
@@ -142,13 +142,13 @@ def _beside(weight: Array, x: Array, /) -> Array:
 def require_decay(decay: Scalar, /, *, name: str = "decay") -> None:
     """Raise `DecayError` for anything but a number in [0, 1] or a 0-d array."""
     if type(decay) is not float or not 0.0 <= decay <= 1.0:
-        require_range(name, decay, RANGES["decay"])
+        require_range(name, decay, DECAY_SCALAR)
 
 
 def require_weight(weight: Scalar, /) -> None:
     """Raise `DecayError` for anything but a finite positive number or a 0-d array."""
     if type(weight) is not float or not 1e-20 <= weight <= 1e20:
-        require_range("weight", weight, RANGES["weight"])
+        require_range("weight", weight, WEIGHT_SCALAR)
 
 
 def share_of(

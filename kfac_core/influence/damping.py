@@ -7,23 +7,18 @@ corrected eigenvalues E; Grosse et al. (2023) and kronfluence take a fraction of
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Mapping
 from typing import Any
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, as_scalar, full_of
-from kfac_core.constraints import validated
 from kfac_core.damping import require_damping
-from kfac_core.errors import DampingError
 from kfac_core.operators.spectral import SpectralOperator
 from kfac_core.posterior.spectra import require_same_blocks
 
 __all__ = ["given_damping", "mean_eigenvalue_damping"]
 
 
-@validated
 def mean_eigenvalue_damping(
     blocks: Mapping[str, SpectralOperator], /, *, fraction: Scalar
 ) -> dict[str, Array]:
@@ -51,12 +46,7 @@ def mean_eigenvalue_damping(
     Grosse et al. (2023), "Studying Large Language Model Generalization with Influence
     Functions", arXiv:2308.03296; kronfluence, ``factor/config.py``.
     """
-    if isinstance(fraction, numbers.Real) and not (
-        math.isfinite(float(fraction)) and float(fraction) >= 0
-    ):
-        raise DampingError(
-            f"Expected `fraction` to be a finite number >= 0, got {fraction}."
-        )
+    require_damping(fraction, name="fraction")
     return {
         name: as_scalar(F.namespace, fraction, F.dtype, "fraction")
         * F.mean_eigenvalue()

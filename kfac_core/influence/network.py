@@ -15,14 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, status_unless
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check, Status
 from kfac_core.block import Block
-from kfac_core.constraints import validated
+from kfac_core.constraints import (
+    COUNT,
+    DAMPING,
+    optional,
+    require_kind,
+    require_one_of,
+    require_range,
+)
 from kfac_core.conventions import LossReduction
 from kfac_core.errors import (
     ConventionError,
@@ -99,7 +106,6 @@ class Influence:
         require_same_blocks(self.blocks, self.damping, "damping")
 
     @classmethod
-    @validated
     def of_statistics(
         cls,
         blocks: Mapping[str, Block],
@@ -149,6 +155,7 @@ class Influence:
                 "Expected exactly one of `damping` and `damping_fraction`, got "
                 f"{damping!r} and {damping_fraction!r}."
             )
+        require_range("damping_fraction", damping_fraction, optional(DAMPING))
         if damping_fraction is None:
             damping = given_damping(curvatures, damping)
         else:
@@ -158,7 +165,6 @@ class Influence:
             made._require_definite()
         return made
 
-    @validated
     def precondition(
         self,
         gradients: Gradients,
@@ -199,6 +205,8 @@ class Influence:
         -----
         ``2 n m (n + m)`` flops for each query and block.
         """
+        require_one_of("reduction", reduction, get_args(LossReduction))
+        require_range("max_elements", max_elements, COUNT)
         found = self._gradients(gradients, reduction)
         return Queries(
             {
@@ -207,7 +215,6 @@ class Influence:
             }
         )
 
-    @validated
     def scores(
         self,
         queries: Queries,
@@ -253,6 +260,9 @@ class Influence:
         ``2 n m`` flops for each query, example and block, by ``x^T P_q g`` where an
         example has a single row: its gradient is not formed.
         """
+        require_kind("queries", queries, Queries, "Queries")
+        require_one_of("reduction", reduction, get_args(LossReduction))
+        require_range("max_elements", max_elements, COUNT)
         found = self._gradients(gradients, reduction)
         require_same_blocks(found, queries.blocks, "queries")
         report = Report(progress, _examples(found) * queries.count * len(found))
@@ -262,7 +272,6 @@ class Influence:
             total = part if total is None else total + part
         return total
 
-    @validated
     def self_scores(
         self,
         gradients: Gradients,
@@ -294,6 +303,8 @@ class Influence:
         ``2 (n^2 + n m + m^2)`` flops for an example of a single row, whose gradient is
         not formed, and ``2 n m (n + m)`` for one of several.
         """
+        require_one_of("reduction", reduction, get_args(LossReduction))
+        require_range("max_elements", max_elements, COUNT)
         found = self._gradients(gradients, reduction)
         report = Report(progress, _examples(found) * len(found))
         total = None

@@ -1,6 +1,5 @@
 """Building blocks for the integration of frameworks."""
 
-from kfac_core.constraints import validated
 from kfac_core.integration.coverage import coverage_table
 from kfac_core.integration.framework_conv import framework_conv
 from kfac_core.integration.layer_calls import (
@@ -35,6 +34,5 @@ __all__ = [
     "require_positive",
     "row_loss",
     "usual_approximation",
-    "validated",
     "value_at",
 ]

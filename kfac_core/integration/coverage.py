@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kfac_core.block import Block
-from kfac_core.constraints import validated
 
 __all__ = ["coverage_table"]
 
 
-@validated
 def coverage_table(blocks: Mapping[str, Block], skipped: Mapping[str, str], /) -> str:
     """Return a table of blocks, and of the parameters that have none.
 

@@ -26,7 +26,17 @@ from kfac_core.array.namespaces import (
     own_namespace,
     wide_dtype,
 )
-from kfac_core.constraints import require_one_of, validated
+from kfac_core.constraints import (
+    DAMPING,
+    DECAY_SCALAR,
+    FUNCTION,
+    either,
+    implementation_of,
+    instance_of,
+    one_of,
+    optional,
+    require_options,
+)
 from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.errors import (
@@ -120,7 +130,6 @@ class NaturalGradient:
     Ba, Grosse and Martens (2017): the KL clip, in the form of `kfac_core.steps.kl_clip`.
     """
 
-    @validated
     def __init__(
         self,
         estimator: Estimator,
@@ -136,7 +145,14 @@ class NaturalGradient:
         learning_rate: Schedule = 1.0,
         communicator: Communicator | None = None,
     ) -> None:
-        require_one_of("reduction", reduction, ("mean", "sum"))
+        require_options(
+            locals(),
+            estimator=instance_of(Estimator),
+            reduction=one_of("mean", "sum"),
+            damping=optional(either(DAMPING, FUNCTION)),
+            decay=optional(either(DECAY_SCALAR, FUNCTION)),
+            communicator=optional(implementation_of(Communicator)),
+        )
         self.communicator = communicator
         self.estimator, self.reduction, self.steps = estimator, reduction, 0
         self.update_every, self.refresh_every = update_every, refresh_every
@@ -164,7 +180,6 @@ class NaturalGradient:
         """Whether the next step makes new operators."""
         return self._due("refresh_every", self.refresh_every)
 
-    @validated
     def directions(
         self,
         gradients: Mapping[str, Mapping[str, Any]],

@@ -18,7 +18,7 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of
 from kfac_core.array.structure import structure
 from kfac_core.block import Block
-from kfac_core.constraints import require_one_of, validated
+from kfac_core.constraints import FUNCTION, require_one_of, require_range
 from kfac_core.conventions import LossReduction, SourceReduction
 from kfac_core.errors import ConventionError, ShapeError, UnsupportedError
 from kfac_core.layers.layer import Layer
@@ -99,7 +99,6 @@ class Wiring:
         For a parameter of no block, or of two.
     """
 
-    @validated
     def __init__(
         self,
         uses: Sequence[Use],
@@ -109,6 +108,7 @@ class Wiring:
         approximation: Callable[[str, Any], Any] = usual_approximation,
         rest: Literal["refuse", "keep"],
     ) -> None:
+        require_range("approximation", approximation, FUNCTION)
         require_one_of("rest", rest, ("refuse", "keep"))
         self.blocks: dict[str, Block] = {}
         self.slots: dict[str, dict[str, int]] = {}
@@ -151,7 +151,6 @@ class Wiring:
             raise ConventionError(f"The layers {unused} were not used this time.")
         return names
 
-    @validated
     def captured(
         self,
         uses: Sequence[Use],

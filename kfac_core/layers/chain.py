@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import namespace_of
 from kfac_core.array.structure import replaced
-from kfac_core.constraints import require, require_kind
+from kfac_core.constraints import TEXT, require_kind, require_range, tuple_of
 from kfac_core.errors import (
     ConventionError,
     DtypeError,
@@ -99,7 +99,7 @@ class Chain:
     stacks = False
 
     def __post_init__(self) -> None:
-        require(Chain, names=self.names)
+        require_range("names", self.names, tuple_of(TEXT))
         require_kind("layers", self.layers, tuple, "a tuple of layers")
         if len(self.layers) < 2:
             raise ConventionError(

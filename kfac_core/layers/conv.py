@@ -29,7 +29,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import (
@@ -41,7 +41,14 @@ from kfac_core.array.namespaces import (
     wide_dtype,
 )
 from kfac_core.array.structure import replaced
-from kfac_core.constraints import checked, require_one_of, require_options, shown
+from kfac_core.constraints import (
+    FLAG,
+    SIZE,
+    one_of,
+    require_one_of,
+    require_options,
+    shown,
+)
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.checks import misfit, require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
@@ -74,7 +81,6 @@ DataLayout = Literal["channels_last", "channels_first"]
 _Seen: TypeAlias = tuple[Array, Array, Array | None, Namespace]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Conv:
     """A convolution in any number of spatial axes: a dense layer on patches.
@@ -159,7 +165,15 @@ class Conv:
             require_one_of("padding", self.padding, ("same", "valid"))
         else:
             object.__setattr__(self, "padding", _pairs(self.padding))
-        require_options(self)
+        require_options(
+            self,
+            in_channels=SIZE,
+            out_channels=SIZE,
+            groups=SIZE,
+            bias=FLAG,
+            weight_layout=one_of(*get_args(ConvWeightLayout)),
+            data_layout=one_of(*get_args(DataLayout)),
+        )
         resolve_padding(kernel, padding=self.padding, **sizes)
         for name in ("in_channels", "out_channels"):
             number = getattr(self, name)

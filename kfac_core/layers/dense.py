@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import (
@@ -21,7 +21,7 @@ from kfac_core.array.namespaces import (
     reshaped,
     transposed,
 )
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import FLAG, SIZE, one_of, require_options
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import misfit, require_mask, require_parameters
 from kfac_core.layers.homogeneous import join_bias, split_bias
@@ -38,7 +38,6 @@ __all__ = ["Dense", "WeightLayout"]
 WeightLayout = Literal["io", "oi"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Dense:
     """A dense layer, ``y = x W + b``, with any number of shared axes.
@@ -83,7 +82,13 @@ class Dense:
     stacks = True
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            in_features=SIZE,
+            out_features=SIZE,
+            bias=FLAG,
+            weight_layout=one_of(*get_args(WeightLayout)),
+        )
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

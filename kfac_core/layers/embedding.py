@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import FLAG, SIZE, one_of, require_options
 from kfac_core.errors import DtypeError, ShapeError
 from kfac_core.layers.checks import misfit, require_mask
 from kfac_core.layers.dense import Dense, WeightLayout
@@ -32,7 +32,6 @@ __all__ = ["Duplicates", "Embedding"]
 Duplicates = Literal["binary", "count"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Embedding:
     """An embedding's geometry.
@@ -77,7 +76,14 @@ class Embedding:
     groups = 1
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            num_embeddings=SIZE,
+            features=SIZE,
+            weight_layout=one_of(*get_args(WeightLayout)),
+            bag=FLAG,
+            duplicates=one_of(*get_args(Duplicates)),
+        )
 
     @property
     def matrix_shape(self) -> tuple[int, int]:

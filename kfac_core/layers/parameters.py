@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of, require_floating, require_matrix
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import SIZE, mapping_to, require_options, tuple_of
 from kfac_core.errors import ShapeError, UnsupportedError
 from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
 from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
@@ -23,7 +23,6 @@ from kfac_core.layers.flat import flatten_parameters, unflatten_parameters
 __all__ = ["Parameters"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
     """Geometry of arrays that belong to no known layer.
@@ -55,7 +54,7 @@ class Parameters:
     groups = 1
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(self, shapes=mapping_to(tuple_of(SIZE)))
         if not self.shapes:
             raise ShapeError("Expected `shapes` of at least one parameter, got none.")
         shapes = {name: tuple(shape) for name, shape in self.shapes.items()}

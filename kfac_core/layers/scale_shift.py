@@ -19,7 +19,7 @@ from kfac_core.array.namespaces import (
     require_floating,
     wide_dtype,
 )
-from kfac_core.constraints import checked, require_options
+from kfac_core.constraints import SIZE, optional, require_options, tuple_of
 from kfac_core.errors import ShapeError
 from kfac_core.layers.checks import misfit
 from kfac_core.layers.example_gradients import ExampleGradients
@@ -29,7 +29,6 @@ from kfac_core.layers.rows import Batch, require_every_bias, require_no_choice
 __all__ = ["ScaleShift"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class ScaleShift:
     """The geometry of an elementwise affine layer.
@@ -59,7 +58,11 @@ class ScaleShift:
     groups = 1
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(
+            self,
+            scale_shape=optional(tuple_of(SIZE)),
+            shift_shape=optional(tuple_of(SIZE)),
+        )
         for name in ("scale_shape", "shift_shape"):
             shape = getattr(self, name)
             if shape is not None:

@@ -17,14 +17,12 @@ from kfac_core.array.namespaces import (
     require_floating,
     wide_dtype,
 )
-from kfac_core.constraints import validated
 from kfac_core.errors import ShapeError
 from kfac_core.linalg.symmetric import SymmetricMatrix
 
 __all__ = ["gram", "gram_update", "updated_gram"]
 
 
-@validated
 def gram(
     rows: Array,
     /,

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import namespace_of
-from kfac_core.constraints import require_one_of, validated
+from kfac_core.constraints import WHOLE, require_flag, require_one_of, require_range
 from kfac_core.errors import ConventionError
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.modes import EstimationMode, noise_spec
@@ -19,7 +19,6 @@ Positions = Literal["signs", "separate", "together"]
 """What exact sources do with rows that share an example; see `drawn_vectors`."""
 
 
-@validated
 def drawn_vectors(
     loss: Loss,
     natural: Array,
@@ -81,6 +80,8 @@ def drawn_vectors(
     >>> [v.shape for v in drawn.vectors]
     [(8, 3)]
     """
+    require_range("seed", seed, WHOLE)
+    require_flag("shared", shared)
     require_one_of("positions", positions, get_args(Positions))
     spec = noise_spec(loss, natural, mode=mode, samples=samples)
     if samples != 1 and spec is None:

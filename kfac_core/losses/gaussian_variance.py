@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 from kfac_core.array.backend import Array, Namespace
-from kfac_core.constraints import validated
 from kfac_core.errors import UnsupportedError
 from kfac_core.losses.loss import Loss
 from kfac_core.losses.noise import NoiseDistribution
@@ -46,7 +45,6 @@ class GaussianLearnedVariance(Loss):
 
     noise_distribution: ClassVar[NoiseDistribution] = "normal"
 
-    @validated
     def output_size(self, target_size: int, /) -> int:
         """Return twice the number of targets."""
         return 2 * target_size

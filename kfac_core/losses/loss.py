@@ -25,7 +25,6 @@ from abc import abstractmethod
 from typing import ClassVar, Protocol
 
 from kfac_core.array.backend import Array
-from kfac_core.constraints import validated
 from kfac_core.losses.noise import NoiseDistribution
 
 __all__ = ["Loss"]
@@ -51,7 +50,6 @@ class Loss(Protocol):
 
     noise_distribution: ClassVar[NoiseDistribution]
 
-    @validated
     def output_size(self, target_size: int, /) -> int:
         """Return P, the number of outputs that a target needs: by default its own size.
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 from kfac_core.array.backend import Array
-from kfac_core.constraints import require_one_of, validated
+from kfac_core.constraints import SIZE, implementation_of, require_one_of, require_range
 from kfac_core.conventions import SourceReduction
 from kfac_core.errors import ShapeError
 from kfac_core.losses.loss import Loss
@@ -76,7 +76,6 @@ _PROPERTIES: dict[str, _Properties] = {
 }
 
 
-@validated
 def curvature_matrix(mode: EstimationMode, /) -> CurvatureMatrix:
     """Return which matrix a mode estimates: Fisher, empirical Fisher or Gauss-Newton.
 
@@ -89,7 +88,6 @@ def curvature_matrix(mode: EstimationMode, /) -> CurvatureMatrix:
     return _PROPERTIES[mode].matrix
 
 
-@validated
 def source_reduction_of(mode: EstimationMode, /) -> SourceReduction:
     """Return how a mode's sources are combined, by default.
 
@@ -108,7 +106,6 @@ def source_reduction_of(mode: EstimationMode, /) -> SourceReduction:
     return _PROPERTIES[mode].reduction
 
 
-@validated
 def noise_spec(
     loss: Loss, natural: Array, /, *, mode: EstimationMode, samples: int = 1
 ) -> NoiseSpec | None:
@@ -150,6 +147,8 @@ def noise_spec(
     >>> v.vectors.shape
     (1, 8, 3)
     """
+    require_range("loss", loss, implementation_of(Loss))
+    require_range("samples", samples, SIZE)
     require_one_of("mode", mode, get_args(EstimationMode))
     if samples < 1:
         raise ShapeError(f"Expected `samples` to be at least 1, got {samples}.")

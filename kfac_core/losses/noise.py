@@ -21,7 +21,7 @@ from kfac_core.array.namespaces import (
     require_floating,
     wide_dtype,
 )
-from kfac_core.constraints import require_one_of, validated
+from kfac_core.constraints import require_one_of
 from kfac_core.errors import DtypeError
 
 __all__ = ["NoiseDistribution", "NoiseSpec", "draw_noise"]
@@ -45,7 +45,6 @@ class NoiseSpec:
     shape: tuple[int, ...]
 
 
-@validated
 def draw_noise(
     spec: NoiseSpec, /, *, like: Array, rng: np.random.Generator | int
 ) -> Array:

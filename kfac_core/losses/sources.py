@@ -22,7 +22,12 @@ from kfac_core.array.namespaces import (
     require_matrix,
 )
 from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import require_one_of, validated
+from kfac_core.constraints import (
+    NOT_NEGATIVE,
+    implementation_of,
+    require_one_of,
+    require_range,
+)
 from kfac_core.conventions import SourceReduction
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.losses.loss import Loss
@@ -61,7 +66,6 @@ class SourceVectors:
     source_reduction: SourceReduction
 
 
-@validated
 def vectors(
     loss: Loss,
     natural: Array,
@@ -144,6 +148,10 @@ def vectors(
     >>> vectors(loss, logits, mode="gradients", noise=noise).source_reduction
     'mean'
     """
+    require_range("loss", loss, implementation_of(Loss))
+    require_one_of("mode", mode, get_args(EstimationMode))
+    if not hasattr(weight, "dtype"):
+        require_range("weight", weight, NOT_NEGATIVE)
     own = source_reduction_of(mode)
     reduction = source_reduction or own
     require_one_of("source_reduction", reduction, get_args(SourceReduction))
@@ -176,7 +184,6 @@ def vectors(
     return SourceVectors(detach(made), mode, sources, reduction)
 
 
-@validated
 def with_random_signs(made: SourceVectors, noise: Array, /) -> SourceVectors:
     """Multiply each row of each source by a random sign.
 

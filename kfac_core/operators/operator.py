@@ -13,7 +13,6 @@ blocks that are computed together.  Its arrays then have leading axes ``lead``.
 from __future__ import annotations
 
 import abc
-import inspect
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -36,7 +35,6 @@ from kfac_core.array.namespaces import (
     roundoff_of,
 )
 from kfac_core.array.status import Check, Status
-from kfac_core.constraints import validated
 from kfac_core.errors import (
     DampingError,
     FactorizationError,
@@ -161,9 +159,6 @@ class CurvatureOperator(LinearMap):
         super().__init_subclass__(**options)
         # In the class itself, or the one that dataclasses make would take its place.
         cls.__repr__ = CurvatureOperator.__repr__  # type: ignore[method-assign]
-        for name, function in [*vars(cls).items()]:
-            if inspect.isfunction(function) and not name.startswith("_"):
-                setattr(cls, name, validated(function))
 
     @property
     def dtype(self) -> Any:
@@ -194,7 +189,6 @@ class CurvatureOperator(LinearMap):
         """Factorizations that have been prepared."""
 
     @abc.abstractmethod
-    @validated
     def prepared(
         self,
         *factorizations: Factorization,
@@ -225,7 +219,6 @@ class CurvatureOperator(LinearMap):
             If a factorization fails (``check="raise"``).
         """
 
-    @validated
     def multiply(self, vector: Array, /, *, damped: bool = True) -> Array:
         """Return ``F_damped v``, or ``F v``."""
         V, xp = self._enter(vector, "multiply")
@@ -236,7 +229,6 @@ class CurvatureOperator(LinearMap):
         V, xp = self._enter(vector, "multiply_inverse")
         return self._leave(self._multiply_inverse(V, xp), vector, xp)
 
-    @validated
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above.
 
@@ -250,13 +242,11 @@ class CurvatureOperator(LinearMap):
         V, xp = self._enter(vector, "multiply_matpower")
         return self._leave(self._power(V, xp, exponent), vector, xp)
 
-    @validated
     def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
         """Return ``L v`` or ``L^T v``, with ``L L^T = F_damped`` and L lower."""
         V, xp = self._enter(vector, "multiply_cholesky")
         return self._leave(self._lower_multiply(V, xp, transpose), vector, xp)
 
-    @validated
     def multiply_cholesky_inverse(
         self, vector: Array, /, *, transpose: bool = False
     ) -> Array:
@@ -270,11 +260,9 @@ class CurvatureOperator(LinearMap):
         return self._leave(self._sample(Z, xp), noise, xp)
 
     @abc.abstractmethod
-    @validated
     def trace(self, *, damped: bool = True) -> Array:
         """Return the trace of F_damped, or of F, 0-d."""
 
-    @validated
     def logdet(self, *, damped: bool = True) -> Array:
         """Return the log-determinant of F_damped, or of F, 0-d.
 
@@ -282,7 +270,6 @@ class CurvatureOperator(LinearMap):
         """
         return self._logdet() if damped else self._undamped_logdet()
 
-    @validated
     def det(self, *, damped: bool = True) -> Array:
         """Return the determinant of F_damped, or of F, 0-d.
 
@@ -298,19 +285,16 @@ class CurvatureOperator(LinearMap):
             xp.exp(xp.where(logdet > largest, xp.zeros_like(logdet), logdet)),
         )
 
-    @validated
     def frobenius_norm(self, *, damped: bool = True) -> Array:
         """Return the Frobenius norm ``sqrt(sum_ij F_ij^2)`` of F_damped, or of F, 0-d."""
         w = self.eigenvalues(damped=damped)
         return own_namespace(w).linalg.vector_norm(w)
 
     @abc.abstractmethod
-    @validated
     def eigenvalues(self, *, damped: bool = True) -> Array:
         """Return the eigenvalues of F_damped, or of F, ascending, shape (n m,)."""
 
     @abc.abstractmethod
-    @validated
     def to_dense(self, *, damped: bool = True) -> Array:
         """Return F_damped, or F, as one matrix of shape (n m, n m), for tests."""
 
@@ -318,7 +302,6 @@ class CurvatureOperator(LinearMap):
     def status(self) -> Array:
         """Return the `Status` flags, 0-d int32; zero without failures."""
 
-    @validated
     def solved_by(self, solving: Solving, /) -> CurvatureOperator:
         """Return the operator with another method of solving with its full factors.
 
@@ -341,7 +324,6 @@ class CurvatureOperator(LinearMap):
             f"{type(self).__name__} has one way of solving. Leave out `solving`."
         )
 
-    @validated
     def spectral(self, *, check: Check = "raise", name: str = "block") -> Any:
         """Return the block in its eigenbasis, as a `SpectralOperator`.
 

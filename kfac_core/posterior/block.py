@@ -22,9 +22,11 @@ from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, as_scalar, cast, full_of, status_unless
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import validated
+from kfac_core.constraints import DAMPING, POSITIVE_SCALAR, require_range
 from kfac_core.errors import DampingError
 from kfac_core.operators.spectral import SpectralOperator
+
+_PRECISION = POSITIVE_SCALAR._replace(error=DampingError)
 
 __all__ = ["BlockPosterior", "block_posterior"]
 
@@ -49,14 +51,14 @@ class BlockPosterior:
     name: str
     check: Check
 
-    @validated
     def with_prior(self, prior_precision: Scalar, /) -> BlockPosterior:
         """Return the posterior for another tau, with the same decomposition."""
+        require_range("prior_precision", prior_precision, _PRECISION)
         return self._with("prior_precision", prior_precision)
 
-    @validated
     def with_examples(self, examples: Scalar, /) -> BlockPosterior:
         """Return the posterior for another N, with the same decomposition."""
+        require_range("examples", examples, DAMPING)
         return self._with("examples", examples)
 
     def eigenvalues(self) -> Array:
@@ -122,7 +124,6 @@ class BlockPosterior:
         return cast(self.curvature.namespace, result, vectors.dtype)
 
 
-@validated
 def block_posterior(
     operator: Any,
     /,
@@ -168,6 +169,8 @@ def block_posterior(
     Networks"; for the prior added exactly, in the eigenbases, Immer et al. (2021),
     arXiv:2104.04975.
     """
+    require_range("examples", examples, DAMPING)
+    require_range("prior_precision", prior_precision, _PRECISION)
     F: SpectralOperator = operator.spectral(check=check, name=name)
     N = _entered(examples, name, "examples", F=F, check=check)
     tau = _entered(prior_precision, name, "prior_precision", F=F, check=check)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import Any
 
 from kfac_core.array.backend import Array
-from kfac_core.constraints import validated
 from kfac_core.operators.spectral_rows import row_products, row_squares
 from kfac_core.posterior.block import BlockPosterior
 
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 
-@validated
 def functional_covariance(posterior: BlockPosterior, jacobians: Array, /) -> Array:
     """Return ``J P^-1 J^T`` for each example.
 
@@ -60,7 +58,6 @@ def functional_covariance(posterior: BlockPosterior, jacobians: Array, /) -> Arr
     return covariance_of_coordinates(posterior, R)
 
 
-@validated
 def functional_variance(posterior: BlockPosterior, jacobians: Array, /) -> Array:
     """Return the diagonal of `functional_covariance`, shape (..., K).
 
@@ -90,7 +87,6 @@ def functional_variance(posterior: BlockPosterior, jacobians: Array, /) -> Array
     return variance_of_coordinates(posterior, R)
 
 
-@validated
 def covariance_of_coordinates(
     posterior: BlockPosterior, coordinates: Array, /
 ) -> Array:
@@ -116,7 +112,6 @@ def covariance_of_coordinates(
     return xp.matmul(left, xp.matrix_transpose(right))
 
 
-@validated
 def variance_of_coordinates(posterior: BlockPosterior, coordinates: Array, /) -> Array:
     """Return the diagonal of `covariance_of_coordinates`, shape (..., K)."""
     xp = posterior.curvature.namespace
@@ -125,7 +120,6 @@ def variance_of_coordinates(posterior: BlockPosterior, coordinates: Array, /) ->
     return xp.sum(coordinates * coordinates * weights, axis=axes)
 
 
-@validated
 def covariance_of_rows(posterior: BlockPosterior, rows: Any, /) -> Array:
     """Return the covariance from a layer's rows.
 
@@ -155,7 +149,6 @@ def covariance_of_rows(posterior: BlockPosterior, rows: Any, /) -> Array:
     return row_products(posterior.curvature, 1.0 / posterior.eigenvalues(), rows)
 
 
-@validated
 def variance_of_rows(posterior: BlockPosterior, rows: Any, /) -> Array:
     """Return the diagonal of `covariance_of_rows`, shape (N, K)."""
     xp = posterior.curvature.namespace

@@ -26,7 +26,6 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.block import Block
-from kfac_core.constraints import validated
 from kfac_core.errors import ShapeError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
@@ -102,7 +101,6 @@ class Posterior:
         require_same_blocks(self.blocks, self.posteriors, "posteriors")
 
     @classmethod
-    @validated
     def of_statistics(
         cls,
         blocks: Mapping[str, Block],
@@ -169,7 +167,6 @@ class Posterior:
         """Return ``log det P``, 0-d."""
         return reduce(add, (p.logdet() for p in self.posteriors.values()))
 
-    @validated
     def evidence(
         self,
         log_likelihood: Scalar,
@@ -221,7 +218,6 @@ class Posterior:
             full_of(xp, value, total), total, reduce(add, prior), self.logdet()
         )
 
-    @validated
     def sample(
         self, mean: Parameters, noise: Parameters, /
     ) -> dict[str, dict[str, Array]]:
@@ -265,7 +261,6 @@ class Posterior:
             )
         return samples
 
-    @validated
     def functional_covariance(self, jacobians: Jacobians, /) -> Array:
         """Return the covariance of the linearized outputs, ``J P^-1 J^T``.
 
@@ -286,7 +281,6 @@ class Posterior:
         """
         return self._functional(jacobians, functional_covariance, covariance_of_rows)
 
-    @validated
     def functional_variance(self, jacobians: Jacobians, /) -> Array:
         """Return the diagonals of `functional_covariance`, shape (N, K)."""
         return self._functional(jacobians, functional_variance, variance_of_rows)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from kfac_core.array.precision import Precision
 from kfac_core.array.status import Check
 from kfac_core.block import Block
-from kfac_core.constraints import validated
+from kfac_core.constraints import require_check, require_flag, require_kind
 from kfac_core.errors import UnknownBlockError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
 from kfac_core.operators.spectral import SpectralOperator
@@ -22,7 +22,6 @@ __all__ = ["require_same_blocks", "spectral_blocks"]
 _FULL_PRECISION = Precision()
 
 
-@validated
 def spectral_blocks(
     blocks: Mapping[str, Block],
     statistics: Mapping[str, Statistics],
@@ -68,6 +67,11 @@ def spectral_blocks(
     is taken in the bases that its statistics hold: those are the coordinates until its
     first rebase.
     """
+    require_kind("blocks", blocks, Mapping, "a mapping of names to blocks")
+    require_kind("statistics", statistics, Mapping, "a mapping of names to statistics")
+    require_flag("debias", debias)
+    require_kind("precision", precision, Precision, "a Precision")
+    require_check(check)
     require_same_blocks(blocks, statistics, "statistics")
     found = {}
     for name, block in blocks.items():

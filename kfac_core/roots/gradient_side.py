@@ -45,7 +45,14 @@ from kfac_core.array.namespaces import (
 from kfac_core.array.place import Place
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import map_structure, replaced
-from kfac_core.constraints import checked, require_options, validated
+from kfac_core.constraints import (
+    SIZE,
+    optional,
+    require_check,
+    require_options,
+    require_range,
+    tuple_of,
+)
 from kfac_core.errors import DecayError, NotFiniteError, ShapeError
 from kfac_core.factors.average import require_decay, require_weight
 from kfac_core.factors.full import FullFactor
@@ -55,7 +62,6 @@ from kfac_core.linalg.symmetric import SymmetricMatrix
 __all__ = ["GradientFactors"]
 
 
-@checked
 @dataclass(frozen=True, kw_only=True)
 class GradientFactors:
     """The factors of one array by its gradients: a description, without arrays.
@@ -85,7 +91,7 @@ class GradientFactors:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        require_options(self)
+        require_options(self, shape=tuple_of(SIZE))
         object.__setattr__(self, "shape", tuple(self.shape))
         if not self.shape:
             raise ShapeError(
@@ -120,7 +126,6 @@ class GradientFactors:
         }
         return Statistics(averages, place.flags())
 
-    @validated
     def updated(
         self,
         statistics: Statistics,
@@ -175,6 +180,8 @@ class GradientFactors:
         ``2 prod(n) sum(n)`` flops for the first form (half where the backend has a
         symmetric rank-k update), and ``k`` times that for the second.
         """
+        require_range("samples", samples, optional(SIZE))
+        require_check(check)
         require_decay(decay)
         require_weight(weight)
         xp, dtype = statistics.namespace, statistics.dtype
@@ -208,7 +215,6 @@ class GradientFactors:
         kept = map_structure(lambda a, b: xp.where(flags == 0, a, b), new, statistics)
         return replaced(kept, status=flags)
 
-    @validated
     def values(
         self, statistics: Statistics, /, *, debias: bool
     ) -> tuple[SymmetricMatrix, ...]:

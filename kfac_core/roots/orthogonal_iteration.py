@@ -35,7 +35,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import validated
+from kfac_core.constraints import COUNT, require_check, require_kind, require_range
 from kfac_core.errors import ConventionError, ShapeError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe, relative_norm
 from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
@@ -79,7 +79,6 @@ class OrderedBasis:
     status: Array
     order: Array
 
-    @validated
     def multiply_matpower(
         self, v: Array, exponent: float, /, *, damping: Array
     ) -> Array:
@@ -106,7 +105,6 @@ class OrderedBasis:
         return xp.matmul(self.eigenvectors, powers[..., None] * in_basis)
 
 
-@validated
 def ordered_basis(
     matrix: SymmetricMatrix | Array,
     /,
@@ -141,6 +139,7 @@ def ordered_basis(
     -----
     About ``13 n^3`` flops.
     """
+    require_check(check)
     A, xp = symmetric_argument(matrix, name)
     one = full_of(xp, 1.0, A.array)
     problem = DampedMatrix(A, one, xp.zeros_like(one))
@@ -153,7 +152,6 @@ def ordered_basis(
     return replaced(made, order=places)
 
 
-@validated
 def refreshed_basis(
     basis: OrderedBasis,
     matrix: SymmetricMatrix | Array,
@@ -216,6 +214,9 @@ def refreshed_basis(
     >>> bool(abs(D[0, 1]) < 1e-3)
     True
     """
+    require_kind("basis", basis, OrderedBasis, "an OrderedBasis")
+    require_range("steps", steps, COUNT)
+    require_check(check)
     A, xp = symmetric_argument(matrix, name)
     namespace_of(basis=basis.eigenvectors, matrix=A.array)
     if A.array.shape != basis.eigenvectors.shape:

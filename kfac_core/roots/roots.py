@@ -23,7 +23,7 @@ from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import Scalar, device_of
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure
-from kfac_core.constraints import validated
+from kfac_core.constraints import COUNT, require_check, require_range
 from kfac_core.errors import ConventionError, FactorizationError
 from kfac_core.linalg.certificate import RESIDUAL_LIMIT, probe_of, relative_norm
 from kfac_core.linalg.damped import (
@@ -69,7 +69,6 @@ class InverseRoot:
     degree: int
 
 
-@validated
 def inverse_root(
     matrix: SymmetricMatrix | Array,
     /,
@@ -129,6 +128,8 @@ def inverse_root(
     >>> np.round(root.matrix.diagonal(), 6)
     array([0.5     , 0.333333])
     """
+    require_range("degree", degree, COUNT)
+    require_check(check)
     given: Any = degree
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ConventionError(

@@ -16,7 +16,6 @@ The second costs half of the first, since no derivative goes back.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 from kfac_core.array.backend import Array
@@ -27,7 +26,7 @@ from kfac_core.array.namespaces import (
     require_floating,
     wide_dtype,
 )
-from kfac_core.constraints import validated
+from kfac_core.constraints import POSITIVE_SCALAR, require_range
 from kfac_core.errors import ShapeError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import (
@@ -42,7 +41,6 @@ from kfac_core.steps.vectors import (
 __all__ = ["curvature_of_outputs", "curvature_of_products"]
 
 
-@validated
 def curvature_of_products(
     directions: Sequence[Vector], products: Sequence[Vector], /
 ) -> Array:
@@ -81,7 +79,6 @@ def curvature_of_products(
     return xp.stack(rows)
 
 
-@validated
 def curvature_of_outputs(
     changes: Sequence[Array], multiplied: Sequence[Array], /, *, examples: Scalar
 ) -> Array:
@@ -122,11 +119,7 @@ def curvature_of_outputs(
     True
     """
     k = _same_number(changes, multiplied, "changes", "multiplied")
-    if isinstance(examples, numbers.Real) and not float(examples) > 0.0:
-        raise ShapeError(
-            f"Expected `examples` to be positive, got {examples}: an empty batch has no "
-            "curvature. Skip it."
-        )
+    require_range("examples", examples, POSITIVE_SCALAR._replace(error=ShapeError))
     named = {f"changes[{i}]": x for i, x in enumerate(changes)}
     named |= {f"multiplied[{i}]": x for i, x in enumerate(multiplied)}
     xp = namespace_of(**named)

@@ -18,11 +18,12 @@ import array_api_compat
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, full_of, is_finite_number
-from kfac_core.constraints import validated
-from kfac_core.damping import require_damping
+from kfac_core.constraints import FRACTION, POSITIVE_SCALAR, require_range
 from kfac_core.errors import DampingError, ShapeError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.rejection import select
+
+_GAMMA = POSITIVE_SCALAR._replace(error=DampingError)
 
 __all__ = ["Trial", "choose_gamma", "gamma_candidates", "search_gamma"]
 
@@ -47,7 +48,6 @@ class Trial(NamedTuple, Generic[Step]):
     step: Step
 
 
-@validated
 def gamma_candidates(
     gamma: Scalar,
     /,
@@ -82,9 +82,8 @@ def gamma_candidates(
     ----------
     Martens and Grosse (2015), arXiv:1503.05671, section 6.6.
     """
-    require_damping(gamma, name="gamma")
-    if not 0.0 < factor < 1.0:
-        raise DampingError(f"Expected `factor` in (0, 1), got {factor}.")
+    require_range("gamma", gamma, _GAMMA)
+    require_range("factor", factor, FRACTION)
     if not 0.0 <= minimum <= maximum:
         raise DampingError(
             f"Expected 0 <= `minimum` <= `maximum`, got {minimum} and {maximum}."
@@ -95,7 +94,6 @@ def gamma_candidates(
     return low, middle, high
 
 
-@validated
 def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scalar:
     """Return the gamma whose step the quadratic model predicts to be best.
 
@@ -126,7 +124,6 @@ def choose_gamma(gammas: Sequence[Scalar], changes: Sequence[Scalar], /) -> Scal
     return _best([Trial(gamma, change, None) for gamma, change in pairs]).gamma
 
 
-@validated
 def search_gamma(
     attempt: Callable[[Scalar], tuple[Scalar, Step]],
     gamma: Scalar,

@@ -37,7 +37,7 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
-from kfac_core.constraints import require_one_of, shown, validated
+from kfac_core.constraints import DAMPING, require_one_of, require_range, shown
 from kfac_core.damping import require_damping
 from kfac_core.errors import NotFiniteError, ShapeError
 from kfac_core.layers.feeding import detached_array
@@ -88,12 +88,10 @@ class QuadraticModel:
     gram: Array
     damping: Array
 
-    @validated
     def damped_curvature(self) -> Array:
         """Return ``curvature + lam gram``, shape (k, k)."""
         return self.curvature + self.damping * self.gram
 
-    @validated
     def change(
         self, coefficients: Sequence[Scalar] | Array, /, *, damped: bool
     ) -> Array:
@@ -125,7 +123,6 @@ class QuadraticModel:
         # Not a matrix product: accelerators round the inputs of those.
         return xp.sum(c * self.slope) + 0.5 * xp.sum(c[:, None] * matrix * c)
 
-    @validated
     def minimize(
         self,
         *,
@@ -228,7 +225,6 @@ class QuadraticModel:
         ]
 
 
-@validated
 def quadratic_model(
     gradient: Vector,
     directions: Sequence[Vector],
@@ -286,6 +282,7 @@ def quadratic_model(
     >>> model.minimize().coefficients  # The minimum of -a + 2 a^2
     array([0.25])
     """
+    require_range("damping", damping, DAMPING)
     require_damping(damping)
     if not directions:
         raise ShapeError("Expected at least one of `directions`, got none.")

@@ -30,7 +30,13 @@ from kfac_core.array.namespaces import (
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import structure
-from kfac_core.constraints import require_one_of, validated
+from kfac_core.constraints import (
+    LIMIT_SCALAR,
+    NOT_NEGATIVE_SCALAR,
+    POSITIVE_SCALAR,
+    require_one_of,
+    require_range,
+)
 from kfac_core.errors import ConventionError, NotFiniteError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, inner_product, scalar_of
@@ -59,7 +65,6 @@ class TrustRegion:
     status: Array
 
 
-@validated
 def kl_clip(
     gradient: Vector,
     preconditioned: Vector,
@@ -129,7 +134,6 @@ def kl_clip(
     return clip_of_product(size, learning_rate=learning_rate, bound=bound, check=check)
 
 
-@validated
 def clip_of_product(
     product: Array,
     /,
@@ -152,6 +156,8 @@ def clip_of_product(
     TrustRegion
         With a scale in [0, 1].
     """
+    require_range("learning_rate", learning_rate, NOT_NEGATIVE_SCALAR)
+    require_range("bound", bound, POSITIVE_SCALAR)
     size, xp = product, own_namespace(product)
     rate = scalar_of(xp, learning_rate, size.dtype, "learning_rate")
     size = rate * (rate * size)
@@ -159,7 +165,6 @@ def clip_of_product(
     return _within(size, kappa, xp.ones_like(size), check)
 
 
-@validated
 def trust_region_rate(
     curvature: Array, /, *, bound: Scalar, maximum: Scalar, check: Check = "raise"
 ) -> TrustRegion:
@@ -194,6 +199,8 @@ def trust_region_rate(
     Ba, Grosse and Martens (2017), section 5; Wu, Mansimov, Grosse, Liao and Ba (2017),
     arXiv:1708.05144 (ACKTR), with ``bound = 2 delta``.
     """
+    require_range("bound", bound, POSITIVE_SCALAR)
+    require_range("maximum", maximum, LIMIT_SCALAR)
     xp = namespace_of(curvature=curvature)
     require_floating(xp, curvature, "curvature")
     dtype = wide_dtype(xp, curvature.dtype)

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar, as_scalar, cast, wide_dtype
-from kfac_core.constraints import validated
+from kfac_core.constraints import FINITE_SCALAR, NOT_NEGATIVE_SCALAR, require_range
 from kfac_core.errors import ShapeError
 from kfac_core.layers.feeding import detached_array
 from kfac_core.steps.vectors import Vector, dot, entered, scalar_of, widest
@@ -31,7 +31,6 @@ Decayed: TypeAlias = Callable[[str, str], bool]
 """Takes the names of a block and of a parameter; says whether that decays."""
 
 
-@validated
 def l2_penalty(
     parameters: Vector, /, *, weight_decay: Scalar, only: Decayed | None = None
 ) -> Array:
@@ -56,13 +55,13 @@ def l2_penalty(
     ShapeError, DtypeError, MixedArraysError, UnsupportedError
         For arrays that cannot be used, by name.
     """
+    require_range("weight_decay", weight_decay, FINITE_SCALAR)
     xp, (theta,) = entered(parameters=parameters)
     dtype = widest(theta, xp=xp)
     eta = scalar_of(xp, weight_decay, dtype, "weight_decay")
     return 0.5 * eta * dot(theta, theta, dtype=dtype, xp=xp, only=only)
 
 
-@validated
 def add_l2(
     vector: Vector,
     parameters: Vector,
@@ -97,6 +96,7 @@ def add_l2(
     ShapeError, DtypeError, MixedArraysError, UnsupportedError
         For vectors that do not go together, naming the array.
     """
+    require_range("weight_decay", weight_decay, FINITE_SCALAR)
     xp, (v, theta) = entered(vector=vector, parameters=parameters)
     eta = detached_array(weight_decay)
 
@@ -117,7 +117,6 @@ def add_l2(
     }
 
 
-@validated
 def l2_curvature(
     directions: Sequence[Vector],
     /,
@@ -148,6 +147,7 @@ def l2_curvature(
     ShapeError, DtypeError, MixedArraysError, UnsupportedError
         For vectors that do not go together, naming the array.
     """
+    require_range("weight_decay", weight_decay, FINITE_SCALAR)
     if not directions:
         raise ShapeError("Expected at least one of `directions`, got none.")
     xp, given = entered(**{f"directions[{i}]": d for i, d in enumerate(directions)})
@@ -160,7 +160,6 @@ def l2_curvature(
     return eta * xp.stack(rows)
 
 
-@validated
 def decay_decoupled(
     step: Vector,
     parameters: Vector,
@@ -200,5 +199,7 @@ def decay_decoupled(
     Loshchilov and Hutter (2019), arXiv:1711.05101; the ``weight_decay_coeff`` of
     TensorFlow's K-FAC.
     """
+    require_range("weight_decay", weight_decay, FINITE_SCALAR)
+    require_range("learning_rate", learning_rate, NOT_NEGATIVE_SCALAR)
     rate = -detached_array(weight_decay) * detached_array(learning_rate)
     return add_l2(step, parameters, weight_decay=rate, only=only)

@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -110,7 +110,6 @@ class KFAC:
     True
     """
 
-    @kc.integration.validated
     def __init__(
         self,
         parameters: Vector,
@@ -132,6 +131,8 @@ class KFAC:
         decayed: Callable[[str, str], bool] | None = None,
         **options: Any,
     ) -> None:
+        modes = get_args(kc.losses.EstimationMode)
+        kc.constraints.require_one_of("fisher", fisher, modes)
         self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
         self._given = parameters
         _refuse_shared(self.parameters)
@@ -255,7 +256,6 @@ class KFAC:
         found: Array = made.vectors * math.sqrt(weight)
         return found
 
-    @kc.integration.validated
     def observe(
         self,
         name: str,
@@ -326,7 +326,6 @@ class KFAC:
         self.estimator.absorb(self._seen)
         self._seen, self._rows = {}, 0
 
-    @kc.integration.validated
     def step(
         self,
         gradients: Vector,
@@ -422,7 +421,6 @@ class KFAC:
                 array += change[name][parameter]
         return dict(change)
 
-    @kc.integration.validated
     def adapt_damping(
         self,
         loss_before: float,

@@ -90,7 +90,6 @@ class KFAC:
     (4, 3)
     """
 
-    @kc.integration.validated
     def __init__(
         self,
         network: Network,
@@ -146,7 +145,6 @@ class KFAC:
         damping = jax.tree.map(lambda x: jnp.asarray(x, dtype), self.damping)
         return self.curvature.initial(like, damping=damping, executor=traced_once)
 
-    @kc.integration.validated
     def update(
         self,
         updates: Any,
@@ -231,7 +229,6 @@ class KFAC:
                 "`shard_map`, or leave `axis_name` out."
             )
 
-    @kc.integration.validated
     def absorbed(
         self,
         state: kc.NetworkState,

@@ -77,7 +77,6 @@ class Network:
     ['fc']
     """
 
-    @kc.integration.validated
     def __init__(
         self,
         function: Callable[..., Any],

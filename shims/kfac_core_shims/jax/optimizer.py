@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,6 @@ class Progress(NamedTuple):
     aux: Any = None
 
 
-@kc.integration.validated
 def kfac_optimizer(
     function: Callable[..., Any],
     params: Any,
@@ -194,7 +193,6 @@ class Optimizer:
     0.1
     """
 
-    @kc.integration.validated
     def __init__(
         self,
         network: Network,
@@ -218,6 +216,8 @@ class Optimizer:
         axis_name: Any = None,
         **options: Any,
     ) -> None:
+        modes = get_args(kc.losses.EstimationMode)
+        kc.constraints.require_one_of("fisher", fisher, modes)
         for name, every in (
             ("adapt_every", adapt_every),
             ("update_every", update_every),

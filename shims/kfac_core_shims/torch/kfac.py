@@ -166,7 +166,6 @@ class KFAC(kc.integration.NaturalGradient):
     >>> optimizer.step()
     """
 
-    @kc.integration.validated
     def __init__(
         self,
         model: Any,

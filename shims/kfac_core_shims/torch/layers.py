@@ -129,7 +129,6 @@ _BY_TYPE: dict[type, Describe] = {}
 _BY_NAME: dict[str, Describe] = {}
 
 
-@kc.integration.validated
 def register_layer(
     kind: type | str,
     how: Literal["linear", "norm"] | Describe,

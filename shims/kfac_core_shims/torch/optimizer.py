@@ -126,7 +126,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     >>> loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
     """
 
-    @kc.integration.validated
     def __init__(
         self,
         model: Any,
