@@ -33,26 +33,6 @@ from kfac_core.errors import (
 )
 
 __all__ = [
-    "CHECK",
-    "COUNT",
-    "DAMPING",
-    "DECAY",
-    "DECAY_SCALAR",
-    "FINITE_SCALAR",
-    "FLAG",
-    "FRACTION",
-    "FUNCTION",
-    "LIMIT_SCALAR",
-    "NAMES",
-    "NOT_NEGATIVE",
-    "NOT_NEGATIVE_SCALAR",
-    "POSITIVE",
-    "POSITIVE_SCALAR",
-    "SIZE",
-    "TEXT",
-    "WEIGHT",
-    "WEIGHT_SCALAR",
-    "WHOLE",
     "Constraint",
     "either",
     "implementation_of",
@@ -76,8 +56,11 @@ __all__ = [
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxdict, _shortened.maxlist = 3, 8, 8
 _shortened.maxstring = _shortened.maxother = 80
-shown = _shortened.repr
-"""Shows what came, in one line however long or deep it is."""
+
+
+def shown(value: object, /) -> str:
+    """Return the repr of a value, in one line however long or deep it is."""
+    return _shortened.repr(value)
 
 
 class Constraint(NamedTuple):

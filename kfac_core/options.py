@@ -11,7 +11,6 @@ from kfac_core.constraints import (
     FLAG,
     NAMES,
     NOT_NEGATIVE,
-    POSITIVE,
     TEXT,
     WEIGHT,
     WHOLE,
@@ -127,9 +126,7 @@ class Refreshing:
             damping_scaling=one_of(*get_args(DampingScaling)),
             least_shift=NOT_NEGATIVE,
             failure_budget=WHOLE,
-            threshold=optional(NOT_NEGATIVE),
-            solving=one_of("inverse", "triangular", "cheaper"),
-            interval=optional(POSITIVE),
+            solving=one_of(*get_args(Solving)),
         )
         made = self.factorizations
         if not self.keep_matrices and (not made or "eigenbasis" in made):

@@ -273,7 +273,6 @@ def test_names_may_be_a_generator():
     assert held.state["fc2"].refreshes == 1
 
 
-ROOT = kc.roots.factor_root(2, form="dense", scale=1.0, like=np.ones(1))
 Z = np.ones((3, 2))
 VECTOR = {"fc": {"weight": np.ones((2, 2))}}
 POSTERIOR = {"blocks": {"a": kc.Block(DENSE, kc.Kronecker())}, "statistics": {}}
@@ -328,16 +327,6 @@ FUNCTIONS = {
         lambda **o: kc.roots.inverse_root(np.eye(2), **o),
         {"degree": 2, "damping": 0.1},
         {"degree": 0, "check": None},
-    ),
-    "factor_root": (
-        lambda **o: kc.roots.factor_root(o.pop("size"), like=np.ones(1), **o),
-        {"size": 2, "form": "dense", "scale": 1.0},
-        {"size": 0, "form": "full", "scale": math.inf},
-    ),
-    "FactorRoot.moved": (
-        lambda step: ROOT.moved(np.eye(2), step),
-        {"step": 0.1},
-        {"step": 0.0},
     ),
     "block_posterior": (
         lambda **o: kc.posterior.block_posterior(None, **o),

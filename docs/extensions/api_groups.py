@@ -66,6 +66,7 @@ GROUPS = (
             "kfac_core_shims.numpy",
             "kfac_core_shims.sklearn",
             "kfac_core.integration",
+            "kfac_core.constraints",
         ),
     ),
     Group(

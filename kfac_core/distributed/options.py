@@ -120,7 +120,6 @@ class Distributed:
             operators_dtype=one_of(*get_args(MessageDtype), None),
             directions_dtype=one_of(*get_args(DirectionDtype), None),
             bucket_bytes=COUNT,
-            machine=optional(instance_of(Machine)),
             memory=optional(COUNT),
             execution=instance_of(Execution),
         )

@@ -32,7 +32,7 @@ import numpy as np
 from kfac_core.array.place import Place
 from kfac_core.array.structure import leaves
 from kfac_core.block import Block
-from kfac_core.constraints import (COUNT, optional, require_range)
+from kfac_core.constraints import COUNT, optional, require_range
 from kfac_core.errors import ConventionError, UnsupportedError
 from kfac_core.execution.costs import block_costs
 from kfac_core.linalg.symmetric import SymmetricMatrix
