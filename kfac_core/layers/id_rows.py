@@ -85,7 +85,7 @@ class IdRows(OfOutputs):
 
     def input_squares(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return ``sum x * x``, shape (V,): counts of ids, or their weights."""
-        values = self._values(dtype, xp)
+        values = self.values(dtype, xp=xp)
         if self.bag:
             # The counted square of an id that stands c times in a bag is c^2, which the
             # c entries share.
@@ -99,7 +99,7 @@ class IdRows(OfOutputs):
         """Return ``sum_mn D * D`` with ``D = sum_s x g^T``, shape (V, m)."""
         g = cast(xp, self.output_grads, dtype)
         if self.bag:
-            weights = self._values(dtype, xp)
+            weights = self.values(dtype, xp=xp)
             if not self.binary:
                 weights = weights * self._standing(dtype, xp)
             squares = xp.sum(g * g, axis=0) * weights[..., None]
@@ -136,7 +136,7 @@ class IdRows(OfOutputs):
         g = xp.sum(cast(xp, self.output_grads, dtype), axis=0)
         if has_weights(self.mask, xp=xp):
             g = g * xp.sqrt(cast(xp, self.mask, dtype))[..., None]
-        rows = g * self._values(dtype, xp)[..., None]
+        rows = g * self.values(dtype, xp=xp)[..., None]
         flat = xp.reshape(self.ids, (-1,))
         return sum_rows_at(
             xp.reshape(rows, (flat.shape[0], -1)), flat, size=self.size, xp=xp
@@ -151,7 +151,7 @@ class IdRows(OfOutputs):
         M, N, _, m = g.shape
         every = xp.arange(self.size, dtype=self.ids.dtype, device=device_of(self.ids))
         hot = cast(xp, self.ids[:, :, None] == every, dtype)
-        hot = hot * self._values(dtype, xp)[:, :, None]
+        hot = hot * self.values(dtype, xp=xp)[:, :, None]
         if self.bag:
             hot = xp.sum(hot, axis=1, keepdims=True)
         D = xp.matmul(xp.matrix_transpose(hot), g)
@@ -166,7 +166,7 @@ class IdRows(OfOutputs):
         good = all_finite(self.output_grads, xp=xp)
         return status_unless(xp, good, Status.OUTPUT_GRADS_NOT_FINITE)
 
-    def _values(self, dtype: object, xp: Namespace) -> Array:
+    def values(self, dtype: object, /, *, xp: Namespace) -> Array:
         """Return what each id adds to its x, shape of the ids."""
         if self.bag and self.binary:
             return self._once(dtype, xp)

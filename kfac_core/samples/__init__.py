@@ -1,0 +1,21 @@
+"""Gauss-Newton in the space of samples: the whole network's curvature from rows alone.
+
+With J the Jacobian of N examples' outputs by all parameters, ``K = J J^T`` is a sum over
+layers of products of Gram matrices of the rows that K-FAC's factors are made of, and
+``(J^T J / N + lam I)^-1 J^T r / N = J^T (K + N lam I)^-1 r`` is the exact direction of
+Gauss-Newton.
+"""
+
+from kfac_core.samples.curvature import SampleCurvature, damped_kernel, sample_curvature
+from kfac_core.samples.gram import sample_gram
+from kfac_core.samples.jacobian import Derivatives, Jacobian, LayerJacobian
+
+__all__ = [
+    "Derivatives",
+    "Jacobian",
+    "LayerJacobian",
+    "SampleCurvature",
+    "damped_kernel",
+    "sample_curvature",
+    "sample_gram",
+]

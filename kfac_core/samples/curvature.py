@@ -1,0 +1,381 @@
+"""``F_damped = J^T J / N + lam I`` of a whole network, by the Gram matrix ``K = J J^T``.
+
+Conventions.  As `kfac_core.samples.jacobian`.  N is the number of examples, so that F is
+the Gauss-Newton matrix of ``1/(2N) sum_r r^2``.  With Woodbury's formula
+
+    F_damped^-1 v         = (v - J^T (K + N lam I)^-1 J v) / lam,
+    F_damped^-1 J^T r / N = J^T (K + N lam I)^-1 r,
+
+the second of which does not cancel: it is the direction of Gauss-Newton.  Centered, J is
+``C J`` and K is ``C K C``, with ``C = I - 1 1^T / N``.
+
+References
+----------
+Chen and Heyl (2023), arXiv:2302.01941; Goldshlager, Abrahamsen and Lin (2024),
+arXiv:2401.10190 (SPRING, centered); Müller and Zeinhofer (2025), arXiv:2505.12149.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kfac_core import errors
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import (
+    Scalar,
+    cast,
+    full_of,
+    namespace_of,
+    own_namespace,
+)
+from kfac_core.array.status import Check
+from kfac_core.array.structure import replaced, structure
+from kfac_core.damping import require_damping
+from kfac_core.linalg.shifted import ShiftedMatrix, shifted_matrix
+from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.samples.gram import sample_gram
+from kfac_core.samples.jacobian import Jacobian, Parameters
+
+__all__ = ["SampleCurvature", "sample_curvature"]
+
+
+@structure(static=("centered",))
+class SampleCurvature:
+    r"""The damped Gauss-Newton matrix of a whole network, exact, by its Gram matrix.
+
+    .. math:: F = \frac{1}{N} J^T J + \lambda I, \qquad K = J J^T .
+
+    All layers stand in it with each other, where K-FAC has a block for each.  It is the
+    better curvature where the number of rows R is at most some thousands, for any number
+    of parameters.  Make one with `sample_curvature`.
+
+    Attributes
+    ----------
+    jacobian : Jacobian
+        Rows of the layers.
+    kernel : ShiftedMatrix
+        ``K + N lam I`` and its Cholesky factor.
+    damping : array, 0-d
+        The damping lam, in the dtype of K.
+    centered : bool
+        Whether the mean over examples is taken off J.
+
+    Notes
+    -----
+    Memory: the rows, and ``2 R^2`` numbers.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> from kfac_core.samples import Jacobian, sample_curvature
+    >>> layer = kc.Dense(in_features=2, out_features=1, bias=False, weight_layout="io")
+    >>> x = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    >>> J = Jacobian.of({"fc": layer}, {"fc": kc.Batch(x, np.ones((3, 1)))})
+    >>> F = sample_curvature(J, damping=1e-3)
+    >>> r = np.array([1.0, 0.0, 1.0])
+    >>> direction = F.direction(r)["fc"]["weight"][:, 0]
+    >>> expected = np.linalg.solve(x.T @ x / 3 + 1e-3 * np.eye(2), x.T @ r / 3)
+    >>> bool(np.allclose(direction, expected))
+    True
+    """
+
+    jacobian: Jacobian
+    kernel: ShiftedMatrix
+    damping: Array
+    centered: bool = False
+
+    def direction(
+        self,
+        residuals: Array,
+        /,
+        *,
+        last: Parameters | None = None,
+        momentum: Scalar = 0.0,
+    ) -> dict[str, dict[str, Array]]:
+        r"""Return the direction of Gauss-Newton, with SPRING's momentum.
+
+        .. math:: d = \mu \varphi + J^T (K + N \lambda I)^{-1} (r - \mu J \varphi)
+
+        with the last direction :math:`\varphi`: of all d, that which minimizes
+        :math:`|J d - r|^2 / N + \lambda |d - \mu \varphi|^2`.
+
+        Parameters
+        ----------
+        residuals : array, shape (N,) or (N, C)
+            The residuals r: ``J^T r / N`` is the gradient of the loss.
+        last : mapping of str to mapping of str to array, optional
+            The last direction; None for none.
+        momentum : float or 0-d array
+            mu, in [0, 1).
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            Parameter-shaped; subtract it, times a rate, from the parameters.
+
+        Raises
+        ------
+        ShapeError, MixedArraysError
+            For arrays that do not fit.
+
+        Notes
+        -----
+        ``2 R^2`` flops, and two products with J.
+
+        References
+        ----------
+        Goldshlager, Abrahamsen and Lin (2024), arXiv:2401.10190, equation 19.
+        """
+        target = residuals
+        if last is not None:
+            target = residuals - momentum * self.jacobian.multiply(last)
+        step = self._transposed(self.solve_kernel(target))
+        if last is None:
+            return step
+        return _combined(lambda d, phi: d + momentum * phi, step, last)
+
+    def solve_kernel(self, c: Array, /) -> Array:
+        """Return ``(K + N lam I)^-1 c``, centered on both sides where J is.
+
+        Parameters
+        ----------
+        c : array, shape (N,) or (N, C)
+            A vector in the space of samples.
+
+        Returns
+        -------
+        array, shape (N,) or (N, C)
+            In the dtype of K.
+        """
+        xp = namespace_of(kernel=self.damping, coefficients=c)
+        if tuple(c.shape) != self.jacobian.sample_shape:
+            raise errors.ShapeError(
+                f"Expected an array of shape {self.jacobian.sample_shape} in the space of "
+                f"samples, got {tuple(c.shape)}."
+            )
+        right = xp.reshape(self._center(cast(xp, c, self.damping.dtype)), (-1, 1))
+        return self._center(xp.reshape(self.kernel.solve(right), tuple(c.shape)))
+
+    def multiply(
+        self, vectors: Parameters, /, *, damped: bool = True
+    ) -> dict[str, dict[str, Array]]:
+        """Return ``F_damped v``, or ``F v``; two products with J."""
+        N = self.jacobian.examples
+        along = self._center(self.jacobian.multiply(vectors))
+        product = self._transposed(along / N)
+        if not damped:
+            return product
+        return _combined(lambda w, v: w + self._lam(v) * v, product, vectors)
+
+    def multiply_inverse(self, vectors: Parameters, /) -> dict[str, dict[str, Array]]:
+        """Return ``F_damped^-1 v``; prefer `direction` for a gradient ``J^T r / N``.
+
+        The two vectors that Woodbury's formula subtracts are nearly equal where the damping
+        is small: roundoff is ``|F| / lam`` times that of the products.
+        """
+        inner = self._transposed(self.solve_kernel(self.jacobian.multiply(vectors)))
+        return _combined(lambda v, w: (v - w) / self._lam(v), vectors, inner)
+
+    def sample(
+        self, parameter_noise: Parameters, sample_noise: Array, /
+    ) -> dict[str, dict[str, Array]]:
+        r"""Turn white noise into noise of covariance ``F_damped^-1`` (Matheron's rule).
+
+        .. math:: \theta = z - J^T (K + N \lambda I)^{-1} (J z + \sqrt{N} \epsilon),
+            \qquad z = \lambda^{-1/2} \zeta
+
+        Parameters
+        ----------
+        parameter_noise : mapping of str to mapping of str to array
+            Standard normal numbers zeta, parameter-shaped.
+        sample_noise : array, shape (N,) or (N, C)
+            Standard normal numbers epsilon.
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            One sample, parameter-shaped.
+
+        References
+        ----------
+        Wilson et al. (2021), arXiv:2011.04026, equation 8.
+        """
+        xp = own_namespace(self.damping)
+        z = _combined(
+            lambda noise, _: noise / xp.sqrt(self._lam(noise)),
+            parameter_noise,
+            parameter_noise,
+        )
+        root = float(self.jacobian.examples) ** 0.5
+        seen = self.jacobian.multiply(z) + root * sample_noise
+        correction = self._transposed(self.solve_kernel(seen))
+        return _combined(lambda x, w: x - w, z, correction)
+
+    def trace(self, *, damped: bool = True) -> Array:
+        """Return the trace of F_damped, or of F, 0-d."""
+        trace = self.kernel.trace(shifted=False) / self.jacobian.examples
+        return trace + self.jacobian.parameters * self.damping if damped else trace
+
+    def logdet(self) -> Array:
+        """Return ``log det F_damped = log det (K/N + lam I) + (P - R) log lam``, 0-d."""
+        xp, J = own_namespace(self.damping), self.jacobian
+        rest = (J.parameters - J.samples) * xp.log(self.damping)
+        N = xp.full_like(self.damping, float(J.examples))
+        return self.kernel.logdet() - J.samples * xp.log(N) + rest
+
+    def diagonal(self, *, damped: bool = True) -> dict[str, dict[str, Array]]:
+        """Return the diagonal of F_damped, or of F, parameter-shaped.
+
+        Raises
+        ------
+        UnsupportedError
+            For a centered J, whose rows are not those of its layers.
+        """
+        if self.centered:
+            raise errors.UnsupportedError(
+                "The diagonal of a centered Jacobian is not a sum over its rows; take "
+                "centered=False."
+            )
+        N = self.jacobian.examples
+
+        def scaled(square: Array, _: Array) -> Array:
+            return square / N + (self._lam(square) if damped else 0.0)
+
+        squares = self.jacobian.squares()
+        return _combined(scaled, squares, squares)
+
+    def residual(self, residuals: Array, solution: Array, /) -> Array:
+        """Return ``|(K + N lam I) w - r| / |r|`` of a solution w, 0-d; ``2 R^2`` flops."""
+        xp = own_namespace(self.damping)
+        r = xp.reshape(self._center(cast(xp, residuals, self.damping.dtype)), (-1, 1))
+        w = xp.reshape(solution, (-1, 1))
+        error = self.kernel.multiply(w, shifted=True) - r
+        size = xp.linalg.vector_norm(r)
+        safe = xp.where(size > 0, size, xp.ones_like(size))
+        return xp.linalg.vector_norm(error) / safe
+
+    def status(self) -> Array:
+        """Return the `Status` flags of the factorization, 0-d int32."""
+        return self.kernel.status()
+
+    def _transposed(self, c: Array) -> dict[str, dict[str, Array]]:
+        return self.jacobian.multiply_transposed(self._center(c))
+
+    def _center(self, c: Array) -> Array:
+        """Return c less its mean over examples, where J is centered."""
+        if not self.centered:
+            return c
+        xp = own_namespace(c)
+        return c - xp.mean(c, axis=0, keepdims=True)
+
+    def _lam(self, like: Array) -> Array:
+        """Return the damping in the dtype of a vector."""
+        return cast(own_namespace(like), self.damping, like.dtype)
+
+
+def sample_curvature(
+    J: Jacobian,
+    /,
+    *,
+    damping: Scalar,
+    centered: bool = False,
+    check: Check = "raise",
+    dtype: object = None,
+    max_elements: int | None = None,
+) -> SampleCurvature:
+    """Return ``J^T J / N + lam I`` with K formed and factorized.
+
+    Parameters
+    ----------
+    J : Jacobian
+        Rows of the network's layers.
+    damping : float or 0-d array
+        The damping lam, positive.
+    centered : bool
+        Whether J is less its mean over the examples, as for wave functions, where the rows
+        are derivatives of log psi.
+    check : {"raise", "status"}
+        Whether a factorization that fails raises, which synchronizes with the device, or
+        is flagged in ``status()``.
+    dtype : dtype, optional
+        Dtype of K and its factor: float64 where the device has it.
+    max_elements : int, optional
+        See `sample_gram`.
+
+    Returns
+    -------
+    SampleCurvature
+        An immutable snapshot.
+
+    Raises
+    ------
+    DampingError
+        For a damping that is negative or not finite.
+    NotFiniteError, FactorizationError
+        If K cannot be factorized to the accuracy that is promised (``check="raise"``).
+
+    Notes
+    -----
+    ``R^3 / 3`` flops beside those of `sample_gram`.
+    """
+    require_damping(damping)
+    K = sample_gram(J, dtype=dtype, max_elements=max_elements)
+    return damped_kernel(J, K, damping=damping, centered=centered, check=check)
+
+
+def damped_kernel(
+    J: Jacobian,
+    K: SymmetricMatrix,
+    /,
+    *,
+    damping: Scalar,
+    centered: bool = False,
+    check: Check = "raise",
+) -> SampleCurvature:
+    """Return the curvature of a Gram matrix that is known, for another damping.
+
+    Parameters
+    ----------
+    J : Jacobian
+        Rows of the network's layers.
+    K : SymmetricMatrix
+        What `sample_gram` returns.
+    damping, centered, check
+        See `sample_curvature`.
+
+    Returns
+    -------
+    SampleCurvature
+        An immutable snapshot.
+    """
+    xp = own_namespace(K.array)
+    lam = full_of(xp, damping, K.array)
+    if centered:
+        K = _centered_kernel(K, J, xp)
+    kernel = shifted_matrix(K, lam * J.examples)
+    kernel = replaced(kernel, solving="triangular")
+    kernel = kernel.prepared("cholesky", check=check, name="K")
+    return SampleCurvature(J, kernel, lam, centered)
+
+
+def _centered_kernel(K: SymmetricMatrix, J: Jacobian, xp: Namespace) -> SymmetricMatrix:
+    """Return ``C K C``, with the mean over examples taken off rows and columns."""
+    N, C = J.examples, J.outputs
+    by_example = xp.reshape(K.full(), (N, C, N, C))
+    by_example = by_example - xp.mean(by_example, axis=0, keepdims=True)
+    by_example = by_example - xp.mean(by_example, axis=2, keepdims=True)
+    centered = xp.reshape(by_example, (N * C, N * C))
+    # The two means round differently above and below the diagonal.
+    centered = 0.5 * (centered + xp.matrix_transpose(centered))
+    return SymmetricMatrix(centered, full_storage=True)
+
+
+def _combined(
+    function: Callable[[Array, Array], Array], first: Parameters, second: Parameters
+) -> dict[str, dict[str, Array]]:
+    """Return a function of two vectors in the space of parameters, entry by entry."""
+    return {
+        layer: {name: function(x, second[layer][name]) for name, x in vector.items()}
+        for layer, vector in first.items()
+    }

@@ -1,0 +1,280 @@
+"""The Jacobian of a whole network as the rows of its layers; it is never formed.
+
+Conventions.  N examples have C outputs each (or residuals; without an axis of outputs, one
+each): ``R = N C`` rows, an example's outputs side by side.  The derivative of output r with
+respect to the matrix of layer l is ``D_lr = sum_s x_rs g_rs^T``, over the shared positions
+s, with x the layer's inputs and g the derivative of the output with respect to the
+layer's output.  J has the D_lr of all layers side by side: R rows, P columns.  Arrays in
+the space of samples have the shape (N,) or (N, C), those in the space of parameters are
+mappings of layers to parameters by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from kfac_core import errors
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import cast, namespace_of, own_namespace
+from kfac_core.array.structure import structure
+from kfac_core.layers.example_gradients import ExampleGradients, GradientBatch
+from kfac_core.layers.layer import Layer
+from kfac_core.layers.parameter_stacks import stack_to_matrices
+from kfac_core.layers.rows import Batch
+from kfac_core.layers.whole_rows import whole_rows
+from kfac_core.samples.row_products import combined_rows, row_products
+
+__all__ = ["Derivatives", "Jacobian", "LayerJacobian"]
+
+Derivatives: TypeAlias = Batch | Sequence[Batch] | Mapping[str, Array]
+"""What a layer saw, output gradients with one source for each output; several uses of the
+layer in each example; or the derivatives themselves, parameters by name with the axes
+(examples, outputs) in front."""
+
+Parameters: TypeAlias = Mapping[str, Mapping[str, Array]]
+
+
+@structure(static=("layer",))
+class LayerJacobian:
+    """The rows of one layer, and the layer that they belong to.
+
+    Attributes
+    ----------
+    rows : Rows, IdRows or ExampleGradients
+        Rows of all examples, with one source for each output.
+    layer : Layer
+        Turns parameters into the layer's matrix and back.
+    """
+
+    rows: Any
+    layer: Layer
+
+
+@structure(static=("sample_shape",))
+class Jacobian:
+    r"""The derivatives of N examples' outputs with respect to all parameters, by rows.
+
+    For a layer with inputs x and output gradients g, with S shared positions,
+
+    .. math:: (J d)_r = \sum_l \sum_s x_{rs}^T d_l \, g_{rs}, \qquad
+        (J^T c)_l = \sum_{rs} c_r \, x_{rs} g_{rs}^T .
+
+    Make one with `Jacobian.of`.
+
+    Attributes
+    ----------
+    layers : dict of str to LayerJacobian
+        Layers by name.
+    sample_shape : tuple of int
+        The shape (N,) or (N, C) of arrays in the space of samples.
+
+    Notes
+    -----
+    Memory: the rows.  ``2 R S n m`` flops a layer for each product.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kfac_core as kc
+    >>> from kfac_core.samples import Jacobian
+    >>> layer = kc.Dense(in_features=2, out_features=1, bias=False, weight_layout="io")
+    >>> x = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    >>> J = Jacobian.of({"fc": layer}, {"fc": kc.Batch(x, np.ones((3, 1)))})
+    >>> J.multiply({"fc": {"weight": np.array([[1.0], [1.0]])}})
+    array([ 3.,  7., 11.])
+    """
+
+    layers: dict[str, LayerJacobian]
+    sample_shape: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, layers: Mapping[str, Layer], derivatives: Mapping[str, Derivatives], /
+    ) -> Jacobian:
+        """Return the Jacobian of what the layers saw.
+
+        Parameters
+        ----------
+        layers : mapping of str to Layer
+            The network's layers.
+        derivatives : mapping of str to Batch, sequence of Batch, or mapping of arrays
+            For each layer the inputs and the derivatives of the outputs with respect to the
+            layer's outputs, of each example by itself: what one backward pass of the *sum*
+            of the outputs gives.  ``sources=C`` for C outputs an example.  Parameters that
+            no layer describes come as the derivatives themselves, for a layer
+            `kfac_core.Parameters`.
+
+        Returns
+        -------
+        Jacobian
+            Refers to the arrays, and copies none.
+
+        Raises
+        ------
+        UnknownBlockError
+            For names that differ.
+        ShapeError
+            For layers with different examples or outputs.
+        DtypeError, MixedArraysError, UnsupportedError
+            For arrays that do not fit their layer.
+        """
+        if layers.keys() != derivatives.keys():
+            raise errors.UnknownBlockError(
+                f"Expected derivatives of the layers {sorted(layers)}, got "
+                f"{sorted(derivatives)}."
+            )
+        jacobians: dict[str, LayerJacobian] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, layer in layers.items():
+            rows, shapes[name] = _rows_of(layer, derivatives[name])
+            jacobians[name] = LayerJacobian(rows, layer)
+        if len(set(shapes.values())) != 1:
+            raise errors.ShapeError(
+                "Expected the same examples and outputs for all layers, got the shapes "
+                f"{shapes}."
+            )
+        return cls(jacobians, next(iter(shapes.values())))
+
+    @property
+    def examples(self) -> int:
+        """The number of examples N."""
+        return self.sample_shape[0]
+
+    @property
+    def samples(self) -> int:
+        """The number of rows ``R = N C``."""
+        return self.sample_shape[0] * self.outputs
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs C of an example."""
+        return self.sample_shape[1] if len(self.sample_shape) == 2 else 1
+
+    @property
+    def parameters(self) -> int:
+        """The number of columns P."""
+        total = 0
+        for jacobian in self.layers.values():
+            n, m = jacobian.layer.matrix_shape
+            total += n * m
+        return total
+
+    @property
+    def like(self) -> Array:
+        """An array whose library, device and dtype the products have."""
+        return next(iter(self.layers.values())).rows.like
+
+    def multiply(self, vectors: Parameters, /) -> Array:
+        """Return ``J d``.
+
+        Parameters
+        ----------
+        vectors : mapping of str to mapping of str to array
+            The direction d, by layer and parameter.
+
+        Returns
+        -------
+        array, shape (N,) or (N, C)
+            In the dtype of d.
+
+        Raises
+        ------
+        UnknownBlockError, ShapeError, DtypeError, MixedArraysError
+            For vectors that do not fit.
+        """
+        if vectors.keys() != self.layers.keys():
+            raise errors.UnknownBlockError(
+                f"Expected vectors of the layers {sorted(self.layers)}, got "
+                f"{sorted(vectors)}."
+            )
+        products: list[Array] = []
+        for name, jacobian in self.layers.items():
+            V = jacobian.layer.parameters_to_matrix(vectors[name])
+            xp = namespace_of(rows=jacobian.rows.like, vectors=V)
+            products.append(row_products(jacobian.rows, V, xp=xp))
+        total = products[0]
+        for product in products[1:]:
+            total = total + product
+        return own_namespace(total).reshape(total, self.sample_shape)
+
+    def multiply_transposed(
+        self, coefficients: Array, /
+    ) -> dict[str, dict[str, Array]]:
+        """Return ``J^T c``, a combination of the outputs' derivatives.
+
+        Parameters
+        ----------
+        coefficients : array, shape (N,) or (N, C)
+            The coefficients c.
+
+        Returns
+        -------
+        dict of str to dict of str to array
+            Parameter-shaped, in the dtype of the rows.
+
+        Raises
+        ------
+        ShapeError, MixedArraysError
+            For coefficients that do not fit.
+        """
+        xp = namespace_of(rows=self.like, coefficients=coefficients)
+        if tuple(coefficients.shape) != self.sample_shape:
+            raise errors.ShapeError(
+                f"Expected `coefficients` of shape {self.sample_shape}, got "
+                f"{tuple(coefficients.shape)}."
+            )
+        c = xp.reshape(coefficients, (self.examples, self.outputs))
+        combined: dict[str, dict[str, Array]] = {}
+        for name, jacobian in self.layers.items():
+            rows, layer = jacobian.rows, jacobian.layer
+            narrow = cast(xp, c, rows.like.dtype)
+            matrix = combined_rows(rows, narrow, layer.matrix_shape, xp=xp)
+            combined[name] = layer.matrix_to_parameters(matrix)
+        return combined
+
+    def squares(self) -> dict[str, dict[str, Array]]:
+        """Return ``diag(J^T J)``, parameter-shaped, in the dtype of the rows."""
+        diagonal: dict[str, dict[str, Array]] = {}
+        for name, jacobian in self.layers.items():
+            rows, layer = jacobian.rows, jacobian.layer
+            xp = own_namespace(rows.like)
+            matrix = xp.reshape(
+                rows.squares(rows.like.dtype, xp=xp), layer.matrix_shape
+            )
+            diagonal[name] = layer.matrix_to_parameters(matrix)
+        return diagonal
+
+
+def _rows_of(layer: Layer, derivatives: Derivatives) -> tuple[Any, tuple[int, ...]]:
+    """Return a layer's rows, and the shape of the space of samples."""
+    if isinstance(derivatives, Mapping):
+        return _stacked_gradients(layer, derivatives)
+    if isinstance(derivatives, GradientBatch):
+        raise errors.UnsupportedError(
+            "Expected the derivatives of each output, got gradients of the whole batch. "
+            "Give a mapping of arrays with the axes (examples, outputs) in front."
+        )
+    rows = whole_rows(layer, derivatives)
+    uses = derivatives if isinstance(derivatives, Sequence) else [derivatives]
+    if uses[0].sources is None:
+        return rows, (rows.examples,)
+    return rows, (rows.examples, rows.sources)
+
+
+def _stacked_gradients(
+    layer: Layer, derivatives: Mapping[str, Array]
+) -> tuple[ExampleGradients, tuple[int, ...]]:
+    """Return derivatives that are known themselves as rows without x and g."""
+    D = stack_to_matrices(layer, derivatives)
+    xp: Namespace = own_namespace(D)
+    lead = tuple(int(length) for length in D.shape[:-2])
+    if len(lead) not in (1, 2):
+        raise errors.ShapeError(
+            "Expected derivatives with the axes (examples,) or (examples, outputs) before "
+            f"those of the parameters, got the axes {lead}."
+        )
+    C = lead[1] if len(lead) == 2 else 1
+    D = xp.reshape(D, (lead[0], C, -1))
+    by_source = xp.reshape(xp.permute_dims(D, (1, 0, 2)), (C * lead[0], -1))
+    return ExampleGradients(by_source, lead[0], C), lead

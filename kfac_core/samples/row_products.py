@@ -1,0 +1,99 @@
+"""Products of one layer's rows with vectors: ``<D_r, V>`` and ``sum_r c_r D_r``.
+
+Conventions.  As `kfac_core.samples.jacobian`; M is the number of outputs C, which are the
+sources of the rows.  A layer of Q groups has matrices of shape ``(n, Q m)``.
+"""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from kfac_core.array.backend import Array, Namespace
+from kfac_core.array.namespaces import cast
+from kfac_core.layers.example_gradients import ExampleGradients
+from kfac_core.layers.id_rows import IdRows
+from kfac_core.layers.rows import Rows
+from kfac_core.linalg.groups import join_groups, split_groups
+from kfac_core.linalg.indexing import sum_rows_at
+
+__all__ = ["combined_rows", "row_products"]
+
+
+@singledispatch
+def row_products(rows: Any, V: Array, /, *, xp: Namespace) -> Array:
+    """Return ``<D_nc, V>`` for each example and output, shape (N, C)."""
+    raise TypeError(f"no products of rows of type {type(rows).__name__}")
+
+
+@row_products.register
+def _(rows: Rows, V: Array, /, *, xp: Namespace) -> Array:
+    x = rows.full_inputs(V.dtype, xp=xp)
+    g = cast(xp, rows.output_grads, V.dtype)
+    V = split_groups(V, tuple(x.shape[:-3]), xp=xp)
+    along = xp.matmul(x, V[..., None, :, :])[..., None, :, :, :] * g
+    by_group = xp.sum(along, axis=(-2, -1))
+    summed = by_group if x.ndim == 3 else xp.sum(by_group, axis=0)
+    return xp.matrix_transpose(summed)
+
+
+@row_products.register
+def _(rows: IdRows, V: Array, /, *, xp: Namespace) -> Array:
+    flat = xp.reshape(rows.ids, (-1,))
+    taken = xp.reshape(xp.take(V, flat, axis=0), (*rows.ids.shape, V.shape[-1]))
+    taken = taken * rows.values(V.dtype, xp=xp)[..., None]
+    if rows.bag:
+        taken = xp.sum(taken, axis=1, keepdims=True)
+    g = cast(xp, rows.output_grads, V.dtype)
+    return xp.matrix_transpose(xp.sum(taken * g, axis=(-2, -1)))
+
+
+@row_products.register
+def _(rows: ExampleGradients, V: Array, /, *, xp: Namespace) -> Array:
+    D = cast(xp, rows.gradients, V.dtype)
+    products = xp.matmul(D, xp.reshape(V, (-1, 1)))
+    return xp.matrix_transpose(xp.reshape(products, (rows.sources, rows.examples)))
+
+
+@singledispatch
+def combined_rows(
+    rows: Any, c: Array, matrix_shape: tuple[int, int], /, *, xp: Namespace
+) -> Array:
+    """Return ``sum_nc c_nc D_nc`` for coefficients of shape (N, C), as a matrix."""
+    raise TypeError(f"no combination of rows of type {type(rows).__name__}")
+
+
+@combined_rows.register
+def _(
+    rows: Rows, c: Array, matrix_shape: tuple[int, int], /, *, xp: Namespace
+) -> Array:
+    x = rows.full_inputs(c.dtype, xp=xp)
+    x = xp.reshape(x, (*x.shape[:-3], -1, x.shape[-1]))
+    g = _weighted(rows.output_grads, c, xp)
+    g = xp.reshape(g, (*g.shape[:-3], -1, g.shape[-1]))
+    return join_groups(xp.matmul(xp.matrix_transpose(x), g), xp=xp)
+
+
+@combined_rows.register
+def _(
+    rows: IdRows, c: Array, matrix_shape: tuple[int, int], /, *, xp: Namespace
+) -> Array:
+    g = _weighted(rows.output_grads, c, xp) * rows.values(c.dtype, xp=xp)[..., None]
+    flat = xp.reshape(rows.ids, (-1,))
+    g = xp.reshape(g, (flat.shape[0], -1))
+    return sum_rows_at(g, flat, size=rows.size, xp=xp)
+
+
+@combined_rows.register
+def _(
+    rows: ExampleGradients, c: Array, matrix_shape: tuple[int, int], /, *, xp: Namespace
+) -> Array:
+    D = cast(xp, rows.gradients, c.dtype)
+    flat = xp.reshape(xp.matrix_transpose(c), (1, -1))
+    return xp.reshape(xp.matmul(flat, D), matrix_shape)
+
+
+def _weighted(output_grads: Array, c: Array, xp: Namespace) -> Array:
+    """Return ``sum_c c_nc g``, shape ((Q,) N, S, m)."""
+    g = cast(xp, output_grads, c.dtype)
+    return xp.sum(g * xp.matrix_transpose(c)[..., None, None], axis=-4)
