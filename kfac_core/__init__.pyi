@@ -59,7 +59,6 @@ from . import (
 )
 from .approximations.approximation import Approximation as Approximation
 from .approximations.eigen import Eigen as Eigen
-from .approximations.example_gram import ExampleGram as ExampleGram
 from .approximations.kfoc import KFOC as KFOC
 from .approximations.kronecker import Kronecker as Kronecker
 from .approximations.scaled_identity import ScaledIdentity as ScaledIdentity
@@ -227,7 +226,6 @@ __all__ = [
     "Eigen",
     "Embedding",
     "Estimator",
-    "ExampleGram",
     "Execution",
     "FactorizationError",
     "Full",

@@ -44,9 +44,6 @@ def every_block() -> dict[str, kc.Block]:
         "eigen": kc.Block(dense(3, 4), kc.Eigen(moment_decay=0.8)),
         "diagonal": kc.Block(dense(2, 3), kc.Diagonal()),
         "full": kc.Block(dense(2, 2), kc.Full()),
-        "window": kc.Block(
-            dense(3, 2), kc.ExampleGram(gradients=6, positions=POSITIONS)
-        ),
         "scaled identity": kc.Block(
             kc.Parameters(shapes={"w": (5,)}), kc.ScaledIdentity(scale=2.0)
         ),
@@ -72,8 +69,7 @@ def batch_of(rng: np.random.Generator, block: kc.Block, N: int) -> Any:
         x = rng.normal(size=(N, POSITIONS, layer.in_features)) + 0.3
         m = layer.out_features
     made = {"inputs": x, "output_grads": rng.normal(size=(N, POSITIONS, m)) + 0.2}
-    if block.approximation.name != "example_gram":
-        made["mask"] = mask
+    made["mask"] = mask
     return made
 
 

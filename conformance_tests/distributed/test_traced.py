@@ -85,19 +85,6 @@ def test_flags_of_one_rank_are_those_of_all():
     assert run_ranks(2, run) == [(1, 0.0)] * 2
 
 
-def test_windows_are_refused_inside_a_program():
-    """What is merged and not added up, by name."""
-    network = kc.Network(
-        {"fc": kc.Block(dense(3, 2), kc.ExampleGram(gradients=3))}, conventions=SUMMED
-    )
-    batch = kc.Batch(np.ones((2, 3)), np.ones((2, 2)))
-
-    alone = SummedOver(connect("alone"))
-
-    with pytest.raises(kc.UnsupportedError, match=r"'fc'.*only sums"):
-        network.update(network.empty(), {"fc": batch}, decay=0.9, executor=alone)
-
-
 def test_under_a_mapped_axis_of_jax(backend, requires_backend):
     """A program that is compiled and mapped over shards, which may be masked."""
     requires_backend("jax")

@@ -30,7 +30,6 @@ SHOWN = [
     "Eigen",
     "Embedding",
     "Estimator",
-    "ExampleGram",
     "Execution",
     "FactorizationError",
     "Full",

@@ -41,7 +41,6 @@ OPTIONS = {
     kc.KFOC: kc.KFOC(iterations=2),
     kc.ScaledIdentity: kc.ScaledIdentity(scale=1.0),
     kc.Series: kc.Series(variant="symmetric", steps=3),
-    kc.ExampleGram: kc.ExampleGram(gradients=3),
     kc.BlockTridiagonal: kc.BlockTridiagonal(),
     kc.Averaging: kc.Averaging(),
     kc.Refreshing: kc.Refreshing(),

@@ -111,7 +111,8 @@ def _calls() -> dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, 
     constructors: tuple[Any, ...] = (
         *(kc.Dense, kc.Conv, kc.Embedding, kc.ScaleShift, kc.Parameters, kc.Chain),
         *(kc.Kronecker, kc.Eigen, kc.TNT, kc.KFOC, kc.Series, kc.ScaledIdentity),
-        *(kc.ExampleGram, kc.Averaging, kc.Refreshing),
+        kc.Averaging,
+        kc.Refreshing,
         *(kc.Sharing, kc.Execution, kc.Precision, kc.Conventions),
     )
     for cls in constructors:

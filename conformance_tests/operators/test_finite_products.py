@@ -17,7 +17,6 @@ BLOCKS = {
     "exact": (kc.Kronecker(), "exact"),
     "full": (kc.Full(), "exact"),
     "diagonal": (kc.Diagonal(), "exact"),
-    "example gram": (kc.ExampleGram(gradients=6, positions=1), "exact"),
 }
 PRODUCTS = {
     "multiply": {},

@@ -30,7 +30,6 @@ OTHERS = {
     "grouped": (GROUPED, kc.Kronecker()),
     "grouped eigen": (GROUPED, kc.Eigen()),
     "diagonal input": (DENSE, kc.Kronecker(input="diagonal")),
-    "example gram": (DENSE, kc.ExampleGram(gradients=4, positions=5)),
 }
 EVERY = [*KINDS, *itertools.product(OTHERS, ("factored", "exact"))]
 

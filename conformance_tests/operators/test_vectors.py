@@ -103,27 +103,7 @@ def test_the_cholesky_factor_of_a_spectrum_is_the_dense_one(
 @pytest.mark.parametrize(
     "approximation",
     [
-        kc.ExampleGram(gradients=4),
-    ],
-    ids=lambda made: made.name,
-)
-def test_what_an_operator_lacks_it_refuses_with_the_reason(backend, rng, approximation):
-    """One reason for the approximation, the operator, and the product that is refused."""
-    operator = operator_of(backend, "float64", rng, approximation)
-    V = backend.asarray(np.ones((IN, OUT)))
-
-    assert operator.unsupported_products == approximation.unsupported_products
-    for product, reason in operator.unsupported_products.items():
-        with pytest.raises(kc.UnsupportedError, match=product) as caught:
-            getattr(operator, product)(V)
-        assert reason in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "approximation",
-    [
         *(kc.Kronecker(), kc.Eigen(), kc.Diagonal(), kc.Full()),
-        kc.ExampleGram(gradients=4),
     ],
     ids=lambda made: made.name,
 )

@@ -331,12 +331,6 @@ def test_what_does_not_fit_is_refused(plain):
         posterior.multiply(plain.array(np.ones((3, 4))))
     with pytest.raises(kc.DtypeError, match="vectors"):
         posterior.multiply([[1.0]])
-    gram = kc.Block(plain.block.layer, kc.ExampleGram(gradients=2))
-    one = gram.operator(
-        gram.initial(plain.array(np.ones(1))), damping=1.0, rule="exact"
-    )
-    with pytest.raises(kc.UnsupportedError, match="no eigenbasis"):
-        one.spectral()
     with pytest.raises(kc.UnknownBlockError, match="would count as zero"):
         network.functional_variance({})
     with pytest.raises(kc.UnknownBlockError, match="prior_precision"):
@@ -388,7 +382,6 @@ def test_every_block_has_as_many_samples(plain):
 @pytest.mark.parametrize(
     "approximation",
     [
-        kc.ExampleGram(gradients=2, positions=2),
         kc.Series(variant="infinite"),
     ],
     ids=lambda approximation: type(approximation).__name__,

@@ -6,8 +6,7 @@ right
     ``|f(F) v - computed| <= C u kappa |f(F)| |v|`` with f the product, the inverse, the
     root of the inverse, the Cholesky factor or its inverse; u the roundoff of the
     narrowest dtype; kappa the condition number of the damped block; C = 64; at most 0.05.
-    For the product kappa is 1.  `ExampleGram` divides by the damping, so that kappa is
-    at least ``|F| / lam``; a block that is applied by parts (`Series`,
+    For the product kappa is 1.  A block that is applied by parts (`Series`,
     `BlockTridiagonal`) has the condition number of these parts.  A sample is right where
     the root of the inverse that makes it is; the log-determinant if it is off by no more
     than all its eigenvalues may be, and the roundoff of the logarithms that it sums.
@@ -127,9 +126,6 @@ def limits_of(case: Case, answer: Answer) -> dict[str, float]:
     widths = (dtype, precision.compute or dtype, precision.apply or dtype)
     roundoff = max(float(np.finfo(name).eps) for name in widths)
     condition, of_product = answer.condition, 1.0
-    if case.kind == "ExampleGram":
-        # Woodbury's formula divides by the damping, whatever the block's eigenvalues.
-        condition = max(condition, answer.norm / case.damping)
     if KINDS[case.kind].by_parts:
         condition = of_product = max(condition, answer.parts)
     limit = max(C * roundoff, min(C * roundoff * condition, CAP))

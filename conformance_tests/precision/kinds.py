@@ -297,7 +297,6 @@ KINDS = {
     "Full": _of_layer(kc.Full(), EXACT, _full),
     "Diagonal": _of_layer(kc.Diagonal(), EXACT, _diagonal),
     "ScaledIdentity": _of_layer(kc.ScaledIdentity(scale=2.0), EXACT, _identity),
-    "ExampleGram": _of_layer(kc.ExampleGram(gradients=LARGEST_RANK), EXACT, _full),
     "Series('symmetric')": _of_steps("symmetric", STEPS),
     "Series('infinite')": _of_steps("infinite", None),
     "BlockTridiagonal": Kind(

@@ -46,7 +46,6 @@ CASES: dict[str, tuple[Any, Any, str]] = {
     "infinite": (PLAIN, kc.Series(variant="infinite"), "factored"),
     "infinite alone": (PLAIN, kc.Series(variant="infinite"), "factored"),
     "identity": (ARRAY, kc.ScaledIdentity(scale=2.0), "factored"),
-    "example gram": (DENSE, kc.ExampleGram(gradients=6, positions=S), "exact"),
     "chain": (DENSE, kc.Kronecker(), "factored"),
 }
 """Layer, approximation and rule of damping, by name."""

@@ -36,7 +36,6 @@ KINDS: dict[str, tuple[Any, Any, str]] = {
     "kfoc": (DENSE, kc.KFOC(iterations=2), "factored"),
     "symmetric": (DENSE, kc.Series(variant="symmetric", steps=3), "factored"),
     "infinite": (DENSE, kc.Series(variant="infinite"), "factored"),
-    "example gram": (DENSE, kc.ExampleGram(gradients=4, positions=3), "exact"),
 }
 """One small block of each kind, by the name that it has in its file."""
 

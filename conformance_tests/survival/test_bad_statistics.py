@@ -34,7 +34,6 @@ KINDS: dict[str, tuple[Any, Any, str]] = {
     "full": (LAYER, kc.Full(), "exact"),
     "diagonal": (LAYER, kc.Diagonal(), "exact"),
     "kfoc": (LAYER, kc.KFOC(iterations=3), "factored"),
-    "example gram": (LAYER, kc.ExampleGram(gradients=N, positions=S), "exact"),
     "symmetric": (LAYER, kc.Series(variant="symmetric", steps=S), "factored"),
     "infinite": (LAYER, kc.Series(variant="infinite"), "factored"),
     "tnt": (TENSOR, kc.TNT(), "factored"),

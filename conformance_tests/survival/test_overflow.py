@@ -19,7 +19,6 @@ KINDS = {
     "eigen": (kc.Eigen(), "exact"),
     "full": (kc.Full(), "exact"),
     "diagonal": (kc.Diagonal(), "exact"),
-    "example gram": (kc.ExampleGram(gradients=4), "exact"),
     "kfoc": (kc.KFOC(iterations=2), "factored"),
     "series": (kc.Series(variant="infinite"), "factored"),
 }

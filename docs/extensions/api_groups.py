@@ -124,6 +124,12 @@ GROUPS = (
         ("operators",),
     ),
     Group(
+        "samples",
+        "The space of samples",
+        "The exact Gauss-Newton matrix of a whole network, by rows: :doc:`/samples`.",
+        ("kfac_core.samples",),
+    ),
+    Group(
         "posteriors",
         "Posteriors",
         "Laplace posteriors: :doc:`/posteriors`.",
@@ -183,7 +189,6 @@ GROUPS = (
 # Under which other words people look for a name.
 ALSO_CALLED = {
     "kfac_core.Eigen": "EKFAC",
-    "kfac_core.ExampleGram": "SENG",
     "kfac_core.Kronecker": "K-FAC",
     "kfac_core.TNT": "tensor-normal",
     "kfac_core.Posterior": "Laplace",

@@ -5,7 +5,6 @@ class, and the operators that are names of `kfac_core`.
 """
 
 from kfac_core.operators.dense import DenseOperator
-from kfac_core.operators.example_gram import ExampleGramOperator
 from kfac_core.operators.kronecker import FactoredKronecker, kronecker_operator
 from kfac_core.operators.linear_map import LinearMap
 from kfac_core.operators.operator import MatrixPower, raise_for
@@ -15,7 +14,6 @@ from kfac_core.operators.tridiagonal import TridiagonalOperator
 
 __all__ = [
     "DenseOperator",
-    "ExampleGramOperator",
     "FactoredKronecker",
     "LinearMap",
     "MatrixPower",
