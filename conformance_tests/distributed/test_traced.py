@@ -10,7 +10,7 @@ import pytest
 import kfac_core as kc
 from conformance_tests.builders.shards import dense, every_block, schedule_of, shard
 from conformance_tests.builders.tolerances import assert_close
-from kfac_core.distributed import SummedOver, connect, run_ranks
+from kfac_core.distributed import SummedOver, run_ranks
 
 SUMMED = kc.Conventions(reduction="sum", sources="sum")
 

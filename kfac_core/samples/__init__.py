@@ -8,10 +8,9 @@ Gauss-Newton.
 
 from kfac_core.samples.curvature import SampleCurvature, damped_kernel, sample_curvature
 from kfac_core.samples.gram import sample_gram
-from kfac_core.samples.jacobian import Derivatives, Jacobian, LayerJacobian
+from kfac_core.samples.jacobian import Jacobian, LayerJacobian
 
 __all__ = [
-    "Derivatives",
     "Jacobian",
     "LayerJacobian",
     "SampleCurvature",
