@@ -27,7 +27,15 @@ LAYERS = (
     {"network"},
     {"serialization", "report", "execution", "distributed"},
     {"estimator"},
-    {"checkpoint", "roots", "steps", "integration", "posterior", "influence"},
+    {
+        "checkpoint",
+        "roots",
+        "steps",
+        "integration",
+        "posterior",
+        "influence",
+        "samples",
+    },
     {"cli", "__init__", "__main__"},
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
