@@ -36,7 +36,7 @@ from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.samples.gram import sample_gram
 from kfac_core.samples.jacobian import Jacobian, Parameters
 
-__all__ = ["SampleCurvature", "sample_curvature"]
+__all__ = ["SampleCurvature", "damped_kernel", "sample_curvature"]
 
 
 @structure(static=("centered",))

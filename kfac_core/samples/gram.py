@@ -26,7 +26,7 @@ from kfac_core.linalg.gram import updated_gram
 from kfac_core.linalg.symmetric import SymmetricMatrix
 from kfac_core.samples.jacobian import Jacobian
 
-__all__ = ["sample_gram"]
+__all__ = ["sample_gram", "widest_dtype"]
 
 _LEAST_ELEMENTS = 2**21
 """Products of fewer numbers than this are made at once: smaller ones leave BLAS idle."""
