@@ -1,9 +1,10 @@
 """Exchanges by ``torch.distributed``: gloo between CPUs, NCCL between GPUs.
 
 Conventions.  PyTorch's tensors are exchanged where they are; arrays of other libraries go
-through the host's memory (and, with NCCL, to the current GPU).  gloo has no ragged
-collectives: parts of unequal lengths are exchanged by ``all_to_all_single``, and a
-reduce-scatter adds up what arrives in the order of the ranks.
+through the host's memory (and, with NCCL, to the current GPU).  Parts of similar lengths
+are padded to equal ones for ``all_gather_single`` and ``reduce_scatter_single``.  Other
+parts are broadcast by, or reduced to, each rank that has one.  So no rank holds or sends
+much more than all parts together.
 
 Where an exchange fails or takes too long, the ranks that notice it leave a mark in the
 process group's store.  Those without a mark are named in the error.
@@ -27,6 +28,9 @@ from kfac_core.distributed.communicator import Communicator, Operation
 from kfac_core.errors import CommunicationError, CommunicationTimeoutError
 
 __all__ = ["TorchCommunicator", "connect", "joined", "problem", "running", "versions"]
+
+SLICE_NUMBERS = 1 << 18
+"""Length of the slices in which gloo reduces, of which it holds two copies at a time."""
 
 _MARK = "kfac_core/failed"
 
@@ -97,11 +101,12 @@ class TorchCommunicator(Communicator):
         call = f"{operation} {self._calls}"
         begin: Any = getattr(self, f"_{operation}")
         with self._naming(call):
-            work, finish = begin(values, **arguments)
+            works, finish = begin(values, **arguments)
 
         def wait() -> Any:
             with self._naming(call):
-                work.wait(_seconds(self.timeout))
+                for work in works:
+                    work.wait(_seconds(self.timeout))
             return finish()
 
         return wait
@@ -111,33 +116,87 @@ class TorchCommunicator(Communicator):
 
         total = values.clone()
         work = dist.all_reduce(total, group=self._group, async_op=True)
-        return work, lambda: total
+        return [work], lambda: total
 
     def _broadcast(self, values: Any, source: int) -> Any:
-        import torch.distributed as dist
-
         sent = values.clone()
-        work = dist.broadcast(
-            sent, src=self._members[source], group=self._group, async_op=True
-        )
-        return work, lambda: sent
+        return [self._begin_broadcast(sent, source)], lambda: sent
 
     def _all_gather(self, values: Any, counts: Sequence[int]) -> Any:
-        send = [values.shape[0]] * self.size
-        return self._all_to_all(values.repeat(self.size), send, counts)
+        total = values.new_empty(sum(counts))
+        if not _are_similar(counts):
+            works = []
+            for source, part in enumerate(total.split(list(counts))):
+                if source == self.rank:
+                    part.copy_(values)
+                if counts[source]:
+                    works.append(self._begin_broadcast(part, source))
+            return works, lambda: total
+        width = max(counts)
+        if min(counts) == width:
+            return [self._begin_gather(total, values)], lambda: total
+        padded = values.new_empty(self.size, width)
+        own = values.new_zeros(width)
+        own[: counts[self.rank]] = values
+        work = self._begin_gather(padded.view(-1), own)
+
+        def joined() -> Any:
+            for part, row in zip(total.split(list(counts)), padded, strict=True):
+                part.copy_(row[: part.shape[0]])
+            return total
+
+        return [work], joined
 
     def _reduce_scatter(self, values: Any, counts: Sequence[int]) -> Any:
         own = counts[self.rank]
-        work, finish = self._all_to_all(values, counts, [own] * self.size)
+        if not _are_similar(counts):
+            return self._reduce_to_owners(values, counts)
+        width = max(counts)
+        if min(counts) < width:
+            padded = values.new_zeros(self.size, width)
+            for row, part in zip(padded, values.split(list(counts)), strict=True):
+                row[: part.shape[0]] = part
+            values = padded.view(-1)
+        total = values.new_empty(width)
+        return [self._begin_scatter(total, values)], lambda: total[:own]
 
-        def added() -> Any:
-            parts = finish().reshape(self.size, own)
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
-            return total
+    def _reduce_to_owners(self, values: Any, counts: Sequence[int]) -> Any:
+        """Reduce the part of each rank to it, in slices: gloo copies what it reduces."""
+        import torch.distributed as dist
 
-        return work, added
+        total = values.clone()
+        parts = total.split(list(counts))
+        works = [
+            dist.reduce(
+                piece, dst=self._members[owner], group=self._group, async_op=True
+            )
+            for owner, part in enumerate(parts)
+            for piece in part.split(SLICE_NUMBERS)
+            if counts[owner]
+        ]
+        own = parts[self.rank]
+        return works, lambda: own.clone() if own.numel() < total.numel() else own
+
+    def _begin_broadcast(self, sent: Any, source: int) -> Any:
+        import torch.distributed as dist
+
+        return dist.broadcast(
+            sent, src=self._members[source], group=self._group, async_op=True
+        )
+
+    def _begin_gather(self, total: Any, values: Any) -> Any:
+        import torch.distributed as dist
+
+        # PyTorch 2.13 has new names for both.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(total, values, group=self._group, async_op=True)
+
+    def _begin_scatter(self, total: Any, values: Any) -> Any:
+        import torch.distributed as dist
+
+        scatter = getattr(dist, "reduce_scatter_single", None)
+        scatter = scatter or dist.reduce_scatter_tensor
+        return scatter(total, values, group=self._group, async_op=True)
 
     def _all_to_all(
         self, values: Any, send: Sequence[int], receive: Sequence[int]
@@ -153,7 +212,7 @@ class TorchCommunicator(Communicator):
             group=self._group,
             async_op=True,
         )
-        return work, lambda: arrived
+        return [work], lambda: arrived
 
     @contextlib.contextmanager
     def _naming(self, call: str) -> Any:
@@ -263,6 +322,12 @@ def connect(*, timeout: float) -> TorchCommunicator:
     """
     everyone = TorchCommunicator(timeout=timeout)
     return everyone._split([range(everyone.size)])
+
+
+def _are_similar(counts: Sequence[int]) -> bool:
+    """Return whether padding parts to one length costs less than a message for each."""
+    padded, total = len(counts) * max(counts), sum(counts)
+    return total > 0 and (padded <= 1.25 * total or padded - total <= 1 << 12)
 
 
 def _seconds(timeout: float) -> datetime.timedelta:

@@ -175,42 +175,81 @@ def one_of_torch(folder, scenario, rank, size):
 
 def exchanges(communicator):
     """Compare every exchange with NumPy, for parts of unequal lengths."""
+    p = communicator.size
+    for counts in ([3, 0, 5, 2], [9000, 0, 20, 300], [5000, 4900, 5000, 4800]):
+        for dtype in ("float64", "float32", "int64"):
+            compare_exchanges(communicator, counts[:p], dtype)
+    half = [[k for k in range(p) if k % 2 == parity] for parity in (0, 1)]
+    group = communicator.split(half)
+    assert group.rank == communicator.rank // 2
+    total = group.all_reduce(np.asarray([float(communicator.rank)])).wait()
+    assert total[0] == sum(half[communicator.rank % 2])
+    # A group that does not begin at the first rank, of which the second has all.
+    lengths = [0] * (group.size - 1) + [6000]
+    mine = np.full(lengths[group.rank], communicator.rank, float)
+    gathered = group.all_gather(mine, lengths).wait()
+    assert (gathered == half[communicator.rank % 2][-1]).all()
+    part = group.reduce_scatter(np.ones(6000), lengths).wait()
+    assert part.shape == (lengths[group.rank],)
+    assert (part == group.size).all()
+
+
+def compare_exchanges(communicator, counts, dtype):
     p, own = communicator.size, communicator.rank
     rng = np.random.default_rng(0)
-    counts = [3, 0, 5, 2][:p]
-    for dtype in ("float64", "float32", "int64"):
-        everything = rng.integers(-50, 50, size=(p, sum(counts))).astype(dtype)
-        ends = np.cumsum(counts)
-        part = slice(int(ends[own]) - counts[own], int(ends[own]))
-        handles = {
-            "sum": communicator.all_reduce(everything[own]),
-            "part": communicator.reduce_scatter(everything[own], counts),
-            "all": communicator.all_gather(everything[0, part], counts),
-            "one": communicator.broadcast(everything[own], source=p - 1),
-        }
-        # What rank r has for rank k is r k long; it begins at the r-th number.
-        send, receive = [own * k for k in range(p)], [own * k for k in range(p)]
-        flat = np.concatenate([everything[own, :1].repeat(n) for n in send])
-        handles["each"] = communicator.all_to_all(flat, send, receive)
-        expected = {
-            "sum": everything.sum(axis=0),
-            "part": everything.sum(axis=0)[part],
-            "all": everything[0],
-            "one": everything[p - 1],
-            "each": np.concatenate(
-                [everything[k, :1].repeat(n) for k, n in enumerate(receive)]
-            ),
-        }
-        # In another order than they were started in.
-        for name in reversed(handles):
-            found = handles[name].wait()
-            assert found.dtype == dtype, name
-            np.testing.assert_array_equal(found, expected[name], err_msg=name)
-    groups = [[k for k in range(p) if k % 2 == parity] for parity in (0, 1)]
-    half = communicator.split(groups)
-    assert half.rank == own // 2
-    total = half.all_reduce(np.asarray([float(own)])).wait()
-    assert total[0] == sum(groups[own % 2])
+    everything = rng.integers(-50, 50, size=(p, sum(counts))).astype(dtype)
+    ends = np.cumsum(counts)
+    part = slice(int(ends[own]) - counts[own], int(ends[own]))
+    handles = {
+        "sum": communicator.all_reduce(everything[own]),
+        "part": communicator.reduce_scatter(everything[own], counts),
+        "all": communicator.all_gather(everything[0, part], counts),
+        "one": communicator.broadcast(everything[own], source=p - 1),
+    }
+    # What rank r has for rank k is r k long; it begins at the r-th number.
+    send, receive = [own * k for k in range(p)], [own * k for k in range(p)]
+    flat = np.concatenate([everything[own, :1].repeat(n) for n in send])
+    handles["each"] = communicator.all_to_all(flat, send, receive)
+    expected = {
+        "sum": everything.sum(axis=0),
+        "part": everything.sum(axis=0)[part],
+        "all": everything[0],
+        "one": everything[p - 1],
+        "each": np.concatenate(
+            [everything[k, :1].repeat(n) for k, n in enumerate(receive)]
+        ),
+    }
+    # In another order than they were started in.
+    for name in reversed(handles):
+        found = handles[name].wait()
+        assert found.dtype == dtype, name
+        np.testing.assert_array_equal(found, expected[name], err_msg=name)
+
+
+def owned(communicator):
+    """Memory beyond 16 MB that one rank owns, while all get them or they are added up."""
+    import torch
+
+    block, owner = torch.randn(1 << 22), communicator.size - 1
+    counts = [block.numel() if k == owner else 0 for k in range(communicator.size)]
+    part = block if communicator.rank == owner else block[:0]
+    # What the first exchanges load is no message.
+    compare_exchanges(communicator, [9000, *[0] * (communicator.size - 1)], "float32")
+    for exchange in (
+        lambda: communicator.all_gather(part, counts),
+        lambda: communicator.reduce_scatter(block, counts),
+    ):
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak_memory()
+        exchange().wait()
+        grown = peak_memory() - before
+        assert grown <= 20.0, f"{grown} MB"
+
+
+def peak_memory():
+    """Return the most memory that this process had, in MB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def noticed(communicator):
@@ -888,7 +927,7 @@ def by_lightning(communicator):
 SCENARIOS = {
     f.__name__: f
     for f in (
-        *(exchanges, noticed, late, killed, raises, nan, options, code),
+        *(exchanges, owned, noticed, late, killed, raises, nan, options, code),
         *(shares, foreign, lost, regained),
         *(apart, halves, joined, alone_beside_others, in_part, passes),
         *(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import threading
 import time
 
@@ -13,6 +14,7 @@ import kfac_core as kc
 from conformance_tests.builders.shards import dense
 from kfac_core.array.structure import map_structure, replaced
 from kfac_core.distributed import Distributed, run_ranks
+from kfac_core.distributed.transport import unpack
 from kfac_core.errors import (
     ArgumentError,
     CommunicationError,
@@ -307,6 +309,16 @@ def test_what_ranks_hold_in_common_and_drifted_apart_is_found(part):
     for error in caught(3, run):
         assert isinstance(error, ReplicaError)
         assert f"Rank 2 differs from rank 0 in two: {part}" in str(error)
+
+
+def test_a_module_that_another_rank_names_is_not_imported():
+    """Only classes that are structures of arrays here are made from a message."""
+    before = set(sys.modules)
+
+    with pytest.raises(CommunicationError, match="antigravity:fly"):
+        unpack({"class": "antigravity:fly", "fields": {}}, {})
+
+    assert "antigravity" not in set(sys.modules) - before
 
 
 def _nudged(x):

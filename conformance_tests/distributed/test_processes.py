@@ -52,7 +52,7 @@ OF_TORCH = (
     *itertools.chain.from_iterable(TOGETHER),
     *("ddp:2", "ddp:3", "divided:2", "divided:3", "narrowed:2", "narrowed:3"),
     *("apart:2", "halves:3", "joined:2", "alone_beside_others:2"),
-    *("in_part:2", "passes:2"),
+    *("in_part:2", "passes:2", "owned:2", "owned:4", "owned:6"),
     *("interrupted:3", "resumed:2", "resumed:4", "emptied:2"),
     *("by_accelerate:2", "by_lightning:2"),
 )
@@ -278,6 +278,13 @@ def test_every_exchange_is_that_of_numpy(jobs, engine, size):
     found = jobs.said(engine, "exchanges", size)
 
     assert found == dict.fromkeys(range(size), "fine")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_no_rank_holds_a_block_for_each_rank(jobs, size):
+    """Peak memory beyond a block of 16 MB is at most 20 MB, whatever their number."""
+    assert jobs.said("torch", "owned", size) == dict.fromkeys(range(size), "fine")
 
 
 @pytest.mark.parametrize("engine", ["torch", "mpi"])

@@ -35,6 +35,7 @@ __all__ = [
     "replaced",
     "static_fields",
     "structure",
+    "structure_of_name",
     "taken_apart",
     "without_scalars",
 ]
@@ -48,6 +49,7 @@ _static: dict[type[Any], tuple[str, ...]] = {}
 _arrays: dict[type[Any], tuple[str, ...]] = {}
 _fields: dict[type[Any], tuple[tuple[str, bool], ...]] = {}
 """The fields of each class in order, and whether they are static."""
+_names: dict[str, type[Any]] = {}
 _meet: dict[type[Any], Callable[..., Any] | None] = {}
 _registrars: dict[str, Registrar] = {}
 _PLAIN = frozenset({type(None), bool, int, float, str, frozenset})
@@ -92,6 +94,7 @@ def structure(
         made = dataclasses.dataclass(frozen=True, eq=False)(cls)
         names = tuple(field.name for field in dataclasses.fields(made))  # type: ignore[arg-type]
         _store_in_place(made)
+        _names[f"{made.__module__}:{made.__qualname__}"] = made
         _static[made] = static
         _meet[made] = meet
         _arrays[made] = tuple(name for name in names if name not in static)
@@ -155,6 +158,11 @@ def is_plain(value: object, /) -> bool:
 def is_structure(value: object, /) -> bool:
     """Whether a value is an instance of a class made by `structure`."""
     return type(value) in _static
+
+
+def structure_of_name(name: str, /) -> type[Any] | None:
+    """Return the structure's class with a name ``"module:class"``, if it was defined."""
+    return _names.get(name)
 
 
 def fields_of(cls: type[Any], /) -> tuple[tuple[str, bool], ...]:

@@ -10,7 +10,6 @@ that stand in several places of a structure are sent once, where the form goes w
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +21,13 @@ from kfac_core.array.namespaces import (
     is_row_major,
     own_namespace,
 )
-from kfac_core.array.structure import fields_of, is_plain, is_structure, rebuilt
+from kfac_core.array.structure import (
+    fields_of,
+    is_plain,
+    is_structure,
+    rebuilt,
+    structure_of_name,
+)
 from kfac_core.errors import CommunicationError, UnsupportedError
 from kfac_core.linalg.packing import pack_triangle, packed_shape, unpack_triangle
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -266,16 +271,14 @@ def _packed_shape_of(node: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _class_of(name: str) -> Any:
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    if not fields_of(found):
+    # Nothing is imported because another rank names it.
+    cls = structure_of_name(name)
+    if cls is None:
         raise CommunicationError(
-            f"Another rank sent a {name}, which is no structure of arrays. All ranks must "
-            "run the same code."
+            f"Another rank sent a {name}, which is not a structure of arrays on this rank. "
+            "All ranks must run the same code and import the same modules."
         )
-    return found
+    return cls
 
 
 def _listed(value: Any) -> Any:
