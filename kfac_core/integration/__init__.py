@@ -9,6 +9,11 @@ from kfac_core.integration.layer_calls import (
 )
 from kfac_core.integration.likelihoods import RowLoss, row_loss
 from kfac_core.integration.natural_gradient import NaturalGradient
+from kfac_core.integration.quadratic_step import (
+    DampingRule,
+    QuadraticStep,
+    quadratic_step,
+)
 from kfac_core.integration.schedules import (
     Interval,
     Schedule,
@@ -20,9 +25,11 @@ from kfac_core.integration.wiring import Captured, Wiring, usual_approximation
 
 __all__ = [
     "Captured",
+    "DampingRule",
     "Interval",
     "LayerCall",
     "NaturalGradient",
+    "QuadraticStep",
     "RowLoss",
     "Schedule",
     "Wiring",
@@ -31,6 +38,7 @@ __all__ = [
     "coverage_table",
     "framework_conv",
     "interval_at",
+    "quadratic_step",
     "require_positive",
     "row_loss",
     "usual_approximation",

@@ -14,7 +14,6 @@ the change of h.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
@@ -223,9 +222,9 @@ class Optimizer:
             ("update_every", update_every),
         ):
             kc.integration.interval_at(name, every, 0)
-        for name, given in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
-            if not callable(given):
-                kc.integration.require_positive(name, given, optional=True)
+        for name, schedule in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
+            if not callable(schedule):
+                kc.integration.require_positive(name, schedule, optional=True)
         if min_damping > max_damping:
             raise kc.DampingError(
                 "Expected `min_damping` <= `max_damping`, got "
@@ -237,9 +236,10 @@ class Optimizer:
         self.fisher, self.axis_name = fisher, axis_name
         self.learning_rate, self.momentum = learning_rate, momentum
         self.kl_clip = kl_clip
-        self.adapt_damping, self.adapt_every = adapt_damping, adapt_every
-        self.adapt_factor = adapt_factor
-        self.min_damping, self.max_damping = min_damping, max_damping
+        self.adapt_damping = adapt_damping
+        self.rule = kc.integration.DampingRule(
+            adapt_every, adapt_factor, min_damping, max_damping
+        )
         self.l2, self.update_every = l2, update_every
         self.kfac = KFAC(
             network,
@@ -340,8 +340,8 @@ class Optimizer:
             )
         # A named tuple is one input, as other pytrees are.
         inputs = inputs if type(inputs) is tuple else (inputs,)
-        given, pull = self.network.vjp(params, *inputs)
-        z, aux = given if self.network.has_aux else (given, None)
+        returned, pull = self.network.vjp(params, *inputs)
+        z, aux = returned if self.network.has_aux else (returned, None)
         rows, weight = self._counts(z)
         before = self._objective(params, z, targets)
         cotangent = self.loss.gradient(z, targets) * (weight / rows)
@@ -353,15 +353,15 @@ class Optimizer:
         direction, curvature = self._direction(
             params, state, gradients, lambda: self._captured(pull, z, targets, key)
         )
-        model = self._model(params, state, inputs, z, gradients, direction)
-        rate, momentum, predicted = self._coefficients(
-            model, state, gradients, direction
-        )
+        model_step = self._model_step(params, state, inputs, z, gradients, direction)
+        rate, *others = model_step.coefficients
+        momentum = others[0] if others else jnp.zeros_like(rate)
+        predicted = model_step.predicted
         good = curvature.is_good() & jnp.isfinite(before) & jnp.isfinite(predicted)
 
         def step(d: Any, last: Any) -> Any:
-            found = rate.astype(d.dtype) * d + momentum.astype(d.dtype) * last
-            return jnp.where(good, found, last)
+            change = rate.astype(d.dtype) * d + momentum.astype(d.dtype) * last
+            return jnp.where(good, change, last)
 
         last = jax.tree.map(step, direction, state.last)
         # A step that is not taken leaves the one before, times 0.
@@ -408,8 +408,8 @@ class Optimizer:
         return self._objective(params, self._outputs(params, inputs), targets)
 
     def _outputs(self, params: Any, inputs: Any) -> Any:
-        given = self.network.function(params, *inputs)
-        return given[0] if self.network.has_aux else given
+        returned = self.network.function(params, *inputs)
+        return returned[0] if self.network.has_aux else returned
 
     def _averaged(self, tree: Any) -> Any:
         return tree if self.axis_name is None else averaged(tree, self.axis_name)
@@ -426,7 +426,7 @@ class Optimizer:
         if spec is not None:
             draw = {"uniform": jax.random.uniform, "normal": jax.random.normal}
             noise = draw[spec.distribution](key, spec.shape)
-        made = kc.losses.vectors(
+        vectors = kc.losses.vectors(
             self.loss,
             z,
             mode=self.fisher,
@@ -436,30 +436,30 @@ class Optimizer:
         )
         if spec is None and self.fisher != "empirical":
             # Rows that a layer mixes, of one example or of several, must not add up.
-            signs = jax.random.uniform(key, made.vectors.shape[:-1])
-            made = kc.losses.with_random_signs(made, signs)
-        return pull(made)
+            signs = jax.random.uniform(key, vectors.vectors.shape[:-1])
+            vectors = kc.losses.with_random_signs(vectors, signs)
+        return pull(vectors)
 
     def _direction(
         self, params: Any, state: OptimizerState, gradients: Any, capture: Any
     ) -> tuple[Any, kc.NetworkState]:
         damping = state.damping + self.l2
 
-        def fed(curvature: kc.NetworkState) -> kc.NetworkState:
+        def updated(curvature: kc.NetworkState) -> kc.NetworkState:
             return self.kfac.absorbed(curvature, capture(), damping=damping)
 
         curvature = state.curvature
         if self.update_every == 1:
-            curvature = fed(curvature)
+            curvature = updated(curvature)
         else:
             due = state.steps % self.update_every == 0
-            curvature = jax.lax.cond(due, fed, lambda held: held, curvature)
-        found = self.kfac.preconditioned(gradients, curvature)
-        return jax.tree.map(jnp.negative, found), curvature
+            curvature = jax.lax.cond(due, updated, lambda state: state, curvature)
+        preconditioned = self.kfac.preconditioned(gradients, curvature)
+        return jax.tree.map(jnp.negative, preconditioned), curvature
 
     # ------------------------------------------------------------------------ the model
 
-    def _model(
+    def _model_step(
         self,
         params: Any,
         state: OptimizerState,
@@ -467,39 +467,11 @@ class Optimizer:
         z: Any,
         gradients: Any,
         direction: Any,
-    ) -> Any:
-        """Return the quadratic model on the span of D and the step before."""
-        directions = [direction]
-        if self.momentum is None or callable(self.momentum) or self.momentum:
-            directions.append(state.last)
-        rows, weight = self._counts(z)
-        outputs = functools.partial(self._outputs, inputs=inputs)
-        # Of one linear function, which compilers see to be one.
-        _, change = jax.linearize(outputs, params)
-        changes = [change(d) for d in directions]
-        multiplied = [self.loss.fisher_multiply(z, dz) * weight for dz in changes]
-        F = kc.steps.curvature_of_outputs(changes, multiplied, examples=rows)
-        model = kc.steps.quadratic_model(
-            _vector(gradients),
-            [_vector(d) for d in directions],
-            curvature=self._averaged(F),
-            damping=state.damping,
-        )
-        if not self.l2:
-            return model
-        return dataclasses.replace(
-            model, curvature=model.curvature + self.l2 * model.gram
-        )
-
-    def _coefficients(
-        self, model: Any, state: OptimizerState, gradients: Any, direction: Any
-    ) -> tuple[Any, Any, Any]:
-        """Return alpha, mu and the change of the objective that the model predicts."""
+    ) -> kc.integration.QuadraticStep:
+        """Minimize the quadratic model on the span of D and the step before."""
         value_at = kc.integration.value_at
+        directions = [direction]
         rate = value_at(self.learning_rate, state.steps)
-        fixed = [rate]
-        if len(model.slope) > 1:
-            fixed.append(value_at(self.momentum, state.steps))
         if rate is not None and self.kl_clip is not None:
             clip = kc.steps.kl_clip(
                 _vector(gradients),
@@ -508,11 +480,26 @@ class Optimizer:
                 bound=self.kl_clip,
                 check="status",
             )
-            fixed[0] = rate * clip.scale
-        found = model.minimize(fixed=fixed, check="status").coefficients
-        predicted = model.change(found, damped=True)
-        momentum = found[1] if len(fixed) > 1 else jnp.zeros_like(found[0])
-        return found[0], momentum, predicted
+            rate = rate * clip.scale
+        fixed = [rate]
+        if self.momentum is None or callable(self.momentum) or self.momentum:
+            directions.append(state.last)
+            fixed.append(value_at(self.momentum, state.steps))
+        rows, weight = self._counts(z)
+        outputs = functools.partial(self._outputs, inputs=inputs)
+        # Linearized once, so that XLA sees one linear function for both directions.
+        _, change = jax.linearize(outputs, params)
+        changes = [change(d) for d in directions]
+        multiplied = [self.loss.fisher_multiply(z, dz) * weight for dz in changes]
+        F = kc.steps.curvature_of_outputs(changes, multiplied, examples=rows)
+        return kc.integration.quadratic_step(
+            _vector(gradients),
+            [_vector(d) for d in directions],
+            curvature=self._averaged(F),
+            damping=state.damping + self.l2,
+            fixed=fixed,
+            check="status",
+        )
 
     def _adapted(
         self, state: OptimizerState, after: Any, before: Any, predicted: Any
@@ -520,24 +507,19 @@ class Optimizer:
         """Return the next damping, and the reduction ratio where it is due."""
 
         def adapted() -> tuple[Any, Any]:
-            ratio = kc.steps.reduction_ratio(before, after(), predicted=predicted)
-            damping = kc.levenberg_marquardt(
-                state.damping,
-                ratio.astype(state.damping.dtype),
-                decay=self.adapt_factor**self.adapt_every,
-                minimum=self.min_damping,
-                maximum=self.max_damping,
+            damping, ratio = self.rule.adapted(
+                state.damping, before, after(), predicted=predicted
             )
-            return damping, ratio.astype(state.damping.dtype)
+            return damping, jnp.asarray(ratio).astype(state.damping.dtype)
 
-        def kept() -> tuple[Any, Any]:
+        def unchanged() -> tuple[Any, Any]:
             return state.damping, jnp.full_like(state.damping, jnp.nan)
 
         if not self.adapt_damping:
-            return kept()
-        due = (state.steps + 1) % self.adapt_every == 0
-        found: tuple[Any, Any] = jax.lax.cond(due, adapted, kept)
-        return found
+            return unchanged()
+        due = (state.steps + 1) % self.rule.every == 0
+        damping, ratio = jax.lax.cond(due, adapted, unchanged)
+        return damping, ratio
 
 
 def _vector(tree: Any) -> dict[str, dict[str, Any]]:
@@ -551,9 +533,9 @@ def _require_key(key: Any) -> None:
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if not typed and (dtype != jnp.uint32 or key.ndim != 1):
         shape = f" of shape {tuple(key.shape)}" if hasattr(key, "shape") else ""
-        given = type(key).__name__ if dtype is None else f"{dtype}{shape}"
+        kind = type(key).__name__ if dtype is None else f"{dtype}{shape}"
         raise kc.ArgumentError(
-            f"Expected `key` to be a key of JAX, got {given}. Make one of a seed by "
+            f"Expected `key` to be a key of JAX, got {kind}. Make one of a seed by "
             "jax.random.key(seed), and a new one for each step by jax.random.split."
         )
 

@@ -31,9 +31,6 @@ __all__ = ["KFACOptimizer"]
 Vectors = list[Any]
 """One tensor for each trained parameter."""
 
-REJECTED = 4.0
-"""What the damping is multiplied by after a step that was taken back."""
-
 _FORWARD_DERIVATIVES = threading.Lock()
 """PyTorch has one level of forward derivatives for all threads."""
 
@@ -173,8 +170,9 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             plain.parameters() if params is None else params,
             {"lr": lr, "weight_decay": weight_decay},
         )
-        self.adapt_every, self.adapt_factor = adapt_every, adapt_factor
-        self.min_damping, self.max_damping = min_damping, max_damping
+        self.rule = kc.integration.DampingRule(
+            adapt_every, adapt_factor, min_damping, max_damping
+        )
         self._damping = float(damping)
         self._metrics: dict[str, float] = {}
         self.kfac = KFAC(
@@ -222,7 +220,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @damping.setter
     def damping(self, damping: float) -> None:
-        _require_within("damping", damping, self.min_damping, self.max_damping)
+        _require_within("damping", damping, self.rule.minimum, self.rule.maximum)
         self._damping = float(damping)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -295,36 +293,38 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self.kfac.damping = self._damping + max(decay for _, decay in trained)
                 self.kfac.step()
                 directions = self._directions(trained, gradient)
-                model = self._model(
-                    trained, gradient, list(directions.values()), passes, rows
+                model_step = self._model_step(
+                    trained, gradient, list(directions.values()), passes, rows, lr
                 )
-            coefficients = lr * model.minimize().coefficients
-            kept = [p.clone() for p, _ in trained]
-            changes = [
-                sum(c * d for c, d in zip(coefficients, parts, strict=True))
-                for parts in zip(*directions.values(), strict=True)
-            ]
+            before_step = [p.clone() for p, _ in trained]
+            changes = _split(model_step.change()["parameters"]["all"], trained)
             for (p, _), change in zip(trained, changes, strict=True):
                 p.add_(change)
-        chosen = dict(zip(directions, map(float, coefficients), strict=True))
+        coefficients = map(float, model_step.coefficients)
         self._metrics = {
             "loss": mean / total,
             "damping": self._damping,
-            **chosen,
+            **dict(zip(directions, coefficients, strict=True)),
         }
-        own = self._repeated(closure, start, differentiates)
-        after = self._summed("loss after the step", [own])[0] / self._processes / total
-        after += _penalty(trained)
-        accepted = kc.steps.is_accepted(before, after)
+        repeated = self._repeated(closure, start, differentiates)
+        after = self._summed("loss after the step", [repeated])[0]
+        after = after / self._processes / total + _penalty(trained)
+        accepted = bool(kc.steps.is_accepted(before, after))
         with torch.no_grad():
-            for (p, _), old, change in zip(trained, kept, changes, strict=True):
+            for (p, _), old, change in zip(trained, before_step, changes, strict=True):
                 if accepted:
                     self.state[p]["change"] = change
                 else:
                     p.copy_(old)
                     self.state[p].pop("change", None)
-        predicted = float(model.change(coefficients, damped=False))
-        self._adapt(before, after, predicted, accepted=bool(accepted))
+        adapted, ratio = self.rule.adapted(
+            self._damping, before, after, predicted=float(model_step.predicted)
+        )
+        self._metrics |= {"reduction_ratio": ratio, "accepted": float(accepted)}
+        if not accepted:
+            self._damping = self.rule.raised(self._damping)
+        elif self.kfac.steps % self.rule.every == 0:
+            self._damping = float(adapted)
         return loss
 
     def metrics(self) -> dict[str, float]:
@@ -369,7 +369,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self.kfac.load_state_dict(own["kfac"])
         try:
             _require_within(
-                "damping", own["damping"], self.min_damping, self.max_damping
+                "damping", own["damping"], self.rule.minimum, self.rule.maximum
             )
             super().load_state_dict(
                 {key: state_dict[key] for key in ("state", "param_groups")}
@@ -457,15 +457,16 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             ]
         return found
 
-    def _model(
+    def _model_step(
         self,
         trained: Sequence[tuple[Any, float]],
         gradient: Vectors,
         directions: list[Vectors],
         passes: Sequence[Observation],
         rows: float,
-    ) -> kc.steps.QuadraticModel:
-        """Return the quadratic model of the mean loss over `rows` and its penalty."""
+        lr: float,
+    ) -> kc.integration.QuadraticStep:
+        """Minimize the quadratic model of the mean loss over `rows` and its penalty."""
         error: Exception | None = None
         own = torch.zeros((len(directions), len(directions)), dtype=torch.float64)
         try:
@@ -487,12 +488,14 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             )
             penalized = torch.stack([root * d for d in flat])
             curvature = curvature + penalized @ penalized.mT
-        everything = torch.cat([g.reshape(-1) for g in gradient])
-        return kc.steps.quadratic_model(
-            {"parameters": {"all": everything}},
+        flat_gradient = torch.cat([g.reshape(-1) for g in gradient])
+        return kc.integration.quadratic_step(
+            {"parameters": {"all": flat_gradient}},
             [{"parameters": {"all": d}} for d in flat],
             curvature=curvature,
             damping=self._damping,
+            rate=lr,
+            damped=False,
         )
 
     def _output_change(
@@ -541,25 +544,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         weight = share * observed.weight.clamp(min=0)
         weight = weight.reshape(weight.shape + (1,) * (multiplied.ndim - weight.ndim))
         return torch.where(weight > 0, multiplied, 0.0) * weight.sqrt()
-
-    def _adapt(
-        self, before: float, after: float, predicted: float, *, accepted: bool
-    ) -> None:
-        """Compare the change of the loss with its prediction, and change the damping."""
-        ratio = kc.steps.reduction_ratio(before, after, predicted=predicted)
-        self._metrics |= {"reduction_ratio": ratio, "accepted": float(accepted)}
-        if not accepted:
-            self._damping = min(REJECTED * self._damping, self.max_damping)
-        elif self.kfac.steps % self.adapt_every == 0:
-            self._damping = float(
-                kc.levenberg_marquardt(
-                    self._damping,
-                    ratio,
-                    decay=self.adapt_factor**self.adapt_every,
-                    minimum=self.min_damping,
-                    maximum=self.max_damping,
-                )
-            )
 
     def _repeated(
         self, closure: Callable[[], Any], start: _Moment, differentiates: bool
@@ -616,6 +600,12 @@ def _load_forward_derivatives() -> None:
         warnings.simplefilter("ignore", DeprecationWarning)
         with forward_ad.dual_level():
             forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
+def _split(flat: Any, trained: Sequence[tuple[Any, float]]) -> Vectors:
+    """Return one number for each of the parameters, from all of them in a row."""
+    parts = torch.split(flat, [p.numel() for p, _ in trained])
+    return [part.view_as(p) for part, (p, _) in zip(parts, trained, strict=True)]
 
 
 def _penalty(trained: Sequence[tuple[Any, float]]) -> float:
