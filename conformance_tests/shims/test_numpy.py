@@ -588,15 +588,19 @@ def test_the_step_of_the_quadratic_model():
     W, x, y = random(4, 3), random(12, 4, seed=1), random(12, 3, seed=2)
     A = x.T @ x / 12
     F = np.kron(A, np.eye(3))
-    optimizer = KFAC({"fc": {"weight": W}}, **SETTINGS)
+    optimizer = KFAC({"fc": {"weight": W}}, adapt_factor=0.5, **SETTINGS)
     last = None
+
+    def mean_loss():
+        return 0.5 * np.sum((x @ W - y) ** 2) / 12
+
     for _ in range(2):
         lam, before = optimizer.damping, W.copy()
         V = x.T @ (x @ W - y) / 12
         g = rng.normal(size=(12, 3))
         if last is None:
             first = g
-        loss_before = 0.5 * np.sum((x @ W - y) ** 2) / 12
+        loss_before = mean_loss()
         optimizer.observe("fc", kc.Batch(x, first))
         change = optimizer.step(
             {"fc": {"weight": V}},
@@ -605,9 +609,9 @@ def test_the_step_of_the_quadratic_model():
                 changes,
                 examples=12,
             ),
+            loss=mean_loss,
         )
-        loss_after = 0.5 * np.sum((x @ W - y) ** 2) / 12
-        ratio = optimizer.adapt_damping(loss_before, loss_after, factor=0.5)
+        loss_after, ratio = mean_loss(), optimizer.reduction_ratio
 
         # The same rows at each step: the statistics stay what they are.
         pi_damped = damped_by(A, first.T @ first / 12, V, lam)
@@ -634,13 +638,59 @@ def damped_by(A, G, V, damping):
     return np.linalg.solve(A, np.linalg.solve(G, V.T).T)
 
 
-def test_a_damping_is_adapted_to_a_model_only():
-    """A step by a learning rate promised nothing."""
+def test_a_loss_is_compared_with_a_model_only():
     optimizer = KFAC(dense_parameters(), **SETTINGS)
     optimizer.observe("fc", kc.Batch(*dense_case()))
-    optimizer.step(dense_gradient())
     with pytest.raises(kc.ConventionError, match="curvature"):
-        optimizer.adapt_damping(1.0, 0.9)
+        optimizer.step(dense_gradient(), loss=lambda: 1.0)
+
+
+def test_a_step_that_makes_the_loss_worse_is_damped_until_it_does_not():
+    """The curvature is a hundredth of the true one, so that steps are far too long."""
+    x, y, W = random(12, 4, seed=1), random(12, 3, seed=2), random(4, 3)
+    optimizer = KFAC({"fc": {"weight": W}}, **{**SETTINGS, "damping": 1e-6})
+
+    def mean_loss():
+        return 0.5 * np.sum((x @ W - y) ** 2) / 12
+
+    def curvature(directions):
+        changes = [0.1 * x @ d["fc"]["weight"] for d in directions]
+        return kc.steps.curvature_of_outputs(changes, changes, examples=12)
+
+    before, start = mean_loss(), W.copy()
+    optimizer.observe("fc", kc.Batch(x, random(12, 3, seed=4)))
+    gradient = x.T @ (x @ W - y) / 12
+    change = optimizer.step(
+        {"fc": {"weight": gradient}}, curvature=curvature, loss=mean_loss
+    )
+
+    np.testing.assert_array_equal(W, start + change["fc"]["weight"])
+    assert mean_loss() < before
+    # By hand: the step to the wrong model's minimum, and the first quarter of a quarter of
+    # it that lowers the loss.
+    g = random(12, 3, seed=4)
+    D = damped_by(x.T @ x / 12, g.T @ g / 12, gradient, 1e-6)
+    wrong = 0.01 * np.sum((x @ D) ** 2) / 12 + 1e-6 * np.sum(D**2)
+    step = -np.sum(gradient * D) / wrong * D
+    losses = [
+        0.5 * np.sum((x @ (start + 0.25**k * step) - y) ** 2) / 12 for k in range(5)
+    ]
+    k = int(np.argmax(np.array(losses) < before))
+    assert k > 0
+    np.testing.assert_allclose(change["fc"]["weight"], 0.25**k * step, rtol=1e-8)
+    assert optimizer.damping in (1e-6 * 4.0**k, 1e-6 * 4.0**k / 0.95)
+
+    def failing():
+        if not np.array_equal(W, before_failure):
+            raise KeyError("after")
+        return mean_loss()
+
+    before_failure, damping = W.copy(), optimizer.damping
+    optimizer.observe("fc", kc.Batch(x, random(12, 3, seed=4)))
+    with pytest.raises(KeyError, match="after"):
+        optimizer.step({"fc": {"weight": gradient}}, curvature=curvature, loss=failing)
+    np.testing.assert_array_equal(W, before_failure)
+    assert optimizer.damping == damping
 
 
 def test_masked_arrays_are_refused():

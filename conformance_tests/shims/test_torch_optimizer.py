@@ -412,7 +412,7 @@ def test_what_cannot_be_is_refused_by_name():
         ("fisher", "empirical"),
         ("output", None),
     ]:
-        with pytest.raises(kc.ConventionError, match=option):
+        with pytest.raises(kc.KFACError, match=option):
             KFACOptimizer(model, **{option: value})
     with pytest.raises(kc.ConventionError, match="params"):
         KFACOptimizer(model, network().parameters())

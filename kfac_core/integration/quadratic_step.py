@@ -9,14 +9,17 @@ Marquardt (Martens and Grosse 2015, sections 6.4, 6.5 and 7).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kfac_core.array.backend import Array
 from kfac_core.array.namespaces import Scalar
 from kfac_core.array.status import Check
+from kfac_core.constraints import FRACTION, NOT_NEGATIVE, require_range
 from kfac_core.damping import levenberg_marquardt
-from kfac_core.steps.quadratic_model import quadratic_model
+from kfac_core.errors import DampingError
+from kfac_core.integration.schedules import interval_at
+from kfac_core.steps.quadratic_model import QuadraticModel, quadratic_model
 from kfac_core.steps.reduction import reduction_ratio
 from kfac_core.steps.vectors import Vector, linear_combination
 
@@ -25,25 +28,39 @@ __all__ = ["DampingRule", "QuadraticStep", "quadratic_step"]
 
 @dataclass(frozen=True)
 class QuadraticStep:
-    """A step of the quadratic model.
+    """A step along some directions, and what the quadratic model predicts of it.
 
     Attributes
     ----------
+    model : QuadraticModel
+        Model on the span of the directions.
+    directions : sequence of mapping of str to mapping of str to array
+        The d_i.
     coefficients : array, shape (k,)
         One for each direction: learning rate and momentum.
-    predicted : array, 0-d
-        Change of the objective that the model predicts.
-    directions : sequence of mapping of str to mapping of str to array
-        What the coefficients belong to.
+    damped : bool
+        Whether the prediction includes ``damping / 2 |delta|^2``.
     """
 
-    coefficients: Array
-    predicted: Array
+    model: QuadraticModel
     directions: Sequence[Vector]
+    coefficients: Array
+    damped: bool
+
+    @property
+    def predicted(self) -> Array:
+        """Change of the objective that the model predicts, 0-d."""
+        return self.model.change(self.coefficients, damped=self.damped)
 
     def change(self) -> dict[str, dict[str, Array]]:
         """Return the change of the parameters, ``sum_i c_i d_i``."""
         return linear_combination(self.coefficients, self.directions)
+
+    def shortened(self, rate: float, /) -> QuadraticStep:
+        """Return the same step, with its coefficients multiplied by a number."""
+        if rate == 1.0:
+            return self
+        return replace(self, coefficients=rate * self.coefficients)
 
 
 def quadratic_step(
@@ -53,7 +70,6 @@ def quadratic_step(
     *,
     curvature: Array,
     damping: Scalar,
-    rate: float = 1.0,
     fixed: Sequence[Any] | None = None,
     damped: bool = True,
     check: Check = "raise",
@@ -64,8 +80,6 @@ def quadratic_step(
     ----------
     gradient, directions, curvature, damping
         See `kfac_core.steps.quadratic_model`.
-    rate : float
-        Factor on the coefficients; 1 goes all the way to the minimum.
     fixed, check
         See `kfac_core.steps.QuadraticModel.minimize`.
     damped : bool
@@ -74,7 +88,7 @@ def quadratic_step(
     Returns
     -------
     QuadraticStep
-        Coefficients and prediction.
+        Step to the minimum; `QuadraticStep.shortened` for a part of it.
 
     Raises
     ------
@@ -94,12 +108,8 @@ def quadratic_step(
     (-0.25, -0.125)
     """
     model = quadratic_model(gradient, directions, curvature=curvature, damping=damping)
-    coefficients = model.minimize(fixed=fixed, check=check).coefficients
-    if rate != 1.0:
-        coefficients = rate * coefficients
-    return QuadraticStep(
-        coefficients, model.change(coefficients, damped=damped), directions
-    )
+    minimum = model.minimize(fixed=fixed, check=check)
+    return QuadraticStep(model, directions, minimum.coefficients, damped)
 
 
 @dataclass(frozen=True)
@@ -124,6 +134,17 @@ class DampingRule:
     minimum: float = 1e-6
     maximum: float = 1e4
     rejected: float = 4.0
+
+    def __post_init__(self) -> None:
+        """Check the options, which the integrations call ``adapt_...``."""
+        interval_at("adapt_every", self.every, 0)
+        require_range("adapt_factor", self.factor, FRACTION)
+        require_range("min_damping", self.minimum, NOT_NEGATIVE)
+        if not self.minimum <= self.maximum:
+            raise DampingError(
+                "Expected `min_damping` <= `max_damping`, got "
+                f"{self.minimum} and {self.maximum}."
+            )
 
     def adapted(
         self, damping: Scalar, before: Scalar, after: Scalar, /, *, predicted: Scalar

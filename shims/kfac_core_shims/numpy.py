@@ -29,6 +29,12 @@ __all__ = ["KFAC"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 Vector: TypeAlias = Mapping[str, Mapping[str, Array]]
+Update: TypeAlias = dict[str, dict[str, Array]]
+
+ATTEMPTS = 10
+"""How often a step that makes the loss worse is tried again, a quarter as long."""
+
+SHORTER = 0.25
 
 _DEFAULTS: dict[str, kc.Approximation] = {
     "embedding": kc.Kronecker(input="diagonal"),
@@ -45,7 +51,8 @@ class KFAC:
         v = momentum v + nu d;  theta -= lr (v + weight_decay theta)
 
     A step that is given the exact curvature of the loss takes its rate and its momentum
-    from the quadratic model instead; see `step`.
+    from the quadratic model instead, and one that is given the loss as well its damping;
+    see `step`.
 
     Parameters
     ----------
@@ -78,6 +85,11 @@ class KFAC:
         Bound of the step, ``lr^2 grad . P grad``; None for none.
     update_every, refresh_every : int, or callable of the number of steps made
         Numbers of steps between statistics, and between refreshes.
+    adapt_factor, min_damping, max_damping : float
+        Levenberg-Marquardt rule of steps that are given the loss: the damping is
+        multiplied or divided by the factor, in (0, 1], between these bounds.  Where a
+        batch has fewer examples than the network has parameters, its quadratic model says
+        little of other batches: 1e-3 is a good `min_damping`.
     layers : mapping of str to Layer or Block, optional
         Layers that cannot be inferred from their parameters; a block sets another
         approximation than Kronecker factors (or the diagonal for a scale and shift).
@@ -86,6 +98,12 @@ class KFAC:
     **options : object
         Further options of `kfac_core.Estimator`, such as `damping_rule`; `refreshing` is
         ``Refreshing(keep_matrices=False)`` by default.
+
+    Attributes
+    ----------
+    reduction_ratio : float
+        Change of the loss in the last step over the one that the model predicted; NaN for
+        a step that was not given the loss, or not taken.
 
     Raises
     ------
@@ -127,6 +145,9 @@ class KFAC:
         decay: kc.integration.Schedule = 0.95,
         update_every: kc.integration.Interval = 5,
         refresh_every: kc.integration.Interval = 25,
+        adapt_factor: float = 0.95,
+        min_damping: float = 1e-8,
+        max_damping: float = 1e8,
         layers: Mapping[str, kc.Layer | kc.Block] | None = None,
         decayed: Callable[[str, str], bool] | None = None,
         **options: Any,
@@ -134,7 +155,7 @@ class KFAC:
         modes = get_args(kc.losses.EstimationMode)
         kc.constraints.require_one_of("fisher", fisher, modes)
         self.parameters = {name: dict(arrays) for name, arrays in parameters.items()}
-        self._given = parameters
+        self._mapping = parameters
         _refuse_shared(self.parameters)
         if unknown := set(layers or {}) - set(self.parameters):
             raise kc.UnknownBlockError(f"There are no parameters of {unknown}.")
@@ -189,14 +210,17 @@ class KFAC:
             sources=kc.losses.source_reduction_of(fisher),
             **{"refreshing": kc.Refreshing(keep_matrices=False), **options},
         )
-        self.predicted_change = math.nan
-        self._velocity: dict[str, dict[str, Array]] | None = None
+        self.rule = kc.integration.DampingRule(
+            1, adapt_factor, min_damping, max_damping
+        )
+        self.reduction_ratio = math.nan
+        self._velocity: Update | None = None
         self._seen: dict[str, kc.Statistics] = {}
         self._rows = self._drawn = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has parameters of its own, and nobody else's mapping of them.
-        return {**vars(self), "_given": self.parameters}
+        return {**vars(self), "_mapping": self.parameters}
 
     @property
     def wants_statistics(self) -> bool:
@@ -239,7 +263,7 @@ class KFAC:
                 "output gradients of the loop's own backward pass."
             )
         rows = math.prod(outputs.shape[:-1])
-        made = kc.losses.drawn_vectors(
+        drawn = kc.losses.drawn_vectors(
             self.row_loss.likelihood,
             outputs,
             mode=self.fisher,
@@ -253,8 +277,8 @@ class KFAC:
         )
         self._rows, self._drawn = rows, self._drawn + rows
         weight = self.row_loss.weight(outputs.shape[-1])
-        found: Array = made.vectors * math.sqrt(weight)
-        return found
+        vectors: Array = drawn.vectors * math.sqrt(weight)
+        return vectors
 
     def observe(
         self,
@@ -291,19 +315,24 @@ class KFAC:
             _refuse_masked(f"The batch of {name!r}", use.inputs, use.output_grads)
         rows = rows or self._rows or len(uses[0].inputs)
         # Output gradients of the loop's own mean loss carry 1 / R.
-        own = self.fisher == "empirical" and self.reduction == "mean"
-        factor = (rows if own else 1) * math.sqrt(len(uses[0].inputs) / max(rows, 1))
+        divided = self.fisher == "empirical" and self.reduction == "mean"
+        factor = (rows if divided else 1) * math.sqrt(
+            len(uses[0].inputs) / max(rows, 1)
+        )
         if factor != 1:
             uses = [
                 dataclasses.replace(use, output_grads=use.output_grads * factor)
                 for use in uses
             ]
-        known = self.estimator.network
-        block = known.blocks[known.known(name)]
-        options: Any = {"conventions": known.conventions, "precision": known.precision}
-        given = uses[0] if isinstance(batch, kc.Batch) else uses
-        held = self.estimator.state[known.known(name)].statistics
-        moments = block.moments(given, **options, name=name, statistics=held)
+        network = self.estimator.network
+        block = network.blocks[network.known(name)]
+        moments = block.moments(
+            uses[0] if isinstance(batch, kc.Batch) else uses,
+            conventions=network.conventions,
+            precision=network.precision,
+            name=name,
+            statistics=self.estimator.state[network.known(name)].statistics,
+        )
         seen = self._seen.get(name)
         self._seen[name] = block.merge(seen, moments) if seen else moments
 
@@ -332,8 +361,9 @@ class KFAC:
         /,
         *,
         rows: int | None = None,
-        curvature: Callable[[list[dict[str, dict[str, Array]]]], Array] | None = None,
-    ) -> dict[str, dict[str, Array]]:
+        curvature: Callable[[list[Update]], Array] | None = None,
+        loss: Callable[[], float] | None = None,
+    ) -> Update:
         """Accumulate the observed batches, refresh if due, and update the parameters.
 
         Parameters
@@ -348,8 +378,13 @@ class KFAC:
             `kfac_core.steps.curvature_of_outputs`.  Then the change is
             ``-alpha P grad + mu delta``, delta the last change, with alpha and mu those
             that minimize the quadratic model ``grad . c + 1/2 c . (F + damping) c``;
-            `learning_rate`, `momentum` and `kl_clip` are not read.  `adapt_damping`
-            compares what the model promised with what came.
+            `learning_rate`, `momentum` and `kl_clip` are not read.
+        loss : callable, optional
+            With `curvature`: returns the mean loss of the batch for the parameters as they
+            are when it is called.  Then the damping follows the Levenberg-Marquardt rule,
+            and a change that would make the loss worse is tried a quarter as long, ten
+            times at most; the damping rises fourfold at each.  If none lowers the loss, the
+            parameters stay.
 
         Returns
         -------
@@ -361,46 +396,44 @@ class KFAC:
         KFACError
             For invalid gradients or schedules, for a layer that was never observed, and for
             arrays that were replaced or a refresh that fails; parameters, state and what
-            was observed are then unchanged, also by an error in `curvature`.
+            was observed are then unchanged, also by an error in `curvature` or `loss`.
         """
         self._require_same_arrays()
         self._require(gradients, "gradients")
         for name, arrays in self.parameters.items():
             _refuse_read_only(name, arrays)
-        estimator, rate = (
-            self.estimator,
-            float(kc.integration.value_at(self.learning_rate, self.steps)),
-        )
+        if loss is not None and (curvature is None or callable(self.damping)):
+            raise kc.ConventionError(
+                "Expected `curvature` beside `loss`, and a number as `damping`: the loss "
+                "is compared with the quadratic model, and the damping follows."
+            )
+        estimator = self.estimator
+        rate = float(kc.integration.value_at(self.learning_rate, self.steps))
         if not math.isfinite(rate):
             raise kc.ConventionError(f"Expected a finite `learning_rate`, got {rate}.")
-        refresh_every = kc.integration.interval_at(
-            "refresh_every", self.refresh_every, self.steps
-        )
         if self.reduction == "sum":
             if not rows:
                 raise kc.ConventionError(
                     "With reduction='sum', say `rows`: over how many the loss is a sum."
                 )
             gradients = kc.steps.linear_combination([1.0 / rows], [gradients])
-        fresh = {n for n in self.parameters if estimator.state[n].operator is None}
-        for name in fresh - set(self._seen):
-            if not estimator.state[name].updates:
-                raise kc.NotReadyError(f"Layer {name!r} was never observed.")
         damping = float(kc.integration.value_at(self.damping, self.steps))
         estimator.damping = damping
         estimator.decay = kc.integration.value_at(self.decay, self.steps)
-        before = estimator.state
+        before, ratio = estimator.state, math.nan
         try:
-            estimator.absorb(self._seen)
-            if fresh or self.steps % refresh_every == 0:
-                estimator.refresh()
-            direction = estimator.precondition(gradients)
+            direction = self._direction(gradients)
             if curvature is None:
                 velocity = self._momentum_step(gradients, direction, rate)
                 change = kc.steps.linear_combination([-rate], [velocity])
             else:
                 rate = 1.0
-                change = self._model_step(gradients, direction, damping, curvature)
+                directions = [kc.steps.linear_combination([-1.0], [direction])]
+                if self._velocity is not None:
+                    directions.append(self._velocity)
+                change, damping, ratio = self._model_step(
+                    gradients, directions, curvature(directions), damping, loss
+                )
                 velocity = change
             change = kc.steps.decay_decoupled(
                 change,
@@ -411,69 +444,37 @@ class KFAC:
             )
             self._require(change, "the step")
         except BaseException:
-            # Also what `curvature` raises, which the caller wrote.
+            # Also what `curvature` and `loss` raise, which the caller wrote.
             estimator.state = before
             raise
         self._seen, self._rows, self._drawn = {}, 0, 0
         self._velocity, self.steps = velocity, self.steps + 1
+        self.reduction_ratio = ratio
+        if loss is not None:
+            self.damping = damping
         for name, arrays in self.parameters.items():
             for parameter, array in arrays.items():
                 array += change[name][parameter]
         return dict(change)
 
-    def adapt_damping(
-        self,
-        loss_before: float,
-        loss_after: float,
-        /,
-        *,
-        factor: float = 0.95,
-        minimum: float = 1e-8,
-    ) -> float:
-        """Adapt the damping to how well the last step's model foretold the loss.
-
-        The rule of Levenberg and Marquardt: `factor` times the damping where the loss fell
-        by more than three quarters of what the model promised, and the damping divided by
-        it where it fell by less than a quarter.
-
-        Parameters
-        ----------
-        loss_before, loss_after : float
-            The loss on the step's own batch, before and after it.
-        factor : float
-            In (0, 1].
-        minimum : float
-            Least damping.  Where a batch has fewer examples than the network has
-            parameters, its quadratic model says little of other batches, and a damping
-            that falls too far follows one batch after the other: 1e-3 is a good bound.
-
-        Returns
-        -------
-        float
-            The reduction ratio; see `kfac_core.steps.reduction_ratio`.
-
-        Raises
-        ------
-        ConventionError
-            Where the damping is a schedule, or the last step had no `curvature`.
-        """
-        if callable(self.damping) or math.isnan(self.predicted_change):
-            raise kc.ConventionError(
-                "Expected a number as `damping`, and a step that was given `curvature`: "
-                "only its model says what the loss should become."
-            )
-        ratio = kc.steps.reduction_ratio(
-            loss_before, loss_after, predicted=self.predicted_change
+    def _direction(self, gradients: Vector) -> Update:
+        """Accumulate and refresh where that is due; return the natural gradient."""
+        estimator = self.estimator
+        refresh_every = kc.integration.interval_at(
+            "refresh_every", self.refresh_every, self.steps
         )
-        damping = kc.levenberg_marquardt(
-            self.damping, ratio, decay=factor, minimum=minimum, maximum=1e8
-        )
-        self.damping = float(damping)
-        return float(ratio)
+        fresh = {n for n in self.parameters if estimator.state[n].operator is None}
+        for name in fresh - set(self._seen):
+            if not estimator.state[name].updates:
+                raise kc.NotReadyError(f"Layer {name!r} was never observed.")
+        estimator.absorb(self._seen)
+        if fresh or self.steps % refresh_every == 0:
+            estimator.refresh()
+        return estimator.precondition(gradients)
 
     def _momentum_step(
         self, gradients: Vector, direction: Vector, rate: float
-    ) -> dict[str, dict[str, Array]]:
+    ) -> Update:
         """Return the velocity after a step of a given rate."""
         nu: Any = 1.0
         bound = kc.integration.value_at(self.kl_clip, self.steps)
@@ -481,7 +482,6 @@ class KFAC:
             nu = kc.steps.kl_clip(
                 gradients, direction, learning_rate=rate, bound=bound
             ).scale
-        self.predicted_change = math.nan
         if self._velocity is None:
             return kc.steps.linear_combination([nu], [direction])
         return kc.steps.linear_combination(
@@ -489,25 +489,55 @@ class KFAC:
         )
 
     def _model_step(
-        self, gradients: Vector, direction: Vector, damping: float, curvature: Any
-    ) -> dict[str, dict[str, Array]]:
-        """Return the change that minimizes the quadratic model."""
-        directions = [kc.steps.linear_combination([-1.0], [direction])]
-        if self._velocity is not None:
-            directions.append(self._velocity)
-        model = kc.steps.quadratic_model(
-            gradients, directions, curvature=curvature(directions), damping=damping
+        self,
+        gradients: Vector,
+        directions: list[Update],
+        curvature: Array,
+        damping: float,
+        loss: Callable[[], float] | None,
+    ) -> tuple[Update, float, float]:
+        """Return the change by the quadratic model, the next damping, and the ratio."""
+        step = kc.integration.quadratic_step(
+            gradients, directions, curvature=curvature, damping=damping
         )
-        best = model.minimize().coefficients
-        self.predicted_change = float(model.change(best, damped=True))
-        return kc.steps.linear_combination(best, directions)
+        if loss is None:
+            return step.change(), damping, math.nan
+        before = float(loss())
+        for _ in range(ATTEMPTS):
+            change = step.change()
+            after = self._loss_after(change, loss)
+            if kc.steps.is_accepted(before, after):
+                predicted = float(step.predicted)
+                adapted, ratio = self.rule.adapted(
+                    damping, before, after, predicted=predicted
+                )
+                return change, float(adapted), float(ratio)
+            damping = self.rule.raised(damping)
+            step = step.shortened(SHORTER)
+        return kc.steps.linear_combination([0.0], [change]), damping, math.nan
+
+    def _loss_after(self, change: Update, loss: Callable[[], float]) -> float:
+        """Return the loss that a change would lead to; the parameters stay."""
+        before = {
+            name: {parameter: array.copy() for parameter, array in arrays.items()}
+            for name, arrays in self.parameters.items()
+        }
+        try:
+            for name, arrays in self.parameters.items():
+                for parameter, array in arrays.items():
+                    array += change[name][parameter]
+            return float(loss())
+        finally:
+            for name, arrays in self.parameters.items():
+                for parameter, array in arrays.items():
+                    array[...] = before[name][parameter]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state without the parameters and the pending observations."""
-        own: dict[str, Any] = {"velocity": self._velocity, "steps": self.steps}
+        state: dict[str, Any] = {"velocity": self._velocity, "steps": self.steps}
         if not callable(self.damping):
-            own["damping"] = self.damping
-        return {"estimator": self.estimator.state_dict(), **own}
+            state["damping"] = self.damping
+        return {"estimator": self.estimator.state_dict(), **state}
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Restore a state; raises `StateError`, changing nothing, if it does not match."""
@@ -547,9 +577,9 @@ class KFAC:
     def _require_same_arrays(self) -> None:
         """Raise `UnsupportedError` if the loop's parameters are no longer those here."""
         for name, arrays in self.parameters.items():
-            given = self._given.get(name, {})
+            present = self._mapping.get(name, {})
             for key, array in arrays.items():
-                if given.get(key) is not array:
+                if present.get(key) is not array:
                     raise kc.UnsupportedError(
                         f"parameters[{name!r}][{key!r}] is no longer the array that KFAC "
                         "was made with, so that a step would move another. Write into it, "
@@ -587,8 +617,8 @@ def _refuse_shared(parameters: Vector) -> None:
     before: list[tuple[str, Any]] = []
     for name, arrays in parameters.items():
         for key, array in arrays.items():
-            for other, held in before:
-                if _overlap(held, array):
+            for other, earlier in before:
+                if _overlap(earlier, array):
                     raise kc.UnsupportedError(
                         f"{other} and {name!r} ({key}) have memory in common, which would "
                         "move twice. Give each weight once; a layer that is used twice is "

@@ -3,19 +3,12 @@
 A rule is an object with `change(seen, method, direction)`, which is to be added.
 """
 
-import math
-
 import kfac_core as kc
-from kfac_core.steps import (
-    kl_clip,
-    linear_combination,
-    quadratic_model,
-    reduction_ratio,
-)
+from kfac_core.steps import kl_clip, linear_combination
 from methods.problem import mean_loss
 from methods.vectors import map_parameters, zeros_like
 
-ADAPT_EVERY = 5
+RULE = kc.integration.DampingRule(every=5, minimum=1e-6, maximum=1e6)
 
 
 class Plain:
@@ -74,30 +67,20 @@ class QuadraticModel:
         directions = [linear_combination([-1.0], [direction])]
         if self.previous is not None:
             directions.append(self.previous)
-        model = quadratic_model(
+        step = kc.integration.quadratic_step(
             seen.gradient,
             directions,
             curvature=seen.curvature(directions),
             damping=method.damping,
-        )
-        coefficients = self.learning_rate * model.minimize().coefficients
-        self.previous = linear_combination(coefficients, directions)
+        ).shortened(self.learning_rate)
+        self.previous = step.change()
         self.steps += 1
-        if self.steps % ADAPT_EVERY == 0:
-            predicted = float(model.change(coefficients, damped=True))
-            method.damping = self.adapted(seen, method.damping, predicted)
+        if self.steps % RULE.every == 0:
+            moved = linear_combination([1.0, 1.0], [seen.parameters, self.previous])
+            method.damping, _ = RULE.adapted(
+                method.damping,
+                seen.loss,
+                mean_loss(seen.problem, moved, seen.batch),
+                predicted=float(step.predicted),
+            )
         return self.previous
-
-    def adapted(self, seen, damping, predicted):
-        """Return the damping by the Levenberg-Marquardt rule."""
-        moved = linear_combination([1.0, 1.0], [seen.parameters, self.previous])
-        after = mean_loss(seen.problem, moved, seen.batch)
-        if not math.isfinite(after):
-            after = math.inf
-        return kc.levenberg_marquardt(
-            damping,
-            reduction_ratio(seen.loss, after, predicted=predicted),
-            decay=(19 / 20) ** ADAPT_EVERY,
-            minimum=1e-6,
-            maximum=1e6,
-        )

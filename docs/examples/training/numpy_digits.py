@@ -97,13 +97,13 @@ def output_change(parameters, inputs, seen, direction):
     for name, p in parameters.items():
         out = p["weight"].shape[-1]
         d = direction[name]
-        found = seen[name] @ d["weight"].reshape(-1, out) + d["bias"]
+        product = seen[name] @ d["weight"].reshape(-1, out) + d["bias"]
         if change is not None:
             # Through the tanh below this layer.
             below = change.reshape(inputs[name].shape) * (1.0 - inputs[name] ** 2)
             x = patches(below) if name.startswith("conv") else below
-            found += x.reshape(seen[name].shape) @ p["weight"].reshape(-1, out)
-        change = found
+            product += x.reshape(seen[name].shape) @ p["weight"].reshape(-1, out)
+        change = product
     return change
 
 
@@ -144,6 +144,10 @@ def log_softmax(z):
     return z - np.log(np.exp(z).sum(axis=1, keepdims=True))
 
 
+def mean_loss(parameters, images, labels):
+    return loss_and_error(parameters, images, labels)[0]
+
+
 def loss_and_error(parameters, images, labels):
     """Return the mean cross-entropy, and the part of wrong answers."""
     z = forward(parameters, images)[2]
@@ -180,6 +184,7 @@ def optimizer(method, parameters, rate):
         likelihood=LIKELIHOOD,
         layers=LAYERS,
         damping=1e-3,
+        min_damping=1e-3,
         update_every=2,
     )
 
@@ -216,10 +221,8 @@ def train(method, rate, *, steps, seed):
             method_of.step(gradients)
         else:
             curvature = partial(exact_curvature, parameters, inputs, seen, z)
-            before, _ = loss_and_error(parameters, images, labels)
-            method_of.step(gradients, curvature=curvature)
-            after, _ = loss_and_error(parameters, images, labels)
-            method_of.adapt_damping(before, after, minimum=1e-3)
+            loss = partial(mean_loss, parameters, images, labels)
+            method_of.step(gradients, curvature=curvature, loss=loss)
         seconds += time.process_time() - start
     _, curve.test = loss_and_error(parameters, data.test_inputs, data.test_targets)
     return curve

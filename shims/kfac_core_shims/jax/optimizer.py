@@ -217,19 +217,10 @@ class Optimizer:
     ) -> None:
         modes = get_args(kc.losses.EstimationMode)
         kc.constraints.require_one_of("fisher", fisher, modes)
-        for name, every in (
-            ("adapt_every", adapt_every),
-            ("update_every", update_every),
-        ):
-            kc.integration.interval_at(name, every, 0)
+        kc.integration.interval_at("update_every", update_every, 0)
         for name, schedule in (("learning_rate", learning_rate), ("kl_clip", kl_clip)):
             if not callable(schedule):
                 kc.integration.require_positive(name, schedule, optional=True)
-        if min_damping > max_damping:
-            raise kc.DampingError(
-                "Expected `min_damping` <= `max_damping`, got "
-                f"{min_damping} and {max_damping}."
-            )
         self.network = network
         self.row_loss = kc.integration.row_loss(likelihood)
         self.loss = self.row_loss.likelihood

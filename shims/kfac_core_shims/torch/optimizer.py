@@ -156,22 +156,17 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     f"KFACOptimizer has no option `{name}`: the quadratic model decides "
                     "how long a step is. Leave it out, or use KFAC beside an optimizer."
                 )
-        _require_within("lr", lr, 0.0, float("inf"))
-        _require_within("weight_decay", weight_decay, 0.0, float("inf"))
+        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+            kc.constraints.require_range(name, value, kc.constraints.NOT_NEGATIVE)
         _require_within("damping", damping, min_damping, max_damping)
-        if not 0.0 < adapt_factor < 1.0:
-            raise kc.ConventionError(
-                f"Expected `adapt_factor` between 0 and 1, got {adapt_factor!r}."
-            )
-        kc.integration.interval_at("adapt_every", adapt_every, 0)
+        self.rule = kc.integration.DampingRule(
+            adapt_every, adapt_factor, min_damping, max_damping
+        )
         plain = parallel.inner(model)
         self._names = {id(p): n for n, p in plain.named_parameters()}
         super().__init__(
             plain.parameters() if params is None else params,
             {"lr": lr, "weight_decay": weight_decay},
-        )
-        self.rule = kc.integration.DampingRule(
-            adapt_every, adapt_factor, min_damping, max_damping
         )
         self._damping = float(damping)
         self._metrics: dict[str, float] = {}
@@ -294,8 +289,8 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self.kfac.step()
                 directions = self._directions(trained, gradient)
                 model_step = self._model_step(
-                    trained, gradient, list(directions.values()), passes, rows, lr
-                )
+                    trained, gradient, list(directions.values()), passes, rows
+                ).shortened(lr)
             before_step = [p.clone() for p, _ in trained]
             changes = _split(model_step.change()["parameters"]["all"], trained)
             for (p, _), change in zip(trained, changes, strict=True):
@@ -464,7 +459,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         directions: list[Vectors],
         passes: Sequence[Observation],
         rows: float,
-        lr: float,
     ) -> kc.integration.QuadraticStep:
         """Minimize the quadratic model of the mean loss over `rows` and its penalty."""
         error: Exception | None = None
@@ -494,7 +488,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             [{"parameters": {"all": d}} for d in flat],
             curvature=curvature,
             damping=self._damping,
-            rate=lr,
             damped=False,
         )
 
