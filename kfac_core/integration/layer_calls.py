@@ -51,8 +51,8 @@ class LayerCall:
         factor is diagonal.
     examples : int, optional
         N of the whole call, where other processes have the rest of it.
-    bias : bool
-        Whether this call adds the layer's bias, if the layer has one.
+    bias : bool or array of bool, shape (N, ...)
+        Whether this call adds the layer's bias, if the layer has one; of each row.
 
     Attributes
     ----------
@@ -74,7 +74,7 @@ class LayerCall:
         grad_scale: float = 1.0,
         transposed: bool = False,
         examples: int | None = None,
-        bias: bool = True,
+        bias: bool | Array = True,
     ) -> None:
         self.bias = bias
         self.block, self.inputs, self.mask = block, inputs, mask
@@ -277,14 +277,15 @@ def _joined_masks(uses: list[LayerCall], xp: Any) -> Array | None:
 
 
 def _joined_biases(uses: list[LayerCall], xp: Any) -> Array | None:
-    if all(use.bias for use in uses):
+    if all(use.bias is True for use in uses):
         return None
-    parts = [
-        xp.full(
-            (len(use.inputs),), use.bias, dtype=xp.bool, device=device_of(use.inputs)
-        )
-        for use in uses
-    ]
+    parts = []
+    for use in uses:
+        device, lead = device_of(use.inputs), use.inputs.shape[:-1]
+        bias = use.bias
+        if isinstance(bias, bool):
+            bias = xp.full(lead, bias, dtype=xp.bool, device=device)
+        parts.append(bias)
     return _joined(parts, xp)
 
 

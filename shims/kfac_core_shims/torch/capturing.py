@@ -10,6 +10,7 @@ import torch
 
 import kfac_core as kc
 from kfac_core_shims.torch.graph import Reached, RecordedCall
+from kfac_core_shims.torch.uses import joined
 
 __all__ = ["Observation"]
 
@@ -104,7 +105,7 @@ class Observation:
         if known and bool(gradient[self.unread].any()):
             self.in_unlike_parts = True
 
-    def checked_calls(self) -> list[RecordedCall]:
+    def checked_calls(self) -> list[kc.integration.LayerCall]:
         """Return the calls; raise if they are not what the loss has seen."""
         if self.in_unlike_parts:
             raise kc.UnsupportedError(
@@ -115,7 +116,7 @@ class Observation:
             )
         for call in self.calls:
             call.require_unchanged()
-        return self.calls
+        return joined(self.calls)
 
     def clear(self) -> None:
         """Leave all arrays behind: a loss that is kept keeps the calls."""

@@ -51,6 +51,19 @@ class ComputedSite(Site):
         return [*self.originals, *self.parameters.values()]
 
     @property
+    def roles(self) -> list[str]:
+        """Names of what is read in the graph."""
+        return ["weight", *self.parameters]
+
+    def key_of(self, role: str) -> Any:
+        """Return the key of what is read in the graph: a leaf, or what made it."""
+        return self.name if role == "weight" else super().key_of(role)
+
+    def length_of(self, role: str) -> int:
+        """Return the length of the first axis of what is read."""
+        return int(self.layer.parameter_shapes[role][0])
+
+    @property
     def computes(self) -> Any:
         """Return the module that computes the weight."""
         return self.module.parametrizations["weight"]

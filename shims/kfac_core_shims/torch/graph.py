@@ -8,7 +8,7 @@ than its modules has used is either read there too (a matrix product), or left a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,11 +22,18 @@ import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
 
-__all__ = ["Reached", "RecordedCall", "calls_below", "pull_back"]
+__all__ = ["Reached", "RecordedCall", "calls_below", "gradients_at", "pull_back"]
 
-_CAST, _TRANSPOSED = "ToCopyBackward0", ("TBackward0", "TransposeBackward0")
+_SAME = "ToCopyBackward0", "AliasBackward0", "torch::autograd::Identity"
+_VIEWS = *_SAME, "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"
+_TRANSPOSED = "TBackward0", "TransposeBackward0"
 _SPLITS = "SplitBackward0", "SplitWithSizesBackward0"
-_PRODUCTS = {"MmBackward0": (1, "self"), "AddmmBackward0": (2, "mat1")}
+
+_PRODUCTS = {
+    "MmBackward0": (0, "self", "mat2"),
+    "AddmmBackward0": (1, "mat1", "mat2"),
+}
+"""The place of the first of two operands, and the names of both."""
 
 
 class RecordedCall(kc.integration.LayerCall):
@@ -40,13 +47,29 @@ class RecordedCall(kc.integration.LayerCall):
         What the call itself multiplies output gradients by.
     is_taken : bool
         Whether it is of an observed pass.
+    turned : bool
+        Whether rows were multiplied by the transpose of the block's weight.  Then `inputs`
+        are the block's output gradients, and what comes back are its inputs.
+    example_of : torch.Tensor of int, or None
+        The example that each row belongs to, -1 for none, where several calls have rows
+        of one example.
+    outputs : int
+        Number of these examples.
+    row_scale : float
+        What `scaled_by` has of the numbers of rows and examples.
     """
 
-    def __init__(self, block: str, inputs: Any, /, **options: Any) -> None:
+    def __init__(
+        self, block: str, inputs: Any, /, *, turned: bool = False, **options: Any
+    ) -> None:
         super().__init__(block, inputs, **options)
         self.version = _version(inputs)
         self.own_scale = self.grad_scale
         self.is_taken = False
+        self.turned = turned
+        self.example_of: Any = None
+        self.outputs = 0
+        self.row_scale = 1.0
 
     def again(self) -> RecordedCall:
         """Return the same call without output gradients, for those of another pass."""
@@ -102,12 +125,15 @@ class Reached:
         Which features of that gradient are the block's; None for all.
     share : callable, optional
         Returns this process's examples of that gradient, where all have the same.
+    columns_are_rows : bool
+        Whether that gradient has examples on its last axis.
     """
 
     edge: Any
     call: RecordedCall
     columns: slice | None = None
     share: Callable[[Any], Any] | None = None
+    columns_are_rows: bool = False
 
     def take(self, g: Any) -> Any:
         """Return the block's features of a gradient that came back."""
@@ -115,6 +141,8 @@ class Reached:
             return None
         if self.share is not None:
             g = self.share(g)
+        if self.columns_are_rows:
+            g = g.mT
         return g if self.columns is None else g[..., self.columns]
 
 
@@ -150,24 +178,22 @@ def calls_below(
         Blocks with a use that is not, and what it is.
     """
     walk = _Walk(root, token)
-    own = Counter(call.block for _, call in walk.recorded)
-    whole: dict[str, list[Reached]] = {name: [] for name in own}
+    recorded: dict[str, list[Reached]] = {name: [] for name in sites}
     for edge, call in walk.recorded:
-        whole[call.block].append(Reached(edge, call, share=share))
+        recorded[call.block].append(Reached(edge, call, share=share))
     reached: list[Reached] = []
     reasons: dict[str, str] = {}
     for name, site in sites.items():
-        uses = [0, *(walk.uses[id(site.read_as(role))] for role in site.parameters)]
-        if max(uses) == 0 and name not in own:
-            continue
-        if site.part.rows or max(uses) > own[name]:
-            found = walk.products_of(site)
-            if isinstance(found, str):
-                reasons[name] = found
+        calls = recorded[name]
+        uses = max(walk.uses_of(site, role) for role in site.roles)
+        if site.part.rows or uses > len(calls):
+            products = walk.products_of(site)
+            if isinstance(products, str):
+                reasons[name] = products
             else:
-                reached += found
+                reached += products
         else:
-            reached += whole[name]
+            reached += calls
     # Experts that got no token have nothing to say.
     return [r for r in reached if keep_empty or r.call.examples], reasons
 
@@ -177,50 +203,61 @@ class _Walk:
 
     def __init__(self, root: Any, token: int) -> None:
         self.recorded: list[tuple[GradientEdge, Any]] = []
-        self.leaves: dict[int, Any] = {}
-        self.seen: set[Any] = set()
-        incoming: dict[Any, int] = defaultdict(int)
-        readers: list[tuple[Any, int]] = []
+        self._sources: dict[Any, list[tuple[Any, int]]] = defaultdict(list)
+        self._above: dict[Any, list[tuple[Any, int, int]]] = defaultdict(list)
+        self._saved: dict[Any, Any] = {}
+        self._calls: set[Any] = set()
+        seen = {root}
         todo = [root]
         while todo:
             node = todo.pop()
-            if node in self.seen:
-                continue
-            self.seen.add(node)
-            for index, call in node.metadata.get(token, ()):
-                self.recorded.append((GradientEdge(node, index), call))
-            for below, _ in node.next_functions:
+            if node.metadata:
+                self._read_metadata(node, token)
+            for place, (below, output) in enumerate(node.next_functions):
                 if below is None:
                     continue
-                incoming[below] += 1
-                kind: Any = type(below)
-                if not _is_leaf(kind):
-                    todo.append(below)
+                self._above[below].append((node, place, output))
+                if below in seen:
+                    continue
+                seen.add(below)
+                if _is_leaf(type(below)):
+                    self._sources[id(below.variable)].append((below, 0))
                 else:
-                    variable = below.variable
-                    readers.append((node, id(variable)))
-                    self.leaves[id(variable)] = below
-        self.uses: Counter[int] = Counter()
-        for node, key in readers:
-            # Autocast casts a weight once, and each of its uses reads the cast.
-            cast = node.name() == _CAST
-            self.uses[key] += max(1, incoming[node]) if cast else 1
-        self._parents: dict[Any, list[tuple[Any, int, int]]] | None = None
-        self._saved: dict[Any, Any] = {}
+                    todo.append(below)
 
-    @property
-    def parents(self) -> dict[Any, list[tuple[Any, int, int]]]:
-        """For each node those above it: ``(node, its argument, output that it reads)``."""
-        if self._parents is None:
-            self._parents = defaultdict(list)
-            for node in self.seen:
-                for place, (below, output) in enumerate(node.next_functions):
-                    if below is not None:
-                        self._parents[below].append((node, place, output))
-        return self._parents
+    def _read_metadata(self, node: Any, token: int) -> None:
+        for output, recorded in node.metadata.get(token, ()):
+            if isinstance(recorded, RecordedCall):
+                self._calls.add(node)
+                self.recorded.append((GradientEdge(node, output), recorded))
+            else:
+                self._sources[recorded].append((node, output))
+
+    def uses_of(self, site: Site, role: str) -> int:
+        """Return how often a parameter is read, or what a parametrization made of it."""
+        sources = self._sources[site.key_of(role)]
+        return sum(self._uses(node, output) for node, output in sources)
+
+    def _uses(self, node: Any, output: int) -> int:
+        total = 0
+        for reader, _, of_output in self._above[node]:
+            if of_output == output:
+                # The double backward of a product reads the weight through the view that
+                # the product was made with, and autocast casts a weight once for all.
+                views = len(reader.next_functions) == 1 and reader not in self._calls
+                total += self._all_uses(reader) if views else 1
+        return total
+
+    def _all_uses(self, node: Any) -> int:
+        outputs = {output for _, _, output in self._above[node]}
+        return sum(self._uses(node, output) for output in outputs)
 
     def products_of(self, site: Site) -> list[Reached] | str:
-        """Return the matrix products that read a weight, or what else reads it."""
+        """Return the matrix products that read a weight, or what else reads it.
+
+        A weight may stand on either side of a product, and be transposed there: so it does
+        in derivatives of the network.
+        """
         layer = site.layer
         if site.kind == "embedding" and layer.bag:
             return "it was called with `offsets`, 1-D ids or `per_sample_weights`"
@@ -229,83 +266,106 @@ class _Walk:
                 "it is an embedding whose weight something else reads; to make logits, "
                 "give nn.Linear this weight before KFAC is made"
             )
-        if layer.kind != "dense" or "weight" not in site.parameters:
-            return "its weight is used outside of its module's forward"
-        reading: list[tuple[Any, slice | None]] = []
-        for node, place, rows, flipped in self._consumers(site, "weight"):
-            layout = "oi" if flipped else "io"
-            slot, _ = _PRODUCTS.get(node.name(), (None, ""))
-            if place != slot or layout != layer.weight_layout or not _is_plain(node):
+        if layer.kind != "dense" or "weight" not in site.roles:
+            return (
+                "its weight is used outside of its module's forward, or by a derivative "
+                "of the model, of which only linear layers are covered"
+            )
+        readings: list[tuple[Any, int, slice | None, bool]] = []
+        operands: list[tuple[Any, str]] = []
+        for node, place, rows, flipped in self._readers(site, "weight"):
+            first, *names = _PRODUCTS.get(node.name(), (place + 1, "", ""))
+            side = place - first
+            if side < 0 or not _is_plain(node) or _is_of_parameters(node, first):
                 return f"its weight is read by {node.name()} in the graph"
-            reading.append((node, rows))
-        found: list[Reached] = []
-        inputs = self._inputs_of([node for node, _ in reading])
-        for (node, rows), x in zip(reading, inputs, strict=True):
-            call = RecordedCall(site.name, x)
-            found.append(Reached(GradientEdge(node, 0), call, rows))
-        if "bias" in site.parameters:
-            adding = [node for node, *_ in self._consumers(site, "bias")]
-            nodes = [reached.edge.node for reached in found]
-            if len(adding) != len(found):
-                if any(node not in nodes for node in adding):
-                    return f"its weight has {len(found)} uses, its bias {len(adding)}"
-                for reached in found:
-                    reached.call.bias = reached.edge.node in adding
-        return found
+            upright = flipped == (layer.weight_layout == "oi")
+            readings.append((node, side, rows, upright))
+            operands.append((node, names[1 - side]))
+        reached = []
+        values = self._values_of(operands)
+        for (node, side, rows, upright), x in zip(readings, values, strict=True):
+            # Whether rows are multiplied by W of shape (in, out), or by its transpose.
+            turned = upright == (side == 0)
+            x = x.mT if side == 0 else x
+            if turned and rows is not None:
+                x, rows = x[:, rows], None
+            call = RecordedCall(site.name, x, turned=turned)
+            edge = GradientEdge(node, 0)
+            reached.append(Reached(edge, call, rows, columns_are_rows=side == 0))
+        return self._with_biases(site, reached)
 
-    def _inputs_of(self, nodes: list[Any]) -> list[Any]:
-        """Return the inputs that matrix products have saved, each read once."""
+    def _with_biases(self, site: Site, reached: list[Reached]) -> list[Reached] | str:
+        """Say of each product of a weight whether the bias is added to it."""
+        if "bias" not in site.roles:
+            return reached
+        products = {r.edge.node for r in reached}
+        adding = set()
+        count = 0
+        for node, place, *_ in self._readers(site, "bias"):
+            count += 1
+            if node.name() == "AddBackward0" and _is_plain(node):
+                node = node.next_functions[1 - place][0]
+                while node is not None and node.name() in _VIEWS:
+                    node = node.next_functions[0][0]
+            adding.add(node)
+        if len(adding) < count or not adding <= products:
+            return f"its weight has {len(reached)} uses, its bias {count}"
+        for r in reached:
+            r.call.bias = r.edge.node in adding
+        return reached
+
+    def _values_of(self, operands: list[tuple[Any, str]]) -> list[Any]:
+        """Return operands that matrix products have saved, each read once."""
 
         def read() -> None:
-            for node in nodes:
-                if node not in self._saved:
-                    _, name = _PRODUCTS[node.name()]
-                    self._saved[node] = private.saved(node, name).detach()
+            for node, name in operands:
+                if (node, name) not in self._saved:
+                    self._saved[node, name] = private.saved(node, name).detach()
 
         if private.backward_pass() < 0:
             read()
-        elif any(node not in self._saved for node in nodes):
+        elif any(operand not in self._saved for operand in operands):
             # Checkpoints give what they recompute to one reader in each backward pass, and
             # that has to be the product itself.  In a thread there is none.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(read).result()
-        return [self._saved[node] for node in nodes]
+        return [self._saved[operand] for operand in operands]
 
-    def _consumers(
+    def _readers(
         self, site: Site, role: str
     ) -> Iterator[tuple[Any, int, slice | None, bool]]:
-        """Yield what reads a block's rows of a parameter.
+        """Yield what reads a block's rows of a parameter, views of it left out.
 
         Each is ``(node, its argument, the block's rows among those read, transposed)``.
         """
-        leaf = self.leaves.get(id(site.read_as(role)))
-        size = site.parameters[role].shape[0]
+        size = site.length_of(role)
         own = site.rows_of(role) or slice(0, size)
-        todo: list[tuple[Any, int, int, bool, int | None]] = []
-        if leaf is not None:
-            todo.append((leaf, 0, size, False, None))
+        todo: list[tuple[Any, int, int, bool, int | None]] = [
+            (node, 0, size, False, output)
+            for node, output in self._sources[site.key_of(role)]
+        ]
         while todo:
             node, start, stop, flipped, only = todo.pop()
-            for parent, place, output in self.parents[node]:
+            for reader, place, output in self._above[node]:
                 if only is not None and output != only:
                     continue
-                name = parent.name()
-                if name == _CAST:
-                    todo.append((parent, start, stop, flipped, None))
-                elif name in _TRANSPOSED or _swaps(parent, name):
-                    todo.append((parent, start, stop, not flipped, None))
+                name = reader.name()
+                if name in _SAME or _is_times_one(reader, name):
+                    todo.append((reader, start, stop, flipped, None))
+                elif name in _TRANSPOSED or _swaps(reader, name):
+                    todo.append((reader, start, stop, not flipped, None))
                 elif (
                     name in _SPLITS
                     and not flipped
-                    and private.saved(parent, "dim") == 0
+                    and private.saved(reader, "dim") == 0
                 ):
-                    for piece, (low, high) in enumerate(_pieces(parent, start, stop)):
+                    for piece, (low, high) in enumerate(_pieces(reader, start, stop)):
                         if low < own.stop and own.start < high:
-                            todo.append((parent, low, high, flipped, piece))
+                            todo.append((reader, low, high, flipped, piece))
                 else:
                     exact = (start, stop) == (own.start, own.stop)
                     rows = slice(own.start - start, own.stop - start)
-                    yield parent, place, None if exact else rows, flipped
+                    yield reader, place, None if exact else rows, flipped
 
 
 @cache
@@ -314,8 +374,23 @@ def _is_leaf(kind: Hashable) -> bool:
     return hasattr(kind, "variable")
 
 
+def _is_of_parameters(node: Any, first: int) -> bool:
+    """Whether a product multiplies two parameters, and no examples."""
+    leaves = []
+    for below, _ in node.next_functions[first : first + 2]:
+        while below is not None and len(below.next_functions) == 1:
+            below = below.next_functions[0][0]
+        leaves.append(getattr(below, "variable", None))
+    return all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves)
+
+
 def _swaps(node: Any, name: str) -> bool:
     return name == "PermuteBackward0" and len(private.saved(node, "dims")) == 2
+
+
+def _is_times_one(node: Any, name: str) -> bool:
+    """Whether a node is the product by ``beta`` that ``vmap`` writes for ``addmm``."""
+    return name == "MulBackward1" and private.saved(node, "other") == 1
 
 
 def _is_plain(node: Any) -> bool:
@@ -353,19 +428,24 @@ def pull_back(
     like : torch.Tensor
         The outputs, whose dtype the vectors take.
     """
-    edges = [r.edge for r in reached]
     for v in vectors.to(like.dtype):
-        try:
-            found = torch.autograd.grad(
-                [outputs], edges, [v], allow_unused=True, retain_graph=True
-            )
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            raise kc.UnsupportedError(
-                "A checkpoint with use_reentrant=True lies between the outputs and a "
-                "covered layer, and nothing can be backpropagated through it but a loss. "
-                "Take use_reentrant=False, or fisher='empirical'."
-            ) from error
-        for r, g in zip(reached, found, strict=True):
-            r.call.add_source(r.take(g))
+        for r, g in zip(reached, gradients_at(outputs, reached, v), strict=True):
+            r.call.add_source(g)
+
+
+def gradients_at(outputs: GradientEdge, reached: list[Reached], v: Any, /) -> list[Any]:
+    """Return what comes back to calls of one vector at the outputs; None for nothing."""
+    edges = [r.edge for r in reached]
+    try:
+        gradients = torch.autograd.grad(
+            [outputs], edges, [v], allow_unused=True, retain_graph=True
+        )
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise kc.UnsupportedError(
+            "A checkpoint with use_reentrant=True lies between the outputs and a "
+            "covered layer, and nothing can be backpropagated through it but a loss. "
+            "Take use_reentrant=False, or fisher='empirical'."
+        ) from error
+    return [r.take(g) for r, g in zip(reached, gradients, strict=True)]

@@ -76,13 +76,19 @@ class _CallHook(_Inert):
 class _WeightHook(_Inert):
     """Takes the gradients of a weight that a parametrization computes."""
 
-    def __init__(self, site: Any) -> None:
-        self.site = site
+    def __init__(self, kfac: Any, site: Any) -> None:
+        self.kfac, self.site = ref(kfac), site
 
     @outside_compilers
     def __call__(self, module: Any, arguments: Any, weight: Any) -> None:
-        """Take the gradient of a weight, when it comes."""
+        """Take the gradient of a weight when it comes, and mark the node that made it."""
         self.site.take(module, arguments, weight)
+        kfac = self.kfac()
+        if kfac is not None and weight.grad_fn is not None:
+            edge = get_gradient_edge(weight)
+            marks = edge.node.metadata.setdefault(id(kfac), [])
+            if (edge.output_nr, self.site.name) not in marks:
+                marks.append((edge.output_nr, self.site.name))
 
 
 class _Around(_Inert):
@@ -143,7 +149,7 @@ def install(kfac: Any, found: Found, /) -> list[Any]:
     for site in found.sites.values():
         computes = getattr(site, "computes", None)
         if computes is not None:
-            handles.append(computes.register_forward_hook(_WeightHook(site)))
+            handles.append(computes.register_forward_hook(_WeightHook(kfac, site)))
     for module, names, context in found.users:
         read = [found.sites[name] for name in names]
         read = [site for site in read if site.part.read is not None]

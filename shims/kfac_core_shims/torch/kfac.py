@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 import kfac_core as kc
-from kfac_core_shims.torch import coverage, graph, hooks, likelihoods, parallel
+from kfac_core_shims.torch import coverage, graph, hooks, likelihoods, parallel, uses
 from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.finding import find_sites
 from kfac_core_shims.torch.gradients import Gradients
@@ -1073,6 +1073,8 @@ class KFAC(kc.integration.NaturalGradient):
         share = row.weight(z.shape[-1])
         # As `batches_of_calls` will scale the gradients of a step's only pass.
         ahead = math.sqrt(len(z) / rows) if rows else 1.0
+        for call in calls:
+            call.row_scale = ahead
         if mode == "empirical":
             if self.reduction == "mean" and rows:
                 ahead *= rows / self._processes
@@ -1080,6 +1082,8 @@ class KFAC(kc.integration.NaturalGradient):
             for call in calls:
                 call.grad_scale = call.own_scale * ahead / scale
                 call.scaled_by = ahead
+            blocks = self.estimator.network.blocks
+            uses.find_examples(edge, reached, None, like=z, blocks=blocks)
         elif reached and (rows or self._processes > 1):
             # Rows that share a source must not add up: those of one example, and those of
             # examples that a batch norm or the loss mixes.  Signs of others do nothing.
@@ -1105,7 +1109,7 @@ class KFAC(kc.integration.NaturalGradient):
                 if weight is not None or z.dtype.itemsize < 4:
                     ahead = 1.0
                 for call in calls:
-                    call.scaled_by = ahead
+                    call.scaled_by = call.row_scale = ahead
                 if share != 1.0 or ahead != 1.0:
                     vectors = vectors * (math.sqrt(share) * ahead)
                 if weight is not None:
@@ -1115,6 +1119,13 @@ class KFAC(kc.integration.NaturalGradient):
                     vectors = torch.where(on, vectors, 0.0) * root
                 with drawing(self.model):
                     graph.pull_back(edge, reached, vectors, like=z)
+                    uses.find_examples(
+                        edge,
+                        reached,
+                        vectors,
+                        like=z,
+                        blocks=self.estimator.network.blocks,
+                    )
         return observation
 
     def _step(self, seen: list[Observation]) -> None:

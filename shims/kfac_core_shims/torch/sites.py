@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 import kfac_core as kc
 from kfac_core_shims.torch.layers import Part
 
@@ -55,14 +57,29 @@ class Site:
         """All parameters whose gradients are replaced."""
         return list(self.parameters.values())
 
+    @property
+    def roles(self) -> list[str]:
+        """Names of what is read in the graph."""
+        return list(self.parameters)
+
+    def key_of(self, role: str) -> Any:
+        """Return the key of what is read in the graph: a leaf, or what made it."""
+        return id(self.gathered.get(role, self.parameters[role]))
+
+    def length_of(self, role: str) -> int:
+        """Return the length of the first axis of what is read."""
+        return int(self.parameters[role].shape[0])
+
     def gradients(self) -> dict[str, Any] | None:
-        """Return the gradients in the layer's layout; None unless all are there."""
+        """Return the gradients in the layer's layout; None unless the weight has one."""
         found: dict[str, Any] = {}
         for role, shape in self.layer.parameter_shapes.items():
             parameter = self.parameters[role]
-            if parameter.grad is None or not parameter.requires_grad:
+            if not parameter.requires_grad or (not found and parameter.grad is None):
                 return None
-            g = self._own(role, parameter.grad)
+            # A loss of derivatives alone does not read the last bias.
+            read = parameter.grad is not None
+            g = self._own(role, parameter.grad if read else torch.zeros_like(parameter))
             if g.numel() != math.prod(shape):
                 raise kc.UnsupportedError(
                     f"The {role} of layer {self.name!r} had {math.prod(shape)} numbers "
@@ -78,7 +95,10 @@ class Site:
     def write(self, direction: Mapping[str, Any]) -> None:
         """Put a direction into the place of the gradients."""
         for role, x in direction.items():
-            target = self._own(role, self.parameters[role].grad)
+            parameter = self.parameters[role]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            target = self._own(role, parameter.grad)
             if role == "weight":
                 x = self.part.to_module(x)
             target.copy_(x if x.shape == target.shape else x.reshape(target.shape))
@@ -95,10 +115,6 @@ class Site:
             # During its forward pass a module has its parameters whole.
             self.gathered[role] = held
         return True
-
-    def read_as(self, role: str) -> Any:
-        """Return a parameter as it is in the graph."""
-        return self.gathered.get(role, self.parameters[role])
 
     def forget(self) -> None:
         """Forget what belongs to the last step; here nothing."""

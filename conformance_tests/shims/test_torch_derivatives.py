@@ -1,0 +1,348 @@
+"""Residuals that contain derivatives of the network: PINNs, penalties, forces.
+
+Each use of a weight in the forward pass and in its derivatives counts, so that the block of
+`Full` is ``J^T J / N``; or the parameters are named.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.func import functional_call, grad, hessian, jvp, vmap  # noqa: E402
+from torch.nn import functional as fn  # noqa: E402
+
+import kfac_core as kc  # noqa: E402
+from kfac_core_shims.torch import KFAC  # noqa: E402
+
+from ..builders import torch_zoo  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def network():
+    return nn.Sequential(
+        nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)
+    )
+
+
+def derivative(u, x):
+    """The gradient of each example's output by its input, (N, 2)."""
+    return torch.autograd.grad(u.sum(), x, create_graph=True)[0]
+
+
+def laplacian(u, x):
+    first = derivative(u, x)
+    return sum(derivative(first[:, k], x)[:, k : k + 1] for k in range(2))
+
+
+def curvatures(u, x):
+    """Second derivatives of all examples in one batched backward pass."""
+    first = derivative(u, x)
+    units = torch.eye(2)[:, None, :].expand(2, len(x), 2)
+    second = torch.autograd.grad(
+        first, x, units, is_grads_batched=True, create_graph=True
+    )[0]
+    return second[0, :, :1] * second[1, :, 1:] + u
+
+
+def of_one_example(model):
+    return lambda p: functional_call(model, dict(model.named_parameters()), (p[None],))[
+        0, 0
+    ]
+
+
+RESIDUALS = {
+    "value": lambda model, x: model(x),
+    "first": lambda model, x: derivative(model(x), x).sum(1, keepdim=True),
+    "forces": lambda model, x: -derivative(model(x), x),
+    "penalty": lambda model, x: derivative(model(x), x).norm(dim=1, keepdim=True) - 1,
+    "Laplacian": lambda model, x: laplacian(model(x), x),
+    "Burgers": lambda model, x: (
+        lambda u: u * derivative(u, x)[:, :1] - 0.1 * laplacian(u, x)
+    )(model(x)),
+    "biharmonic": lambda model, x: laplacian(laplacian(model(x), x), x),
+    "batched": lambda model, x: curvatures(model(x), x),
+    "jvp": lambda model, x: jvp(model, (x,), (torch.ones_like(x),))[1],
+    "jvp of jvp": lambda model, x: jvp(
+        lambda y: jvp(model, (y,), (torch.ones_like(y),))[1],
+        (x,),
+        (torch.ones_like(x),),
+    )[1],
+    "vmap of grad": lambda model, x: vmap(grad(of_one_example(model)))(x),
+    "vmap of hessian": lambda model, x: vmap(
+        lambda p: hessian(of_one_example(model))(p).reshape(-1)
+    )(x),
+    # Rows of several numbers of uses: inner points, and points of the boundary.
+    "joined": lambda model, x: torch.cat([laplacian(model(x), x), model(x[:2].sin())]),
+    "twice": lambda model, x: derivative(model(x) + model(x.sin()), x),
+}
+
+
+def observed(residual):
+    """A loop in which the residual is observed by hand."""
+
+    def loop(model, kfac):
+        x = torch.randn(6, 2, requires_grad=True)
+        r = residual(model, x)
+        kfac.observe(r)
+        (0.5 * (r - torch.randn_like(r)).square().sum(1).mean()).backward(
+            retain_graph=True
+        )
+        return r
+
+    return loop
+
+
+class Residual(nn.Module):
+    """A module whose outputs are the residual, so that nothing is observed by hand."""
+
+    def __init__(self, residual):
+        super().__init__()
+        self.net, self.residual = network(), residual
+
+    def forward(self, x):
+        return self.residual(self.net, x)
+
+
+def two_lines(model, kfac):
+    x = torch.randn(6, 2, requires_grad=True)
+    r = model(x)
+    (0.5 * (r - torch.randn_like(r)).square().sum(1).mean()).backward(retain_graph=True)
+    return r
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_every_use_of_a_weight_counts(name):
+    """Whatever derives it: reverse mode, forward mode, batched, or both in turn."""
+    program = torch_zoo.Program(
+        model=network, loop=observed(RESIDUALS[name]), options={"output": None}
+    )
+    torch_zoo.run(program)
+
+
+@pytest.mark.parametrize("name", ["first", "Laplacian", "biharmonic"])
+def test_a_module_that_returns_its_residual(name):
+    """As above, in a loop of two lines."""
+    model = lambda: Residual(RESIDUALS[name])  # noqa: E731
+    torch_zoo.run(torch_zoo.Program(model=model, loop=two_lines))
+
+
+def test_empirical_gradients_of_a_residual():
+    """The loss's own backward pass comes to all uses."""
+    model, x = network(), torch.randn(6, 2, requires_grad=True)
+    options = {"output": None, "fisher": "empirical", "likelihood": "gaussian"}
+    kfac = torch_zoo.attached(model, **options)
+    r = laplacian(model(x), x)
+    kfac.observe(r)
+    losses = 0.5 * r.square().sum(1)
+    middle = [*model[2].parameters()]
+    rows = [
+        torch.autograd.grad(loss, middle, retain_graph=True, materialize_grads=True)
+        for loss in losses
+    ]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    F = J.T @ J / 6 + torch_zoo.DAMPING * torch.eye(J.shape[1])
+    expected = torch.linalg.solve(F, J.mean(0))
+    losses.mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kfac.step()
+
+    direction = torch.cat([p.grad.flatten() for p in middle])
+    torch.testing.assert_close(direction, expected)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_kronecker_factors_are_means_over_uses(fisher):
+    """A use in reverse has what comes back as input, and what it multiplies as gradient."""
+    model, x = nn.Linear(2, 3, bias=False), torch.randn(6, 2)
+    kfac = KFAC(
+        model,
+        likelihood="gaussian",
+        fisher=fisher,
+        decay=1.0,
+        output=None,
+    )
+    v = torch.randn(6, 3)
+    y, z = model(x), v @ model.weight
+    r = (y.square().sum(1) + z.square().sum(1))[:, None]
+    kfac.observe(r)
+    scale = torch.ones(6, 1) if fisher == "exact" else r.detach()
+    (0.5 * r.square().sum(1).mean()).backward()
+    kfac.update()
+    A, G, repeats = kfac.factors("")
+
+    inputs = torch.cat([x, 2 * z.detach() * scale])
+    outputs = torch.cat([2 * y.detach() * scale, v])
+    torch.testing.assert_close(A, inputs.T @ inputs / 12)
+    torch.testing.assert_close(repeats * G, outputs.T @ outputs / 6)
+
+
+def test_a_weight_norm_in_a_derivative():
+    """The block is of the weight that is computed, in all its uses."""
+    model, x = network(), torch.randn(6, 2, requires_grad=True)
+    nn.utils.parametrizations.weight_norm(model[2])
+    kfac = torch_zoo.attached(model, output=None)
+    r = laplacian(model(x), x)
+    made = next(n for n in _nodes(r.grad_fn) if n.name().startswith("WeightNorm"))
+    inputs = [torch.autograd.graph.GradientEdge(made, 0), model[2].bias]
+    kfac.observe(r)
+    loss = 0.5 * r.square().mean()
+    F = torch_zoo.fisher(r, inputs, kfac.criterion.row.likelihood)
+    V, b = torch.autograd.grad(loss, inputs, retain_graph=True)
+    direction = torch.linalg.solve(
+        F + torch_zoo.DAMPING * torch.eye(len(F)), torch.cat([V.flatten(), b])
+    )
+    originals = [*model[2].parametrizations.weight.parameters()]
+    expected = torch.autograd.grad(
+        model[2].weight, originals, direction[:20].reshape(4, 5)
+    )
+    loss.backward()
+    kfac.step()
+
+    torch.testing.assert_close([p.grad for p in originals], [*expected])
+    torch.testing.assert_close(model[2].bias.grad, direction[20:])
+
+
+class Bump(nn.Module):
+    """Reads its weight itself, and not as a matrix product of examples."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, h):
+        return torch.exp(-(h[:, None] - self.weight).square().sum(-1))
+
+
+class Twice(nn.Module):
+    """One weight in two layers, and read once more by itself."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, h):
+        h = self.inner(torch.tanh(self.inner(h)))
+        return h + fn.linear(h.sin(), self.inner.weight) + h @ self.inner.weight
+
+
+class Convolved(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Conv1d(1, 2, 3, padding=1)
+
+    def forward(self, h):
+        return self.inner(h[:, None]).sum(1)
+
+
+class Products(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Bilinear(width, width, width)
+
+    def forward(self, h):
+        return self.inner(h, h.cos())
+
+
+class Cell(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.GRUCell(width, width)
+
+    def forward(self, h):
+        return self.inner(h, h.sin())
+
+
+class Tokens(nn.Module):
+    """Each entry is a token, and a layer reads them once in either order."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+
+    def forward(self, h):
+        tokens = torch.stack([h, h.cos()], -1)
+        time_first = self.inner(tokens.transpose(0, 1).sin())
+        return (self.inner(tokens) + time_first.transpose(0, 1)).squeeze(-1)
+
+
+LAYERS = (
+    lambda n: nn.Linear(n, n),
+    lambda n: nn.Linear(n, n, bias=False),
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.PReLU,
+    Bump,
+    Twice,
+    Convolved,
+    Products,
+    Cell,
+    Tokens,
+)
+ACTIVATIONS = nn.Tanh, nn.Sigmoid, nn.Softplus, nn.SiLU, nn.GELU, nn.Identity
+
+
+def random_network(rng):
+    width = rng.choice([2, 3])
+    layers = [nn.Linear(2, width)]
+    for _ in range(rng.randint(1, 2)):
+        layers += [rng.choice(ACTIVATIONS)(), rng.choice(LAYERS)(width)]
+    return nn.Sequential(*layers, rng.choice(ACTIVATIONS)(), nn.Linear(width, 1))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs_are_right_or_name_what_they_leave_alone(seed):
+    """Networks and derivatives in random combinations.
+
+    `check_step` has the direction of each block, or its gradient as it was and its name.
+    """
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model = random_network(rng)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kfac = torch_zoo.attached(model, output=None)
+    names = ["value", "first", "forces", "penalty", "Laplacian", "Burgers", "joined"]
+    residual = RESIDUALS[rng.choice(names)]
+    refused = "Layer"
+    try:
+        r = observed(residual)(model, kfac)
+        diagonal = [
+            name
+            for name, _ in model.named_parameters()
+            if isinstance(owner(model, name), nn.LayerNorm | nn.RMSNorm | nn.PReLU)
+        ]
+        torch_zoo.check_step(model, kfac, r, diagonal=diagonal)
+    except kc.UnsupportedError as error:
+        refused = str(error)
+
+    assert "Layer" in refused
+
+
+def owner(model, name):
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _nodes(root):
+    seen, todo = {root}, [root]
+    while todo:
+        for below, _ in todo.pop().next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                todo.append(below)
+    return seen

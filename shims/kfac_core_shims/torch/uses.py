@@ -1,0 +1,222 @@
+"""Several uses of one weight by one example, as positions that the example shares.
+
+A derivative of the network uses each weight several times: in the forward pass, and in each
+derivative of it.  The derivative of an output by the weight is the sum over all of them.
+Approximations that sum over the positions of each example therefore need to know which rows
+of which use belong to which example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+import kfac_core as kc
+from kfac_core_shims.torch.graph import Reached, RecordedCall, gradients_at
+
+__all__ = ["find_examples", "joined", "sums_over_positions"]
+
+
+def sums_over_positions(block: kc.Block, /) -> bool:
+    """Whether a block sums gradients over the positions of each example."""
+    approximation = block.approximation
+    rows_apart = getattr(approximation, "sharing", None) == "expand"
+    return not (rows_apart and isinstance(approximation, kc.Kronecker))
+
+
+def find_examples(
+    outputs: Any,
+    reached: Iterable[Reached],
+    vectors: Any,
+    /,
+    *,
+    like: Any,
+    blocks: Mapping[str, kc.Block],
+) -> None:
+    """Find the example of each row, of blocks that sum over several uses.
+
+    Parameters
+    ----------
+    outputs : GradientEdge
+        The outputs in the graph, which stays.
+    reached : iterable of Reached
+        Calls that they depend on.
+    vectors : torch.Tensor, shape (M, N, ..., P), or None
+        What was backpropagated; None for the gradients of the caller's loss.
+    like : torch.Tensor, shape (N, ..., P)
+        The outputs.
+    blocks : mapping of str to Block
+        All blocks.
+
+    Raises
+    ------
+    kfac_core.UnsupportedError
+        If rows of a derivative belong to no single example, or that cannot be found.
+    """
+    of_block: dict[str, list[Reached]] = {}
+    for r in reached:
+        block = blocks[r.call.block]
+        if block.layer.kind == "dense" and sums_over_positions(block):
+            of_block.setdefault(r.call.block, []).append(r)
+    for name, uses in of_block.items():
+        derived = any(r.call.turned for r in uses)
+        if len(uses) == 1 and not derived:
+            continue
+        indices = _examples_of(outputs, uses, vectors, like)
+        if indices is not None:
+            for r, index in zip(uses, indices, strict=True):
+                r.call.example_of, r.call.outputs = index, len(like)
+        elif derived:
+            raise kc.UnsupportedError(
+                f"Layer {name!r} is used several times by each example, as by derivatives "
+                f"of the model, and {type(blocks[name].approximation).__name__} sums over "
+                "these uses, but the example of each row cannot be told: outputs mix "
+                "examples, or fisher='empirical' has rows of another number than the "
+                "outputs. Observe outputs with one row for each example, or take "
+                "Kronecker()."
+            )
+
+
+def joined(calls: Iterable[RecordedCall], /) -> list[kc.integration.LayerCall]:
+    """Return calls of which those that share examples are one.
+
+    Parameters
+    ----------
+    calls : iterable of RecordedCall
+        Calls of one pass, with their gradients.
+
+    Returns
+    -------
+    list of LayerCall
+        Where what came back are inputs of the block, which then differ between
+        backpropagated vectors, these are examples of their own.
+    """
+    of_block: dict[str, list[RecordedCall]] = {}
+    for call in calls:
+        of_block.setdefault(call.block, []).append(call)
+    found: list[kc.integration.LayerCall] = []
+    for uses in of_block.values():
+        derived = any(call.turned for call in uses)
+        uses = [call for call in uses if call.has_rows]
+        if uses and uses[0].example_of is not None:
+            found.append(_one_call(uses, derived=derived))
+        elif derived:
+            found += [_one_call([call], derived=True) for call in uses]
+        else:
+            found += uses
+    return found
+
+
+def _examples_of(
+    outputs: Any, uses: list[Reached], vectors: Any, like: Any
+) -> list[Any] | None:
+    """Return the index of the example of each row of each call; None if not known."""
+    N, device = len(like), like.device
+    if any(r.call.mask is not None for r in uses):
+        return None
+    if all(_rows(r.call) == N for r in uses):
+        return [torch.arange(N, device=device)] * len(uses)
+    if vectors is None:
+        return None
+    # What comes back to the rows of an example is multiplied by what its outputs are.
+    scales = 1 + torch.arange(N, dtype=torch.float64, device=device) / N
+    mixed = torch.tensordot(_coefficients(vectors), vectors, 1)
+    scaled = mixed * scales.to(mixed.dtype).reshape(-1, *[1] * (mixed.ndim - 1))
+    indices = []
+    pairs = [gradients_at(outputs, uses, v) for v in (mixed, scaled)]
+    for r, a, b in zip(uses, *pairs, strict=True):
+        if a is None:
+            indices.append(torch.full((_rows(r.call),), -1, device=device))
+            continue
+        a, b = (x.reshape(-1, x.shape[-1]).double() for x in (a, b))
+        squares = (a * a).sum(-1)
+        unlike_zero = squares.sqrt() > 1e3 * torch.finfo(like.dtype).eps * a.abs().max()
+        ratio = (a * b).sum(-1) / squares.where(unlike_zero, 1)
+        index = ((ratio - 1) * N).round().long().clamp(0, N - 1)
+        error = (b - scales[index, None] * a).norm(dim=-1)
+        if bool((error > 0.1 / N * squares.sqrt())[unlike_zero].any()):
+            return None
+        indices.append(index.where(unlike_zero, -1))
+    return indices
+
+
+def _coefficients(vectors: Any) -> Any:
+    """Return numbers with which no vectors are likely to cancel each other."""
+    M = len(vectors)
+    return 1 + torch.arange(M, dtype=vectors.dtype, device=vectors.device).sin() / 2
+
+
+def _rows(call: RecordedCall) -> int:
+    return int(call.inputs.shape[:-1].numel())
+
+
+def _one_call(uses: list[RecordedCall], *, derived: bool) -> kc.integration.LayerCall:
+    """Return the calls as one, of (N, S, ...) where they share examples."""
+    inputs, output_grads, examples, biases = [], [], [], []
+    sources = max(len(call.output_grads) for call in uses)
+    copies = sources if derived else 1
+    for call in uses:
+        x, g = _inputs_and_gradients(call, sources)
+        inputs.append(x if derived else x[:1])
+        output_grads.append(g)
+        biases.append(torch.full((copies * _rows(call),), call.bias, device=x.device))
+        if call.example_of is not None:
+            shift = torch.arange(copies, device=x.device)[:, None] * call.outputs
+            index = call.example_of
+            examples.append((index + shift).where(index >= 0, -1).reshape(-1))
+    x = torch.cat([part.reshape(-1, part.shape[-1]) for part in inputs])
+    if derived:
+        parts = [part.reshape(-1, part.shape[-1]) for part in output_grads]
+        g = torch.cat(parts)[None]
+    else:
+        g = torch.cat(output_grads, dim=1)
+    bias, mask = torch.cat(biases), None
+    if examples:
+        count = copies * uses[0].outputs
+        slots, width = _slots(torch.cat(examples), count)
+        x, bias = (_placed(part, slots, count, width) for part in (x, bias))
+        g = torch.stack([_placed(part, slots, count, width) for part in g])
+        if len(slots) < count * width or bool((slots < 0).any()):
+            mask = _placed(
+                torch.ones_like(slots, dtype=torch.bool), slots, count, width
+            )
+    has_biases: Any = True if all(call.bias for call in uses) else bias
+    found = kc.integration.LayerCall(uses[0].block, x, mask=mask, bias=has_biases)
+    found.output_grads, found.scaled_by = [*g], uses[0].scaled_by
+    return found
+
+
+def _inputs_and_gradients(call: RecordedCall, sources: int) -> tuple[Any, Any]:
+    """Return inputs and output gradients of the block, both of shape (M, rows, ...)."""
+    came = torch.stack(call.output_grads)
+    came = came.reshape(len(came), -1, came.shape[-1])
+    if len(came) < sources:
+        came = torch.cat([came, came.new_zeros(sources - len(came), *came.shape[1:])])
+    saved = call.inputs.reshape(1, -1, call.inputs.shape[-1]).to(came.dtype)
+    saved = saved.expand(sources, -1, -1)
+    if call.turned:
+        return came / call.row_scale, saved * call.row_scale
+    return saved, came
+
+
+def _slots(example_of: Any, count: int) -> tuple[Any, int]:
+    """Return each row's place among examples of equally many positions, and how many.
+
+    Rows of no example, index -1, have no place.
+    """
+    counts = torch.bincount(example_of + 1, minlength=count + 1)
+    order = torch.argsort(example_of, stable=True)
+    starts = counts.cumsum(0) - counts
+    positions = torch.empty_like(order)
+    numbers = torch.arange(len(order), device=order.device)
+    positions[order] = numbers - starts[example_of[order] + 1]
+    width = max(1, int(counts[1:].max()))
+    return (example_of * width + positions).where(example_of >= 0, -1), width
+
+
+def _placed(rows: Any, slots: Any, count: int, width: int) -> Any:
+    placed = rows.new_zeros(count * width, *rows.shape[1:])
+    placed[slots[slots >= 0]] = rows[slots >= 0]
+    return placed.reshape(count, width, *rows.shape[1:])
