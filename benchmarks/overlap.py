@@ -53,6 +53,7 @@ def backward(communicator: Communicator, with_it: bool) -> Step:
     kfac = KFAC(
         *(called,),
         overlap=with_it,
+        lr=0.1,
         likelihood="categorical",
         fisher="exact",
         update_every=1,

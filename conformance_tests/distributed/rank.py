@@ -450,7 +450,7 @@ def kfac_of(model, **options):
     from kfac_core_shims.torch import KFAC
 
     settings = {"likelihood": "categorical", "fisher": "exact"}
-    settings |= {"update_every": 1, "refresh_every": 2, "kl_clip": 1e-5}
+    settings |= {"update_every": 1, "refresh_every": 2, "kl_clip": 1e-5, "lr": 0.1}
     return KFAC(model, **settings | options)
 
 

@@ -67,6 +67,7 @@ def trained(model, communicator, *, labels=lambda step, y: y, reduction, **optio
     own = {} if "execution" in options else {"communicator": communicator}
     kfac = KFAC(
         model,
+        lr=0.1,
         likelihood="categorical",
         reduction=reduction,
         update_every=1,
@@ -129,26 +130,53 @@ def test_a_computed_weight_has_the_gradient_of_all_ranks():
     same(found, alone)
 
 
-def test_means_over_unequal_shards_are_refused_on_all_ranks():
-    """Their average is not the mean over all rows; over equal shards it is."""
-    first = network()
+def of_shards(first, sizes, loss_of, communicator=None, **options):
+    """Return the gradients after a step of the average of means over shards, or its error.
 
-    def refused(communicator, sizes):
-        model = copy.deepcopy(first)
-        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
-        x, y = data(0)
-        size = sizes[communicator.rank]
-        fn.cross_entropy(model(x[:size]), y[:size].clamp(min=0)).backward()
+    On one process each shard is a pass of its own.
+    """
+    model, (x, y) = copy.deepcopy(first), data(0)
+    alone = {} if communicator is None else {"communicator": communicator}
+    kfac = KFAC(model, lr=0.1, fisher="exact", **options, **alone)
+    shards = zip(
+        x[: sum(sizes)].split(sizes), y[: sum(sizes)].split(sizes), strict=True
+    )
+    for rank, (a, b) in enumerate(shards):
+        if communicator is None:
+            (loss_of(model(a), b) / len(sizes)).backward()
+        elif communicator.rank == rank:
+            loss_of(model(a), b).backward()
+    if communicator is not None:
         averaged(model, communicator)
-        try:
-            kfac.step()
-        except kc.ConventionError as error:
-            return str(error)
-        return "taken"
+    try:
+        kfac.step()
+    except kc.ConventionError as error:
+        return str(error)
+    return [p.grad for p in model.parameters()], [kfac.metrics()["clip"]]
 
-    unequal = run_ranks(3, lambda c: refused(c, (3, 2, 2)))
-    assert all("averages over rows of its own" in found for found in unequal)
-    assert run_ranks(3, lambda c: refused(c, (2, 2, 2))) == ["taken"] * 3
+
+def test_means_over_unequal_shards_give_rows_unequal_weights():
+    """As the parts of one process do, where the gradient shows the weights."""
+    what = network(), (3, 2, 5), fn.cross_entropy
+    found = run_ranks(3, lambda c: of_shards(*what, c, likelihood="categorical"))
+    same(found, of_shards(*what, likelihood="categorical"))
+
+
+def test_means_over_unequal_shards_are_refused_where_nothing_shows_them():
+    """The average of their means is not the mean over all rows; over equal shards it is."""
+
+    def squares(z, y):
+        return fn.mse_loss(z, fn.one_hot(y, 4).double())
+
+    first, module = network(), nn.MSELoss()
+
+    def taken(sizes, communicator=None):
+        return of_shards(first, sizes, squares, communicator, likelihood=module)
+
+    for said in run_ranks(3, lambda c: taken((3, 2, 5), c)):
+        assert "Processes have unequal numbers of rows" in said
+        assert "reduction='sum'" in said
+    same(run_ranks(3, lambda c: taken((4, 4, 4), c)), taken((4, 4, 4)))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +196,9 @@ def test_a_loss_of_the_other_reduction_is_refused_on_all_ranks(reduction, factor
     def on_a_rank(communicator):
         model = copy.deepcopy(first)
         options = {"communicator": communicator, "update_every": 1}
-        kfac = KFAC(model, likelihood="categorical", reduction=reduction, **options)
+        kfac = KFAC(
+            model, lr=0.1, likelihood="categorical", reduction=reduction, **options
+        )
         found = []
         for step in range(4):
             model.zero_grad()
@@ -308,7 +338,7 @@ def test_each_rank_draws_labels_of_its_own():
 
     def on_a_rank(communicator):
         model = copy.deepcopy(first)
-        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        kfac = KFAC(model, lr=0.1, likelihood="categorical", communicator=communicator)
         fn.cross_entropy(model(x), torch.zeros(N, dtype=torch.int64)).backward()
         (seen,) = kfac.differentiated
         return {call.block: call.output_grads[0] for call in seen.calls}
@@ -326,7 +356,7 @@ def test_no_row_on_any_rank_is_an_error_on_all():
 
     def on_a_rank(communicator):
         model = copy.deepcopy(first)
-        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        kfac = KFAC(model, lr=0.1, likelihood="categorical", communicator=communicator)
         said = []
         for bad in (None, 1):
             model.zero_grad()
@@ -347,8 +377,8 @@ def test_no_row_on_any_rank_is_an_error_on_all():
 def test_what_is_not_supported_is_refused_by_name(monkeypatch):
     """Processes that came later, and two wishes."""
     model, (x, y) = network(), data(0)
-    kfac = KFAC(model)
-    own = KFAC(copy.deepcopy(model), communicator="alone")
+    kfac = KFAC(model, lr=0.1)
+    own = KFAC(copy.deepcopy(model), lr=0.1, communicator="alone")
     alone = kc.distributed.connect("alone")
     with pytest.raises(kc.ConventionError, match="`communicator`"):
         KFAC(model, communicator=alone, execution=Distributed(communicator=alone))
@@ -386,7 +416,7 @@ def test_gradients_that_are_not_averages_are_refused_on_all_ranks():
 
     def on_a_rank(communicator, *, averages):
         model = copy.deepcopy(first)
-        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        kfac = KFAC(model, lr=0.1, likelihood="categorical", communicator=communicator)
         x, y = data(0)
         rows = rows_of(0, communicator.rank)
         loss_of(model(x[rows]), y[rows], "mean", N, 3).backward()
@@ -410,7 +440,8 @@ def test_ranks_with_another_clip_or_rate_are_found():
 
     def on_a_rank(communicator, name):
         model = copy.deepcopy(first)
-        options = {"communicator": communicator, name: 0.01 * (1 + communicator.rank)}
+        options = {"communicator": communicator, "lr": 0.01}
+        options[name] = 0.01 * (1 + communicator.rank)
         kfac = KFAC(model, likelihood="categorical", **options)
         x, y = data(0)
         rows = rows_of(0, communicator.rank)
@@ -465,6 +496,7 @@ def test_a_layer_that_one_rank_uses_later(kind):
         model = copy.deepcopy(first)
         kfac = KFAC(
             model,
+            lr=0.1,
             likelihood="categorical",
             fisher="exact",
             update_every=1,
@@ -508,6 +540,7 @@ def test_rows_with_weights_count_as_much_on_every_rank():
         model = copy.deepcopy(first)
         kfac = KFAC(
             model,
+            lr=0.1,
             fisher="exact",
             update_every=1,
             refresh_every=2,
@@ -593,7 +626,7 @@ def test_an_input_that_one_rank_has_written_to_is_an_error_on_all():
 
     def on_a_rank(communicator):
         model = copy.deepcopy(first)
-        kfac = KFAC(model, likelihood="categorical", communicator=communicator)
+        kfac = KFAC(model, lr=0.1, likelihood="categorical", communicator=communicator)
         x, y = data(0)
         rows = rows_of(0, communicator.rank)
         x = x[rows].clone()

@@ -114,7 +114,7 @@ def test_a_reentrant_checkpoint_between_layers_is_named():
 def test_a_pass_that_makes_a_graph_is_named():
     """It counts as that of a penalty, and not as the loss's own."""
     model, x, y = Network(), torch.randn(5, 4), torch.randint(0, 3, (5,))
-    kfac = KFAC(model)
+    kfac = KFAC(model, lr=0.1)
     loss = fn.cross_entropy(model(x), y)
     grads = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
     for p, g in zip(model.parameters(), grads, strict=True):
@@ -209,7 +209,7 @@ def test_one_forward_pass_is_observed_once():
     with pytest.raises(kc.UnsupportedError, match="one tensor"):
         kfac.observe(outputs[:, :2])
     with pytest.raises(kc.ShapeError, match=r"\(N, \.\.\., P\)"):
-        kfac.observe(outputs[:, 0])
+        kfac.observe(outputs[0, 0])
     half_squares(outputs, y).backward()
     kfac.step()
 
@@ -224,6 +224,7 @@ def test_outputs_that_say_nothing_are_an_error(fisher):
     x, y = torch.randn(5, 4), torch.randn(5, 3)
     step(model, kfac, x, y, half_squares)
     for detached in (True, False):
+        model.zero_grad()
         outputs = model(x)
         half_squares(outputs, y).backward()
         if detached or fisher == "empirical":

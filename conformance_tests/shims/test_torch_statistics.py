@@ -8,7 +8,12 @@ torch = pytest.importorskip("torch")
 import kfac_core as kc  # noqa: E402
 from kfac_core_shims.torch import KFAC  # noqa: E402
 
-EXACT = {"likelihood": "categorical", "fisher": "exact", "decay": 1.0}
+EXACT = {
+    "likelihood": "categorical",
+    "fisher": "exact",
+    "decay": 1.0,
+    "kl_clip": None,
+}
 
 
 @pytest.fixture(autouse=True)

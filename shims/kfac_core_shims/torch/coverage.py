@@ -1,14 +1,19 @@
-"""Which weights have which block, which have none and why, as text."""
+"""Which weights have which block, which have none, and every reason why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
+from warnings import warn
 
 import kfac_core as kc
+from kfac_core_shims.torch.sites import Found
 
-__all__ = ["APPROXIMATIONS", "approximation_of"]
+__all__ = ["APPROXIMATIONS", "ASKED", "Coverage", "approximation_of", "choose"]
+
+ASKED = "it was asked for"
+"""The reason for a parameter that an option leaves alone."""
 
 APPROXIMATIONS: dict[str, Any] = {
     "dense": kc.Kronecker(),
@@ -20,6 +25,197 @@ APPROXIMATIONS: dict[str, Any] = {
 
 LARGEST_FACTOR = 8192
 """A dense layer's side with more features than this has a diagonal factor by default."""
+
+
+class Coverage:
+    """Why parameters have no block, and why passes were not seen.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+    sites : mapping of str to Site
+        Its blocks.
+    reasons : mapping of str to str
+        Why parameters without a block have none, by the parameters' names.
+    watches : bool
+        Whether the model's parameters stay where they are; those that are divided among
+        processes are replaced in each forward pass.
+
+    Attributes
+    ----------
+    skipped : dict of str to str
+        Trained parameters that keep their gradients, with the reason.
+    replaced : set of str
+        Blocks of parameters that the model no longer has, or reads in another way.
+    notes : list of str
+        Why passes since the last step were not observed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        sites: Mapping[str, Any],
+        reasons: Mapping[str, str],
+        *,
+        watches: bool,
+    ) -> None:
+        self._model, self._sites, self._reasons = model, sites, dict(reasons)
+        self._trained_at_first = {
+            name for name, p in model.named_parameters() if p.requires_grad
+        }
+        self.skipped: dict[str, str] = {}
+        self.replaced: set[str] = set()
+        self._notes: dict[str, None] = {}
+        self._preconditioned = len(sites)
+        self._places = self._where_parameters_are() if watches else []
+
+    @property
+    def notes(self) -> list[str]:
+        """Why passes since the last step were not observed."""
+        return [*self._notes]
+
+    def note(self, why: str, /) -> None:
+        """Remember why a pass was not observed, for the error of a step without any."""
+        self._notes[why] = None
+
+    def forget(self) -> None:
+        """Forget the passes of a step."""
+        self._notes.clear()
+
+    def explain(self, block: str, why: str, /) -> None:
+        """Say why the parameters of a block are not covered."""
+        for name in self._names(self._sites[block]):
+            self._reasons[name] = why
+
+    def reason(self, block: str, /) -> str:
+        """Return what was said of a block."""
+        return self._reasons[self._names(self._sites[block])[0]]
+
+    def find_replaced(self) -> None:
+        """Find the blocks of parameters that the model no longer has, or not there."""
+        if all(mapping.get(key) is x for mapping, key, x in self._places):
+            return
+        now = dict(self._model.named_parameters())
+        live = {id(p) for p in now.values()}
+        for name, site in self._sites.items():
+            in_place = site.is_in(site.module)
+            if not in_place or not all(id(p) in live for p in site.trained):
+                self.replaced.add(name)
+        known = self._ids(self._sites)
+        moved = self._ids(self.replaced)
+        for name, p in now.items():
+            if id(p) in moved:
+                self._reasons[name] = (
+                    "its module reads it in another way than when KFAC was made, as after "
+                    "pruning or tying; make KFAC again"
+                )
+            elif id(p) not in known and name in self._trained_at_first:
+                self._reasons[name] = (
+                    "it was replaced after KFAC was made, as by a new module or by "
+                    "load_state_dict(assign=True); make KFAC again, and the optimizer"
+                )
+        self._places = [(m, key, x) for m, key, x in self._places if m.get(key) is x]
+
+    def warn_of_others(
+        self, blocks: Collection[str], /, *, refreshed: bool, steps: int = 1
+    ) -> None:
+        """Warn once of each trained parameter that is in none of these blocks.
+
+        Parameters
+        ----------
+        blocks : collection of str
+            Blocks whose gradients a step has replaced.
+        refreshed : bool
+            Whether to look, also if these are no fewer than before.
+        steps : int
+            Steps taken; before the first, parameters without gradients count too.
+        """
+        fewer, self._preconditioned = (
+            len(blocks) < self._preconditioned,
+            len(blocks),
+        )
+        if not (refreshed or fewer):
+            return
+        covered, with_site = self._ids(blocks), self._ids(self._sites)
+        others: dict[str, str] = {}
+        for name, p in self._model.named_parameters():
+            trained = p.requires_grad and (p.grad is not None or steps == 0)
+            if not trained or id(p) in covered or name in self.skipped:
+                continue
+            default = "it was added after KFAC was made; make KFAC again"
+            if id(p) in with_site:
+                default = (
+                    "it took no part in the observed outputs, or another parameter of its "
+                    "block is frozen or has no gradient"
+                )
+            others[name] = self._reasons.get(name, default)
+        self.skipped |= others
+        unasked = [name for name, why in others.items() if why != ASKED]
+        if unasked:
+            reasons = sorted({others[name] for name in unasked})
+            warn(
+                f"K-FAC leaves the gradients of {unasked} alone: {'; '.join(reasons)}.",
+                stacklevel=4,
+            )
+
+    def nothing_seen(
+        self, message: str, /, *, seen: bool, came: bool, called: bool
+    ) -> str:
+        """Return a message of a step without rows, with the reason that holds.
+
+        Parameters
+        ----------
+        message : str
+            What is missing.
+        seen : bool
+            Whether passes were observed.
+        came : bool
+            Whether ``backward()`` has come to the parameters of a block.
+        called : bool
+            Whether the model was called itself.
+        """
+        if seen or self._notes:
+            return f"{message} What was seen: {'; '.join(self._notes)}."
+        if self.replaced:
+            return f"{message} The model was changed: its parameters were replaced."
+        if not came:
+            return (
+                f"Call kfac.step() after loss.backward(). {message} No backward() has "
+                "come to the parameters of a block; gradients of torch.autograd.grad and "
+                "torch.func count where the outputs are given to observe()."
+            )
+        if not called:
+            return (
+                f"{message} The model was not called itself (`model(x)`) but parts of it, "
+                "or it was compiled and called before KFAC was made."
+            )
+        return (
+            f"{message} No gradient came back to what the model returned, as where its "
+            "outputs were modified in place."
+        )
+
+    def _names(self, site: Any) -> list[str]:
+        ids = {id(p) for p in site.trained}
+        return [n for n, p in self._model.named_parameters() if id(p) in ids]
+
+    def _ids(self, blocks: Iterable[str]) -> set[int]:
+        return {id(p) for name in blocks for p in self._sites[name].trained}
+
+    def _where_parameters_are(self) -> list[tuple[Any, str, Any]]:
+        """Return where the model holds the blocks' parameters: mapping, key, and what."""
+        places: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        ids = self._ids(self._sites)
+        for name, p in self._model.named_parameters():
+            if id(p) not in ids:
+                continue
+            module, (*path, last) = self._model, name.split(".")
+            for key in path:
+                inner = getattr(module, key)
+                places[id(module), key] = module._modules, key, inner
+                module = inner
+            places[id(module), last] = module._parameters, last, p
+        return list(places.values())
 
 
 def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:
@@ -44,13 +240,14 @@ def approximation_of(site: Any, chosen: Mapping[Any, Any], /) -> Any:
     kfac_core.ConventionError
         For another approximation of a weight that embeds ids and makes logits too.
     """
-    found = _chosen_or_default(site, chosen)
-    if site.part.tied and found is not None and found != APPROXIMATIONS["embedding"]:
+    approximation = _chosen_or_default(site, chosen)
+    if site.part.tied and approximation not in (None, APPROXIMATIONS["embedding"]):
         raise kc.ConventionError(
             f"{site.name!r} is an embedding whose weight makes logits too: expected "
-            f"{APPROXIMATIONS['embedding']!r} or None in `approximations`, got {found!r}."
+            f"{APPROXIMATIONS['embedding']!r} or None in `approximations`, got "
+            f"{approximation!r}."
         )
-    return found
+    return approximation
 
 
 def _chosen_or_default(site: Any, chosen: Mapping[Any, Any]) -> Any:
@@ -68,7 +265,39 @@ def _chosen_or_default(site: Any, chosen: Mapping[Any, Any]) -> Any:
     return replace(APPROXIMATIONS["dense"], **large)
 
 
-def require_known(chosen: Mapping[Any, Any], sites: Mapping[str, Any], /) -> None:
+def choose(model: Any, found: Found, chosen: Mapping[Any, Any], /) -> dict[str, Any]:
+    """Return the approximations of the blocks that are not left alone.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        For the names of its parameters.
+    found : Found
+        The blocks of a model; the reasons of those that are left alone are added.
+    chosen : mapping
+        See `approximation_of`.
+
+    Returns
+    -------
+    dict of str to Approximation
+        By name of the block.
+    """
+    _require_known(chosen, found.sites)
+    approximations = {n: approximation_of(s, chosen) for n, s in found.sites.items()}
+    covered = {n: a for n, a in approximations.items() if a is not None}
+    alone = [site for name, site in found.sites.items() if name not in covered]
+    left_alone = {id(p) for site in alone for p in site.trained}
+    for name, p in model.named_parameters():
+        if id(p) in left_alone:
+            found.reasons[name] = ASKED
+    found.users = [
+        (module, [name for name in names if name in covered], context)
+        for module, names, context in found.users
+    ]
+    return covered
+
+
+def _require_known(chosen: Mapping[Any, Any], sites: Mapping[str, Any]) -> None:
     """Raise `ConventionError` for approximations of nothing.
 
     Parameters

@@ -1,27 +1,44 @@
-"""The gradients that a step replaces: which passes they are of, and what a step wrote.
+"""The gradients that a step replaces: which backward passes they are of.
 
-``.grad`` belongs to the loop: it is cleared, added to, put back and divided there, and
+``.grad`` belongs to the loop: it is cleared, added to, clipped and divided there, and
 nobody says so.  What is asked here is only whether gradients are those of the passes that
-were observed, and not what an earlier step left behind.
+were observed, and not what an earlier step left behind, and whether the parameters are
+still those that were differentiated.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "drawing", "is_drawn_through"]
 
-_STEPPING: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those that a step was taken of, of which no two may replace one gradient."""
+_drawn_through: list[Any] = []
+"""Models through which K-FAC is backpropagating vectors of its own.
+
+Not one for each thread: with a GPU the hooks run in other threads than the call.
+"""
+
+
+@contextmanager
+def drawing(model: Any, /) -> Iterator[None]:
+    """Backpropagate vectors that no loss sent, which another `KFAC` is not to observe."""
+    _drawn_through.append(model)
+    try:
+        yield
+    finally:
+        _drawn_through.remove(model)
+
+
+def is_drawn_through(model: Any, /) -> bool:
+    """Whether vectors that no loss sent are on their way through a model or its parts."""
+    return any(model is m for drawn in _drawn_through for m in drawn.modules())
 
 
 class Gradients:
@@ -48,13 +65,17 @@ class Gradients:
     ) -> None:
         self._model, self._sites, self._replaced = model, sites, replaced
         self._division = division
-        self._task = -1  # The last backward pass that added to `.grad`.
-        self._came = False  # Gradients, to where they are divided among processes.
-        self._uncleared: list[str] = []
-        self._watched: Any = None
-        self._watching: Any = None
-        self._kept: Any = None
+        self._task, self._adds = -1, None  # The last backward pass, and what it does.
+        self._came = False  # Gradients of a pass since the last step.
+        self._on_cleared: Any = None
+        self._uncleared: dict[str, None] = {}
         self._written: list[tuple[Any, int]] = []
+        self._differentiated: list[tuple[Any, int]] = []
+
+    @property
+    def came(self) -> bool:
+        """Whether those of a pass since the last step have come to a parameter."""
+        return self._came
 
     @property
     def trained(self) -> Iterator[Any]:
@@ -63,46 +84,73 @@ class Gradients:
             if name not in self._replaced:
                 yield from (p for p in site.trained if p.requires_grad)
 
-    def are_of_this_pass(self) -> bool:
-        """Whether the backward pass that is running was found to add to them before."""
-        return bool(private.backward_pass() == self._task)
+    def watch(self, on_cleared: Callable[[], None], /) -> list[Any]:
+        """Look at each backward pass as it comes to the parameters.
 
-    def are_to_come(self) -> bool | None:
-        """Whether the backward pass that is running adds to any; see `accumulates`."""
-        adds = True if self._division is not None else private.accumulates(self.trained)
-        if adds:
-            self._task = private.backward_pass()
-        return adds
-
-    def are_there(self) -> bool:
-        """Whether any is not zero, or is still to come to its place."""
-        grads = [p.grad for p in self.trained if p.grad is not None]
-        if self._division is None:
-            return any(bool(g.any()) for g in grads)
-        return not self._came or self._division.are_nonzero(grads)
-
-    def watch_arrival(self) -> list[Any]:
-        """Note when gradients that are divided among processes come to their places.
-
-        Until processes exchange them, as in the last of several passes, they lie elsewhere.
+        Parameters
+        ----------
+        on_cleared : method
+            Held weakly, and called where the gradients of earlier passes are gone, as by
+            ``zero_grad``.
 
         Returns
         -------
         list of torch.utils.hooks.RemovableHandle
             Handles of the hooks.
         """
-        own = weakref.ref(self)
+        self._on_cleared = weakref.WeakMethod(on_cleared)
+        watching = weakref.ref(self)
+        sharded = self._division is not None and not self._division.tensor_parallel
 
-        def came(p: Any) -> None:
-            gradients = own()
-            if gradients is not None:
+        def came(_: Any) -> None:
+            gradients = watching()
+            if gradients is not None and (sharded or gradients.begin_pass()):
                 gradients._came = True
 
-        return [p.register_post_accumulate_grad_hook(came) for p in self.trained]
+        # With fully_shard gradients lie elsewhere until processes exchange them.
+        if sharded:
+            return [p.register_post_accumulate_grad_hook(came) for p in self.trained]
+        return [p.register_hook(came) for p in self.trained]
 
-    def find_uncleared(self) -> None:
+    def begin_pass(self) -> bool | None:
+        """Note the backward pass that is running.
+
+        Returns
+        -------
+        bool or None
+            Whether it adds to ``.grad`` of any block; False where it returns gradients
+            (`torch.autograd.grad`), None where it comes to no block.
+        """
+        if is_drawn_through(self._model):
+            return None
+        task = private.backward_pass()
+        if task != self._task:
+            self._task, self._adds = task, True
+            if self._division is None:
+                self._adds = private.accumulates(self.trained)
+            if self._adds:
+                self._begin_to_add()
+        return self._adds
+
+    def _begin_to_add(self) -> None:
+        self._differentiated = [(p, p._version) for p in self.trained]
+        if not self._came:
+            self._find_uncleared()
+        elif not self._are_there():
+            self._came, self._uncleared = False, {}
+            forget = self._on_cleared()
+            if forget is not None:
+                forget()
+
+    def _are_there(self) -> bool:
+        """Whether any is not zero."""
+        grads = [p.grad for p in self.trained if p.grad is not None]
+        if self._division is None:
+            return any(bool(g.any()) for g in grads)
+        return bool(self._division.are_nonzero(grads))
+
+    def _find_uncleared(self) -> None:
         """Find the parameters whose last direction this pass is about to add to."""
-        self._uncleared = []
         written = [(grad(), version) for grad, version in self._written]
         left = {
             id(g)
@@ -110,51 +158,9 @@ class Gradients:
             if g is not None and (g._version == version or bool(g.any()))
         }
         if left:
-            self._uncleared = [
-                name
-                for name, p in self._model.named_parameters()
-                if id(p.grad) in left and private.accumulates([p])
-            ]
-
-    def watch(self) -> None:
-        """Keep a copy of what later passes add to one small parameter."""
-        self._uncleared = []
-        if self._watched is not None:
-            return
-        divided = self._division is not None
-        fed = [p for p in self.trained if divided or private.accumulates([p])]
-        self._watched = min(fed, key=lambda p: (p.numel() < 8, p.numel()))
-        own, engine = weakref.ref(self), torch.autograd.Variable._execution_engine
-
-        def keep() -> None:
-            gradients = own()
-            if gradients is not None and gradients._watched is not None:
-                gradients._kept = gradients._watched.grad.detach().clone()
-
-        def came(p: Any) -> None:
-            # After DistributedDataParallel's own callback, which averages gradients.
-            engine.queue_callback(lambda: engine.queue_callback(keep))
-
-        self._watching = self._watched.register_post_accumulate_grad_hook(came)
-
-    def are_of_later_passes(self) -> bool:
-        """Whether they are those of the passes since `watch` alone, up to a factor.
-
-        They are not where the loop sums copies of gradients, or clips those of each
-        example.  True where nothing is watched.
-        """
-        if self._watched is None or self._kept is None or self._watched.grad is None:
-            return True
-        now, kept = self._watched.grad, self._kept
-        coarse = 1e-3 if self._kept.dtype.itemsize < 4 else 1e-6
-        if self._division is None:
-            now, kept = (g.reshape(-1).double() for g in (now, kept))
-            product, *squares = (
-                float(g @ h) for g, h in ((now, kept), (now, now), (kept, kept))
-            )
-        else:
-            product, *squares = self._division.products(now, kept)
-        return product > 0 and product**2 >= (1 - coarse) * math.prod(squares)
+            for name, p in self._model.named_parameters():
+                if id(p.grad) in left and private.accumulates([p]):
+                    self._uncleared[name] = None
 
     def note_written(self, parameters: Iterable[Any], /) -> None:
         """Remember the gradients of some parameters as what a step wrote."""
@@ -162,15 +168,13 @@ class Gradients:
         self._written = [(weakref.ref(g), g._version) for g in grads]
 
     def require_new(self) -> None:
-        """Raise if they are what the last step wrote, or were added to it.
+        """Raise `NotReadyError` unless they are those of passes since the last step.
 
-        Raises
-        ------
-        kfac_core.NotReadyError
-            Also for what the step of another `KFAC` wrote.
+        Also if the parameters have changed since: the optimizer's step was then one of
+        plain gradients.
         """
         if self._uncleared:
-            names = self._uncleared[:4] + ["..."] * (len(self._uncleared) > 4)
+            names = [*self._uncleared][:4] + ["..."] * (len(self._uncleared) > 4)
             raise kc.NotReadyError(
                 f"The gradients of {names} were added to what the last step "
                 "wrote, and would be preconditioned twice. Clear those of all parameters "
@@ -178,22 +182,23 @@ class Gradients:
                 "optimizer does not have; or freeze these, p.requires_grad_(False), "
                 "before KFAC is made. To accumulate, call kfac.step() after the last part."
             )
-        _STEPPING.add(self)
+        if any(p._version != version for p, version in self._differentiated):
+            raise kc.NotReadyError(
+                "The parameters have changed since loss.backward(), as by "
+                "optimizer.step(), which has then used plain gradients. Call kfac.step() "
+                "right after loss.backward(), and optimizer.step() after it."
+            )
         held = {
             id(p.grad)
             for name, site in self._sites.items()
             if name not in self._replaced
             for p in site.trained
         }
-        for others in _STEPPING:
-            if others is not self and any(others._left(held)):
-                raise kc.NotReadyError(
-                    "The gradients are what the step of another KFAC wrote, and would be "
-                    "preconditioned twice. Have one KFAC for each parameter, or clear and "
-                    "differentiate again in between."
-                )
-        left = list(self._left(held))
-        if left and all(left):
+        written = [(grad(), version) for grad, version in self._written]
+        if written and all(
+            g is not None and id(g) in held and g._version == version
+            for g, version in written
+        ):
             raise kc.NotReadyError(
                 "The gradients are what the last step wrote, and would be preconditioned "
                 "twice. Call kfac.step() once, between loss.backward() and "
@@ -202,13 +207,4 @@ class Gradients:
 
     def forget(self) -> None:
         """Leave the passes of a step behind, and not what the step wrote."""
-        self._came, self._uncleared = False, []
-        if self._watched is not None:
-            self._watching.remove()
-            self._watched = self._kept = None
-
-    def _left(self, held: set[int]) -> Iterator[bool]:
-        """Yield of each gradient that the last step wrote whether it is still there."""
-        for grad, version in self._written:
-            g = grad()
-            yield g is not None and id(g) in held and g._version == version
+        self._came, self._uncleared, self._differentiated = False, {}, []

@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import inspect
-import math
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 from warnings import warn
 
 import torch
-from torch.autograd.graph import get_gradient_edge
-from torch.nn.parameter import is_lazy
 
 import kfac_core as kc
-from kfac_core_shims.torch import coverage, graph, hooks, likelihoods, parallel, uses
-from kfac_core_shims.torch.capturing import Observation
+from kfac_core_shims.torch import coverage, hooks, likelihoods, options, parallel
+from kfac_core_shims.torch.factors import factors_of
 from kfac_core_shims.torch.finding import find_sites
-from kfac_core_shims.torch.gradients import Gradients
-from kfac_core_shims.torch.loss_checks import LossCheck, RowWeights
-from kfac_core_shims.torch.outputs import (
-    OutputHook,
-    Pass,
-    RandomHook,
-    drawing,
-    is_drawn_through,
-)
+from kfac_core_shims.torch.gradients import Gradients, is_drawn_through
+from kfac_core_shims.torch.loss_checks import LossCheck
+from kfac_core_shims.torch.outputs import OutputHook, RandomHook, rows_of
+from kfac_core_shims.torch.passes import Observation, PassRecorder
+from kfac_core_shims.torch.weights import balance
 
 __all__ = ["KFAC"]
-
-_RESTING = 1e-30
-"""In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
-
-_ASKED = "it was asked for"
-
-_ESTIMATOR = "precision", "sharing", "refreshing", "averaging"
-"""Options of `kfac_core.Estimator` that are passed on."""
 
 
 class KFAC(kc.integration.NaturalGradient):
@@ -66,8 +48,8 @@ class KFAC(kc.integration.NaturalGradient):
     reduction : {"mean", "sum"}, optional
         Reduction over the rows of outputs, in the loss that is differentiated; by default
         that of the loss module, or ``"mean"``.  A cross-entropy that is plainly of the
-        other reduction is refused at the first backward pass; on several processes at
-        each `step` with statistics.
+        other reduction is refused; any other factor of a loss is one of the gradient, and
+        not of the curvature.
     fisher : {"gradients", "exact", "empirical", ...}
         ``"gradients"`` draws labels from the model, ``"exact"`` sums over all of
         them, ``"empirical"`` uses the gradients of the caller's backward pass.
@@ -76,8 +58,9 @@ class KFAC(kc.integration.NaturalGradient):
     positions : {"signs", "separate", "together"}
         What ``fisher="exact"`` does with the rows of one example, such as tokens; see
         `kfac_core.losses.drawn_vectors`.
-    lr : float, callable of int, or torch.optim.Optimizer
+    lr : torch.optim.SGD, float, or callable of int
         Learning rate that the KL clip reckons with; of an optimizer, its current one.
+        Needed unless ``kl_clip=None``.
     kl_clip : float or callable of int, optional
         Bound on ``lr^2 V . P V``, about twice the Kullback-Leibler divergence of a step;
         None for no bound.
@@ -123,8 +106,10 @@ class KFAC(kc.integration.NaturalGradient):
         Trained parameters that keep their gradients, with the reason.
     preconditioned : frozenset of int
         Parameters, by ``id``, whose gradients the last step replaced.
-    random : RandomState or None
-        With `keep`, the state of the random numbers before the model's last call.
+    sites : dict of str to Site
+        Blocks by name, with the modules and parameters that they are of.
+    criterion : Criterion
+        Likelihood and reduction.
 
     Raises
     ------
@@ -138,8 +123,10 @@ class KFAC(kc.integration.NaturalGradient):
 
     Notes
     -----
-    A pass of the model counts if a backward pass goes through it before `step`.  Passes
-    without gradients, and those that nobody differentiates, do not count.
+    A step counts the forward passes of the model that ``backward()`` went through since
+    the last step, except for those whose gradients ``zero_grad`` has cleared.  `discard`
+    forgets them.  Outputs that are given to `observe` count in their place, however they
+    are differentiated.
 
     On p processes gradients are averages over processes, as ``DistributedDataParallel``
     leaves them.  With R the rows of all, a process differentiates the mean over its rows if
@@ -159,7 +146,7 @@ class KFAC(kc.integration.NaturalGradient):
     >>> from kfac_core_shims.torch import KFAC
     >>> model = torch.nn.Linear(4, 3)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> kfac = KFAC(model)
+    >>> kfac = KFAC(model, lr=optimizer)
     >>> x, y = torch.randn(8, 4), torch.randint(3, (8,))
     >>> torch.nn.functional.cross_entropy(model(x), y).backward()
     >>> kfac.step()
@@ -175,7 +162,7 @@ class KFAC(kc.integration.NaturalGradient):
         fisher: kc.losses.EstimationMode = "gradients",
         samples: int = 1,
         positions: kc.losses.Positions = "signs",
-        lr: kc.integration.Schedule | torch.optim.Optimizer = 0.1,
+        lr: kc.integration.Schedule | torch.optim.Optimizer | None = None,
         kl_clip: kc.integration.Schedule | None = 1e-3,
         damping: kc.integration.Schedule = 3e-2,
         decay: kc.integration.Schedule = 0.95,
@@ -191,21 +178,14 @@ class KFAC(kc.integration.NaturalGradient):
         communicator: Any = None,
         overlap: bool = False,
         execution: Any = None,
-        **options: Any,
+        **estimator_options: Any,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise kc.ConventionError(
-                f"Expected `model` to be a torch.nn.Module, got a {type(model).__name__}: "
-                "KFAC(model), and not of its parameters."
-            )
-        _require_made(model)
-        _require_known(options)
-        if overlap and (keep or fisher == "empirical" or output is None):
-            raise kc.ConventionError(
-                "`overlap` takes statistics when the outputs' gradients come, which is too "
-                "early for fisher='empirical', `observe` and KFACOptimizer. Leave it out."
-            )
-        self.overlap = overlap
+        options.require_made(model)
+        options.require_known(estimator_options, inspect.signature(KFAC).parameters)
+        options.require_sensible(
+            fisher, grad_scaler, overlap=overlap, keep=keep, output=output
+        )
+        self.output, self.overlap = output, overlap
         self.model = parallel.inner(model)
         execution, processes, self._division = parallel.execution_of(
             model,
@@ -214,20 +194,7 @@ class KFAC(kc.integration.NaturalGradient):
             interval=refresh_every if isinstance(refresh_every, int) else 10,
         )
         self._chose_processes = processes is not None or communicator is not None
-        criterion = likelihoods.criterion_of(likelihood, reduction)
-        modes = get_args(kc.losses.EstimationMode)
-        if fisher not in modes:
-            raise kc.ConventionError(
-                f"Expected `fisher` to be one of {', '.join(map(repr, modes))}, got "
-                f"{fisher!r}."
-            )
-        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
-            raise kc.ConventionError(
-                "Expected `grad_scaler` to be the torch.amp.GradScaler of the loop, got "
-                f"{type(grad_scaler).__name__}."
-            )
-        sources = kc.losses.source_reduction_of(fisher)
-        self.criterion, self.output, self.grad_scaler = criterion, output, grad_scaler
+        self.criterion = likelihoods.criterion_of(likelihood, reduction)
         found = find_sites(self.model, skip_layers=skip_layers)
         if self._division is not None:
             if keep:
@@ -237,89 +204,69 @@ class KFAC(kc.integration.NaturalGradient):
                     "in the direction of each step. Use KFAC beside another optimizer."
                 )
             self._division.install(found)
-        chosen = dict(approximations or {})
-        coverage.require_known(chosen, found.sites)
-        kept = {n: coverage.approximation_of(s, chosen) for n, s in found.sites.items()}
-        alone = [name for name, kind in kept.items() if kind is None]
-        self._sites = {n: s for n, s in found.sites.items() if n not in alone}
-        blocks = {n: kc.Block(s.layer, kept[n]) for n, s in self._sites.items()}
+        chosen = coverage.choose(self.model, found, dict(approximations or {}))
+        self.sites = {name: found.sites[name] for name in chosen}
         estimator = kc.Estimator(
-            blocks,
+            {n: kc.Block(site.layer, chosen[n]) for n, site in self.sites.items()},
             reduction="sum",
             damping=kc.integration.value_at(damping, 0),
             decay=kc.integration.value_at(decay, 0),
             damping_rule=damping_rule,
-            sources=sources,
+            sources=kc.losses.source_reduction_of(fisher),
             mode=fisher,
             execution=execution,
-            **{"refreshing": kc.Refreshing(keep_matrices=False), **options},
+            **{"refreshing": kc.Refreshing(keep_matrices=False), **estimator_options},
         )
         super().__init__(
             estimator,
-            reduction=criterion.reduction,
+            reduction=self.criterion.reduction,
             update_every=update_every,
             refresh_every=refresh_every,
             bases_every=bases_every,
             damping=damping if callable(damping) else None,
             decay=decay if callable(decay) else None,
             kl_clip=kl_clip,
-            learning_rate=_rate_of(lr),
+            learning_rate=1.0 if lr is None else options.rate_of(lr),
             communicator=processes,
         )
-        self._collects = False
-        self.samples, self.positions = samples, positions
-        self.skipped: dict[str, str] = {}
-        self._reasons, self._notes = dict(found.reasons), dict[str, None]()
-        self._trained_at_first = {
-            name for name, p in self.model.named_parameters() if p.requires_grad
-        }
-        self._observations: list[Observation] = []
-        self._replaced: set[str] = set()
-        self._untold = frozenset[str]()
-        self._balanced = False
-        self._gradients = Gradients(
-            self.model, self._sites, self._replaced, self._division
-        )
-        self._passes: list[Pass] = []
-        self._drawn, self._by_hand = 0, False
-        self._loss = LossCheck(
-            criterion,
-            grad_scaler=grad_scaler,
-            empirical=fisher == "empirical",
-            processes=self._processes,
-            alone=self.communicator is None,
-        )
-        self._keep = keep
-        self.random: Any = None
+        self._has_rate, self._keep, self._collects = lr is not None, keep, False
+        self._is_balanced = False
         self.preconditioned: frozenset[int] = frozenset()
-        self._places = self._where_they_are()
-        self._count = len(self._sites)
-        found.users = [
-            (module, [n for n in names if n in self._sites], context)
-            for module, names, context in found.users
-        ]
+        self._coverage = coverage.Coverage(
+            self.model, self.sites, found.reasons, watches=self._division is None
+        )
+        self._gradients = Gradients(
+            self.model, self.sites, self._coverage.replaced, self._division
+        )
+        self._loss = LossCheck(
+            self.criterion, grad_scaler=grad_scaler, empirical=fisher == "empirical"
+        )
+        self._passes = PassRecorder(
+            self,
+            gradients=self._gradients,
+            loss=self._loss,
+            coverage=self._coverage,
+            samples=samples,
+            positions=positions,
+        )
         self._hooks = hooks.install(self, found)
-        if self.is_divided:
-            self._hooks += self._gradients.watch_arrival()
-        if output is not None and not criterion.weighted:
-            hook = OutputHook(self)
+        self._hooks += self._gradients.watch(self._passes.forget_cleared)
+        if output is not None:
+            hook = OutputHook(self._passes)
             self._hooks.append(self.model.register_forward_hook(hook, with_kwargs=True))
         if keep:
-            before = RandomHook(self)
+            before = RandomHook(self._passes)
             self._hooks.append(self.model.register_forward_pre_hook(before))
-        for name in alone:
-            for own in self._names(found.sites[name]):
-                self._reasons[own] = _ASKED
-        self._name_others(self._sites)
+        self._coverage.warn_of_others(self.sites, refreshed=True, steps=0)
 
     def __repr__(self) -> str:
-        options = (
+        text = (
             f"fisher={self.estimator.mode!r}, damping={self.estimator.damping!r}, "
             f"kl_clip={self.kl_clip!r}, update_every={self.update_every!r}, "
             f"refresh_every={self.refresh_every!r}"
         )
         table = kc.integration.coverage_table(self.estimator.blocks, self.skipped)
-        return f"KFAC({options}), {self.steps} steps\n{table}"
+        return f"KFAC({text}), {self.steps} steps\n{table}"
 
     def __reduce__(self) -> Any:
         raise kc.UnsupportedError(
@@ -341,14 +288,37 @@ class KFAC(kc.integration.NaturalGradient):
         self.estimator.damping = kc.integration.value_at(damping, self.steps)
 
     @property
-    def is_divided(self) -> bool:
-        """Whether parameters are divided among processes."""
-        return self._division is not None
+    def skipped(self) -> dict[str, str]:
+        """Trained parameters that keep their gradients, with the reason."""
+        return self._coverage.skipped
 
     @property
     def trained(self) -> Iterator[Any]:
         """Parameters of the blocks that are trained now."""
         return self._gradients.trained
+
+    @property
+    def differentiated(self) -> list[Observation]:
+        """Forward passes that the next step counts."""
+        return self._passes.counted
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether parameters are divided among processes."""
+        return self._division is not None
+
+    @property
+    def is_drawing(self) -> bool:
+        """Whether the backward pass that is running is K-FAC's own, of no loss.
+
+        Its vectors go through the hooks of the model's tensors and modules too.
+        """
+        return is_drawn_through(self.model)
+
+    @property
+    def wants_statistics(self) -> bool:
+        """Whether the next step needs calls with output gradients."""
+        return self._collects or super().wants_statistics
 
     @property
     def wants_outputs(self) -> bool:
@@ -363,80 +333,27 @@ class KFAC(kc.integration.NaturalGradient):
         return self._division.share
 
     @property
-    def differentiated(self) -> list[Observation]:
-        """Observed passes since the last step that a backward pass went through.
-
-        Those through which `torch.autograd.grad` went, as for a logger, count only where no
-        pass added to ``.grad``.
-        """
-        seen = [o for o in self._observations if o.differentiated]
-        if not self._collects:
-            seen = [o for o in seen if not o.cleared]
-        return [o for o in seen if o.accumulated] or seen
+    def processes(self) -> int:
+        """Number of processes that gradients are averages over."""
+        return self._processes
 
     @property
-    def has_accumulated(self) -> bool:
-        """Whether a backward pass since the last step has added to ``.grad``."""
-        return any(o.accumulated for o in self._observations)
-
-    def adds_to_gradients(self) -> bool | None:
-        """Whether the backward pass that is running adds to ``.grad`` of any block.
-
-        Earlier passes whose gradients are gone, as by ``zero_grad``, are not counted,
-        unless the loop puts these back before the step.
-
-        Returns
-        -------
-        bool or None
-            False where it returns gradients (`torch.autograd.grad`), None where it comes to
-            no block.
-        """
-        if is_drawn_through(self.model):
-            return True if self.is_divided else None
-        if self._gradients.are_of_this_pass():
-            return True
-        adds = self._gradients.are_to_come()
-        if adds:
-            if not self.has_accumulated:
-                self._gradients.find_uncleared()
-            elif not self._gradients.are_there():
-                for observation in self._observations:
-                    observation.cleared = observation.accumulated
-                self._gradients.watch()
-            if all(o.cleared or not o.accumulated for o in self._observations):
-                self.give_up()
-        return adds
-
-    def _settle(self) -> None:
-        """Count passes whose gradients were cleared, if the loop has put them back."""
-        if self._gradients.are_of_later_passes():
-            return
-        if self.overlap and any(o.cleared for o in self._observations):
-            raise kc.ConventionError(
-                "The gradients are of several passes, and `overlap` is for steps of one. "
-                "Make KFAC without `overlap`."
-            )
-        for observation in self._observations:
-            observation.cleared = False
-
-    @property
-    def is_drawing(self) -> bool:
-        """Whether the backward pass that is running is K-FAC's own, of no loss.
-
-        Its vectors go through the hooks of the model's tensors and modules too.
-        """
-        return is_drawn_through(self.model)
+    def _processes(self) -> int:
+        if self._division is None:
+            return super()._processes
+        return self._division.data_parts
 
     def observe(self, outputs: Any, /, weight: Any = None) -> None:
         """Record a forward pass by hand, before its loss is differentiated.
 
         For outputs that the model's own hook does not see as the loss reads them: of a
-        part of a model, without padded rows, with weights, or of several heads as one.
-        A step with outputs that were observed by hand counts nothing else.
+        part of a model, without padded rows, with weights, or of several heads as one;
+        and for gradients that do not come by ``backward()``.  A step with outputs that
+        were observed by hand counts nothing else.
 
         Parameters
         ----------
-        outputs : torch.Tensor, shape (N, ..., P)
+        outputs : torch.Tensor, shape (N, ..., P), or (N,) but for classes
             Outputs with their graph: the rows that the loss and the likelihood read.
             Without a graph, as under ``no_grad``, nothing is recorded.
         weight : torch.Tensor, shape (N, ...), optional
@@ -453,9 +370,10 @@ class KFAC(kc.integration.NaturalGradient):
         kfac_core.ConventionError
             If the likelihood was left out, or weights are missing.
         """
+        outputs = rows_of(outputs, self.criterion.row.likelihood)
         if len(shape := tuple(outputs.shape)) < 2:
             raise kc.ShapeError(f"Expected `outputs` of (N, ..., P), got {shape}.")
-        if weight is None and self.criterion.weighted:
+        if weight is None and self.criterion.class_weights is not None:
             raise kc.ConventionError(
                 "The loss has class weights: pass those of the rows, "
                 "observe(outputs, weight=loss.weight[labels])."
@@ -481,21 +399,8 @@ class KFAC(kc.integration.NaturalGradient):
                 f"Expected `weight` of shape {shape[:-1]}, one number for each row of "
                 f"`outputs`, got {tuple(weight.shape)}."
             )
-        observed = outputs.requires_grad and torch.is_grad_enabled()
-        if not observed or not self.wants_outputs:
-            return
-        edge = get_gradient_edge(outputs)
-        reached = self._reached(edge)
-        if any(r.call in o.calls for o in self._observations for r in reached):
-            raise kc.UnsupportedError(
-                "These `outputs` depend on calls that were observed already. Observe all "
-                "that is made in one forward pass as one tensor."
-            )
-        self._by_hand = True
-        observation = self._record(edge, outputs.detach(), reached, weight)
-        empirical = self.estimator.mode == "empirical"
-        for r in reached:
-            observation.watch(r, empirical=empirical)
+        if outputs.requires_grad and torch.is_grad_enabled() and self.wants_outputs:
+            self._passes.observe_by_hand(outputs, weight)
 
     def step(self) -> None:
         """Replace ``.grad`` of parameters in a block by the natural gradient.
@@ -507,26 +412,112 @@ class KFAC(kc.integration.NaturalGradient):
         ------
         kfac_core.NotReadyError
             If statistics are due and no pass of the model was differentiated, on any
-            process; if a gradient scaler has not unscaled the gradients; or if they are
-            what the last step wrote, or were added to it.
+            process; if a gradient scaler has not unscaled the gradients; if they are
+            what the last step wrote, or were added to it; or if the parameters have
+            changed since ``backward()``.
         kfac_core.NotFiniteError
             If a gradient or a row is not finite.  Gradients and state are then unchanged.
         kfac_core.ConventionError
             If gradients are not the same on all processes, as without
-            ``DistributedDataParallel``, or within its ``no_sync``.
+            ``DistributedDataParallel``, or within its ``no_sync``; or if the loss is not
+            of the likelihood or the reduction that was said.
         """
         if not self._chose_processes:
             parallel.require_one_process(
                 "KFAC was made before they were. Make it after init_process_group"
             )
         try:
-            if self._loss.is_overflow():
-                return
-            self._settle()
-            self._tell()
-            self._step(self.differentiated)
+            if not self._loss.is_overflow():
+                self._step(self._passes.counted)
         finally:
             self.discard()
+
+    def _step(self, passes: list[Observation]) -> None:
+        if self.kl_clip is not None and not self._has_rate:
+            raise kc.ConventionError(
+                "The KL clip needs the learning rate: KFAC(model, lr=optimizer) reads the "
+                "current one of torch.optim.SGD. Without a clip say kl_clip=None."
+            )
+        self._coverage.find_replaced()
+        self._gradients.require_new()
+        gradients = self._block_gradients()
+        self.balance()
+        if passes and not gradients and self.communicator is None:
+            raise kc.NotReadyError(
+                "No parameter of a covered layer has a gradient, though the model's "
+                "outputs were differentiated. Call kfac.step() after loss.backward() and "
+                "before zero_grad()."
+            )
+        refreshes = self.wants_refresh
+
+        def calls() -> Iterator[Any]:
+            # Lazy, so that an error here is raised on every process.
+            yield from self._passes.calls_of(passes)
+
+        device = next(self.model.parameters()).device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            try:
+                directions = self.directions(
+                    gradients, calls(), rows=sum(o.rows for o in passes)
+                )
+            except kc.NotReadyError as error:
+                message = self._coverage.nothing_seen(
+                    str(error),
+                    seen=bool(passes),
+                    came=self._gradients.came,
+                    called=self._passes.is_called,
+                )
+                error.args = (message,)
+                raise
+            if self._division is not None:
+                self._division.write(directions)
+            else:
+                for name, direction in directions.items():
+                    self.sites[name].write(direction)
+        replaced = [p for name in directions for p in self.sites[name].trained]
+        self.preconditioned = frozenset(map(id, replaced))
+        self._gradients.note_written(replaced)
+        self._coverage.warn_of_others(directions, refreshed=refreshes)
+
+    def _block_gradients(self) -> dict[str, dict[str, Any]]:
+        """Return the gradients by block, in the layers' layout."""
+        if self._division is not None:
+            return self._division.gradients()
+        if self.communicator is not None:
+            for site in self.sites.values():
+                site.average(self.communicator)
+        of_sites = {
+            name: site.gradients()
+            for name, site in self.sites.items()
+            if name not in self._coverage.replaced
+        }
+        return {name: g for name, g in of_sites.items() if g is not None}
+
+    def balance(self) -> None:
+        """Give the rows of each pass of the step the weight that the loss gives them.
+
+        Once a step.  With a communicator it is collective.
+        """
+        if self._is_balanced or not self.wants_outputs:
+            return
+        self._is_balanced = True
+        vote = None
+        if self.communicator is not None:
+            if self._collects:
+                return  # Processes have passes of their own number.
+            agreement = kc.distributed.Agreement(self.communicator)
+
+            def vote(values: Any, error: Exception | None) -> Any:
+                what = f"rows and scales of the loss at step {self.steps}"
+                return agreement.vote(what, values, error=error)
+
+        balance(
+            self._passes.counted,
+            loss=self._loss,
+            processes=self.processes,
+            clips=self.kl_clip is not None,
+            vote=vote,
+        )
 
     def update(self, passes: Iterable[Any] | None = None, /) -> None:
         """Update the statistics, and take no step: gradients and counts stay as they are.
@@ -543,8 +534,8 @@ class KFAC(kc.integration.NaturalGradient):
             graphs are let go of as they are read.  Each of several processes gives its own,
             in any number.  Nothing needs to be differentiated,
             except for ``fisher="empirical"``: there the loop differentiates each loss
-            itself and gives None.  Where left out, the passes that were differentiated or
-            observed by hand since the last step are the batch.
+            itself and gives None.  Where left out, the passes that a step would count, or
+            that were observed by hand, are the batch.
 
         Raises
         ------
@@ -576,57 +567,63 @@ class KFAC(kc.integration.NaturalGradient):
                 "With `overlap` a pass belongs to a step from the moment that it is "
                 "differentiated. Make KFAC without `overlap`."
             )
-        found: dict[str, kc.Statistics] | None = None
-        shares: list[float] = []
+        statistics: dict[str, kc.Statistics] | None = None
         error: Exception | None = None
         if isinstance(passes, torch.Tensor):
             passes = [passes]
         self._collects = True
         try:
-            for outputs in [None] if passes is None else passes:
-                if outputs is not None:
-                    self._observe_alone(outputs)
-                self._tell()
-                seen = self._observations if self._by_hand else self.differentiated
-                self.balance()
-                calls = self._calls_of(seen)
-                rows = sum(o.rows for o in seen)
-                shares += [rows / max(call.examples for call in calls)] if calls else []
-                if rows or self.communicator is None:
-                    with torch.no_grad():
-                        found = self.moments(calls, rows=rows, before=found)
-                self._forget()
-            if shares and max(shares) > (1 + 1e-3) * min(shares):
-                warn(
-                    "Parts have unlike numbers of rows for each example, from "
-                    f"{min(shares):.3g} to {max(shares):.3g}. Their statistics are "
-                    "averaged over examples, and not over rows. Give parts of one length, "
-                    "or observe them and call update() without `passes`.",
-                    stacklevel=2,
-                )
+            statistics = self._statistics_of([None] if passes is None else passes)
         except Exception as raised:
             error = raised
         finally:
             self._collects = False
             self._forget()
-        if self._all_may_absorb(found, error):
-            self.estimator.absorb(found or {})
+        if self.communicator is not None:
+            agreement = kc.distributed.Agreement(self.communicator)
+            count = [float(statistics is not None)]
+            if not agreement.vote("update without a step", count, error=error)[0]:
+                raise kc.NotReadyError(
+                    "No process observed a row. Give the outputs of passes with rows, or "
+                    "differentiate a loss before."
+                )
+        elif error is not None:
+            raise error
+        self.estimator.absorb(statistics or {})
 
-    def _all_may_absorb(self, found: Any, error: Exception | None) -> bool:
-        """Return whether any process found statistics; raise on all what one raised."""
-        if self.communicator is None:
-            if error is not None:
-                raise error
-            return found is not None
-        agreement = kc.distributed.Agreement(self.communicator)
-        own = [float(found is not None)]
-        (count,) = agreement.vote("update without a step", own, error=error)
-        if not count:
-            raise kc.NotReadyError(
-                "No process observed a row. Give the outputs of passes with rows, or "
-                "differentiate a loss before."
+    def _statistics_of(self, passes: Iterable[Any]) -> dict[str, kc.Statistics] | None:
+        """Return the statistics of a batch in parts; None without rows, of a process."""
+        statistics: dict[str, kc.Statistics] | None = None
+        shares: list[float] = []
+        for outputs in passes:
+            if outputs is not None:
+                if self.estimator.mode == "empirical":
+                    raise kc.ConventionError(
+                        "fisher='empirical' takes the gradients of the loop's own loss: "
+                        "differentiate it, and give None in the place of the outputs."
+                    )
+                self.observe(outputs)
+            parts = self._passes.counted
+            if self._passes.is_by_hand:
+                parts = self._passes.observations
+            self.balance()
+            calls = self._passes.calls_of(parts)
+            rows = sum(o.rows for o in parts)
+            if calls:
+                shares.append(rows / max(call.examples for call in calls))
+            if rows or self.communicator is None:
+                with torch.no_grad():
+                    statistics = self.moments(calls, rows=rows, before=statistics)
+            self._forget()
+        if shares and max(shares) > (1 + 1e-3) * min(shares):
+            warn(
+                "Parts have unlike numbers of rows for each example, from "
+                f"{min(shares):.3g} to {max(shares):.3g}. Their statistics are "
+                "averaged over examples, and not over rows. Give parts of one length, "
+                "or observe them and call update() without `passes`.",
+                stacklevel=3,
             )
-        return True
+        return statistics
 
     def factors(self, name: str, /) -> tuple[Any, Any, Any]:
         """Return both factors of a layer's block, in PyTorch's order of its weight.
@@ -655,75 +652,44 @@ class KFAC(kc.integration.NaturalGradient):
             Before the first update.
         """
         self.estimator.network.known(name)
-        site, held = self._sites[name], self.estimator.state[name].statistics
-        if held is None:
-            raise kc.NotReadyError(
-                f"Layer {name!r} has no statistics yet. Call `update`."
-            )
-        weight, layer = site.parameters.get("weight"), site.layer
-        averages = held.averages
-        sides = [s for s in ("input", "output") if s in averages]
-        values = [averages[side].value(debias=True) for side in sides]
-        whole = len(values) == 2 and all(hasattr(value, "full") for value in values)
-        plain = layer.groups == 1 and not site.part.rows
-        outputs = layer.matrix_shape[1]
-        if weight is None or not (whole and plain) or weight.shape[0] != outputs:
-            raise kc.UnsupportedError(
-                f"Layer {name!r} is no product of two whole factors of one weight. Ask "
-                "kfac.estimator.operator(name)."
-            )
-        A, G = (value.full() for value in values)
-        # Which of PyTorch's inputs each row of the block's matrix is of.
-        n = len(A) - ("bias" in site.parameters)
-        places = torch.arange(n, dtype=A.dtype, device=A.device)
-        places = places.expand(outputs, n).reshape(weight.shape)
-        given = {"weight": site.part.to_layer(places)}
-        given["weight"] = given["weight"].reshape(layer.parameter_shapes["weight"])
-        if "bias" in site.parameters:
-            given["bias"] = torch.full((outputs,), n, dtype=A.dtype, device=A.device)
-        order = torch.argsort(layer.parameters_to_matrix(given)[:, 0])
-        return A[order][:, order], G, averages["repeats"].value(debias=True)
+        return factors_of(self.sites[name], self.estimator.state[name].statistics)
 
-    def _observe_alone(self, outputs: Any) -> None:
-        """Observe outputs by hand, in the place of the model's own hook."""
-        if self.estimator.mode == "empirical":
+    def begin_with(self, observation: Observation | None) -> None:
+        """Take the statistics of the step, whose only pass is being differentiated.
+
+        None is a pass without rows, of which other processes have some.
+        """
+        if self._begun is not None:
             raise kc.ConventionError(
-                "fisher='empirical' takes the gradients of the loop's own loss: "
-                "differentiate it, and give None in the place of the outputs."
+                "This step was begun already: `overlap` is for steps of one pass, whose "
+                "statistics are taken while it runs. Make KFAC without `overlap` to "
+                "accumulate; kfac.discard() forgets a pass."
             )
-        for started in self._passes:
-            started.drop()
-        self._passes = []
-        self.observe(outputs)
-
-    @property
-    def wants_statistics(self) -> bool:
-        """Whether the next step needs calls with output gradients."""
-        return self._collects or super().wants_statistics
+        self._is_balanced = False
+        self.balance()
+        calls = [] if observation is None else observation.calls
+        rows = 0.0 if observation is None else observation.rows
+        device = next(self.model.parameters()).device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            self.begin(calls, rows=rows)
 
     def discard(self) -> None:
         """Forget the passes since the last step, as for a batch that is left out.
 
-        Not needed where the batch's loss was never differentiated: such passes do not
-        count.
+        Not needed where the batch's loss was never differentiated, or its gradients are
+        cleared: such passes do not count.
         """
         self._forget()
-        self._drawn = 0
-        self._notes.clear()
+        self._passes.drawn = 0
+        self._coverage.forget()
         self.give_up()
 
     def _forget(self) -> None:
         """Let go of the passes, and not of the count of random numbers."""
-        for observation in self._observations:
-            observation.clear()
-        for started in self._passes:
-            started.drop()
-        for site in self._sites.values():
+        self._passes.forget()
+        for site in self.sites.values():
             site.forget()
-        self._observations, self._passes = [], []
-        self._by_hand = self._balanced = False
-        self._loss.forget()
-        self._gradients.forget()
+        self._is_balanced = False
 
     def remove(self) -> None:
         """Remove the hooks from the model."""
@@ -744,450 +710,13 @@ class KFAC(kc.integration.NaturalGradient):
             clip, 1 where it did not clip; and ``kl``, half of ``lr^2 V . P V`` after it,
             at most half of `kl_clip`.  Synchronizes with the device.
         """
-        found = {"steps": float(self.steps)}
+        numbers = {"steps": float(self.steps)}
         if not isinstance(self.estimator.damping, Mapping):
-            found["damping"] = float(self.estimator.damping)
+            numbers["damping"] = float(self.estimator.damping)
         if self.clip is not None:
             nu, size = float(self.clip.scale), float(self.clip.size)
-            found |= {"clip": nu, "kl": 0.5 * nu * nu * size}
-        return found
-
-    def note(self, why: str, /) -> None:
-        """Remember why a pass was not observed, for the error of a step without any."""
-        self._notes[why] = None
-
-    def expect(self, started: Pass, /) -> None:
-        """Hold a pass whose gradient is on its way, until the step."""
-        self._passes.append(started)
-
-    def observe_pass(
-        self,
-        edge: Any,
-        z: Any,
-        gradient: Any,
-        passing: Any = None,
-        replay: Any = None,
-        /,
-        *,
-        accumulates: bool = True,
-    ) -> Observation | None:
-        """Observe a pass of the model whose loss is being differentiated.
-
-        Parameters
-        ----------
-        edge : torch.autograd.graph.GradientEdge
-            The outputs in the graph.
-        z : torch.Tensor, shape (N, ..., P)
-            The outputs.
-        gradient : torch.Tensor or None
-            What the loss sent back to them; None where the loss reads others.
-        passing : tuple of torch.Tensor, optional
-            Gradients of all outputs of the node of `edge`, if it is the next to be called.
-        replay : tuple, optional
-            What the model was called with, where it is kept.
-        accumulates : bool
-            Whether the backward pass adds to ``.grad``.
-
-        Returns
-        -------
-        Observation or None
-            What was observed, if anything.
-        """
-        if not self.wants_outputs or self._by_hand:
-            return None
-        given = edge, z, gradient, passing, replay
-        if accumulates:
-            return self._observed(*given, accumulates=True)
-        before, found = len(self._observations), None
-        with self._loss.only_returned():
-            found = self._observed(*given, accumulates=False)
-        if found is None:
-            # If it raised, that is told if the pass counts.
-            for observation in self._observations[before:]:
-                self.withdraw(observation)
-        return found
-
-    def _observed(
-        self,
-        edge: Any,
-        z: Any,
-        gradient: Any,
-        passing: Any,
-        replay: Any,
-        *,
-        accumulates: bool,
-    ) -> Observation | None:
-        """Observe a pass, and raise or warn if its loss is not what was said."""
-        if z.ndim < 2:
-            what = (
-                "Where each row is a number, say output=lambda z: z[:, None]; where all "
-                "are one row, z[None]"
-            )
-            if not z.ndim:
-                what = "A model that returns its loss is to return (loss, logits): output=1"
-            raise kc.ShapeError(
-                f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. {what}; or call "
-                "`observe`."
-            )
-        if hasattr(z, "placements"):
-            raise kc.UnsupportedError(
-                "The model's outputs are a DTensor. Say output=lambda y: y.full_tensor(), "
-                "or make the last layer return a plain tensor."
-            )
-        if not z.numel():
-            self.note("the outputs had no rows; leave such a batch out, without a step")
-            if self._division is None:
-                if self.overlap:
-                    self._begin(None)
-                return None
-        reached = self._reached(edge)
-        found = RowWeights()
-        if z.numel():
-            self._loss.require_likelihood(z, gradient)
-            if gradient is not None:
-                clips = self.kl_clip is not None
-                found = self._loss.row_weights(z, gradient, clips=clips)
-        observation = self._record(edge, z, reached, found.weight)
-        observation.unread, observation.unlike = found.unread, found.unlike
-        observation.scale, observation.coarse = found.scale, likelihoods.coarseness(z)
-        observation.differentiated = observation.rows > 0 or self._processes > 1
-        if not observation.rows:
-            self.note(
-                "the loss read no row of the outputs, as where all labels are ignored; "
-                "leave such a batch out, without a step"
-            )
-        observation.accumulated = accumulates
-        observation.replay = replay
-        if self.estimator.mode == "empirical":
-            self._loss.require_unscaled(z, gradient, observation.rows)
-            for r in reached:
-                if passing is not None and r.edge.node is edge.node:
-                    observation.take(r, passing)
-                observation.watch(r, empirical=True)
-            return observation
-        # What only returned gradients may come again.
-        if accumulates and self.overlap:
-            self._begin(observation)
-        return observation
-
-    def _tell(self) -> None:
-        """Raise or warn of passes that only returned gradients, where these count."""
-        seen = self.differentiated
-        if self._by_hand or any(o.accumulated for o in seen):
-            return
-        self._loss.tell()
-        if seen:
-            self._loss.believe()
-
-    def withdraw(self, observation: Observation, /) -> None:
-        """Forget a pass that only returned gradients.
-
-        Parameters
-        ----------
-        observation : Observation
-            What was observed of it.
-        """
-        observation.withdrawn = True
-        self._observations.remove(observation)
-        for call in observation.calls:
-            call.output_grads, call.is_taken = [], False
-        self.give_up()
-
-    def _begin(self, observation: Observation | None) -> None:
-        """Take the statistics of the step, whose only pass is being differentiated.
-
-        None is a pass without rows, of which other processes have some.
-        """
-        if self._begun is not None:
-            raise kc.ConventionError(
-                "This step was begun already: `overlap` is for steps of one pass, whose "
-                "statistics are taken while it runs. Make KFAC without `overlap` to "
-                "accumulate; kfac.discard() forgets a pass."
-            )
-        self._balanced = False
-        self.balance()
-        calls = [] if observation is None else observation.calls
-        rows = 0.0 if observation is None else observation.rows
-        device = next(self.model.parameters()).device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            self.begin(calls, rows=rows)
-
-    def _require_loss_of_all(self, seen: list[Observation]) -> None:
-        """Raise on all processes unless their losses are parts of what `reduction` says.
-
-        Collective.  Gradients are averages over processes: if each process averages over
-        rows of its own, of unequal number, they are of another loss than the mean over all
-        rows.
-        """
-        own = [(o.scale, o.rows) for o in seen if o.scale is not None and not o.unlike]
-        values = [len(own), sum(c for c, _ in own), sum(c * c for c, _ in own)]
-        values += [sum(rows for _, rows in own), len(own) > 0, self._loss.has_weights]
-        assert self.communicator is not None
-        agreement = kc.distributed.Agreement(self.communicator)
-        count, total, squares, rows, ranks, weighted = agreement.vote(
-            f"scales of the loss at step {self.steps}", values
-        ).tolist()
-        if not count or weighted:
-            return  # Rows of one class have one weight, and those of another another.
-        if count * squares > (1 + 1e-4) * total * total:
-            raise kc.ConventionError(
-                "The loss gives rows of one process another weight than those of another: "
-                "each averages over rows of its own, which are not equally many. Of a "
-                "process's mean take n p / R times, n of its rows, p processes and R rows "
-                "of all; or see that all processes have equally many rows."
-            )
-        if self._processes > 1:
-            # Of one pass, where several are accumulated.
-            self._loss.require_reduction(
-                total / count,
-                round(rows * ranks / count),
-                5e-2,
-                clips=self.kl_clip is not None,
-            )
-
-    def balance(self) -> None:
-        """Give the rows of each pass of the step the weight that the loss gives them.
-
-        Passes may be means over rows of unequal number, or added with factors.  Empirical
-        gradients have that weight, squared, where one is wanted.  Called again, it changes
-        nothing.  With a communicator it is collective.
-        """
-        seen = self.differentiated
-        if self.communicator is not None:
-            self._balance_processes(self.communicator, seen)
-            return
-        scales = [o.scale for o in seen if o.scale]
-        if not scales or len(scales) < len(seen):
-            return
-        if self.grad_scaler is not None:
-            scales = [c / float(self.grad_scaler.get_scale()) for c in scales]
-        rows = sum(o.rows for o in seen)
-        total = sum(o.rows * c for o, c in zip(seen, scales, strict=True))
-        empirical = self.estimator.mode == "empirical"
-        for observation, scale in zip(seen, scales, strict=True):
-            observation.scale = None
-            weight = squares = scale * rows / total
-            if empirical and self.reduction == "mean":
-                # What is squared is R times the gradients, for a total of one.
-                weight, squares = 1.0, 1.0 / (scale * rows * total)
-            elif empirical:
-                squares = rows / (scale * total)
-            if max(abs(weight - 1), abs(squares - 1)) > observation.coarse:
-                _weigh(observation, weight, squares)
-
-    def _balance_processes(self, communicator: Any, seen: list[Observation]) -> None:
-        """Do so where rows have weights, and those of other processes have others."""
-        of_means = self.reduction == "mean" and self.estimator.mode != "empirical"
-        told = of_means and likelihoods.has_row_scales(self.criterion.row)
-        if not told or self._balanced or self._collects or not self.wants_outputs:
-            return
-        self._balanced = True
-        read = [o for o in seen if o.rows]
-        scales = [o.scale or 0.0 for o in read]
-        weighted = self._loss.has_weights or any(o.unlike for o in read)
-        values = [float(weighted), float(scales.count(0.0))]
-        values += [sum(o.rows for o in read)]
-        values += [sum(o.rows * c for o, c in zip(read, scales, strict=True))]
-        agreement = kc.distributed.Agreement(communicator)
-        ranks, untold, rows, total = agreement.vote(
-            f"weights of the loss at step {self.steps}", values
-        ).tolist()
-        if ranks and not untold:
-            for observation, scale in zip(read, scales, strict=True):
-                weight = scale * rows / total
-                _weigh(observation, weight, weight)
-
-    def _calls_of(self, seen: list[Observation]) -> list[Any]:
-        """Return the calls of passes, of the blocks whose every use in them is known."""
-        untold = {name for o in seen for name in o.untold}
-        found = [call for o in seen for call in o.checked_calls()]
-        if not untold:
-            return found
-        for name in untold & {call.block for call in found}:
-            (first, *_) = self._names(self._sites[name])
-            self.note(f"of {name!r}, {self._reasons[first]} of another pass")
-        return [call for call in found if call.block not in untold]
-
-    def _reached(self, edge: Any) -> list[graph.Reached]:
-        """Return the calls below outputs, and note why blocks have none."""
-        self._untold = frozenset()
-        if not self.wants_statistics:
-            return []
-        reached, reasons = graph.calls_below(
-            edge.node,
-            token=id(self),
-            sites=self._sites,
-            share=self.share,
-            # With fully_shard all processes go back through all layers.
-            keep_empty=self._division is not None,
-        )
-        for name, reason in reasons.items():
-            for parameter in self._names(self._sites[name]):
-                self._reasons[parameter] = reason
-        self._untold = frozenset(reasons)
-        if not reached:
-            self.note(
-                "the outputs depend on no recorded call of a covered layer: they were "
-                "observed after the backward pass, computed by other weights, or by a "
-                "model that was compiled and called before KFAC was made"
-            )
-        return [self._own(r) for r in reached]
-
-    def _own(self, reached: graph.Reached) -> graph.Reached:
-        """Return a call for one pass alone, where another's outputs depend on it too."""
-        if not reached.call.is_taken or self._by_hand:
-            return reached
-        if self.estimator.mode == "empirical":
-            raise kc.UnsupportedError(
-                f"Outputs of several forward passes depend on one call of layer "
-                f"{reached.call.block!r}, as on cached features or in a rollout, and its "
-                "gradient does not tell them apart, as fisher='empirical' needs. Take "
-                "fisher='gradients' or 'exact'; or call observe(outputs) with all of them."
-            )
-        return dataclasses.replace(reached, call=reached.call.again())
-
-    def _record(
-        self, edge: Any, z: Any, reached: list[graph.Reached], weight: Any
-    ) -> Observation:
-        """Return the calls of a pass with their gradients, if these are not the data's."""
-        self._require_examples_first(z, reached)
-        rows = z[..., 0].numel() if weight is None else float(weight.sum())
-        self._drawn += z[..., 0].numel()
-        calls = [r.call for r in reached]
-        for call in calls:
-            call.is_taken = True
-        if self.share is not None and self.communicator is not None:
-            # All processes have the same rows.
-            rows = float(rows) / self.communicator.size
-        observation = Observation(
-            calls,
-            float(rows),
-            weight=weight,
-            untold=self._untold,
-            kfac=weakref.ref(self),
-        )
-        self._observations.append(observation)
-        row = self.criterion.row
-        mode = self.estimator.mode
-        assert mode is not None
-        share = row.weight(z.shape[-1])
-        # As `batches_of_calls` will scale the gradients of a step's only pass.
-        ahead = math.sqrt(len(z) / rows) if rows else 1.0
-        for call in calls:
-            call.row_scale = ahead
-        if mode == "empirical":
-            if self.reduction == "mean" and rows:
-                ahead *= rows / self._processes
-            scale = self._loss.scale_for_squares(z) * math.sqrt(share)
-            for call in calls:
-                call.grad_scale = call.own_scale * ahead / scale
-                call.scaled_by = ahead
-            blocks = self.estimator.network.blocks
-            uses.find_examples(edge, reached, None, like=z, blocks=blocks)
-        elif reached and (rows or self._processes > 1):
-            # Rows that share a source must not add up: those of one example, and those of
-            # examples that a batch norm or the loss mixes.  Signs of others do nothing.
-            fewest = min(r.call.examples for r in reached)
-            shared = self.positions == "signs" or z.ndim > 2 or fewest < len(z)
-            # A seed of its own for each pass of each step on each process, and the same in
-            # a resumed run.
-            rank = 0
-            if self.communicator is not None and self.share is None:
-                rank = self.communicator.rank
-            seed = (rank << 96) + (self.steps << 40) + self._drawn
-            with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
-                made = kc.losses.drawn_vectors(
-                    row.likelihood,
-                    z,
-                    mode=mode,
-                    seed=seed,
-                    shared=shared,
-                    samples=self.samples,
-                    positions=self.positions,
-                )
-                vectors = made.vectors
-                if weight is not None or z.dtype.itemsize < 4:
-                    ahead = 1.0
-                for call in calls:
-                    call.scaled_by = call.row_scale = ahead
-                if share != 1.0 or ahead != 1.0:
-                    vectors = vectors * (math.sqrt(share) * ahead)
-                if weight is not None:
-                    # Replaced and not multiplied: padding may hold anything.
-                    on = (weight > 0)[..., None]
-                    root = weight.clamp(min=0).sqrt()[..., None].to(vectors.dtype)
-                    vectors = torch.where(on, vectors, 0.0) * root
-                with drawing(self.model):
-                    graph.pull_back(edge, reached, vectors, like=z)
-                    uses.find_examples(
-                        edge,
-                        reached,
-                        vectors,
-                        like=z,
-                        blocks=self.estimator.network.blocks,
-                    )
-        return observation
-
-    def _step(self, seen: list[Observation]) -> None:
-        for held, key, x in self._places:
-            if held.get(key) is not x:
-                self._find_replaced()
-                break
-        self._gradients.require_new()
-        if self._division is not None:
-            given = self._division.gradients()
-        else:
-            if self.communicator is not None:
-                for site in self._sites.values():
-                    site.average(self.communicator)
-            of_sites = {
-                name: site.gradients()
-                for name, site in self._sites.items()
-                if name not in self._replaced
-            }
-            given = {name: g for name, g in of_sites.items() if g is not None}
-        if self.communicator is not None and self.wants_outputs:
-            self._require_loss_of_all(seen)
-        if seen and not given and self.communicator is None:
-            raise kc.NotReadyError(
-                "No parameter of a covered layer has a gradient, though the model's "
-                "outputs were differentiated. Call kfac.step() after loss.backward() and "
-                "before zero_grad()."
-            )
-        self.balance()
-        refreshes = self.wants_refresh
-
-        def calls() -> Iterator[Any]:
-            # Read by what raises on all processes what is raised here.
-            yield from self._calls_of(seen)
-
-        device = next(self.model.parameters()).device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            try:
-                found = self.directions(given, calls(), rows=sum(o.rows for o in seen))
-            except kc.NotReadyError as error:
-                why = "; ".join(self._notes) or (
-                    "no pass of the model was differentiated, its outputs were modified "
-                    "in place, its parameters were replaced (as by torch.func), parts of "
-                    "it were called and not itself (`model(x)`), or it was called, or "
-                    "compiled and called, before KFAC was made"
-                )
-                first = "Call kfac.step() after loss.backward(). "
-                if seen or self._notes:
-                    first = ""
-                error.args = (f"{first}{error.args[0]} What was seen: {why}.",)
-                raise
-            if self._division is not None:
-                self._division.write(found)
-            else:
-                for name, direction in found.items():
-                    self._sites[name].write(direction)
-        own = [p for name in found for p in self._sites[name].trained]
-        self.preconditioned = frozenset(map(id, own))
-        self._gradients.note_written(own)
-        fewer, self._count = len(found) < self._count, len(found)
-        if refreshes or fewer:
-            self._name_others(found)
+            numbers |= {"clip": nu, "kl": 0.5 * nu * nu * size}
+        return numbers
 
     def _clipped(self, gradients: Any, rate: Any, bound: Any) -> Any:
         if self._division is None:
@@ -1196,150 +725,5 @@ class KFAC(kc.integration.NaturalGradient):
             self.estimator, gradients, learning_rate=rate, bound=bound
         )
 
-    @property
-    def _processes(self) -> int:
-        """Number of processes that gradients are averages over."""
-        if self._division is None:
-            return super()._processes
-        return self._division.data_parts
-
     def _common(self, gradients: Any) -> Any:
         return gradients if self._division is None else self._division.common(gradients)
-
-    # Names of what is left alone.
-
-    def _names(self, site: Any) -> list[str]:
-        own = {id(p) for p in site.trained}
-        return [n for n, p in self.model.named_parameters() if id(p) in own]
-
-    def _where_they_are(self) -> list[tuple[Any, str, Any]]:
-        """Return where the model holds the blocks' parameters: mapping, key, and what."""
-        found: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-        if self.is_divided:
-            return []  # Each forward pass replaces them for a while.
-        own = {id(p) for site in self._sites.values() for p in site.trained}
-        for name, p in self.model.named_parameters():
-            if id(p) not in own:
-                continue
-            module, (*path, last) = self.model, name.split(".")
-            for key in path:
-                inner = getattr(module, key)
-                found[id(module), key] = module._modules, key, inner
-                module = inner
-            found[id(module), last] = module._parameters, last, p
-        return list(found.values())
-
-    def _find_replaced(self) -> None:
-        """Find the blocks of parameters that the model no longer has, or not there."""
-        now = dict(self.model.named_parameters())
-        live = {id(p) for p in now.values()}
-        for name, site in self._sites.items():
-            there = site.is_in(site.module)
-            if not there or not all(id(p) in live for p in site.trained):
-                self._replaced.add(name)
-        known = {id(p) for site in self._sites.values() for p in site.trained}
-        moved = {id(p) for name in self._replaced for p in self._sites[name].trained}
-        for name, p in now.items():
-            if id(p) in moved:
-                self._reasons[name] = (
-                    "its module reads it in another way than when KFAC was made, as after "
-                    "pruning or tying; make KFAC again"
-                )
-            elif id(p) not in known and name in self._trained_at_first:
-                self._reasons[name] = (
-                    "it was replaced after KFAC was made, as by a new module or by "
-                    "load_state_dict(assign=True); make KFAC again, and the optimizer"
-                )
-        self._places = [(h, key, x) for h, key, x in self._places if h.get(key) is x]
-
-    def _name_others(self, blocks: Iterable[str]) -> None:
-        """Warn once of each trained parameter that is in none of these blocks."""
-        known = {id(p) for n in blocks for p in self._sites[n].trained}
-        with_site = {id(p) for s in self._sites.values() for p in s.trained}
-        others: dict[str, str] = {}
-        for name, p in self.model.named_parameters():
-            trained = p.requires_grad and (p.grad is not None or self.steps == 0)
-            if not trained or id(p) in known or name in self.skipped:
-                continue
-            default = "it was added after KFAC was made; make KFAC again"
-            if id(p) in with_site:
-                default = (
-                    "it took no part in the observed outputs, or another parameter of its "
-                    "block is frozen or has no gradient"
-                )
-            others[name] = self._reasons.get(name, default)
-        self.skipped |= others
-        unasked = [name for name, why in others.items() if why != _ASKED]
-        if unasked:
-            reasons = sorted({others[name] for name in unasked})
-            warn(
-                f"K-FAC leaves the gradients of {unasked} alone: {'; '.join(reasons)}.",
-                stacklevel=4,
-            )
-
-    def _require_examples_first(self, z: Any, reached: list[graph.Reached]) -> None:
-        """Refuse time-first inputs of approximations that sum over each example."""
-        for r in reached:
-            shape = r.call.examples, *r.call.inputs.shape[1:]
-            block = self.estimator.network.blocks.get(r.call.block)
-            if block is None or block.layer.kind not in ("dense", "embedding"):
-                continue
-            approximation = block.approximation
-            if getattr(approximation, "sharing", None) == "expand" and isinstance(
-                approximation, kc.Kronecker
-            ):
-                continue
-            if len(shape) > 2 and shape[0] != len(z) == shape[1]:
-                raise kc.UnsupportedError(
-                    f"Layer {r.call.block!r} has inputs of shape {shape}, with examples on "
-                    f"the second axis, but {type(approximation).__name__} sums over the "
-                    "positions of each example along the first. Take batch_first=True, "
-                    "or Kronecker()."
-                )
-
-
-def _weigh(observation: Observation, weight: float, squares: float) -> None:
-    """Give the rows of a pass a weight, and what is squared of them another."""
-    observation.rows *= weight
-    observation.share *= weight
-    for call in observation.calls:
-        call.scaled_by /= math.sqrt(squares)
-
-
-def _rate_of(lr: Any) -> Any:
-    """Return the learning rate as a schedule."""
-    if isinstance(lr, torch.optim.Optimizer):
-        rates = lr.param_groups
-        return lambda step: max(float(group["lr"]) for group in rates) or _RESTING
-    number = isinstance(lr, int | float) and not isinstance(lr, bool)
-    if not callable(lr) and not (number and 0.0 < lr < math.inf):
-        raise kc.ConventionError(
-            f"Expected `lr` to be the optimizer, a finite number > 0, or a callable of the "
-            f"step that returns one; got {lr!r}."
-        )
-    return (lambda step: lr(step) or _RESTING) if callable(lr) else lr
-
-
-def _require_made(model: Any) -> None:
-    """Raise `UnsupportedError` for parameters that PyTorch has not made yet."""
-    for name, p in model.named_parameters():
-        if is_lazy(p) or p.is_meta:
-            kind = "uninitialized" if is_lazy(p) else "on the meta device"
-            raise kc.UnsupportedError(
-                f"The parameter {name!r} is {kind}, and PyTorch will replace it. Make KFAC "
-                "after to_empty, or after the first call of a model with lazy modules."
-            )
-
-
-def _require_known(options: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for options that neither `KFAC` nor its estimator has."""
-    own = set(inspect.signature(KFAC).parameters) - {"model", "options"}
-    known = own | set(_ESTIMATOR)
-    for name in options:
-        if name not in _ESTIMATOR:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean `{near[0]}`?" if near else ""
-            raise TypeError(
-                f"KFAC has no option `{name}`.{hint} There are "
-                f"{', '.join(sorted(known))}."
-            )

@@ -1,83 +1,29 @@
-"""What the gradients of outputs say of a loss, compared with what `KFAC` was told of it.
+"""Three checks of the loss that is differentiated, against what `KFAC` was told of it.
 
-The gradient that a loss sends back to the outputs tells most of what K-FAC has to know of
-it: whether it is of the likelihood, which rows it read and with which weights, and whether
-it is a mean or a sum.  What does not agree is refused, or told once where it may be meant.
+That the gradients of a cross-entropy sum to zero in each row; that it is the sum, or the
+mean, over rows that `reduction` says; and that no gradient scaler multiplied it unknown to
+`KFAC`.  Any other factor of the loss is one of the gradient, and not of the curvature.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 import torch
 
 import kfac_core as kc
-from kfac_core_shims.torch import likelihoods
+from kfac_core_shims.torch.likelihoods import CATEGORICAL, Criterion
+from kfac_core_shims.torch.weights import RowWeights, weights_of_rows
 
-__all__ = ["LossCheck", "RowWeights"]
+if TYPE_CHECKING:
+    from kfac_core_shims.torch.passes import Observation
 
-_MEAN = 1.5
-"""How many means a loss may be where nobody said that it is one."""
+__all__ = ["LossCheck"]
 
-_UNSCALED = 100.0
-"""How many means or sums a loss may be that no gradient scaler multiplied."""
-
-_LARGEST_EMPIRICAL = 16.0
-"""Entries of a cross-entropy's gradient are at most 1; beyond this the loss is scaled."""
-
-_LOOKED_AT = 1 << 13
-"""Numbers of a pass in which a loss of equal rows is looked at for being one still."""
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Known:
-    """What passes have told of the loss, so that it is not looked at or told again.
-
-    Attributes
-    ----------
-    checked : bool
-        Whether it is of the likelihood.
-    equal_rows : bool
-        Whether it gave all rows of a pass one weight.
-    unequal : bool
-        Whether it gave them unequal ones.
-    weights, targets : bool
-        Whether a warning was made of weights, and of targets, that it has.
-    """
-
-    checked: bool = False
-    equal_rows: bool = False
-    unequal: bool = False
-    weights: bool = False
-    targets: bool = False
-
-
-@dataclasses.dataclass(kw_only=True)
-class RowWeights:
-    """What a loss does with the rows of a pass.
-
-    Attributes
-    ----------
-    unread : torch.Tensor of bool, or None
-        Rows that it did not read; None where it read all, or that is not known.
-    weight : torch.Tensor or None
-        Weights of the rows; None for equal ones.
-    scale : float or None
-        What it multiplies each row's cross-entropy by, besides `weight`; None where it was
-        not told.
-    unlike : bool
-        Whether `scale` is none of all rows alike, as other passes may have.
-    """
-
-    unread: Any = None
-    weight: Any = None
-    scale: float | None = None
-    unlike: bool = False
+_SCALED = 100.0
+"""Largest gradient of a row that is taken for a factor of the loss, times that of one."""
 
 
 class LossCheck:
@@ -85,179 +31,137 @@ class LossCheck:
 
     Parameters
     ----------
-    criterion : kfac_core_shims.torch.likelihoods.Criterion
+    criterion : Criterion
         Likelihood and reduction, and whether these were said or assumed.
     grad_scaler : torch.amp.GradScaler or None
         Scaler of the loss.
     empirical : bool
         Whether the loss's own gradients are squared.
-    processes : int
-        Number of processes that gradients are averages over.
-    alone : bool
-        Whether no other process has rows.
     """
 
     def __init__(
-        self,
-        criterion: likelihoods.Criterion,
-        *,
-        grad_scaler: Any,
-        empirical: bool,
-        processes: int,
-        alone: bool,
+        self, criterion: Criterion, *, grad_scaler: Any, empirical: bool
     ) -> None:
         self.criterion, self.grad_scaler = criterion, grad_scaler
-        self.reduction = criterion.reduction
-        self._empirical, self._processes, self._alone = empirical, processes, alone
-        self._known = _Known()
-        # Of passes that only returned gradients: what is told if they count.
-        self._returns, self._known_then = False, _Known()
-        self._doubts: list[kc.KFACError | str] = []
+        self.empirical = empirical
+        self._is_checked = self._were_uniform = self._has_warned = False
 
-    @contextmanager
-    def only_returned(self) -> Iterator[None]:
-        """Look at a pass that only returns gradients, and keep errors until it counts.
-
-        A logger may differentiate what is no loss; if it counts is known in the step.
-        """
-        known = self._known
-        self._returns, self._known = True, dataclasses.replace(known)
-        try:
-            yield
-        except kc.KFACError as error:
-            self._doubts.append(error)
-        finally:
-            self._known_then = self._known
-            self._returns, self._known = False, known
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the loss of a pass gave rows unequal weights."""
-        return self._known.unequal
-
-    def tell(self) -> None:
-        """Raise or warn of passes that only returned gradients, which count."""
-        for doubt in self._doubts:
-            if not isinstance(doubt, str):
-                raise doubt
-            warn(doubt, stacklevel=4)
-
-    def believe(self) -> None:
-        """Know from now on what the last of these passes has told."""
-        self._known = self._known_then
-
-    def forget(self) -> None:
-        """Leave behind what was seen of passes that only returned gradients."""
-        self._doubts = []
-
-    def require_likelihood(self, z: Any, gradient: Any, /) -> None:
-        """Refuse a loss that is not of the likelihood, until that was told once."""
-        if not self._known.checked:
-            self._known.checked = self._is_told(z, gradient)
-
-    def row_weights(self, z: Any, gradient: Any, /, *, clips: bool) -> RowWeights:
-        """Return what the loss does with the rows of a pass.
+    def look(self, z: Any, gradient: Any, /) -> RowWeights:
+        """Check that a loss is of the likelihood, and return what it does with the rows.
 
         Parameters
         ----------
-        z, gradient : torch.Tensor, shape (N, ..., P)
-            Outputs, and what the loss sent back to them.
-        clips : bool
-            Whether there is a KL clip, which takes gradients as they are.
-
-        Returns
-        -------
-        RowWeights
-            As far as it can be told.
+        z : torch.Tensor, shape (N, ..., P)
+            The outputs.
+        gradient : torch.Tensor or None
+            What the loss sent back to them; None where it reads others.
 
         Raises
         ------
         kfac_core.ConventionError
-            For a loss of another reduction.
+            For a loss that is not of the likelihood.
         kfac_core.UnsupportedError
             For weights whose squares would count.
         """
-        unread = likelihoods.unread_rows(self.criterion.row, z, gradient)
-        weight = None if unread is None else (~unread).to(z.dtype)
-        if self._processes == 1:
-            scale = self._scale_of_equal_rows(z, gradient)
-            if scale is not None:
-                return RowWeights(unread=unread, weight=weight, scale=scale)
-        weight, scale, unlike = self._weighted(z, gradient, weight, clips)
-        return RowWeights(unread=unread, weight=weight, scale=scale, unlike=unlike)
+        if not self._is_checked:
+            self._is_checked = self._require_likelihood(z, gradient)
+        if gradient is None:
+            return RowWeights()
+        scaler = self.scale_for_squares(z) if self.empirical else self._scaler_scale()
+        weights = weights_of_rows(
+            self.criterion,
+            z,
+            gradient,
+            scaled_by=scaler,
+            were_uniform=self._were_uniform,
+        )
+        self._were_uniform = self._were_uniform or weights.is_uniform
+        if self.empirical and weights.is_weighted:
+            raise kc.UnsupportedError(
+                "The loss has weights of classes or rows, and fisher='empirical' would "
+                "square them. Take fisher='gradients' or 'exact'."
+            )
+        return weights
+
+    def unscaled_error(
+        self, passes: Sequence[Observation], processes: int, /, *, clips: bool
+    ) -> Exception | None:
+        """Return an error, or warn, for gradients that only a scaled loss can have.
+
+        Without squares and a KL clip a step is linear, and may be scaled back after it.
+        """
+        of_means = self.criterion.reduction == "mean"
+        # What is said to be a cross-entropy may be any function of the outputs.
+        is_bounded = self.empirical or self.criterion.assumed
+        times = [
+            (o.largest if is_bounded else o.scale or 0.0)
+            * (o.rows if of_means else 1.0)
+            / processes
+            for o in passes
+        ]
+        largest = max(times, default=0.0)
+        is_linear = not (self.empirical or clips)
+        if is_linear or self.grad_scaler is not None or largest <= _SCALED:
+            return None
+        message = (
+            f"Gradients of the loss at the outputs are up to {largest:.3g} times what a "
+            f"{self.criterion.reduction} over rows has. Pass `grad_scaler` if a gradient "
+            "scaler multiplied the loss, reduction='sum' if it is a sum, or "
+            "reduction='mean' if gradients are divided before `step`."
+        )
+        if self.empirical or self.criterion.reduction_assumed:
+            return kc.ConventionError(message)
+        if not self._has_warned:
+            self._has_warned = True
+            warn(message, stacklevel=5)
+        return None
 
     def require_reduction(
-        self, scale: float, rows: int, coarse: float, /, *, clips: bool
+        self, scale: float, rows: float, /, *, is_sum: bool, is_mean: bool
     ) -> None:
-        """Refuse a loss that is not the mean, or the sum, that `reduction` says.
+        """Refuse a loss that is plainly of the other reduction.
 
-        A row's cross-entropy stands in a mean with a factor of 1/R, in a sum with 1; on p
-        processes, whose gradients are averaged, in a mean with p/R.  It may be less, where
-        batches are accumulated, and what somebody said may be so by the time of the step;
-        then a scaled loss is only told.
+        Parameters
+        ----------
+        scale : float
+            What the loss multiplies the term of a row by.
+        rows : float
+            Rows of all passes and processes.
+        is_sum, is_mean : bool
+            Whether that is what a sum, or a mean, over rows does.
         """
-        if self.grad_scaler is not None:
-            return
-        reduction = self.reduction
-        means = scale * rows / self._processes
-        times = means if reduction == "mean" else scale
-        found = (
-            f"each of the {rows} rows' cross-entropies stands in the loss with a factor of "
-            f"{scale:.3g}"
-        )
-        if self._processes > 1:
-            found = f"{found} on each of {self._processes} processes"
-        if self.criterion.reduction_assumed and times > _MEAN:
+        each = f"each row's term stands in the loss with a factor of {scale:.3g}"
+        if self.criterion.reduction_assumed and is_sum and not is_mean:
             raise kc.ConventionError(
-                f"Expected a loss that is a mean over its rows, and {found}. Pass "
-                "reduction='sum' if it is a sum, `grad_scaler` if a gradient scaler "
-                "multiplied it, or reduction='mean' if gradients are divided by "
-                f"{times:.3g} before `step`."
+                f"Expected a loss that is a mean over its {rows:.0f} rows, and {each}. "
+                "Pass reduction='sum' if it is a sum, or reduction='mean' if gradients "
+                "are divided before `step`."
             )
-        # Of as many rows as processes a sum may look like a mean.
-        is_sum = abs(scale - 1) <= coarse
-        if reduction == "sum" and abs(means - 1) <= coarse and not is_sum:
+        if self.criterion.reduction == "sum" and is_mean and not is_sum:
             raise kc.ConventionError(
-                f"Expected a loss that is a sum over its rows, and {found}, as in a mean. "
-                "Pass reduction='mean', or the loss module as `likelihood`."
-            )
-        if clips and times > _UNSCALED:
-            self._warn(
-                f"Expected a loss that is a {reduction} over its rows, and {found}. The KL "
-                "clip takes gradients as they are in `step`. Pass `grad_scaler` if a "
-                "gradient scaler multiplied the loss."
+                f"Expected a loss that is a sum over its {rows:.0f} rows, and {each}, as "
+                "in a mean. Pass reduction='mean', or the loss module as `likelihood`."
             )
 
-    def require_unscaled(self, z: Any, gradient: Any, rows: float) -> None:
-        """Refuse empirical gradients of a loss that is scaled in secret."""
-        bounded = self.criterion.row.likelihood in likelihoods.BOUNDED
-        if gradient is None or not bounded or self.grad_scaler is not None:
-            return
-        if not gradient.numel():
-            return
-        mean = rows if self.reduction == "mean" else 1.0
-        # A process may have all rows, and multiplies its loss by the number of processes.
-        largest = float(gradient.abs().max()) * mean / self._processes
-        largest /= self.criterion.row.weight(z.shape[-1])
-        if largest > _LARGEST_EMPIRICAL:
+    def refuse_unequal_rows(self) -> None:
+        """Raise where means over rows of each process's own would pass for those of all."""
+        if self.criterion.reduction == "mean":
             raise kc.ConventionError(
-                f"Gradients of the loss at the outputs are up to {largest:.3g} times what "
-                f"a {self.reduction} over {rows:.0f} rows can have, and fisher='empirical' "
-                "squares them. Pass the gradient scaler as `grad_scaler`, or say which "
-                "`reduction` the loss has."
+                "Processes have unequal numbers of rows, so that the average of their "
+                "means is not the mean over all rows, and the gradients of this loss do "
+                "not show which of the two it is. Differentiate the sum over the rows of "
+                "each process, and say reduction='sum'; or give all equally many rows."
             )
 
     def scale_for_squares(self, z: Any) -> float:
         """Return what the caller's loss is multiplied by, for fisher="empirical"."""
-        if self.grad_scaler is not None:
-            return float(self.grad_scaler.get_scale())
-        if z.dtype == torch.float16:
+        if self.grad_scaler is None and z.dtype == torch.float16:
             raise kc.ConventionError(
                 "fisher='empirical' squares the gradients of the loss, which is scaled "
                 "where outputs are float16. Pass the gradient scaler as `grad_scaler`, or "
                 "take fisher='gradients'."
             )
-        return 1.0
+        return self._scaler_scale()
 
     def is_overflow(self) -> bool:
         """Return whether the scaler will leave this step out; raise if it is too early."""
@@ -265,217 +169,77 @@ class LossCheck:
         if scaler is None or not scaler.is_enabled():
             return False
         states = list(scaler._per_optimizer_states.values())
-        found = [f for state in states for f in state["found_inf_per_device"].values()]
-        if not found:
+        found_inf = [x for s in states for x in s["found_inf_per_device"].values()]
+        if not found_inf:
             raise kc.NotReadyError(
                 "The gradients are still multiplied by the scale of `grad_scaler`. Call "
                 "scaler.unscale_(optimizer) before kfac.step()."
             )
-        return any(float(f) > 0 for f in found)
+        return any(float(x) > 0 for x in found_inf)
 
-    def _warn(self, message: str) -> None:
-        """Warn of a loss; later, if the pass only returns gradients."""
-        if self._returns:
-            self._doubts.append(message)
-        else:
-            warn(message, stacklevel=3)
+    def _scaler_scale(self) -> float:
+        return 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
 
-    def _scale_of_equal_rows(self, z: Any, gradient: Any) -> float | None:
-        """Return the scale of a large pass whose rows have one weight, as rows before.
+    def _require_likelihood(self, z: Any, gradient: Any) -> bool:
+        """Raise unless each row's gradient sums to zero; return if that could be seen.
 
-        Rows spread over it are looked at; of a small pass `_weighted` looks at all.
+        As of a cross-entropy of logits, whatever the labels and weights.  Where a
+        probability is nearly one, roundoff is all that is left of the gradient.
         """
-        every = z.numel() // _LOOKED_AT
-        if not (self._known.equal_rows and every):
-            return None
-        z, gradient = (x.reshape(-1, x.shape[-1])[::every] for x in (z, gradient))
-        scale = likelihoods.scale_of_hard_labels(z, gradient)
-        if scale is not None:
-            return scale
-        scales = likelihoods.row_scales(self.criterion.row, z, gradient)
-        if scales is None or not bool((scales > 0).any()):
-            return None
-        read = scales[scales > 0]
-        equal = likelihoods.are_equal(read, likelihoods.coarseness(z))
-        return float(read.mean()) if equal else None
-
-    def _weighted(
-        self, z: Any, gradient: Any, weight: Any, clips: bool
-    ) -> tuple[Any, float | None, bool]:
-        """Return weights that the loss gives rows, and what it multiplies them by.
-
-        And whether that is no scale of all rows alike, as other passes may have.
-        """
-        scales = likelihoods.row_scales(self.criterion.row, z, gradient)
-        if scales is None:
-            self._look_at_targets(z, gradient, weight)
-            return weight, None, False
-        read = scales[scales > 0] if weight is None else scales[weight > 0]
-        if len(read) < 2:
-            return weight, float(read) if len(read) else None, True
-        mean = read.mean()
-        coarse = likelihoods.coarseness(z)
-        if likelihoods.are_equal(read, coarse):
-            if self._processes == 1 and not self._known.equal_rows:
-                self.require_reduction(float(mean), len(read), coarse, clips=clips)
-            self._known.equal_rows = True
-            return weight, float(mean), False
-        self._known.unequal = True
-        if self._empirical:
-            raise kc.UnsupportedError(
-                "The loss has weights of classes or rows, and fisher='empirical' would "
-                "square them. Take fisher='gradients' or 'exact'."
-            )
-        if self.criterion.assumed and not self._known.weights:
-            self._known.weights = True
-            if likelihoods.follow_the_prediction(z, gradient, scales):
-                self._warn(
-                    "The loss weighs each row by a function of its label's probability, as "
-                    "a focal loss does. The curvature is that of a cross-entropy with "
-                    "these weights, without the derivatives of the weights. Say "
-                    "likelihood='categorical' if that is meant."
+        criterion = self.criterion
+        if criterion.row.likelihood != CATEGORICAL:
+            return True
+        if not criterion.assumed:
+            if gradient is None or not bool(gradient.any()):
+                return False
+            if _reads_classes_second(z, gradient):
+                raise kc.ConventionError(
+                    "The loss reads classes on the second axis of the outputs, of shape "
+                    f"{tuple(z.shape)}, and the likelihood on the last. Say "
+                    "output=lambda z: z.movedim(1, -1)."
                 )
-        if self.reduction == "sum":
-            found, scale = scales, 1.0
-        else:
-            found, scale = scales / mean, float(mean)
-        weight = found if weight is None else found * weight
-        return weight, scale, True
-
-    def _look_at_targets(self, z: Any, gradient: Any, weight: Any) -> None:
-        """Warn once if soft targets of a loss that nobody named are no probabilities.
-
-        Those of a cross-entropy of the outputs are, also where batches are accumulated.
-        """
-        known = self.criterion.reduction_assumed or self.reduction == "sum"
-        if self._known.targets or not (self.criterion.assumed and known):
-            return
-        if not self._alone:
-            return
-        rows = z[..., 0].numel() if weight is None else float(weight.sum())
-        scale = 1.0 / max(rows, 1) if self.reduction == "mean" else 1.0
-        if self.grad_scaler is not None:
-            scale *= float(self.grad_scaler.get_scale())
-        least = float(likelihoods.implied_targets(z, gradient, scale).min())
-        if least < -likelihoods.coarseness(z):
-            self._known.targets = True
-            self._warn(
-                f"The loss is no {self.reduction} of cross-entropies of the outputs: their "
-                f"targets would be as low as {least:.2g}, and not probabilities. It may "
-                "have a temperature or weights, as in distillation or policy gradients, be "
-                "of another `reduction`, or be multiplied by a gradient scaler "
-                "(`grad_scaler`). The curvature is that of a plain cross-entropy. Say "
-                "likelihood='categorical' if that is meant, output=lambda z: z / T for a "
-                "temperature, or pass weights of rows to observe(outputs, weight)."
-            )
-
-    def _is_told(self, z: Any, gradient: Any) -> bool:
-        """Check that outputs and loss are what the likelihood says; return if it could."""
-        told = True
-        if gradient is not None and likelihoods.has_classes_second(
-            self.criterion.row, z, gradient
-        ):
-            raise kc.ConventionError(
-                "The loss reads classes on the second axis of the outputs, of shape "
-                f"{tuple(z.shape)}, and the likelihood on the last. Say "
-                "output=lambda z: z.movedim(1, -1), and likelihood='categorical' if none "
-                "is said."
-            )
-        if self.criterion.assumed:
-            told = self._check_assumed(z, gradient)
-        if gradient is not None and likelihoods.has_weighted_outputs(
-            self.criterion.row, z, gradient
-        ):
-            raise kc.ConventionError(
-                "The sigmoid cross-entropy has weights (`weight`, `pos_weight` or rows "
-                "that count more), with which it is no likelihood of the outputs. Leave "
-                "them out; weights of rows may be passed to observe(outputs, weight)."
-            )
-        count = 0
-        if gradient is not None:
-            count = likelihoods.left_out(self.criterion.row, z, gradient)
-        if count and self.criterion.row.likelihood in likelihoods.BOUNDED:
-            raise kc.ConventionError(
-                f"The loss does not read {count} of {z.numel()} outputs, in rows of which "
-                "it reads others, and the likelihood reads all. Of a mask, say output=None "
-                "and call kfac.observe(outputs[mask][:, None])."
-            )
-        if count > 1:
-            self._warn(
-                f"The loss sends nothing back to {count} of {z.numel()} outputs, as where "
-                "a mask leaves them out, and the curvature counts them. Say output=None "
-                "and call kfac.observe(outputs[mask]) with the rows that it reads."
-            )
-        if likelihoods.looks_like_probabilities(self.criterion.row, z):
-            self._warn(
-                "The observed outputs look like probabilities, but the likelihood reads "
-                "logits. Observe what comes before the softmax or the sigmoid."
-            )
-        return told
-
-    def _check_assumed(self, z: Any, gradient: Any) -> bool:
-        """Raise unless the loss's gradients are those of a cross-entropy of logits.
-
-        These sum to zero in each row, whatever the labels and weights.  Where a
-        probability is nearly one, roundoff is all that is left of them.
-        """
-        good = gradient is not None and z.shape[-1] > 1
-        told = True
-        if good:
-            g = gradient.double()
-            total, size = g.sum(-1).abs(), g.abs().sum(-1)
-            coarse = 2e-2 if gradient.dtype.itemsize < 4 else 1e-3
+            return True
+        is_good, is_clear = gradient is not None and z.shape[-1] > 1, True
+        if is_good:
+            sums, sizes = _sums(gradient, -1)
             clear = torch.softmax(z.float(), -1).amax(-1) < 1 - 1e-3
-            # Of targets that the model made itself only roundoff is left.
-            read = size > 64 * torch.finfo(gradient.dtype).eps / size.numel()
-            clear &= read
-            told = bool((clear & (size > 0)).any())
-            good = bool(((total <= coarse * size) | ~clear).all())
-            if good:
-                _require_all_read(z, g, read)
-                told &= _require_no_temperature(z, g)
-        if not good:
+            # If the targets come from the model itself, the gradient is only roundoff.
+            clear &= sizes > 64 * torch.finfo(gradient.dtype).eps / sizes.numel()
+            is_clear = bool(clear.any())
+            is_good = bool(((sums <= _coarse_sum(gradient) * sizes) | ~clear).all())
+        if not is_good:
             raise kc.ConventionError(
-                "The loss is no cross-entropy of logits along the last axis of the "
+                "The loss is not a cross-entropy of logits along the last axis of the "
                 f"outputs, of shape {tuple(z.shape)}. Pass the loss module to KFAC, such "
                 "as likelihood=nn.MSELoss(), or likelihood=nn.NLLLoss() for outputs of a "
                 "log_softmax, or one of 'categorical', 'bernoulli', 'gaussian'. With "
-                "classes on the second axis say output=lambda z: z.movedim(1, -1), and for "
-                "a loss of z / T output=lambda z: z / T. If logits are made of the "
-                "outputs later, say output=None and call kfac.observe(logits)."
+                "classes on the second axis say output=lambda z: z.movedim(1, -1). If "
+                "logits are computed from the outputs later, say output=None and call "
+                "kfac.observe(logits)."
             )
-        return told
+        return is_clear
 
 
-def _require_all_read(z: Any, g: Any, read: Any) -> None:
-    """Refuse a cross-entropy of some of the outputs, as of masked logits.
+def _sums(g: Any, axis: int) -> tuple[Any, Any]:
+    """Return the size of a gradient's sum along an axis, and the sum of its sizes."""
+    wide = g.double()
+    return wide.sum(axis).abs(), wide.abs().sum(axis)
 
-    An output that it reads has no gradient only if the target is the prediction to all
-    digits.
+
+def _coarse_sum(g: Any) -> float:
+    return 2e-2 if g.dtype.itemsize < 4 else 1e-3
+
+
+def _reads_classes_second(z: Any, g: Any) -> bool:
+    """Whether a loss plainly reads classes on the second axis, as (N, C, d1, ...).
+
+    Along the axis of the classes the gradient sums to zero, or has one entry for each
+    label, as that of log-probabilities.
     """
-    if z.dtype == torch.float16:
-        return  # Small gradients are zero.
-    likely = torch.softmax(z.double(), -1) > 1e-3
-    left_out = (g == 0) & likely & read[..., None]
-    if bool(left_out.any()):
-        raise kc.ConventionError(
-            "The loss does not read all outputs of a row, as a cross-entropy of masked "
-            "logits or of some of the classes. Mask them in the model; or say "
-            "likelihood='categorical', and which logits the loss reads, as in "
-            "output=lambda z: z[..., :k]."
-        )
 
+    def is_of_classes(axis: int) -> bool:
+        sums, sizes = _sums(g, axis)
+        one_entry = ((g != 0).sum(axis) == 1) | (sizes == 0)
+        return bool((sums <= _coarse_sum(g) * sizes).all() or one_entry.all())
 
-def _require_no_temperature(z: Any, g: Any) -> bool:
-    """Refuse a cross-entropy of scaled logits; return whether it could be told."""
-    if z.shape[-1] < 3:
-        return True
-    found = likelihoods.temperature(z, g)
-    if found is None or math.isnan(found):
-        # Of narrow dtypes rows may be too alike for ever.
-        return found is None or z.dtype.itemsize < 4
-    raise kc.ConventionError(
-        f"The loss is a cross-entropy of the outputs divided by {found:.3g}, and not of "
-        "themselves. Say likelihood='categorical', output=lambda z: z / "
-        f"{found:.3g}; or divide in the model."
-    )
+    return z.ndim > 2 and is_of_classes(1) and not is_of_classes(-1)

@@ -21,9 +21,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfac_core as kc
 from kfac_core_shims.torch import parallel
-from kfac_core_shims.torch.capturing import Observation
 from kfac_core_shims.torch.kfac import KFAC
+from kfac_core_shims.torch.options import require_made
 from kfac_core_shims.torch.outputs import RandomState, pick
+from kfac_core_shims.torch.passes import Observation
 from kfac_core_shims.torch.private import without_fused_kernels
 
 __all__ = ["KFACOptimizer"]
@@ -62,7 +63,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     params : iterable, optional
         Parameters or parameter groups, as for other optimizers of PyTorch; those of the
         model by default.  Groups may differ in `weight_decay`.
-    lr : float
+    lr : float or torch.Tensor
         Factor on the step that the quadratic model chooses, for schedulers; the same in
         all groups.
     weight_decay : float
@@ -128,7 +129,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         model: Any,
         params: Any = None,
         *,
-        lr: float = 1.0,
+        lr: Any = 1.0,
         weight_decay: float = 0.0,
         damping: float = 1e-2,
         adapt_every: int = 5,
@@ -140,6 +141,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         refresh_every: kc.integration.Interval = 5,
         **options: Any,
     ) -> None:
+        require_made(model)
         if options.get("fisher") == "empirical":
             raise kc.ConventionError(
                 "The quadratic model has the Fisher matrix of the outputs, and "
@@ -156,7 +158,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     f"KFACOptimizer has no option `{name}`: the quadratic model decides "
                     "how long a step is. Leave it out, or use KFAC beside an optimizer."
                 )
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        for name, value in (("lr", float(lr)), ("weight_decay", weight_decay)):
             kc.constraints.require_range(name, value, kc.constraints.NOT_NEGATIVE)
         _require_within("damping", damping, min_damping, max_damping)
         self.rule = kc.integration.DampingRule(
@@ -180,13 +182,6 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             keep=True,
             **options,
         )
-        if self.kfac.criterion.weighted:
-            self.kfac.remove()
-            raise kc.ConventionError(
-                "The loss module has class weights, which KFACOptimizer finds in the "
-                "gradients of the outputs, where labels are hard and of three classes or "
-                "more. Leave `likelihood` out, or say likelihood='categorical'."
-            )
         if self.kfac.is_divided:
             self.kfac.remove()
             raise kc.UnsupportedError(
@@ -518,7 +513,10 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 returned = functional_call(
                     self.kfac.model, {**duals, **buffers}, arguments, keywords
                 )
-                z, change = forward_ad.unpack_dual(pick(returned, self.kfac.output))
+                likelihood = self.kfac.criterion.row.likelihood
+                z, change = forward_ad.unpack_dual(
+                    pick(returned, self.kfac.output, likelihood)
+                )
         except (NotImplementedError, RuntimeError) as error:
             raise kc.UnsupportedError(
                 f"The model has no forward derivative: {error}. Replace the operation, or "

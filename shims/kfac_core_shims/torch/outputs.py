@@ -8,53 +8,24 @@ differentiates costs nothing and counts for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 import kfac_core as kc
 from kfac_core_shims.torch import private
+from kfac_core_shims.torch.likelihoods import CATEGORICAL
 from kfac_core_shims.torch.parallel import require_all_take_part
+from kfac_core_shims.torch.passes import Pass, PassRecorder
 
-__all__ = [
-    "OutputHook",
-    "Pass",
-    "RandomHook",
-    "RandomState",
-    "drawing",
-    "is_drawn_through",
-    "pick",
-]
-
-_drawn_through: list[Any] = []
-"""Models through which K-FAC is backpropagating vectors of its own.
-
-Not one for each thread: with a GPU the hooks run in other threads than the call.
-"""
+__all__ = ["OutputHook", "RandomHook", "RandomState", "pick", "rows_of"]
 
 
-@contextmanager
-def drawing(model: Any, /) -> Iterator[None]:
-    """Backpropagate vectors that no loss sent, which another `KFAC` is not to observe."""
-    _drawn_through.append(model)
-    try:
-        yield
-    finally:
-        _drawn_through.remove(model)
-
-
-def is_drawn_through(model: Any, /) -> bool:
-    """Whether vectors that no loss sent are on their way through a model or its parts."""
-    return any(model is m for drawn in _drawn_through for m in drawn.modules())
-
-
-def pick(returned: Any, output: Any, /) -> Any:
+def pick(returned: Any, output: Any, likelihood: Any, /) -> Any:
     """Return the tensor of a model's outputs that the likelihood is of, or None.
 
     Parameters
@@ -64,11 +35,14 @@ def pick(returned: Any, output: Any, /) -> Any:
     output : "auto", str, int or callable
         A key or attribute, a place, or a function of what was returned.  ``"auto"`` takes
         a tensor itself, and the ``logits`` of anything else.
+    likelihood : kfac_core.losses.Loss
+        Of one row.
 
     Returns
     -------
     torch.Tensor or None
-        None where ``"auto"`` finds no tensor.
+        Of shape (N, 1) where outputs (N,) are of one number each; None where ``"auto"``
+        finds no tensor.
 
     Raises
     ------
@@ -76,29 +50,34 @@ def pick(returned: Any, output: Any, /) -> Any:
         If what was asked for is not there, or is no tensor.
     """
     if output == "auto":
-        if isinstance(returned, torch.Tensor):
-            return returned
-        found = _entry(returned, "logits")
-        return found if isinstance(found, torch.Tensor) else None
+        picked = returned if _is_tensor(returned) else _entry(returned, "logits")
+        return rows_of(picked, likelihood) if _is_tensor(picked) else None
     if callable(output):
-        found = output(returned)
+        picked = output(returned)
     elif isinstance(output, int):
-        found = _item(returned, output)
+        picked = _item(returned, output)
     else:
-        found = _entry(returned, output)
-    if not isinstance(found, torch.Tensor):
+        picked = _entry(returned, output)
+    if not isinstance(picked, torch.Tensor):
         raise kc.ConventionError(
             "Expected `output` to pick a tensor out of what the model returns, a "
-            f"{_described(returned)}; output={output!r} gave a {type(found).__name__}."
+            f"{_described(returned)}; output={output!r} gave a {type(picked).__name__}."
         )
-    return found
+    return rows_of(picked, likelihood)
+
+
+def rows_of(outputs: Any, likelihood: Any, /) -> Any:
+    """Return outputs (N,), of one number each, as rows (N, 1); others as they are."""
+    if outputs.ndim != 1 or likelihood == CATEGORICAL:
+        return outputs
+    return outputs[:, None]
 
 
 class OutputHook:
     """Forward hook of a model; its copies do nothing."""
 
-    def __init__(self, kfac: Any) -> None:
-        self.kfac = ref(kfac)
+    def __init__(self, recorder: PassRecorder) -> None:
+        self.recorder = ref(recorder)
 
     def __reduce__(self) -> Any:
         return _Inert, ()
@@ -106,31 +85,35 @@ class OutputHook:
     @private.outside_compilers
     def __call__(self, module: Any, arguments: Any, options: Any, returned: Any) -> Any:
         """Return the outputs as views of themselves, where they are to be observed."""
-        kfac = self.kfac()
-        if kfac is None or not torch.is_grad_enabled() or not kfac.wants_outputs:
+        recorder = self.recorder()
+        if recorder is None or not torch.is_grad_enabled():
+            return None
+        kfac = recorder.kfac
+        if not kfac.wants_outputs:
             return None
         if kfac.communicator is not None:
             require_all_take_part()
-        picked = pick(returned, kfac.output)
+        recorder.is_called = True
+        picked = pick(returned, kfac.output, kfac.criterion.row.likelihood)
         if picked is None:
-            kfac.note(
+            recorder.coverage.note(
                 f"the model returned a {type(returned).__name__}: pick a tensor out of it "
                 "with `output`, or call `observe`"
             )
             return None
         if not picked.requires_grad:
             return None
-        started = Pass(kfac, picked, returned)
-        if kfac.random is not None:
-            started.replay = arguments, options, kfac.random
-        return _viewed(returned, started)
+        replay = None
+        if recorder.random is not None:
+            replay = arguments, options, recorder.random
+        return _viewed(returned, Pass(recorder, picked, returned, replay))
 
 
 class RandomHook:
     """Forward pre-hook of a model, which keeps the state of the random numbers."""
 
-    def __init__(self, kfac: Any) -> None:
-        self.kfac = ref(kfac)
+    def __init__(self, recorder: PassRecorder) -> None:
+        self.recorder = ref(recorder)
 
     def __reduce__(self) -> Any:
         return _Inert, ()
@@ -138,9 +121,9 @@ class RandomHook:
     @private.outside_compilers
     def __call__(self, module: Any, arguments: Any) -> None:
         """Keep the state from which the model's next call draws."""
-        kfac = self.kfac()
-        if kfac is not None and torch.is_grad_enabled():
-            kfac.random = RandomState(module)
+        recorder = self.recorder()
+        if recorder is not None and torch.is_grad_enabled():
+            recorder.random = RandomState(module)
 
 
 class RandomState:
@@ -161,121 +144,6 @@ class RandomState:
 class _Inert:
     def __call__(self, *arguments: Any) -> None:
         """Do nothing, as a hook of a copied model."""
-
-
-class Pass:
-    """One forward pass of the model, which a backward pass may come to."""
-
-    def __init__(self, kfac: Any, picked: Any, returned: Any) -> None:
-        self.kfac, self.plain = ref(kfac), picked is returned
-        self.edge: Any = get_gradient_edge(picked)
-        self.z = picked.detach()
-        self.base: Any = None
-        if type(returned) is torch.Tensor and not self.plain:
-            self.base = returned.detach()
-        self.version = self.z._version
-        self.derived = False
-        self.replay: Any = None
-        self.handle: Any = None
-        self.observation: Any = None
-        self.done = False
-        self.accumulates = False
-        self.task = -1
-
-    def arrived(self, gradient: Any) -> None:
-        """Take a gradient that came to one of the model's outputs."""
-        kfac = self.kfac()
-        if torch.is_grad_enabled():
-            if kfac is not None:
-                kfac.note(
-                    "a pass was differentiated with create_graph=True, as for a penalty, "
-                    "which does not count; call loss.backward() without it"
-                )
-            return
-        if self.done and self.observation is None:
-            return
-        task = private.backward_pass()
-        if task == self.task:
-            return  # It came to another of the outputs before.
-        if kfac is None or is_drawn_through(kfac.model):
-            return
-        self.task = task
-        adds = kfac.adds_to_gradients()
-        if adds is None or (not adds and kfac.has_accumulated):
-            return
-        if self.done and self.accumulates == adds:
-            self.observation.cleared = False
-            self.observation.note_further_part(gradient if self.plain else None)
-            return
-        if self.done:
-            # What autograd.grad returned before was not what made `.grad`.
-            kfac.withdraw(self.observation)
-            self.observation = None
-        if self.edge is None:
-            return  # The graph was let go of.
-        self.done, self.accumulates = True, adds
-        if self.plain:
-            self.finish(gradient)
-        elif self.derived:
-            # Nothing comes back to what was computed from outputs for `output` alone,
-            # but the gradient of a view is that of its entries.
-            self.finish(_gradient_of_view(self.z, self.base, gradient))
-        else:
-            kfac.expect(self)
-            self.handle = self.edge.node.register_prehook(self.reached)
-
-    def reached(self, gradients: Any) -> None:
-        """Take the gradients that came to the node of the picked tensor."""
-        if not torch.is_grad_enabled() and self.edge is not None:
-            self.finish(gradients[self.edge.output_nr], passing=gradients)
-
-    def finish(self, gradient: Any, passing: Any = None) -> None:
-        """Observe, once, and let go of the graph.
-
-        `passing` are the gradients that the outputs' own node is about to be called with.
-        """
-        kfac, edge, z, replay = self.kfac(), self.edge, self.z, self.replay
-        if not self.accumulates and kfac is not None and private.is_graph_kept():
-            kfac.expect(self)  # The pass that makes `.grad` may still come.
-            self._remove()
-        else:
-            self.drop()
-        if kfac is None or edge is None:
-            return
-        if z._version != self.version:
-            raise kc.UnsupportedError(
-                "The model's outputs were modified in place after its forward pass, so "
-                "that they cannot be observed. Write y = y + x in the place of y += x."
-            )
-        self.observation = kfac.observe_pass(
-            edge, z, gradient, passing, replay, accumulates=self.accumulates
-        )
-        if self.observation is None and not self.accumulates:
-            self.done = False  # Of what was no loss; that may still come.
-
-    def drop(self) -> None:
-        """Let go of the graph."""
-        self._remove()
-        self.edge = self.z = self.base = self.replay = None
-
-    def _remove(self) -> None:
-        if self.handle is not None:
-            self.handle.remove()
-        self.handle = None
-
-
-def _gradient_of_view(z: Any, base: Any, gradient: Any) -> Any:
-    """Return the gradient of a view of the outputs, None for anything else."""
-    if base is None or gradient.shape != base.shape:
-        return None
-    shared = z.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-    if not shared or z.dtype != base.dtype or z.numel() > base.numel():
-        return None
-    laid = torch.empty_strided(
-        base.shape, base.stride(), dtype=gradient.dtype, device=gradient.device
-    ).copy_(gradient)
-    offset = z.storage_offset() - base.storage_offset()
-    return laid.as_strided(z.shape, z.stride(), offset)
 
 
 def _item(returned: Any, place: int) -> Any:
@@ -302,7 +170,7 @@ def _entry(returned: Any, name: str) -> Any:
 def _viewed(returned: Any, started: Pass) -> Any:
     """Return a structure with views of its tensors, whose gradients tell of a pass."""
     views = of_picked = 0
-    own = started.edge
+    edge = started.edge
 
     def viewed(x: Any) -> Any:
         nonlocal views, of_picked
@@ -311,25 +179,25 @@ def _viewed(returned: Any, started: Pass) -> Any:
         if x.grad_fn is None:
             return x
         views += 1
-        of_picked += x.grad_fn is own.node
+        of_picked += x.grad_fn is edge.node
         # A loss may be scaled in place (`loss *= 2`), which a view's hook would not see.
         view = x.view_as(x) if x.ndim > 1 else x.clone()
         view.register_hook(started.arrived)
         return view
 
-    found = _mapped(returned, viewed)
+    rebuilt = _mapped(returned, viewed)
     if not of_picked:
         # The picked tensor lies deeper, or is computed from others.
-        found = _mapped(found, partial(_mapped_within, function=viewed))
-    kfac = started.kfac()
-    if not views and kfac is not None:
-        kfac.note(
+        rebuilt = _mapped(rebuilt, partial(_mapped_within, function=viewed))
+    recorder = started.recorder()
+    if not views and recorder is not None:
+        recorder.coverage.note(
             f"no tensor was found in what the model returned, a {_described(returned)}; "
             "return a tensor, or a dict, tuple, list or dataclass of them, or call "
             "`observe`"
         )
-    started.derived = not of_picked
-    return found
+    started.is_derived = not of_picked
+    return rebuilt
 
 
 def _mapped(returned: Any, function: Callable[[Any], Any]) -> Any:

@@ -1,0 +1,98 @@
+"""Arguments of `KFAC`, checked where they enter."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, get_args
+
+import torch
+from torch.nn.parameter import is_lazy
+
+import kfac_core as kc
+
+__all__ = ["ESTIMATOR", "rate_of", "require_known", "require_made", "require_sensible"]
+
+ESTIMATOR = "precision", "sharing", "refreshing", "averaging", "rates"
+"""Options of `kfac_core.Estimator` that are passed on."""
+
+_RESTING = 1e-30
+"""In the place of a learning rate of zero, as at the start of a warmup: no step is long."""
+
+
+def require_made(model: Any, /) -> None:
+    """Raise for what is no model, and for parameters that PyTorch has not made yet."""
+    if not isinstance(model, torch.nn.Module):
+        raise kc.ConventionError(
+            f"Expected `model` to be a torch.nn.Module, got a {type(model).__name__}: "
+            "pass the model itself, and not its parameters."
+        )
+    for name, p in model.named_parameters():
+        if is_lazy(p) or p.is_meta:
+            kind = "uninitialized" if is_lazy(p) else "on the meta device"
+            raise kc.UnsupportedError(
+                f"The parameter {name!r} is {kind}, and PyTorch will replace it. Make KFAC "
+                "after to_empty, or after the first call of a model with lazy modules."
+            )
+
+
+def require_known(options: Mapping[str, Any], own: Collection[str], /) -> None:
+    """Raise `TypeError` for options that neither `KFAC` nor its estimator has."""
+    known = {*own, *ESTIMATOR}
+    for name in options:
+        if name not in ESTIMATOR:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" Did you mean `{near[0]}`?" if near else ""
+            raise TypeError(
+                f"KFAC has no option `{name}`.{hint} There are "
+                f"{', '.join(sorted(known))}."
+            )
+
+
+def require_sensible(
+    fisher: str, grad_scaler: Any, *, overlap: bool, keep: bool, output: Any
+) -> None:
+    """Raise for options that exclude each other, or are of another type."""
+    if overlap and (keep or fisher == "empirical" or output is None):
+        raise kc.ConventionError(
+            "`overlap` takes statistics when the outputs' gradients come, which is too "
+            "early for fisher='empirical', `observe` and KFACOptimizer. Leave it out."
+        )
+    modes = get_args(kc.losses.EstimationMode)
+    if fisher not in modes:
+        raise kc.ConventionError(
+            f"Expected `fisher` to be one of {', '.join(map(repr, modes))}, got {fisher!r}."
+        )
+    if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+        raise kc.ConventionError(
+            "Expected `grad_scaler` to be the torch.amp.GradScaler of the loop, got "
+            f"{type(grad_scaler).__name__}."
+        )
+
+
+def rate_of(lr: Any, /) -> Any:
+    """Return the learning rate that the KL clip reads, as a schedule.
+
+    Raises
+    ------
+    kfac_core.ConventionError
+        For an optimizer that divides directions by their own size, as Adam does, so that
+        no learning rate says how long a step is.
+    """
+    if isinstance(lr, torch.optim.Optimizer):
+        if any("eps" in group or "betas" in group for group in lr.param_groups):
+            raise kc.ConventionError(
+                f"`lr` is {type(lr).__name__}, which divides a direction by its own size: "
+                "what K-FAC has scaled is lost, and the learning rate is not the length "
+                "of a step. Take torch.optim.SGD; or give the KL clip a number, lr=0.1."
+            )
+        rates = lr.param_groups
+        return lambda step: max(float(group["lr"]) for group in rates) or _RESTING
+    number = isinstance(lr, int | float) and not isinstance(lr, bool)
+    if not callable(lr) and not (number and 0.0 < lr < math.inf):
+        raise kc.ConventionError(
+            f"Expected `lr` to be the optimizer, a finite number > 0, or a callable of the "
+            f"step that returns one; got {lr!r}."
+        )
+    return (lambda step: lr(step) or _RESTING) if callable(lr) else lr

@@ -1,0 +1,597 @@
+"""Which forward passes a step counts, and what came back through them.
+
+The rule.  A step counts the forward passes of the model that ``backward()`` went through
+since the last step, except for those whose gradients ``zero_grad`` has cleared.
+`KFAC.discard` forgets them.  Outputs that are given to `KFAC.observe` count as soon as
+anything is differentiated through them to the parameters, and nothing else counts in that
+step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+import kfac_core as kc
+from kfac_core_shims.torch import graph, private, uses
+from kfac_core_shims.torch.coverage import Coverage
+from kfac_core_shims.torch.gradients import Gradients, drawing, is_drawn_through
+from kfac_core_shims.torch.graph import Reached, RecordedCall
+from kfac_core_shims.torch.loss_checks import LossCheck
+from kfac_core_shims.torch.weights import RowWeights, coarseness
+
+__all__ = ["Observation", "Pass", "PassRecorder"]
+
+
+@dataclass(eq=False)
+class Observation:
+    """Outputs of one forward pass.
+
+    Attributes
+    ----------
+    calls : list of RecordedCall
+        Calls that they depend on.
+    rows : float
+        Number of their rows, or the sum of the rows' weights.
+    weight : torch.Tensor or None
+        Weights of the rows.
+    share : float
+        Weight of all rows, beside those of other passes.
+    scale : float or None
+        What the loss multiplied each row's term by, besides `weight`; None where its
+        gradient does not show it.
+    is_uniform : bool
+        Whether `scale` is that of two rows or more, all alike.
+    is_unscaled : bool
+        Whether no gradient has shown a scale, and nobody said that there is none.
+    largest : float
+        Largest entry of the outputs' gradient; see `RowWeights`.
+    coarse : float
+        Relative difference that roundoff may make in `scale`.
+    unread : torch.Tensor of bool, or None
+        Rows that the loss did not read; None where it read all, or that is not known.
+    reads_more : bool
+        Whether a further part of the loss read some of these.
+    uncovered : frozenset of str
+        Blocks whose weights the outputs depend on in a way that is not known.
+    is_differentiated : bool
+        Whether it counts.
+    is_forgotten : bool
+        Whether its gradients were cleared.
+    replay : tuple or None
+        Arguments of the model's call, positional and by name, and the state of the random
+        numbers before it; where these are kept.
+    hooks : list of torch.utils.hooks.RemovableHandle
+        Hooks of the nodes of the calls.
+    """
+
+    calls: list[RecordedCall] = field(default_factory=list)
+    rows: float = 0.0
+    weight: Any = None
+    share: float = 1.0
+    scale: float | None = None
+    is_uniform: bool = False
+    is_unscaled: bool = False
+    largest: float = 0.0
+    coarse: float = 0.0
+    unread: Any = None
+    reads_more: bool = False
+    uncovered: frozenset[str] = frozenset()
+    is_differentiated: bool = False
+    is_forgotten: bool = False
+    replay: Any = None
+    hooks: list[Any] = field(default_factory=list)
+
+    def note_further_part(self, gradient: Any) -> None:
+        """Note that a further part of the loss came back, with its gradient if known."""
+        self.scale = None
+        known = self.unread is not None and gradient is not None
+        if known and bool(gradient[self.unread].any()):
+            self.reads_more = True
+
+    def checked_calls(self) -> list[kc.integration.LayerCall]:
+        """Return the calls; raise if they are not what the loss has seen."""
+        if self.reads_more:
+            raise kc.UnsupportedError(
+                "The loss was differentiated in parts, and a part reads rows of outputs "
+                "that the first did not, which were left out as ignored. Add the parts up "
+                "and differentiate their sum, or call observe(outputs) before; "
+                "kfac.discard() forgets what was no loss."
+            )
+        for call in self.calls:
+            call.require_unchanged()
+        return uses.joined(self.calls)
+
+    def forget(self) -> None:
+        """Forget what came back; the graph may be gone through once more."""
+        self.is_forgotten = True
+        for hook in self.hooks:
+            hook.remove()
+        for call in self.calls:
+            call.output_grads, call.is_taken = [], False
+
+    def clear(self) -> None:
+        """Leave all arrays behind: a loss that is kept keeps the calls."""
+        for call in self.calls:
+            call.clear()
+        self.replay = self.weight = self.unread = None
+
+
+class Pass:
+    """One forward pass of the model, which a backward pass may come to.
+
+    Parameters
+    ----------
+    recorder : PassRecorder
+        Told of the backward pass.
+    picked : torch.Tensor
+        The outputs that the likelihood is of.
+    returned : object
+        What the model returned.
+    replay : tuple or None
+        As of `Observation`.
+    """
+
+    def __init__(
+        self, recorder: PassRecorder, picked: Any, returned: Any, replay: Any
+    ) -> None:
+        self.recorder, self.is_plain = weakref.ref(recorder), picked is returned
+        self.edge: Any = get_gradient_edge(picked)
+        self.z = picked.detach()
+        self.base: Any = None
+        if type(returned) is torch.Tensor and not self.is_plain:
+            self.base = returned.detach()
+        self.version = self.z._version
+        self.is_derived = False
+        self.replay = replay
+        self.handle: Any = None
+        self.observation: Observation | None = None
+        self.task = -1
+
+    def arrived(self, gradient: Any) -> None:
+        """Take a gradient that came to one of the model's outputs."""
+        recorder = self.recorder()
+        if recorder is None or is_drawn_through(recorder.model):
+            return
+        if torch.is_grad_enabled():
+            recorder.coverage.note(
+                "a pass was differentiated with create_graph=True, as for a penalty, "
+                "which does not count; call loss.backward() without it"
+            )
+            return
+        task = private.backward_pass()
+        # It may have come to another of the outputs before.
+        if task == self.task or not recorder.gradients.begin_pass():
+            return
+        self.task = task
+        if self.observation is not None and not self.observation.is_forgotten:
+            self.observation.note_further_part(gradient if self.is_plain else None)
+        elif self.edge is None:
+            return  # The graph was let go of.
+        elif self.is_plain:
+            self.finish(gradient)
+        elif self.is_derived:
+            # Tensors derived only by `output` receive no gradient, but that of a view is
+            # part of its base's.
+            self.finish(_gradient_of_view(self.z, self.base, gradient))
+        else:
+            recorder.hold(self)
+            self.handle = self.edge.node.register_prehook(self.reached)
+
+    def reached(self, gradients: Any) -> None:
+        """Take the gradients that came to the node of the picked tensor."""
+        if not torch.is_grad_enabled() and self.edge is not None:
+            self.finish(gradients[self.edge.output_nr], passing=gradients)
+
+    def finish(self, gradient: Any, passing: Any = None) -> None:
+        """Observe the outputs, and let go of the graph if nothing more can come of it.
+
+        `passing` are the gradients that the outputs' own node is about to be called with.
+        """
+        recorder, edge, z, replay = self.recorder(), self.edge, self.z, self.replay
+        if recorder is None or edge is None:
+            return
+        if private.is_graph_kept():
+            recorder.hold(self)
+            self._remove()
+        else:
+            self.drop()
+        if z._version != self.version:
+            raise kc.UnsupportedError(
+                "The model's outputs were modified in place after its forward pass, so "
+                "that they cannot be observed. Write y = y + x in the place of y += x."
+            )
+        self.observation = recorder.observe_pass(edge, z, gradient, passing, replay)
+
+    def drop(self) -> None:
+        """Let go of the graph."""
+        self._remove()
+        self.edge = self.z = self.base = self.replay = None
+
+    def _remove(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+        self.handle = None
+
+
+class PassRecorder:
+    """The passes since the last step, with what came back through them.
+
+    Parameters
+    ----------
+    kfac : KFAC
+        Options, the schedule, and the blocks; held weakly.
+    gradients : Gradients
+        The ``.grad`` of the blocks' parameters.
+    loss : LossCheck
+        Looks at the gradients of outputs.
+    coverage : Coverage
+        Is told why something was not seen.
+    samples, positions
+        As of `KFAC`.
+
+    Attributes
+    ----------
+    random : RandomState or None
+        Random numbers before the model's last call, where these are kept.
+    observations : list of Observation
+        Passes since the last step.
+    is_by_hand : bool
+        Whether these were given to `KFAC.observe`.
+    is_called : bool
+        Whether the model was called since the last step.
+    drawn : int
+        Rows for which labels were drawn, in the seed of the next.
+    """
+
+    def __init__(
+        self,
+        kfac: Any,
+        *,
+        gradients: Gradients,
+        loss: LossCheck,
+        coverage: Coverage,
+        samples: int,
+        positions: kc.losses.Positions,
+    ) -> None:
+        self._kfac = weakref.ref(kfac)
+        self.model, self.token = kfac.model, id(kfac)
+        self.gradients, self.loss, self.coverage = gradients, loss, coverage
+        self.mode: Any = kfac.estimator.mode
+        self.samples, self.positions = samples, positions
+        self.random: Any = None
+        self.observations: list[Observation] = []
+        self.is_by_hand = self.is_called = False
+        self.drawn = 0
+        self._held = weakref.WeakSet[Pass]()
+
+    @property
+    def kfac(self) -> Any:
+        """The `KFAC` whose steps the passes are for."""
+        kfac = self._kfac()
+        assert kfac is not None, "hooks run while their owner lives"
+        return kfac
+
+    @property
+    def counted(self) -> list[Observation]:
+        """Observed passes of which the next step is."""
+        return [o for o in self.observations if o.is_differentiated]
+
+    def hold(self, started: Pass, /) -> None:
+        """Remember a pass that holds a graph, which `forget` has it drop."""
+        self._held.add(started)
+
+    def forget_cleared(self) -> None:
+        """Forget the model's own passes, whose gradients were cleared."""
+        if not self.is_by_hand:
+            for observation in self.observations:
+                observation.forget()
+            self.observations = []
+            self.kfac.give_up()
+
+    def drop_passes(self) -> None:
+        """Let go of the graphs of the model's own passes."""
+        for started in [*self._held]:
+            started.drop()
+        self._held.clear()
+
+    def forget(self) -> None:
+        """Let go of the passes, and not of the count of random numbers."""
+        for observation in self.observations:
+            observation.clear()
+        self.drop_passes()
+        self.observations = []
+        self.is_by_hand = self.is_called = False
+        self.gradients.forget()
+
+    def observe_by_hand(self, outputs: Any, weight: Any) -> None:
+        """Record outputs before their loss is differentiated; see `KFAC.observe`."""
+        edge = get_gradient_edge(outputs)
+        reached, uncovered = self._reached(edge)
+        if any(r.call in o.calls for o in self.observations for r in reached):
+            raise kc.UnsupportedError(
+                "These `outputs` depend on calls that were observed already. Observe all "
+                "that is made in one forward pass as one tensor."
+            )
+        self.is_by_hand = True
+        observation = self._record(
+            edge, outputs.detach(), reached, RowWeights(weight=weight)
+        )
+        observation.uncovered = uncovered
+        # Without calls to watch, only the number of rows is needed.
+        observation.is_differentiated = not self.kfac.wants_statistics
+        self._watch(observation, reached)
+
+    def observe_pass(
+        self, edge: Any, z: Any, gradient: Any, passing: Any, replay: Any
+    ) -> Observation | None:
+        """Observe a pass of the model whose loss is being differentiated.
+
+        Parameters
+        ----------
+        edge : torch.autograd.graph.GradientEdge
+            The outputs in the graph.
+        z : torch.Tensor, shape (N, ..., P)
+            The outputs.
+        gradient : torch.Tensor or None
+            What the loss sent back to them; None where the loss reads others.
+        passing : tuple of torch.Tensor or None
+            Gradients of all outputs of the node of `edge`, if it is the next to be called.
+        replay : tuple or None
+            As of `Observation`.
+
+        Returns
+        -------
+        Observation or None
+            What was observed, if anything.
+        """
+        kfac = self.kfac
+        if not kfac.wants_outputs or self.is_by_hand:
+            return None
+        _require_rows(z)
+        if not z.numel():
+            self.coverage.note(
+                "the outputs had no rows; leave such a batch out, without a step"
+            )
+            if not kfac.is_divided:
+                if kfac.overlap:
+                    kfac.begin_with(None)
+                return None
+        reached, uncovered = self._reached(edge)
+        weights = self.loss.look(z, gradient) if z.numel() else RowWeights()
+        observation = self._record(edge, z, reached, weights)
+        observation.uncovered, observation.replay = uncovered, replay
+        observation.is_unscaled = weights.scale is None and bool(observation.rows)
+        observation.is_differentiated = observation.rows > 0 or kfac.processes > 1
+        if not observation.rows:
+            self.coverage.note(
+                "the loss read no row of the outputs, as where all labels are ignored; "
+                "leave such a batch out, without a step"
+            )
+        if self.mode == "empirical":
+            for r in reached:
+                if passing is not None and r.edge.node is edge.node:
+                    r.call.add_to_source(r.take(passing[r.edge.output_nr]))
+            self._watch(observation, reached)
+        elif kfac.overlap:
+            kfac.begin_with(observation)
+        return observation
+
+    def calls_of(self, passes: list[Observation], /) -> list[Any]:
+        """Return the calls of passes, of the blocks whose every use in them is known."""
+        uncovered = {name for o in passes for name in o.uncovered}
+        calls = [call for o in passes for call in o.checked_calls()]
+        for name in uncovered & {call.block for call in calls}:
+            self.coverage.note(
+                f"of {name!r}, {self.coverage.reason(name)} of another pass"
+            )
+        return [call for call in calls if call.block not in uncovered]
+
+    def _reached(self, edge: Any) -> tuple[list[Reached], frozenset[str]]:
+        """Return the calls below outputs, and the blocks with uses that are not known."""
+        kfac = self.kfac
+        if not kfac.wants_statistics:
+            return [], frozenset()
+        reached, reasons = graph.calls_below(
+            edge.node,
+            token=self.token,
+            sites=kfac.sites,
+            share=kfac.share,
+            # With fully_shard all processes go back through all layers.
+            keep_empty=kfac.is_divided,
+        )
+        for name, reason in reasons.items():
+            self.coverage.explain(name, reason)
+        if not reached:
+            self.coverage.note(
+                "the outputs depend on no recorded call of a covered layer: they were "
+                "observed after the backward pass, computed by other weights, or by a "
+                "model that was compiled and called before KFAC was made"
+            )
+        return [self._for_one_pass(r) for r in reached], frozenset(reasons)
+
+    def _for_one_pass(self, reached: Reached) -> Reached:
+        """Return a call for one pass alone, where another's outputs depend on it too."""
+        if not reached.call.is_taken or self.is_by_hand:
+            return reached
+        if self.mode == "empirical":
+            raise kc.UnsupportedError(
+                f"Outputs of several forward passes depend on one call of layer "
+                f"{reached.call.block!r}, as on cached features or in a rollout, and its "
+                "gradient does not tell them apart, as fisher='empirical' needs. Take "
+                "fisher='gradients' or 'exact'; or call observe(outputs) with all of them."
+            )
+        return dataclasses.replace(reached, call=reached.call.again())
+
+    def _record(
+        self, edge: Any, z: Any, reached: list[Reached], weights: RowWeights
+    ) -> Observation:
+        """Return the calls of a pass, with gradients if these are not those of the data."""
+        kfac, calls = self.kfac, [r.call for r in reached]
+        self._require_examples_first(z, reached)
+        rows = float(z[..., 0].numel())
+        if weights.weight is not None:
+            rows = float(weights.weight.sum())
+        if kfac.share is not None and kfac.communicator is not None:
+            rows /= kfac.communicator.size  # All processes have the same rows.
+        self.drawn += z[..., 0].numel()
+        for call in calls:
+            call.is_taken = True
+        observation = Observation(
+            calls=calls,
+            rows=rows,
+            weight=weights.weight,
+            scale=weights.scale,
+            is_uniform=weights.is_uniform,
+            largest=weights.largest,
+            coarse=coarseness(z),
+            unread=weights.unread,
+        )
+        self.observations.append(observation)
+        # As `batches_of_calls` will scale the gradients of a step's only pass.
+        ahead = math.sqrt(len(z) / rows) if rows else 1.0
+        root = math.sqrt(kfac.criterion.row.weight(z.shape[-1]))
+        for call in calls:
+            call.row_scale = ahead
+        if self.mode == "empirical":
+            if kfac.reduction == "mean" and rows:
+                ahead *= rows / kfac.processes
+            scale = self.loss.scale_for_squares(z) * root
+            for call in calls:
+                call.grad_scale = call.own_scale * ahead / scale
+                call.scaled_by = ahead
+            self._find_examples(edge, reached, None, z)
+        elif reached and (rows or kfac.processes > 1):
+            if weights.weight is not None or z.dtype.itemsize < 4:
+                ahead = 1.0
+            for call in calls:
+                call.scaled_by = call.row_scale = ahead
+            vectors = self._vectors(z, reached)
+            if root * ahead != 1.0:
+                vectors = vectors * (root * ahead)
+            if weights.weight is not None:
+                # Replaced and not multiplied: padding may hold anything.
+                weight = weights.weight[..., None]
+                roots = weight.clamp(min=0).sqrt().to(vectors.dtype)
+                vectors = torch.where(weight > 0, vectors, 0.0) * roots
+            with drawing(self.model):
+                graph.pull_back(edge, reached, vectors, like=z)
+                self._find_examples(edge, reached, vectors, z)
+        return observation
+
+    def _find_examples(self, edge: Any, reached: Any, vectors: Any, z: Any) -> None:
+        blocks = self.kfac.estimator.network.blocks
+        uses.find_examples(edge, reached, vectors, like=z, blocks=blocks)
+
+    def _vectors(self, z: Any, reached: list[Reached]) -> Any:
+        """Return the vectors that are backpropagated from outputs, one for each source."""
+        kfac = self.kfac
+        # Rows that share a source must not add up: those of one example, and those of
+        # examples that a batch norm or the loss mixes.  Signs of others do nothing.
+        fewest = min(r.call.examples for r in reached)
+        shared = self.positions == "signs" or z.ndim > 2 or fewest < len(z)
+        rank = 0
+        if kfac.communicator is not None and kfac.share is None:
+            rank = kfac.communicator.rank
+        # One for each pass of each step on each process, and the same in a resumed run.
+        seed = (rank << 96) + (kfac.steps << 40) + self.drawn
+        with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
+            drawn = kc.losses.drawn_vectors(
+                kfac.criterion.row.likelihood,
+                z,
+                mode=self.mode,
+                seed=seed,
+                shared=shared,
+                samples=self.samples,
+                positions=self.positions,
+            )
+        return drawn.vectors
+
+    def _watch(self, observation: Observation, reached: list[Reached]) -> None:
+        """Look at gradients as they come to the calls of a pass."""
+        for r in reached:
+            # A hook that held the node that it is of would keep the graph for ever.
+            call = dataclasses.replace(r, edge=None)
+            came = partial(
+                _came, weakref.ref(self), observation, call, r.edge.output_nr
+            )
+            observation.hooks.append(r.edge.node.register_prehook(came))
+
+    def _require_examples_first(self, z: Any, reached: list[Reached]) -> None:
+        """Refuse time-first inputs of approximations that sum over each example."""
+        for r in reached:
+            shape = r.call.examples, *r.call.inputs.shape[1:]
+            block = self.kfac.estimator.network.blocks.get(r.call.block)
+            if block is None or block.layer.kind not in ("dense", "embedding"):
+                continue
+            if not uses.sums_over_positions(block):
+                continue
+            if len(shape) > 2 and shape[0] != len(z) == shape[1]:
+                raise kc.UnsupportedError(
+                    f"Layer {r.call.block!r} has inputs of shape {shape}, with examples on "
+                    f"the second axis, but {type(block.approximation).__name__} sums over "
+                    "the positions of each example along the first. Take "
+                    "batch_first=True, or Kronecker()."
+                )
+
+
+def _came(
+    recorder: Callable[[], PassRecorder | None],
+    observation: Observation,
+    reached: Reached,
+    index: int,
+    gradients: Any,
+) -> None:
+    """Note that a pass is differentiated, and take an empirical gradient."""
+    passes, call = recorder(), reached.call
+    # A pass that makes a graph, as for a penalty, is not the loss's own.
+    if torch.is_grad_enabled() or passes is None:
+        return
+    adds = passes.gradients.begin_pass()
+    if adds is None:
+        return
+    observation.is_differentiated = True
+    if adds and passes.mode == "empirical" and call.inputs is not None:
+        call.add_to_source(reached.take(gradients[index]))
+
+
+def _require_rows(z: Any) -> None:
+    """Refuse outputs that are not rows of numbers."""
+    if z.ndim < 2:
+        what = (
+            "Where each row is a number, say output=lambda z: z[:, None]; where all are "
+            "one row, z[None]"
+        )
+        if not z.ndim:
+            what = "A model that returns its loss is to return (loss, logits): output=1"
+        raise kc.ShapeError(
+            f"Expected outputs of (N, ..., P), got {tuple(z.shape)}. {what}; or call "
+            "`observe`."
+        )
+    if hasattr(z, "placements"):
+        raise kc.UnsupportedError(
+            "The model's outputs are a DTensor. Say output=lambda y: y.full_tensor(), "
+            "or make the last layer return a plain tensor."
+        )
+
+
+def _gradient_of_view(z: Any, base: Any, gradient: Any) -> Any:
+    """Return the gradient of a view of the outputs, None for anything else."""
+    if base is None or gradient.shape != base.shape:
+        return None
+    shared = z.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    if not shared or z.dtype != base.dtype or z.numel() > base.numel():
+        return None
+    laid = torch.empty_strided(
+        base.shape, base.stride(), dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)
+    offset = z.storage_offset() - base.storage_offset()
+    return laid.as_strided(z.shape, z.stride(), offset)
