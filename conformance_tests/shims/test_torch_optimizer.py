@@ -374,6 +374,45 @@ def test_a_resumed_run_is_the_same_to_the_bit():
         resumed.load_state_dict(torch.optim.SGD(second.parameters()).state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:.*assuming the intent is to:UserWarning")
+def test_functions_of_distributed_checkpoint_have_the_curvature(tmp_path):
+    """Without it a resumed run would begin with other factors; in memory, and in files."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import state_dict as functions
+
+    def made():
+        torch.manual_seed(1)
+        model = network()
+        return model, optimizer_of(model, refresh_every=2)
+
+    model, optimizer = made()
+    data = [batch() for _ in range(4)]
+    for x, y in data[:3]:
+        optimizer.step(lambda x=x, y=y: fn.cross_entropy(model(x), y))
+    saved = {
+        "model": copy.deepcopy(model.state_dict()),
+        "optimizer": functions.get_optimizer_state_dict(model, optimizer),
+    }
+    checkpoint.save(saved, checkpoint_id=tmp_path / "files")
+    x, y = data[3]
+    optimizer.step(lambda: fn.cross_entropy(model(x), y))
+    for read in (False, True):
+        other, resumed = made()
+        state = saved
+        if read:
+            state = {
+                "model": other.state_dict(),
+                "optimizer": functions.get_optimizer_state_dict(other, resumed),
+            }
+            checkpoint.load(state, checkpoint_id=tmp_path / "files")
+        other.load_state_dict(state["model"])
+        functions.set_optimizer_state_dict(other, resumed, state["optimizer"])
+        resumed.step(lambda other=other: fn.cross_entropy(other(x), y))
+
+        torch.testing.assert_close(parameters(other), parameters(model))
+        assert math.isclose(resumed.damping, optimizer.damping)
+
+
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 @pytest.mark.parametrize("damping", [1e-6, 1e-2, 1.0])
 def test_plausible_settings_lower_the_loss(scale, damping):

@@ -26,6 +26,7 @@ from kfac_core_shims.torch.options import require_made
 from kfac_core_shims.torch.outputs import RandomState, pick
 from kfac_core_shims.torch.passes import Observation
 from kfac_core_shims.torch.private import without_fused_kernels
+from kfac_core_shims.torch.saving import DistributedState
 
 __all__ = ["KFACOptimizer"]
 
@@ -256,6 +257,11 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             number of steps are then unchanged.
         """
         lr = self._rate()
+        if closure is None and lr == 0.0:
+            # How torch.distributed.checkpoint has an optimizer make its state.
+            for p, _ in self._given():
+                self.state[p]["change"] = torch.zeros_like(p)
+            return None
         start = _Moment(self.kfac.model)
         loss, differentiates = self._differentiated(closure)
         self.kfac.balance()
@@ -306,7 +312,7 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     self.state[p]["change"] = change
                 else:
                     p.copy_(old)
-                    self.state[p].pop("change", None)
+                    self.state[p]["change"] = torch.zeros_like(p)
         adapted, ratio = self.rule.adapted(
             self._damping, before, after, predicted=float(model_step.predicted)
         )
@@ -332,9 +338,15 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state needed to resume: that of the optimizer and of `kfac`."""
-        own = {"damping": self._damping, "kfac": self.kfac.state_dict()}
-        return {**super().state_dict(), "curvature": own}
+        """Return the state needed to resume: that of the optimizer and of `kfac`.
+
+        The latter is in the first group, since ``torch.distributed.checkpoint`` passes on
+        only groups and what belongs to one parameter.
+        """
+        state: dict[str, Any] = super().state_dict()
+        curvature = DistributedState(self.kfac).state_dict()["bytes"]
+        state["param_groups"][0] |= {"damping": self._damping, "curvature": curvature}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned.
@@ -344,30 +356,28 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         kfac_core.StateError, ValueError
             If it does not fit; nothing was changed then.
         """
-        if not isinstance(state_dict, Mapping):
+        groups = (
+            state_dict.get("param_groups") if isinstance(state_dict, Mapping) else 0
+        )
+        first = dict(groups[0]) if groups else {}
+        damping, curvature = (first.pop(key, None) for key in ("damping", "curvature"))
+        if damping is None or curvature is None:
             raise kc.StateError(
-                "Expected `state_dict` to be what `state_dict` returned, got a "
-                f"{type(state_dict).__name__}."
+                "Expected a state of KFACOptimizer, with 'damping' and 'curvature' in its "
+                f"first group; got a {type(state_dict).__name__} whose first group has "
+                f"{sorted(map(str, first))}."
             )
-        own = state_dict.get("curvature")
-        if not isinstance(own, Mapping) or not {"damping", "kfac"} <= set(own):
-            raise kc.StateError(
-                "Expected a state of KFACOptimizer, with 'curvature'; got the keys "
-                f"{sorted(map(str, state_dict))}."
-            )
+        _require_within("damping", damping, self.rule.minimum, self.rule.maximum)
         before = self.kfac.state_dict()
-        self.kfac.load_state_dict(own["kfac"])
+        DistributedState(self.kfac).load_state_dict({"bytes": curvature})
         try:
-            _require_within(
-                "damping", own["damping"], self.rule.minimum, self.rule.maximum
-            )
             super().load_state_dict(
-                {key: state_dict[key] for key in ("state", "param_groups")}
+                {"state": state_dict["state"], "param_groups": [first, *groups[1:]]}
             )
         except BaseException:
             self.kfac.load_state_dict(before)
             raise
-        self._damping = float(own["damping"])
+        self._damping = float(damping)
 
     def _rate(self) -> float:
         """Return the factor on the step, which has to be one number."""
@@ -439,12 +449,10 @@ class KFACOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 zero(g) if id(p) in covered else -g
                 for (p, _), g in zip(trained, gradient, strict=True)
             ]
-        if any("change" in self.state[p] for p, _ in trained):
-            found["momentum"] = [
-                # In the parameter's dtype, which may have changed since.
-                self.state[p].get("change", zero(p)).to(p)
-                for p, _ in trained
-            ]
+        # In the parameter's dtype, which may have changed since.
+        changes = [self.state[p].get("change", zero(p)).to(p) for p, _ in trained]
+        if any(bool(change.any()) for change in changes):
+            found["momentum"] = changes
         return found
 
     def _model_step(
