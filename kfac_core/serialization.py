@@ -37,11 +37,12 @@ from kfac_core.array.namespaces import (
     own_namespace,
 )
 from kfac_core.array.precision import Precision
+from kfac_core.array.status import Status
 from kfac_core.array.structure import fields_of, leaves, replaced
 from kfac_core.block import Block
 from kfac_core.constraints import shown
-from kfac_core.damping import DampingRule
-from kfac_core.errors import KFACError, StateError
+from kfac_core.damping import DampingRule, require_damping
+from kfac_core.errors import DampingError, KFACError, StateError
 from kfac_core.factors.average import require_decay
 from kfac_core.factors.statistics import Statistics
 from kfac_core.linalg.packing import (
@@ -70,6 +71,8 @@ _COUNTS = [
 _STATE = {"format", "version", "conventions", "settings", "blocks"}
 _BLOCK = {"layer", "approximation", "values"}
 _LARGEST_COUNT = 2**31 - 1
+_LARGEST_ROUNDOFF = 2.0**-10
+"""Relative roundoff of the widest errors that statistics are stored with."""
 _LARGEST_UNKNOWN = 2**28
 """How many numbers an array may hold that no statistic is as large as."""
 
@@ -124,9 +127,9 @@ def dump_state(
         State in the documented form.
     """
     settings = {
-        "damping": {name: float(value) for name, value in damping.items()}
+        "damping": {name: _damping(value) for name, value in damping.items()}
         if isinstance(damping, Mapping)
-        else float(damping),
+        else _damping(damping),
         "damping_rule": network.damping_rule,
         "damping_scaling": network.refreshing.damping_scaling,
         "decay": float(decay),
@@ -203,6 +206,16 @@ def parse_state(
     return network, NetworkState(blocks), settings
 
 
+def _damping(value: Any) -> float:
+    """Return a damping whose value an array did not show when it was set."""
+    number = float(value)
+    try:
+        require_damping(number)
+    except DampingError as error:
+        raise StateError(str(error)) from None
+    return number
+
+
 def _description(block: Block) -> dict[str, Any]:
     """Return the description of a block in the form of parsed JSON."""
     layer: Any = block.layer
@@ -267,6 +280,7 @@ def _block(part: Mapping[str, Any], network: Network, name: str) -> BlockState:
     if held.statistics is not None:
         most = max(1.0, network.averaging.weight) * max(held.updates, 1)
         _check_statistics(held.statistics, network.precision, most)
+        _check_flags(held.statistics, block)
         _check_factors(held.statistics, network.shared_factors.taken_by(name))
     if held.operator is not None:
         _check_operator(held.operator, block)
@@ -313,12 +327,17 @@ class _Values:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.left = {str(path): value for path, value in values.items()}
+        self._parts: set[str] = set()
+        for path in self.left:
+            while path and path not in self._parts:
+                self._parts.add(path)
+                path = path.rpartition(".")[0]
         self.largest = 0
         self._like: Any = None
 
     def holds(self, path: str) -> bool:
         """Whether anything stands at a path or below it."""
-        return any(p == path or p.startswith(f"{path}.") for p in self.left)
+        return path in self._parts
 
     def is_of_factorizations(self) -> bool:
         """Whether the operator was written without the matrices that it was made of."""
@@ -356,7 +375,7 @@ class _Values:
             if choices:
                 found[name] = self.choice(inner, choices)
             elif static and _is_number(cls, name):
-                found[name] = self.number(inner, 0.0)
+                found[name] = self.number(inner, 0.0, most=_LARGEST_ROUNDOFF)
             else:
                 found[name] = (
                     own if static else self.read(inner, _hints(cls)[name], own)
@@ -374,14 +393,15 @@ class _Values:
         if self.left:
             raise StateError(f"{shown([*self.left])} belong to nothing.")
 
-    def number(self, path: str, like: float) -> Any:
-        """Take a count that is not below that of nothing, or a damping."""
+    def number(self, path: str, like: float, *, most: float | None = None) -> Any:
+        """Take a count that is not below that of nothing, or another number."""
         value, least = self.taken(path), min(like, 0)
+        if most is None:
+            most = _LARGEST_COUNT if type(like) is int else math.inf
         if (
             type(value) is not type(like)
             or not is_finite_number(value)
-            or value < least
-            or (type(value) is int and value > _LARGEST_COUNT)
+            or not least <= value <= most
         ):
             expected = f"a finite {type(like).__name__} of at least {least}"
             raise _problem(path, expected, shown(value))
@@ -503,6 +523,22 @@ def _check_statistics(
                 f"the weight of {name!r} is not one of so many updates: expected one in "
                 f"[0, {most:.6g}], got {float(average.weight):.6g}."
             )
+
+
+def _check_flags(statistics: Statistics, block: Block) -> None:
+    """Check that flags are some that an update sets."""
+    known = (
+        Status.INPUTS_NOT_FINITE
+        | Status.OUTPUT_GRADS_NOT_FINITE
+        | Status.BAD_DECAY
+        | Status.IDS_OUT_OF_RANGE
+        | Status.OVERFLOWED
+    )
+    if block.approximation.has_bases:  # a rebase decomposes the factors
+        known |= Status.MATRIX_NOT_FINITE | Status.NOT_POSITIVE | Status.INACCURATE
+    flags = int(statistics.status)
+    if flags < 0 or flags & ~int(known):
+        raise StateError(f"statistics.status {flags} holds flags that no update sets.")
 
 
 def _check_factors(statistics: Statistics, taken: frozenset[str]) -> None:

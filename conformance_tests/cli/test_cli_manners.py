@@ -52,7 +52,6 @@ BAD = {
 NEEDS = {
     "demo": ("sklearn", "rich", "matplotlib"),
     "verify": ("safetensors", "msgspec"),
-    "inspect": ("safetensors",),
     "bench": ("rich",),
 }
 
@@ -90,7 +89,6 @@ def name(request):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """The file of a small estimator."""
-    pytest.importorskip("safetensors")
     layer = kc.Dense(in_features=3, out_features=2, bias=True, weight_layout="io")
     estimator = kc.Estimator(
         {"fc": kc.Block(layer, kc.Kronecker())},
@@ -100,7 +98,7 @@ def checkpoint(tmp_path_factory):
         reduction="sum",
     )
     estimator.update({"fc": kc.Batch(np.ones((4, 3)), np.ones((4, 2)))})
-    path = tmp_path_factory.mktemp("state") / "state.safetensors"
+    path = tmp_path_factory.mktemp("state") / "state.npz"
     kc.save_checkpoint(path, estimator)
     return str(path)
 
@@ -241,7 +239,7 @@ def test_a_process_without_streams_has_its_exit_code(monkeypatch):
         monkeypatch.setattr(sys, stream, None)
 
     assert main(["conformance", "--list"]) == 0
-    assert main(["inspect", "nothing.safetensors"]) == 2
+    assert main(["inspect", "nothing.npz"]) == 2
     sys.stdout.close()
     sys.stderr.close()
 

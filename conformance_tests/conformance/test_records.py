@@ -26,7 +26,6 @@ from kfac_core_conformance.records import (  # noqa: E402
 )
 from kfac_core_conformance.records.block import describe  # noqa: E402
 from kfac_core_conformance.records.condition import SLACK  # noqa: E402
-from kfac_core_conformance.records.container import open_container  # noqa: E402
 from kfac_core_conformance.records.document import parse_document  # noqa: E402
 
 FOLDER = Path(__file__).parents[1] / "records"
@@ -371,22 +370,3 @@ def test_a_check_without_an_answer_differs(problem, tmp_path):
     assert "damping" in first.problem
     assert not first.agrees
     assert second.agrees
-
-
-def test_a_record_that_becomes_shorter_while_it_is_read(tmp_path):
-    """Mapped to memory it would end the process; read, it is an error."""
-    path = tmp_path / "record"
-    path.write_bytes(path_of(RECORDS[0]).read_bytes())
-
-    with open_container(path) as container:
-        floating = {
-            name: shape
-            for name, (dtype, shape) in container.tensors.items()
-            if dtype in ("F32", "F64") and 0 not in shape
-        }
-        with path.open("r+b") as file:
-            file.truncate(64)
-        for name, shape in floating.items():
-            with pytest.raises(kc.errors.RecordError, match="ends early"):
-                container.load(name, "floating", shape)
-    assert len(floating) > 1

@@ -385,7 +385,7 @@ def lost(communicator):
     )
     # All ranks save, since the state is of all; one file is enough.
     place = communicator.folder / f"lost_{communicator.rank}"
-    kc.save_checkpoint(place.with_suffix(".safetensors"), estimator)
+    kc.save_checkpoint(place.with_suffix(".npz"), estimator)
     np.save(place.with_suffix(".npy"), weight)
     communicator.all_reduce(np.zeros(1)).wait()
     communicator.timeout = TIMEOUT
@@ -399,7 +399,7 @@ def regained(communicator):
     alone = kc.Estimator(BLOCKS, reduction="sum")
     expected = stepped(alone, all_rows, range(STEPS), np.zeros((3, 2)))
     estimator = estimator_of(communicator, rows=False)
-    kc.load_checkpoint(communicator.folder / "lost_0.safetensors", estimator)
+    kc.load_checkpoint(communicator.folder / "lost_0.npz", estimator)
     saved = np.load(communicator.folder / "lost_0.npy")
     found = stepped(
         estimator, lambda k: rows_of(communicator, k), range(3, STEPS), saved

@@ -101,8 +101,8 @@ class Sequence:
         self.twin = self.made()
         self.held = frozen(self.estimator.state_dict())
         """The state after the last good call; nothing else may change it."""
-        self.path = self.folder / "state.safetensors"
-        self.other = self.folder / "other.safetensors"
+        self.path = self.folder / "state.npz"
+        self.other = self.folder / "other.npz"
         self.path.unlink(missing_ok=True)
         # Calls that find statistics and operators do more than those that come too early.
         self.before: list[str] = []

@@ -1,21 +1,26 @@
-"""A .safetensors file taken apart and put together again, by the format's description.
+"""Files taken apart and put together again: checkpoints (.npz), records (.safetensors).
 
-Eight bytes with the length of a JSON header, the header, and the tensors' bytes.  What
-stands here is independent of the library that reads such files, and of the core.
+What stands here is independent of the core's reader: it writes any dtype and any shape,
+also those that the reader must refuse.
 """
 
 from __future__ import annotations
 
-import hashlib
+import io
 import json
 import struct
+import zipfile
 from dataclasses import dataclass
 from typing import Any
 
-DOCUMENT = "kfac_core_checkpoint"
+import numpy as np
+
+DOCUMENT = "checkpoint.json"
 RECORD = "kfac_core_record"
-DIGEST = "kfac_core_checkpoint_sha256"
-NUMPY = {"F64": "float64", "F32": "float32", "I32": "int32"}
+CODES = {
+    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<V2"},
+    **{"I64": "<i8", "I32": "<i4", "U8": "|u1"},
+}
 
 
 @dataclass
@@ -25,7 +30,7 @@ class Container:
     Attributes
     ----------
     document : object
-        The JSON document of a checkpoint.
+        The JSON document.
     tensors : dict of str to (str, list of int, bytes)
         Dtype, shape and data by name.
     """
@@ -36,6 +41,8 @@ class Container:
 
 def opened(data: bytes, /, *, key: str = DOCUMENT) -> Container:
     """Take a file apart; whatever is no sound file raises."""
+    if key == DOCUMENT:
+        return _opened_checkpoint(data)
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     document = json.loads(header.pop("__metadata__")[key])
@@ -45,26 +52,21 @@ def opened(data: bytes, /, *, key: str = DOCUMENT) -> Container:
         start, end = part["data_offsets"]
         values = data[base + start : base + end]
         tensors[name] = (part["dtype"], list(part["shape"]), values)
-    if key == DOCUMENT:
-        # Equal tensors are in the file once; here each stands for itself.
-        digests = document["digests"]
-        of_digest = {digests[name]: part for name, part in tensors.items()}
-        tensors = {name: of_digest[found] for name, found in digests.items()}
     return Container(document, tensors)
 
 
 def sealed(
-    container: Container, /, *, key: str = DOCUMENT, digests: bool = True
+    container: Container, /, *, key: str = DOCUMENT, listed: bool = True
 ) -> bytes:
-    """Put a file together, with digests that are right for what it holds now."""
+    """Put a file together; `listed` puts its tensors into a checkpoint's document."""
     document, tensors = container.document, container.tensors
-    if digests and isinstance(document, dict):
-        document["digests"] = {n: digest(*part) for n, part in tensors.items()}
-    text = json.dumps(document)
-    metadata = {key: text}
     if key == DOCUMENT:
-        metadata[DIGEST] = hashlib.sha256(text.encode()).hexdigest()
-    header: dict[str, Any] = {"__metadata__": metadata}
+        if listed and isinstance(document, dict):
+            document["tensors"] = {name: k for k, name in enumerate(tensors)}
+        members = {DOCUMENT: json.dumps(document).encode()}
+        members |= {f"{k}.npy": _npy(*part) for k, part in enumerate(tensors.values())}
+        return archived(members)
+    header: dict[str, Any] = {"__metadata__": {key: json.dumps(document)}}
     position = 0
     for name, (dtype, shape, values) in tensors.items():
         offsets = [position, position + len(values)]
@@ -75,8 +77,30 @@ def sealed(
     return struct.pack("<Q", len(raw)) + raw + b"".join(p[2] for p in tensors.values())
 
 
-def digest(dtype: str, shape: list[int], values: bytes) -> str:
-    """Return the digest of a tensor as the document holds it."""
-    found = hashlib.sha256(f"{NUMPY.get(dtype, dtype)} {tuple(shape)} ".encode())
-    found.update(values)
-    return found.hexdigest()
+def archived(
+    members: dict[str, bytes], /, *, compression: int = zipfile.ZIP_STORED
+) -> bytes:
+    """Return a zip archive of some members."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def _opened_checkpoint(data: bytes) -> Container:
+    names = {np.dtype(code): name for name, code in CODES.items()}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        document = json.loads(archive.read(DOCUMENT))
+        tensors = {}
+        for name, index in document["tensors"].items():
+            x = np.load(io.BytesIO(archive.read(f"{index}.npy")))
+            tensors[name] = (names[x.dtype], list(x.shape), x.tobytes())
+    return Container(document, tensors)
+
+
+def _npy(dtype: str, shape: list[int], values: bytes) -> bytes:
+    file = io.BytesIO()
+    header = {"descr": CODES[dtype], "fortran_order": False, "shape": tuple(shape)}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue() + values

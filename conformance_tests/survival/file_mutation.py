@@ -1,4 +1,4 @@
-"""Files that are damaged by chance, and files that are forged with right digests."""
+"""Files that are damaged by chance, and files that are forged with right checksums."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def forged(data: bytes, rng: random.Random, /) -> bytes:
     """Return a file that says something else, as its writer would seal it."""
     container = opened(data)
     changed(container, rng)
-    return sealed(container, digests=rng.random() < 0.97)
+    return sealed(container, listed=rng.random() < 0.97)
 
 
 def changed(

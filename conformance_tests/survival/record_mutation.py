@@ -12,4 +12,4 @@ def forged(data: bytes, rng: random.Random, /) -> bytes:
     """Return a record with a few changes to its document and tensors."""
     container = opened(data, key=RECORD)
     changed(container, rng, part=None)
-    return sealed(container, key=RECORD, digests=False)
+    return sealed(container, key=RECORD)

@@ -92,7 +92,7 @@ def ended(server: subprocess.Popen[bytes]) -> None:
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, request):
     """Killed at a random moment, with a save under way as often as not."""
     rng = random.Random(5)
-    path = tmp_path / "state.safetensors"
+    path = tmp_path / "state.npz"
     first = estimator()
     kc.save_checkpoint(path, first)
     root = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path, request):
 
         # A save may have been complete before its line was.
         assert step_of(path) in (said, said + 1) if said else step_of_first(path)
-        left = list(tmp_path.glob(".state.safetensors.*.part"))
+        left = list(tmp_path.glob(".state.npz.*.part"))
         interrupted += bool(left) or step_of_or_none(path) == said + 1
         parts += len(left)
         for part in left:

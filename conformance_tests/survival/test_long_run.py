@@ -112,7 +112,7 @@ def test_a_day_of_steps_leaves_no_drift(tmp_path, case):
 
     rng = np.random.default_rng(17)
     estimator, reference = made(), Reference(decay)
-    path = tmp_path / "state.safetensors"
+    path = tmp_path / "state.npz"
     half = worst = inverse = 0.0
     for step in range(1, STEPS + 1):
         fed = {

@@ -68,7 +68,7 @@ class Run:
     def __init__(self, settings: dict[str, Any], folder: Any, name: str) -> None:
         self.settings = settings
         self.estimator = made(settings)
-        self.good = folder / f"{name}.safetensors"
+        self.good = folder / f"{name}.npz"
         self.bad = folder / f"{name}.bad"
         self.results: list[Any] = []
         self.background: kc.execution.BackgroundRefresh | None = None

@@ -7,19 +7,20 @@ is read only after its shape was found to be one that the estimator has.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import numpy as np
 
 from kfac_core.array.namespaces import own_namespace
 from kfac_core.array.selection import asarray, selected_backend
-from kfac_core.checkpoint.container import Container, opened
-from kfac_core.checkpoint.digest import tensor_digest, text_digest
+from kfac_core.checkpoint.archive import Archive, opened, path_of
 from kfac_core.checkpoint.translation import Layouts, renamed, with_layouts_of
-from kfac_core.checkpoint.writing import DIGEST_KEY, FORMAT, METADATA_KEY, VERSION
+from kfac_core.checkpoint.writing import FORMAT, VERSION
 from kfac_core.constraints import (
     TEXT,
     mapping_to,
@@ -34,8 +35,6 @@ from kfac_core.estimator import Estimator
 from kfac_core.serialization import DeferredArray
 
 __all__ = ["load_checkpoint", "read_header"]
-
-_KEYS = {"format", "version", "producer", "digests", "transposed", "state"}
 
 
 def load_checkpoint(
@@ -90,7 +89,7 @@ def load_checkpoint(
     >>> saved.update({"fc": kc.Batch(np.ones((4, 3)), np.ones((4, 2)))})
     >>> saved.refresh()
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = f"{folder}/curvature.safetensors"
+    ...     path = f"{folder}/curvature.npz"
     ...     kc.save_checkpoint(path, saved)
     ...     kc.load_checkpoint(path, loaded)
     >>> V = {"fc": {"weight": np.ones((3, 2)), "bias": np.ones(2)}}
@@ -105,8 +104,9 @@ def load_checkpoint(
         names=optional(mapping_to(TEXT)),
         layouts=one_of(*get_args(Layouts)),
     )
-    with opened(path) as file:
-        state = _state(file, backend)
+    selected_backend(backend)
+    with opened(path) as archive:
+        state = _state(archive, _document(archive), backend)
         state = renamed(state, names) if names else state
         if layouts == "any":
             state = with_layouts_of(state, estimator.blocks)
@@ -132,101 +132,57 @@ def read_header(path: str | os.PathLike[str], /) -> dict[str, Any]:
     StateError
         As `load_checkpoint`; no tensor is read.
     """
-    with opened(path) as file:
-        document = _document(file)
-        places = _places(file, document["digests"])
-        tensors = {
-            name: (file.tensors[place].dtype, _shape(file, name, place, document))
-            for name, place in places.items()
-        }
+    with opened(path) as archive:
+        document = _document(archive)
+        blocks = _state(archive, copy.deepcopy(document), "numpy")["blocks"]
         return {
             "document": document,
-            "tensors": tensors,
-            "bytes": file.bytes,
+            "tensors": {
+                f"{name}/{path}": (value.dtype, value.shape)
+                for name, block in blocks.items()
+                for path, value in block["values"].items()
+                if isinstance(value, DeferredArray)
+            },
+            "bytes": path_of(path).stat().st_size,
         }
 
 
-def _state(file: Container, backend: str | None) -> Any:
+def _state(archive: Archive, document: dict[str, Any], backend: str | None) -> Any:
     """Return the state in a file, whose arrays are read when they are asked for."""
-    document = _document(file)
-    state, digests = document["state"], document["digests"]
-    selected_backend(backend)
-    for name, place in _places(file, digests).items():
-        block, _, inner = name.rpartition("/")
-        found = state["blocks"].get(block, {"values": {inner}})["values"]
-        if inner in found:
+    blocks = document["state"]["blocks"]
+    transposed = frozenset(document["transposed"])
+    headers = {
+        index: archive.header(index) for index in {*document["tensors"].values()}
+    }
+    for name, index in document["tensors"].items():
+        block, _, path = name.rpartition("/")
+        if block not in blocks or path in blocks[block]["values"]:
             raise StateError(f"the tensor {shown(name)} belongs to nothing.")
-        found[inner] = DeferredArray(
-            file.tensors[place].numpy_dtype.name,
-            _shape(file, name, place, document),
-            _reader(file, name, place, document, backend),
-            _maker(file, place, backend),
+        dtype, shape = headers[index]
+        if name in transposed:
+            shape = (*shape[:-2], *shape[-2:][::-1])
+        blocks[block]["values"][path] = DeferredArray(
+            dtype,
+            shape,
+            functools.partial(_read, archive, index, name in transposed, backend),
+            functools.partial(asarray, np.zeros((), dtype), backend=backend),
         )
-    return state
+    return document["state"]
 
 
-def _places(file: Container, digests: Mapping[str, str]) -> dict[str, str]:
-    """Return for each tensor the name under which its numbers are in the file."""
-    if unknown := sorted(file.tensors.keys() - digests.keys()):
-        raise StateError(f"the tensors {shown(unknown)} have no digests.")
-    held = {digests[name]: name for name in reversed(file.tensors)}
-    found: dict[str, str] = {}
-    for name, digest in digests.items():
-        if name not in file.tensors and digest not in held:
-            raise StateError(f"the tensor {shown(name)} is missing.")
-        found[name] = name if name in file.tensors else held[digest]
-    return found
+def _read(archive: Archive, index: int, transposed: bool, backend: str | None) -> Any:
+    values = asarray(archive.read(index), backend=backend)
+    if transposed and values.ndim > 1:
+        return own_namespace(values).matrix_transpose(values)
+    return values
 
 
-def _shape(
-    file: Container, name: str, place: str, document: Mapping[str, Any]
-) -> tuple[int, ...]:
-    """Return the shape of a tensor, which may be in the file transposed."""
-    shape = file.tensors[place].shape
-    if name in document["transposed"] and len(shape) > 1:
-        return (*shape[:-2], shape[-1], shape[-2])
-    return shape
-
-
-def _reader(
-    file: Container,
-    name: str,
-    place: str,
-    document: Mapping[str, Any],
-    backend: str | None,
-) -> Callable[[], Any]:
-    """Return what reads a tensor and compares it with its digest."""
-
-    def read() -> Any:
-        values = file.read(place)
-        if tensor_digest(values) != document["digests"][name]:
-            raise StateError(f"the tensor {shown(name)} is damaged.")
-        made = asarray(values, backend=backend)
-        if name in document["transposed"] and made.ndim > 1:
-            return own_namespace(made).matrix_transpose(made)
-        return made
-
-    return read
-
-
-def _maker(file: Container, place: str, backend: str | None) -> Callable[[], Any]:
-    """Return what makes a 0-d array of a tensor's dtype."""
-    zero = np.zeros((), file.tensors[place].numpy_dtype)
-    return lambda: asarray(zero, backend=backend)
-
-
-def _document(file: Container) -> dict[str, Any]:
+def _document(archive: Archive) -> dict[str, Any]:
     """Return the JSON document of a file, its format and version checked."""
-    text = file.metadata.get(METADATA_KEY)
-    if text is None:
-        raise StateError(
-            f"no checkpoint: expected the metadata key {METADATA_KEY!r}. Verification "
-            "records are for `kfac-core verify`."
-        )
     try:
-        document = json.loads(text)
+        document = json.loads(archive.document())
     except (ValueError, RecursionError) as error:
-        raise StateError(f"the document is no JSON: {shown(str(error))}.") from None
+        raise StateError(f"the document is not JSON: {shown(str(error))}.") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise StateError(f"expected a document of format {FORMAT!r}.")
     version = document.get("version")
@@ -235,22 +191,16 @@ def _document(file: Container) -> dict[str, Any]:
             f"expected version {VERSION} of {FORMAT!r}, got {shown(version)}; it was "
             f"written by {shown(document.get('producer', 'an unknown release'))}."
         )
-    if file.metadata.get(DIGEST_KEY) != text_digest(text):
-        raise StateError("the document is damaged.")
-    if unknown := sorted(document.keys() - _KEYS):
-        raise StateError(f"the document has unknown parts: {shown(unknown)}.")
-    state = document.get("state")
+    state, tensors = document.get("state"), document.get("tensors")
     blocks = state.get("blocks") if isinstance(state, dict) else None
     if not isinstance(blocks, dict) or not all(map(_is_block, blocks.values())):
         raise StateError("the document holds no state, or no blocks.")
-    digests = document.get("digests")
-    if not isinstance(digests, dict) or not all(
-        isinstance(digest, str) for digest in digests.values()
-    ):
-        raise StateError("the document holds no digests of tensors.")
+    indices = tensors.values() if isinstance(tensors, dict) else [None]
+    if not all(type(index) is int for index in indices):
+        raise StateError("the document does not say where its tensors are.")
     transposed = document.get("transposed")
     if not isinstance(transposed, list) or not all(
-        isinstance(name, str) and name in digests for name in transposed
+        isinstance(name, str) for name in transposed
     ):
         raise StateError("the document does not say which tensors are transposed.")
     return document

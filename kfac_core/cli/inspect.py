@@ -13,14 +13,14 @@ from kfac_core.cli.screen import print_json, printable
 __all__ = ["EXAMPLES", "EXIT_CODES", "SUMMARY", "add_arguments", "contents", "run"]
 
 SUMMARY = "say what is in a checkpoint"
-EXAMPLES = ("kfac-core inspect curvature.safetensors",)
+EXAMPLES = ("kfac-core inspect curvature.npz",)
 _COUNTS = ("updates", "age", "failures", "basis_age")
 EXIT_CODES = {0: "it was read", 2: "it is no checkpoint, or a damaged one"}
 
 
 def add_arguments(parser: argparse.ArgumentParser, /) -> None:
     """Declare the arguments of the subcommand."""
-    parser.add_argument("file", help="a checkpoint, *.safetensors")
+    parser.add_argument("file", help="a checkpoint, *.npz")
     add_json(parser)
 
 

@@ -1,9 +1,8 @@
 """The file of a record: a safetensors container, read without trusting it.
 
-Nothing is executed, unpickled or mapped to memory, and only `RecordError` is raised, also
-for a file that becomes shorter meanwhile.  Names, dtypes and shapes are known before any
-data are read.  A tensor is read only on request, and only after its dtype and shape have
-been accepted, so no more is allocated than the file holds.
+Nothing is executed or unpickled, and only `RecordError` is raised.  Names, dtypes and
+shapes are known before any data are read.  A tensor is read only on request, and only after
+its dtype and shape have been accepted, so no more is allocated than the file holds.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-import kfac_core.checkpoint.container as containers
-from kfac_core.errors import RecordError, StateError
+from kfac_core.checkpoint.archive import path_of
+from kfac_core.errors import ArgumentError, RecordError
 from kfac_core_conformance.records.schema import Shape
 from kfac_core_conformance.records.text import one_line, shown
 
@@ -28,18 +28,13 @@ METADATA_KEY = "kfac_core_record"
 HostArray: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 """A NumPy array."""
 
-_FLOATS = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
-_INTEGERS = {
-    **{f"I{8 * size}": f"<i{size}" for size in (1, 2, 4, 8)},
-    **{f"U{8 * size}": f"<u{size}" for size in (1, 2, 4, 8)},
-}
-_READ = _FLOATS | _INTEGERS | {"BOOL": "?", "BF16": "V2"}
-"""The dtypes that tensors may have at all, as NumPy's."""
+_FLOATS = ("F16", "F32", "F64")
+_INTEGERS = ("I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64")
 
 DTYPES: dict[str, tuple[str, ...]] = {
-    "floating": (*_FLOATS,),
+    "floating": _FLOATS,
     "answer": ("F32", "F64"),
-    "integer": (*_INTEGERS,),
+    "integer": _INTEGERS,
     "mask": ("BOOL", *_INTEGERS, *_FLOATS),
 }
 """The dtypes of safetensors that a tensor may have, by its use."""
@@ -62,7 +57,7 @@ class Container:
     size: int
     document: str
     tensors: Mapping[str, tuple[str, Shape]]
-    _file: containers.Container
+    _file: Any
 
     def shape(self, name: str, kind: str, /) -> Shape:
         """Return the shape of a tensor, after checking everything but its values.
@@ -116,7 +111,7 @@ class Container:
         if found != shape:
             raise RecordError(f"{name}: expected shape {shape}, got {shown(found)}")
         with _only_record_errors(f"{name}: "):
-            values: HostArray = self._file.read(name)
+            values: HostArray = self._file.get_tensor(name)
         if not np.all(np.isfinite(values)):
             raise RecordError(f"{name}: expected finite values, got NaN or infinity")
         return values
@@ -143,16 +138,22 @@ def open_container(path: str | os.PathLike[str], /) -> Iterator[Container]:
     """
     with contextlib.ExitStack() as stack:
         with _only_record_errors():
-            place = containers.path_of(path)
-            opened = stack.enter_context(containers.opened_regular(place))
-            file = containers.Container(opened, _READ)
-        document = file.metadata.get(METADATA_KEY)
+            place = path_of(path)
+            if place.exists() and not place.is_file():
+                raise RecordError("not a regular file")
+            file = stack.enter_context(safe_open(place, framework="np"))
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {
+                name: (part.get_dtype(), tuple(part.get_shape()))
+                for name, part in slices.items()
+            }
+            metadata = file.metadata() or {}
+        document = metadata.get(METADATA_KEY)
         if document is None:
             raise RecordError(
                 f"no record: expected the metadata key {METADATA_KEY!r} with a document"
             )
-        tensors = {name: (x.dtype, x.shape) for name, x in file.tensors.items()}
-        yield Container(file.bytes, document, tensors, file)
+        yield Container(place.stat().st_size, document, tensors, file)
 
 
 @contextlib.contextmanager
@@ -162,8 +163,13 @@ def _only_record_errors(prefix: str = "") -> Iterator[None]:
         yield
     except RecordError:
         raise
-    except StateError as error:
+    except ArgumentError as error:
         raise RecordError(f"{prefix}{one_line(str(error))[:300]}") from None
+    except SafetensorError as error:
+        what = one_line(str(error))[:200]
+        raise RecordError(
+            f"{prefix}damaged, incomplete, or not a .safetensors file ({what})"
+        ) from None
     except OSError as error:
         reason = error.strerror or str(error)
         raise RecordError(f"{prefix}{one_line(reason)[:200]}") from None

@@ -1,0 +1,179 @@
+"""The file: an ``.npz`` archive of NumPy arrays and one JSON document.
+
+Conventions.  An uncompressed zip archive, as `numpy.savez` writes it.  The member
+`DOCUMENT` describes the arrays ``0.npy``, ``1.npy``, and so on; `numpy.load` opens the file
+without this library.  Zip keeps a checksum of each member, so that damage is an error.
+Shape and dtype of an array are read before its numbers are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from kfac_core.constraints import shown
+from kfac_core.errors import ArgumentError, StateError
+
+__all__ = ["Archive", "opened", "path_of", "write_archive"]
+
+DOCUMENT = "checkpoint.json"
+DTYPES = ("float64", "float32", "int32")
+"""The dtypes of the arrays of a checkpoint."""
+
+
+class Archive:
+    """An open file, whose members are read by name.
+
+    Parameters
+    ----------
+    path : Path
+        A zip archive.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with _damage_told():
+            self._zip = zipfile.ZipFile(path)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._zip.close()
+
+    def document(self) -> str:
+        """Return the JSON document."""
+        with self._member(DOCUMENT) as member:
+            return member.read().decode()
+
+    def header(self, index: int, /) -> tuple[str, tuple[int, ...]]:
+        """Return dtype and shape of an array; its numbers are not read."""
+        with self._member(f"{index}.npy") as member:
+            # `write_array` chooses version 1.0 for headers as short as ours.
+            np.lib.format.read_magic(member)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+            if dtype.name not in DTYPES:
+                raise StateError(
+                    f"expected arrays of {', '.join(DTYPES)}, got {dtype}."
+                )
+            return dtype.name, shape
+
+    def read(self, index: int, /) -> np.ndarray[Any, np.dtype[Any]]:
+        """Return an array, in the machine's byte order."""
+        with self._member(f"{index}.npy") as member:
+            values = np.lib.format.read_array(member, allow_pickle=False)
+            return np.asarray(values, dtype=values.dtype.newbyteorder("="))
+
+    @contextlib.contextmanager
+    def _member(self, name: str) -> Iterator[IO[bytes]]:
+        with _damage_told():
+            info = self._zip.getinfo(name)
+            # A compressed member may be a thousand times as large as the file.
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise StateError(f"{name} is compressed.")
+            with self._zip.open(info) as member:
+                yield member
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], /) -> Iterator[Archive]:
+    """Open a checkpoint; whatever is wrong is a `StateError` that begins with its name.
+
+    Parameters
+    ----------
+    path : path-like
+        Regular file, or a link to one.
+
+    Yields
+    ------
+    Archive
+        The open file.
+
+    Raises
+    ------
+    ArgumentError
+        For anything but a path.
+    StateError
+        For a file that cannot be read, or that is not a checkpoint.
+    """
+    place = path_of(path)
+    try:
+        # Opening a FIFO would wait for a writer.
+        if place.exists() and not place.is_file():
+            raise StateError("not a regular file.")
+        with contextlib.closing(Archive(place)) as archive:
+            yield archive
+    except OSError as error:
+        raise StateError(f"{_short(place)}: {error.strerror or error}.") from None
+    except StateError as error:
+        raise StateError(f"{_short(place)}: {error}") from None
+
+
+def write_archive(
+    file: IO[bytes], document: str, arrays: Sequence[np.ndarray[Any, np.dtype[Any]]], /
+) -> None:
+    """Write an archive.
+
+    Parameters
+    ----------
+    file : binary file
+        Open for writing.
+    document : str
+        The JSON document, in ASCII.
+    arrays : sequence of numpy.ndarray
+        Arrays of the dtypes `DTYPES`.
+    """
+    # A `ZipInfo` has no time, so that equal states are equal files.
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(zipfile.ZipInfo(DOCUMENT), document)
+        for index, values in enumerate(arrays):
+            info = zipfile.ZipInfo(f"{index}.npy")
+            with archive.open(info, "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, values, allow_pickle=False)
+
+
+def path_of(path: Any, /) -> Path:
+    """Return a path, or raise `ArgumentError` for what cannot be one.
+
+    Parameters
+    ----------
+    path : str, bytes or path-like
+        What came.
+
+    Returns
+    -------
+    pathlib.Path
+        The path.
+    """
+    try:
+        text = os.fsdecode(path)
+    except TypeError:
+        text = "\0"
+    if "\0" in text:
+        raise ArgumentError(
+            f"Expected `path` to be a string without NUL characters or a path, got "
+            f"{shown(path)}."
+        )
+    return Path(text)
+
+
+@contextlib.contextmanager
+def _damage_told() -> Iterator[None]:
+    """Turn what `zipfile` and NumPy raise for damaged files into a `StateError`."""
+    try:
+        yield
+    except (StateError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise StateError(
+            f"damaged, incomplete, or not a checkpoint ({shown(str(error))})."
+        ) from error
+
+
+def _short(path: Path) -> str:
+    """Return a path as text; a long one without its middle."""
+    text = str(path)
+    return text if len(text) <= 300 else f"{text[:140]}...{text[-140:]}"
