@@ -28,16 +28,15 @@ def main() -> None:
 
     # Each device has one half, and the network is that of a half.
     network = shim.Network(function, params, x[:2])
-    kfac = shim.KFAC(
-        network,
-        reduction="sum",
-        damping=damping,
-        damping_rule="exact",
-        kl_clip=None,
-        axis_name="i",
-    )
+    options = {
+        "reduction": "sum",
+        "damping": damping,
+        "damping_rule": "exact",
+        "kl_clip": None,
+    }
+    kfac = shim.KFAC(network, axis_name="i", **options)
 
-    def step(params, state, x, y, mask):
+    def step(params, state, x, y, mask, kfac=kfac):
         z, pull = network.vjp(params, x, mask=mask)
         cotangent = jax.nn.softmax(z) - jax.nn.one_hot(y, z.shape[-1])
         gradients, captured = pull(cotangent, reduction="sum")
@@ -59,6 +58,14 @@ def main() -> None:
     specs = P(), P(), P("i"), P("i"), P("i")
     sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("i"))
     found["shard_map"] = jax.jit(sharded)(params, state, x, y, mask)
+
+    # Axes of this mesh are explicit, and arrays of one program have their shardings.
+    whole, alone = jax.make_mesh((2,), ("d",)), shim.KFAC(network, **options)
+    with jax.set_mesh(whole):
+        over = jax.sharding.NamedSharding(whole, P("d"))
+        batch = [jax.device_put(leaf, over) for leaf in (x, y, mask)]
+        one = jax.jit(lambda *given: step(*given, kfac=alone))(params, state, *batch)
+    found["explicit"] = jax.tree.map(lambda leaf: np.stack([np.asarray(leaf)] * 2), one)
     print(json.dumps(jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), found)))
 
 

@@ -18,7 +18,7 @@ LAMBDA = 0.1
 
 
 def test_two_devices_take_the_step_of_one(rng):
-    """`pmap` and `shard_map`, with masks that leave the devices unequal numbers of rows."""
+    """Each way to map, with masks that leave the devices unequal numbers of rows."""
     N, T, D, H, C = 4, 3, 2, 3, 2
     shapes = {"W": (D, H), "b": (H,), "V": (H, C)}
     params = {name: rng.normal(size=shape) for name, shape in shapes.items()}
@@ -64,7 +64,7 @@ def test_two_devices_take_the_step_of_one(rng):
             np.concatenate([gradient["W"], gradient["b"][None]]),
         ),
     }
-    assert set(found) == {"pmap", "shard_map"}
+    assert set(found) == {"pmap", "shard_map", "explicit"}
     for way, (direction, good) in found.items():
         assert all(good), way
         for device in range(2):

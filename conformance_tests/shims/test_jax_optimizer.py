@@ -227,6 +227,31 @@ def test_it_prints_its_options_and_blocks():
     assert any("dense 4 x 2, Kronecker" in line for line in lines)
 
 
+def test_outputs_of_one_number_a_row_need_no_axis(rng):
+    """One step of a linear model, with a damping of its exact curvature, solves it."""
+    x, y, w = rng.normal(size=(N, D)), rng.normal(size=N), rng.normal(size=D)
+    params = {"w": jnp.asarray(w)}
+    optimizer = shim.kfac_optimizer(
+        lambda params, x: x @ params["w"],
+        params,
+        jnp.asarray(x),
+        likelihood="gaussian",
+        fisher="exact",
+        damping=0.3,
+        damping_rule="exact",
+        learning_rate=1.0,
+        momentum=0.0,
+        kl_clip=None,
+    )
+    batch = jnp.asarray(x), jnp.asarray(y), jax.random.key(0)
+    params, _, progress = optimizer.step(params, optimizer.init(params), *batch)
+    error = x @ w - y
+    direction = np.linalg.solve(x.T @ x / N + 0.3 * np.eye(D), x.T @ error / N)
+    np.testing.assert_allclose(params["w"], w - direction, rtol=1e-9)
+    loss = 0.5 * np.mean(error**2) + 0.5 * np.log(2 * np.pi)
+    np.testing.assert_allclose(progress.loss, loss, rtol=1e-12)
+
+
 def test_options_are_refused_by_name():
     """Intervals, rates, and outputs without an axis of their own."""
     params = {"W": jnp.ones((D, P))}
@@ -243,7 +268,7 @@ def test_options_are_refused_by_name():
     with pytest.raises(TypeError, match="dampng"):
         shim.Optimizer(network, likelihood="categorical", dampng=1.0)
     scalar = shim.Network(lambda p, x: (x @ p["W"]).sum(1), params, jnp.ones((N, D)))
-    optimizer = shim.Optimizer(scalar, likelihood="gaussian")
+    optimizer = shim.Optimizer(scalar, likelihood="categorical")
     with pytest.raises(kc.ShapeError, match="outputs"):
         jax.eval_shape(
             optimizer.transition,

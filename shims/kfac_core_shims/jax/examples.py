@@ -32,6 +32,7 @@ __all__ = [
     "Counts",
     "ExampleAxis",
     "counts",
+    "doubled",
     "example_axes",
     "reversed_lengths",
     "traced_twice",
@@ -67,11 +68,15 @@ class ExampleAxis:
         faster part of it; None where that is not known.
     sure : bool
         False where another axis of rows may be theirs as well.
+    doubled : bool
+        False where the network takes this number of examples only, so that their order
+        in the layer is not known.
     """
 
     row: int
     order: Literal["first", "last"] | None
     sure: bool = True
+    doubled: bool = True
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,8 @@ def example_axes(
         For each site.
     """
     for twice in traced_twice(function, params, inputs, batch):
+        if not doubled(twice, outputs, batch):
+            continue  # A fixed order of the batch, for example, has as many rows as before.
         other = find(twice, outputs).sites
         same = len(twice.avals) == len(trace.avals) and [
             (site.kind, site.parts) for site in other
@@ -206,17 +213,23 @@ def traced_twice(
     grown = [i for i, axis in enumerate(batch.axes) if axis is not None]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     for other in (None, *(grown if len(grown) > 1 else ())):
-        doubled = [
-            leaf if axis is None or i == other else _doubled(leaf, axis)
+        grown_leaves = [
+            leaf if axis is None or i == other else _with_twice(leaf, axis)
             for i, (leaf, axis) in enumerate(zip(leaves, batch.axes, strict=True))
         ]
         try:
-            yield traced(function, shapes, jax.tree.unflatten(form, doubled))
+            yield traced(function, shapes, jax.tree.unflatten(form, grown_leaves))
         except Exception:  # the network's own, for a batch that it was not written for
             continue
 
 
-def _doubled(leaf: Any, axis: int) -> Any:
+def doubled(twice: Trace, outputs: Sequence[int], batch: Counts) -> bool:
+    """Whether the outputs of a trace have twice the rows of a batch."""
+    shapes = [twice.shape(twice.program.outputs[i]) for i in outputs]
+    return {shape[:1] for shape in shapes} <= {(), (2 * batch.rows,)}
+
+
+def _with_twice(leaf: Any, axis: int) -> Any:
     shape = list(leaf.shape)
     shape[axis] *= 2
     return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
@@ -251,7 +264,8 @@ def _by_length(site: Site, trace: Trace, batch: Counts) -> ExampleAxis | None:
     if not rows or shape[rows[0]] % batch.examples:
         return None
     sure = [shape[axis] for axis in rows].count(batch.examples) < 2
-    return ExampleAxis(0, "first" if shape[rows[0]] == batch.examples else None, sure)
+    order: Any = "first" if shape[rows[0]] == batch.examples else None
+    return ExampleAxis(0, order, sure, doubled=False)
 
 
 def _order(

@@ -96,6 +96,13 @@ class Site:
         Whether its weight both embeds ids and makes logits; the layer is then that of
         one-hot rows, and a dense use has inputs and output gradients in each other's
         place.
+    window : list of pairs of int
+        For each axis of a shift of which only some entries are added, how many are left
+        out before and after these; empty where all are added.
+    transposed : bool
+        Whether it multiplies by the transpose of its layer's weight.
+    adds_bias : bool
+        False where the layer has a bias that this use does not add.
     spread : list of tuple of int
         For each axis of the inputs of a transposed convolution, or of one with negative
         padding, how many zeros the layer has before, after and between them; empty where
@@ -114,6 +121,9 @@ class Site:
     loops: tuple[Loop, ...] = ()
     name: str | None = None
     tied: bool = False
+    window: list[tuple[int, int]] = field(default_factory=list)
+    transposed: bool = False
+    adds_bias: bool = True
     spread: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
@@ -199,12 +209,12 @@ class _Finder:
         return Found(self.sites, self.obstacles)
 
     def _tie(self) -> None:
-        """Make one layer of the uses of a weight that both embeds ids and makes logits.
+        """Make one layer of all uses of a weight, whichever way they multiply by it.
 
-        With the weight W of shape (V, d), an embedding multiplies one-hot rows by W, and
-        an output layer its inputs by the transpose of W.  The gradient of W is the sum of
-        ``x g^T`` over the rows of both, where the output layer has as x what comes back
-        to its logits, and as g its inputs.
+        The gradient of a weight W of shape (n, m) is the sum of ``x g^T`` over its uses.
+        A use ``h W^T``, as in derivatives of a layer by its inputs, has as x what comes
+        back to its outputs, and as g its inputs.  The weight of an embedding, of shape
+        (V, d), multiplies one-hot rows.
         """
         uses: dict[Part, list[Site]] = {}
         for site in self.sites:
@@ -214,33 +224,33 @@ class _Finder:
             ):
                 uses.setdefault(site.parts["weight"], []).append(site)
         for part, sites in uses.items():
-            layers: list[Any] = [site.layer for site in sites if site.kind == "dense"]
-            transposed = {layer.weight_layout for layer in layers}
-            kinds = {site.kind for site in sites}
-            if kinds != {"embedding", "dense"} or transposed != {"oi"}:
-                continue
-            for site in sites:
-                self._tied(site, self._source_shape(View(part.leaf, (), part.sliced)))
+            products = [site for site in sites if site.kind == "dense"]
+            layers: list[Any] = [site.layer for site in products]
+            if len(products) == len(sites):
+                self._join(products, layers)
+            elif {layer.weight_layout for layer in layers} == {"oi"}:
+                shape = self._source_shape(View(part.leaf, (), part.sliced))
+                self._tie_to_table(sites, shape)
 
-    def _tied(self, site: Site, shape: tuple[int, ...]) -> None:
+    def _join(self, sites: list[Site], layers: list[Any]) -> None:
+        """Give all products with a weight the layer of the first that has a bias."""
+        with_bias = [i for i, site in enumerate(sites) if "bias" in site.parts]
+        first = with_bias[0] if with_bias else 0
+        make, parts = sites[first].make, sites[first].parts
+        # A weight with an axis of length one has one layout either way.
+        ways = [(x.in_features, x.out_features, x.weight_layout) for x in layers]
+        for site, way in zip(sites, ways, strict=True):
+            site.transposed = way != ways[first]
+            bias = site.parts.get("bias")
+            site.adds_bias = bias is not None or "bias" not in parts
+            if bias is not None and (site.transposed or bias != parts["bias"]):
+                self._make_shift(site)
+                site.adds_bias = False
+            site.make, site.parts = make, dict(parts)
+
+    def _tie_to_table(self, sites: list[Site], shape: tuple[int, ...]) -> None:
+        """Make logits by the weight of an embedding uses of the embedding."""
         vocabulary, features = shape
-        bias = site.parts.pop("bias", None)
-        if bias is not None:
-            # The output layer's own bias is a block of its own.
-            y = site.y
-            assert y is not None
-
-            def make_shift(parts: dict[str, Part]) -> kc.Layer:
-                return kc.ScaleShift(scale_shape=None, shift_shape=(vocabulary,))
-
-            operation = site.operation
-            shift = Site(
-                *("scale_shift", {"shift": bias}, operation),
-                *(operation.outputs[0], make_shift),
-                loops=site.loops,
-            )
-            shift.x = shift.y = Arrangement(y.rows, y.features, kept=True)
-            self.sites.append(shift)
 
         def make(parts: dict[str, Part]) -> kc.Layer:
             return kc.Dense(
@@ -250,7 +260,31 @@ class _Finder:
                 weight_layout="io",
             )
 
-        site.tied, site.make = True, make
+        for site in sites:
+            if "bias" in site.parts:
+                self._make_shift(site)
+            site.tied, site.make = True, make
+
+    def _make_shift(self, site: Site) -> None:
+        """Make a layer of its own of the bias of a product."""
+        arrangement = site.y
+        assert arrangement is not None
+        shape = self.trace.shape(site.operation.outputs[0])
+        length = math.prod(shape[axis] for axis in arrangement.features)
+
+        def make(parts: dict[str, Part]) -> kc.Layer:
+            return kc.ScaleShift(scale_shape=None, shift_shape=(length,))
+
+        shift = Site(
+            "scale_shift",
+            {"shift": site.parts.pop("bias")},
+            site.operation,
+            site.operation.outputs[0],
+            make,
+            loops=site.loops,
+        )
+        shift.x = shift.y = replace(arrangement, kept=len(arrangement.features) == 1)
+        self.sites.append(shift)
 
     # ------------------------------------------------------------ what is used at all
 
@@ -495,7 +529,9 @@ class _Finder:
         if params["batch_group_count"] != 1 or position != 1:
             return None
         shape = self.trace.shape(operation.inputs[1])
-        if list(view.axes) != list(whole_axes(shape)) or len(shape) != d + 2:
+        if not self._whole(view) or len(shape) != d + 2:
+            return None
+        if list(view.axes) != list(whole_axes(shape)):
             return None
         first, last = (0, 1, *range(2, d + 2)), (0, d + 1, *range(1, d + 1))
         orders: dict[Any, Channels] = {first: "first", last: "last"}
@@ -620,7 +656,7 @@ class _Finder:
             elif factors and self._is_factor(operation, position):
                 # Axes of length one may be repeated; those of the view have their length.
                 moved = view if len(old) == len(new) else None
-            if moved is None:
+            if moved is None or moved.window:
                 return way, place, view
             way.append(operation)
             place, view = operation.outputs[0], moved
@@ -674,13 +710,43 @@ class _Finder:
 
     def _shifted(self, operation: Operation, position: int, view: View) -> Site | None:
         """Find a shift that is added to something, such as codes of positions."""
-        if operation.name not in ("add", "add_any") or not self._whole(view):
+        if operation.name not in ("add", "add_any"):
             return None
         x = operation.inputs[1 - position]
         if not isinstance(x, int) or x in self.trace.views:
             return None
+        window = self._window(view)
+        if not (self._whole(view) or window):
+            return None
         parts = {"shift": Part(view.source, view.sliced)}
-        return self._elementwise(parts, operation, operation.outputs[0], view, [])
+        y = operation.outputs[0]
+        site = self._elementwise(parts, operation, y, view, [])
+        if site is None or not window:
+            return site
+        lengths = tuple(n for n in self._source_shape(view) if n > 1)
+        site.window = window
+
+        def make(parts: dict[str, Part]) -> kc.Layer:
+            return kc.ScaleShift(scale_shape=None, shift_shape=lengths)
+
+        site.make = make
+        return site
+
+    def _window(self, view: View) -> list[tuple[int, int]]:
+        """Return how many entries a view leaves out before and after, along each axis.
+
+        Empty where it views all entries, or not every axis in its order.
+        """
+        starts = dict(view.window)
+        shape = self._source_shape(view)
+        pieces = [piece for axes in view.axes for piece in axes]
+        long_axes = [axis for axis, n in enumerate(shape) if n > 1]
+        if not starts or [(a, s) for a, s, _ in pieces] != [(a, 1) for a in long_axes]:
+            return []
+        return [
+            (starts.get(axis, 0), shape[axis] - starts.get(axis, 0) - size)
+            for axis, _, size in pieces
+        ]
 
     def _elementwise(
         self,

@@ -13,7 +13,12 @@ import jax.numpy as jnp
 
 import kfac_core as kc
 from kfac_core_shims.jax.compiled import traced_once
-from kfac_core_shims.jax.mapped import averaged, mapped_axes, summed_over
+from kfac_core_shims.jax.mapped import (
+    averaged,
+    mapped_axes,
+    summed_over,
+    vmapped_axes,
+)
 from kfac_core_shims.jax.network import Network
 
 __all__ = ["KFAC", "started"]
@@ -48,7 +53,8 @@ class KFAC:
     axis_name : hashable, optional
         Name of the axis (or names of the axes) that the step is mapped over by ``pmap`` or
         ``shard_map``: statistics are those of all devices' examples, and gradients are
-        averaged over it.
+        averaged over it.  An empty tuple says that runs are independent, as those of
+        several seeds; a ``vmap`` over states needs no word.
     kl_clip : float or callable of int, optional
         Bound on ``eta^2 G . P G``, about twice the Kullback-Leibler divergence between the
         model before and after a step; None for no bound.  See `kfac_core.steps.kl_clip`.
@@ -135,14 +141,14 @@ class KFAC:
         return started(self._initial, params)
 
     def _initial(self, params: Any) -> kc.NetworkState:
-        like = next(
-            leaf
-            for leaf in jax.tree.leaves(params)
-            if jnp.issubdtype(leaf.dtype, jnp.floating)
-        )
+        leaves = [x.dtype for x in jax.tree.leaves(params)]
+        floating = [x for x in leaves if jnp.issubdtype(x, jnp.floating)]
+        # optax also asks for the state of a tree without parameters, for its structure.
+        dtype = floating[0] if floating else self.network.leaves.dtype
+        wide = jnp.promote_types(dtype, jnp.float32)
         # In the form that a step has it, for which the refresh is then traced already.
-        dtype = jnp.promote_types(like.dtype, jnp.float32)
-        damping = jax.tree.map(lambda x: jnp.asarray(x, dtype), self.damping)
+        damping = jax.tree.map(lambda x: jnp.asarray(x, wide), self.damping)
+        like = jnp.zeros((), dtype)
         return self.curvature.initial(like, damping=damping, executor=traced_once)
 
     def update(
@@ -185,12 +191,12 @@ class KFAC:
         NotReadyError
             Without `captured` before the first refresh, where values are read.
         """
-        self._require_axes()
+        self._require_axes(state)
         if captured is None:
             state = _flagged_unless_ready(state)
         else:
             state = self.absorbed(state, captured, damping=damping)
-        if self.axis_name is not None:
+        if self.axis_name:
             updates = averaged(updates, self.axis_name)
         return self.preconditioned(updates, state), state
 
@@ -211,16 +217,21 @@ class KFAC:
             found = jax.tree.map(lambda x: x * clip.scale.astype(x.dtype), found)
         return leaves.replaced(gradients, found, wiring)
 
-    def _require_axes(self) -> None:
+    def _require_axes(self, state: kc.NetworkState) -> None:
         """Refuse a mapped axis whose devices would keep statistics of their own."""
+        if self.axis_name == ():
+            return
         named = self.axis_name
         named = set(named if isinstance(named, tuple) else (named,)) - {None}
         inside = set(mapped_axes())
-        if inside - named:
+        # A state for each index of a `vmap` is one of independent runs, such as seeds.
+        independent = vmapped_axes(jax.tree.leaves(state)[0])
+        if inside - named - independent:
             raise kc.ConventionError(
                 f"This step is mapped over the axes {sorted(map(str, inside))}, and "
                 f"`axis_name` is {self.axis_name!r}: each device would keep statistics of "
-                "its own examples, and go its own way. Say KFAC(..., axis_name=...)."
+                "its own examples, and go its own way. Say KFAC(..., axis_name=...), or "
+                "axis_name=() for independent runs."
             )
         if named - inside:
             raise kc.ConventionError(
@@ -249,7 +260,7 @@ class KFAC:
         NetworkState
             New state.
         """
-        self._require_axes()
+        self._require_axes(state)
         damping = self.damping if damping is None else damping
         network = self.curvature
         network.require_damping(damping)
@@ -263,7 +274,7 @@ class KFAC:
             )
         updates = next(iter(state.blocks.values())).updates
         executor: kc.execution.Executor = traced_once
-        if self.axis_name is not None:
+        if self.axis_name:
             executor = summed_over(self.axis_name, traced_once)
         state = network.update(
             state,

@@ -36,6 +36,8 @@ class Leaves:
     ----------
     shapes : dict of str to tuple of int
         Name and shape of each parameter of a block, in the order of places.
+    dtype : dtype
+        Dtype of the first floating-point parameter; float32 where there is none.
     """
 
     def __init__(self, params: Any, found: Found) -> None:
@@ -48,6 +50,8 @@ class Leaves:
             for i, (_, leaf) in enumerate(paths)
             if jnp.issubdtype(leaf.dtype, jnp.floating)
         ]
+        dtypes = [paths[i][1].dtype for i in self.trained]
+        self.dtype = dtypes[0] if dtypes else jnp.dtype(jnp.float32)
         self.obstacles = {leaf: list(why) for leaf, why in found.obstacles.items()}
         self._parts: dict[int, Part] = {}
         for part in (part for site in found.sites for part in site.parts.values()):
@@ -218,10 +222,17 @@ class Leaves:
             if place in covered or part.leaf not in self.trained:
                 continue
             obstacles = self.obstacles.get(part.leaf)
-            missing[name] = f"used in {obstacles[0]}" if obstacles else "in no layer"
-        if missing and rest == "refuse":
-            name, why = next(iter(missing.items()))
-            others = f" So are {len(missing) - 1} more." if len(missing) > 1 else ""
+            omitted = part.leaf in self._parts
+            missing[name] = (
+                "in a layer without an approximation" if omitted else "unused"
+            )
+            if obstacles:
+                missing[name] = f"used in {obstacles[0]}"
+        # The gradient of what the outputs do not depend on is zero without a block, too.
+        used = {name: why for name, why in missing.items() if why != "unused"}
+        if used and rest == "refuse":
+            name, why = next(iter(used.items()))
+            others = f" So are {len(used) - 1} more." if len(used) > 1 else ""
             raise kc.UnsupportedError(
                 f"Expected the parameter {name} to be in one block, not in 0: it is {why}. "
                 "Mark its layer by `tap`; or say rest='keep', and parameters of no block "

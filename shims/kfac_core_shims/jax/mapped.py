@@ -14,7 +14,14 @@ import jax.extend.core as jex
 
 import kfac_core as kc
 
-__all__ = ["averaged", "mapped_axes", "summed_over"]
+__all__ = [
+    "averaged",
+    "explicit_axes",
+    "gathered",
+    "mapped_axes",
+    "summed_over",
+    "vmapped_axes",
+]
 
 
 def mapped_axes() -> tuple[Any, ...]:
@@ -23,6 +30,40 @@ def mapped_axes() -> tuple[Any, ...]:
     # Before JAX 0.10 it was in `jax.core`.
     names: Any = getattr(jex, name, None) or getattr(jax.core, name)
     return tuple(names())
+
+
+def vmapped_axes(value: Any, /) -> set[Any]:
+    """Return the names of the axes that ``vmap`` maps a value over.
+
+    Inside of a ``jit`` or a ``scan`` that is itself mapped nothing is known of them.
+    """
+    names = set()
+    while hasattr(value, "batch_dim"):
+        names.add(value._trace.axis_data.name)
+        value = value.val
+    return names
+
+
+def gathered(tree: Any, /) -> Any:
+    """Return arrays without the explicit axes of a mesh that they are sharded over."""
+
+    def whole(x: Any) -> Any:
+        return (
+            jax.sharding.reshard(x, jax.sharding.PartitionSpec())
+            if explicit_axes(x)
+            else x
+        )
+
+    return jax.tree.map(whole, tree)
+
+
+def explicit_axes(x: Any, /) -> set[Any]:
+    """Return the explicit axes of a mesh that an array is sharded over."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    named: set[Any] = set()
+    for axes in getattr(sharding, "spec", ()):
+        named |= set(axes) if isinstance(axes, tuple) else {axes}
+    return named & set(getattr(getattr(sharding, "mesh", None), "explicit_axes", ()))
 
 
 def averaged(tree: Any, axis_name: Any, /) -> Any:

@@ -13,6 +13,7 @@ from kfac_core_shims.jax.examples import (
     Counts,
     ExampleAxis,
     counts,
+    doubled,
     example_axes,
     reversed_lengths,
     row_axes,
@@ -20,8 +21,9 @@ from kfac_core_shims.jax.examples import (
 )
 from kfac_core_shims.jax.finding import Found, Site, find
 from kfac_core_shims.jax.leaves import Leaves
+from kfac_core_shims.jax.mapped import explicit_axes, gathered
 from kfac_core_shims.jax.program import Operation, Program, Trace, bound, run, traced
-from kfac_core_shims.jax.rows import Rows, joined_uses
+from kfac_core_shims.jax.rows import Rows, in_roles, joined_uses
 
 __all__ = ["Network"]
 
@@ -151,7 +153,7 @@ class Network:
             must tell them apart.  From ``pull``, for a mask that no layer's rows have the
             axes of, or one that merged or reversed them.
         UnsupportedError
-            For arrays that are sharded over an explicit axis of a mesh.
+            For parameters that are sharded over an explicit axis of a mesh.
         ArgumentError
             From ``pull``, for a cotangent that is not of the outputs' structure.
 
@@ -161,7 +163,8 @@ class Network:
         examples; ``KFAC(axis_name=...)`` averages them.
         """
         self.leaves.require_leaves(params)
-        _require_automatic(params, inputs)
+        mask = gathered(mask)
+        _require_replicated(params)
         params = _as_varying(params, inputs)
         found, trace, batch = self._found(params, inputs)
         axes = self._example_axes(params, inputs, found, trace, batch)
@@ -193,11 +196,14 @@ class Network:
             vectors = cotangent if made is None else made.vectors
             _require_structure(vectors, outputs)
             vectors = jax.tree.map(
-                lambda v, y: jnp.asarray(v, y.dtype), vectors, outputs
+                lambda v, y: _like_output(v, y, sources=made is not None),
+                vectors,
+                outputs,
             )
             gradients, grads = (back if made is None else jax.vmap(back))(vectors)
+            rows = gathered((seen, grads))
             captured = self._captured(
-                sites, seen, grads, batch, mask, turned, made, reduction
+                sites, *rows, batch, mask, turned, made, reduction
             )
             return (gradients, captured) if made is None else captured
 
@@ -213,16 +219,15 @@ class Network:
                 f"got {given!r}."
             )
         outputs = trace.outputs[0] if self.has_aux else trace.outputs
-        found = find(trace, range(len(jax.tree.leaves(outputs))))
+        places = range(len(jax.tree.leaves(outputs)))
+        found = find(trace, places)
         leaves = jax.tree.leaves(inputs)
 
         def doubles(batch: Counts) -> bool:
-            for twice in traced_twice(self.function, params, inputs, batch):
-                made = twice.outputs[0] if self.has_aux else twice.outputs
-                lengths = {tuple(y.shape)[:1] for y in jax.tree.leaves(made)}
-                if lengths <= {(), (2 * batch.rows,)}:
-                    return True
-            return False
+            return any(
+                doubled(twice, places, batch)
+                for twice in traced_twice(self.function, params, inputs, batch)
+            )
 
         return found, trace, counts(leaves, outputs, doubles=doubles)
 
@@ -267,6 +272,7 @@ class Network:
     ) -> kc.integration.Captured:
         """Return the batches of all blocks from what each site saw."""
         uses: list[Any] = []
+        of_use: list[Site] = []
         pairs: list[Any] = []
         vectors: list[Any] = []
         declared = "sum" if made is not None else reduction
@@ -288,6 +294,7 @@ class Network:
                 rows.turns(x, g, own_mask, sources=made is not None)
             ):
                 uses.append(own_uses[turn * len(own_uses) // max(rows.separate, 1)])
+                of_use.append(site)
                 pairs.append((x_turn, mask_turn))
                 vectors.append(g_turn)
         if not masked:
@@ -298,10 +305,18 @@ class Network:
         captured = self.wiring.captured(
             uses, pairs, vectors, reduction=reduction, made=made
         )
-        for name, given in captured.batches.items():
+        sites_of: dict[str | None, list[Site]] = {}
+        for name, site in zip(self.wiring.names(uses), of_use, strict=True):
+            sites_of.setdefault(name, []).append(site)
+        averaged = made is not None and made.source_reduction == "mean"
+        for name, batches in captured.batches.items():
+            own = sites_of[name]
             kind = self.blocks[name].layer.kind
-            if isinstance(given, tuple) and kind in ("embedding", "scale_shift"):
-                captured.batches[name] = joined_uses(given, kind)
+            if any(site.transposed or not site.adds_bias for site in own):
+                every = batches if isinstance(batches, tuple) else (batches,)
+                captured.batches[name] = in_roles(every, own, mean=averaged)
+            elif isinstance(batches, tuple) and kind in ("embedding", "scale_shift"):
+                captured.batches[name] = joined_uses(batches, kind)
         return captured
 
     def _require_examples(
@@ -333,6 +348,12 @@ class Network:
                     f"that of the {batch.examples} examples cannot be told; {kind!r} needs "
                     "to know. Take another number of examples, or write the network for "
                     "any number of them."
+                )
+            if names.count(name) > 1 and not (axis.doubled or expands):
+                raise kc.ConventionError(
+                    f"Block {name!r}: the network takes {batch.examples} examples only, "
+                    f"maybe in another order in each use of the block; {kind!r} needs to "
+                    "match them. Write it for any number, or take Kronecker()."
                 )
             if not (told or expands):
                 raise kc.ConventionError(
@@ -456,22 +477,24 @@ def _require_structure(vectors: Any, outputs: Any) -> None:
         )
 
 
-def _require_automatic(params: Any, inputs: Any) -> None:
-    """Raise for arrays whose sharding is a part of their type."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path((params, inputs)):
-        sharding = getattr(jax.typeof(leaf), "sharding", None)
-        explicit = set(getattr(getattr(sharding, "mesh", None), "explicit_axes", ()))
-        spec = tuple(getattr(sharding, "spec", ()))
-        named = {
-            x for axes in spec for x in (axes if isinstance(axes, tuple) else [axes])
-        }
-        if explicit & named:
-            what = "params" if path[0].idx == 0 else "inputs"
+def _like_output(vector: Any, output: Any, *, sources: bool) -> Any:
+    """Return what is pulled back in the dtype of an output, (N, 1) as (N,) if that is."""
+    v = jnp.asarray(vector, output.dtype)
+    if v.shape[sources:] == (*output.shape, 1):
+        return v[..., 0]
+    return v
+
+
+def _require_replicated(params: Any) -> None:
+    """Raise for parameters that are sharded over explicit axes of a mesh."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        axes = explicit_axes(leaf)
+        if axes:
             raise kc.UnsupportedError(
-                f"Expected `{what}` sharded over automatic axes of a mesh, got "
-                f"{tuple(leaf.shape)} over {spec}, explicit. Say jax.make_mesh(shape, "
-                "names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)), or step "
-                "within `jax.shard_map` and say `axis_name`."
+                "Expected `params` that explicit axes of a mesh do not shard, got "
+                f"{jax.tree_util.keystr(path)} over {sorted(axes)}. Say "
+                "jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * "
+                "len(names)), or step within `jax.shard_map` and say `axis_name`."
             )
 
 

@@ -141,7 +141,8 @@ class Optimizer:
     network : Network
         Network to train, with one array of outputs.
     likelihood : {"categorical", "bernoulli", "gaussian"}, Loss or RowLoss
-        Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.
+        Likelihood of one row of outputs; see `kfac_core.integration.row_loss`.  Outputs of
+        shape (N,) have rows of one number.
     fisher : {"gradients", "exact", "empirical", ...}
         Output gradients of which the blocks are made: of one drawn label, of all labels,
         or of the data's.
@@ -331,8 +332,11 @@ class Optimizer:
             )
         # A named tuple is one input, as other pytrees are.
         inputs = inputs if type(inputs) is tuple else (inputs,)
-        returned, pull = self.network.vjp(params, *inputs)
-        z, aux = returned if self.network.has_aux else (returned, None)
+        result, pull = self.network.vjp(params, *inputs)
+        outputs, aux = result if self.network.has_aux else (result, None)
+        z = self._as_rows(outputs)
+        if outputs.ndim < z.ndim and targets.ndim == outputs.ndim:
+            targets = targets[:, None]
         rows, weight = self._counts(z)
         before = self._objective(params, z, targets)
         cotangent = self.loss.gradient(z, targets) * (weight / rows)
@@ -373,18 +377,23 @@ class Optimizer:
 
     # -------------------------------------------------------------------- the objective
 
-    def _counts(self, z: Any) -> tuple[int, float]:
-        """Return the number of rows of the outputs, and the weight of each's loss."""
+    def _as_rows(self, z: Any) -> Any:
+        """Return outputs of shape (N, ..., P); of shape (N,) they are of P = 1."""
         if not hasattr(z, "ndim"):
             raise kc.ArgumentError(
                 f"Expected a network that returns one array of outputs, got a "
                 f"{type(z).__name__}. Say has_aux=True for (outputs, aux); for several "
                 "outputs make the step of `Network` and `KFAC`."
             )
-        if z.ndim < 2:
+        single = z.ndim == 1 and not isinstance(self.loss, kc.losses.Categorical)
+        if z.ndim < 2 and not single:
             raise kc.ShapeError(
                 f"Expected outputs of shape (N, ..., P), got {tuple(z.shape)}."
             )
+        return z[:, None] if single else z
+
+    def _counts(self, z: Any) -> tuple[int, float]:
+        """Return the number of rows of the outputs, and the weight of each's loss."""
         return z.size // z.shape[-1], self.row_loss.weight(z.shape[-1])
 
     def _objective(self, params: Any, z: Any, targets: Any) -> Any:
@@ -399,11 +408,11 @@ class Optimizer:
         return self._objective(params, self._outputs(params, inputs), targets)
 
     def _outputs(self, params: Any, inputs: Any) -> Any:
-        returned = self.network.function(params, *inputs)
-        return returned[0] if self.network.has_aux else returned
+        result = self.network.function(params, *inputs)
+        return self._as_rows(result[0] if self.network.has_aux else result)
 
     def _averaged(self, tree: Any) -> Any:
-        return tree if self.axis_name is None else averaged(tree, self.axis_name)
+        return averaged(tree, self.axis_name) if self.axis_name else tree
 
     # -------------------------------------------------------------------- the direction
 

@@ -10,7 +10,8 @@ by ``sqrt(rows / N)``: the block of K-FAC that expands shared positions is the s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import kfac_core as kc
 from kfac_core_shims.jax.examples import Counts, ExampleAxis
 from kfac_core_shims.jax.finding import Arrangement, Site
 
-__all__ = ["Rows", "joined_uses"]
+__all__ = ["Rows", "in_roles", "joined_uses"]
 
 
 class Rows:
@@ -185,9 +186,11 @@ class Rows:
         x = jnp.transpose(x, order)
         if len(self._front) > 1:
             x = x.reshape(self.separate, *x.shape[len(self._front) :])
+        rows_end = x.ndim - len(features)
         if not arrangement.kept:
-            kept = x.ndim - len(features)
-            x = x.reshape(*x.shape[:kept], math.prod(x.shape[kept:]))
+            x = x.reshape(*x.shape[:rows_end], math.prod(x.shape[rows_end:]))
+        if self.site.window:
+            x = jnp.pad(x, [(0, 0)] * rows_end + self.site.window)
         return self._by_example(x, 1 if self.separate else 0)
 
     def _by_example(self, x: Any, at: int) -> Any:
@@ -200,6 +203,77 @@ class Rows:
             return x.reshape(*x.shape[:at], n, k, *x.shape[at + 1 :])
         x = x.reshape(*x.shape[:at], k, n, *x.shape[at + 1 :])
         return jnp.moveaxis(x, at + 1, at)
+
+
+def in_roles(
+    uses: Sequence[kc.Batch], sites: Sequence[Site], /, *, mean: bool
+) -> tuple[kc.Batch, ...]:
+    """Return the uses of a weight of which some multiply by its transpose.
+
+    Parameters
+    ----------
+    uses : tuple of Batch
+        What each saw, as if it had a layer of its own.
+    sites : sequence of Site
+        The use of each batch.
+    mean : bool
+        Whether sources are averaged.
+
+    Returns
+    -------
+    tuple of Batch
+        Batches of one layer, for which each source of an example is an example: a
+        transposed use has inputs that differ between sources.
+
+    Notes
+    -----
+    The rows of transposed uses are ``(c g, h / c)``, with c such that the traces of the
+    moments of x and of g have the same ratio in both roles: the trace of their Kronecker
+    product is then between one half and the whole of the roles' sum.  The exact block does
+    not depend on c.
+    """
+    rows = [_by_source(use, mean) for use in uses]
+    if any(site.transposed for site in sites):
+        scale = 1.0
+        for transposed in (False, True):
+            role = [
+                use
+                for use, site in zip(rows, sites, strict=True)
+                if site.transposed == transposed
+            ]
+            x = sum(jnp.sum(use.inputs**2) for use in role)
+            g = sum(jnp.sum(use.output_grads**2) for use in role)
+            scale = scale * x / g
+        c = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1.0) ** 0.25
+        rows = [
+            replace(use, inputs=use.output_grads * c, output_grads=use.inputs / c)
+            if site.transposed
+            else use
+            for use, site in zip(rows, sites, strict=True)
+        ]
+    found = []
+    for use, site in zip(rows, sites, strict=True):
+        bias = None
+        if "bias" in site.parts:
+            bias = jnp.full(len(use.inputs), site.adds_bias)
+        grads = use.output_grads if use.sources is None else use.output_grads[None]
+        found.append(replace(use, output_grads=grads, bias=bias))
+    return tuple(found)
+
+
+def _by_source(use: kc.Batch, mean: bool) -> kc.Batch:
+    """Return a batch with each source of an example as an example, and padding zero."""
+    x, g, mask = use.inputs.astype(use.output_grads.dtype), use.output_grads, use.mask
+    if use.sources is not None:
+        # The mean over M times as many examples is to be that over N.
+        g = g if mean else g * math.sqrt(use.sources)
+        x = jnp.broadcast_to(x, (use.sources, *x.shape))
+        x, g = x.reshape(-1, *x.shape[2:]), g.reshape(-1, *g.shape[2:])
+    if mask is not None:
+        repeats = len(x) // len(mask)
+        mask = jnp.tile(mask, (repeats, *(1,) * (mask.ndim - 1)))
+        x, g = (jnp.where(mask[..., None], rows, 0.0) for rows in (x, g))
+    return kc.Batch(x, g, mask, None if use.sources is None else 1)
 
 
 def joined_uses(uses: tuple[kc.Batch, ...], kind: str, /) -> kc.Batch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 __all__ = ["Piece", "View", "joined", "whole_axes"]
@@ -47,11 +47,15 @@ class View:
     sliced : bool
         Whether it is a view of one of the arrays ``source[0], source[1], ...``, over
         which a loop runs.
+    window : tuple of pairs of int
+        Axes of the array of which only some successive entries are viewed, and the first
+        of these.
     """
 
     source: int
     axes: tuple[tuple[Piece, ...], ...]
     sliced: bool = False
+    window: tuple[tuple[int, int], ...] = ()
 
     @staticmethod
     def of(source: int, shape: Sequence[int], /, *, sliced: bool = False) -> View:
@@ -60,7 +64,7 @@ class View:
 
     def first_axis_taken(self) -> View | None:
         """Return what a loop over the first axis sees in each turn."""
-        if self.sliced or not self.axes or len(self.axes[0]) != 1:
+        if self.sliced or self.window or not self.axes or len(self.axes[0]) != 1:
             return None
         ((axis, stride, _),) = self.axes[0]
         if axis != 0 or stride != 1:
@@ -91,6 +95,8 @@ class View:
             View of the same array.
         """
         axes: tuple[tuple[Piece, ...], ...] | None = None
+        if operation == "slice":
+            return self._cut(params, shape)
         if operation in SAME:
             axes = self.axes
         elif operation == "transpose":
@@ -115,7 +121,22 @@ class View:
                 n > 1 and not a for n, a in zip(shape, self.axes, strict=True)
             )
             axes = None if repeated else _regrouped(joined(self.axes), new)
-        return None if axes is None else View(self.source, axes, self.sliced)
+        return None if axes is None else replace(self, axes=axes)
+
+    def _cut(self, params: Any, shape: Sequence[int]) -> View | None:
+        """Return the view of some successive entries along each axis."""
+        window = dict(self.window)
+        axes: list[tuple[Piece, ...]] = []
+        bounds = zip(params["start_indices"], params["limit_indices"], strict=True)
+        for pieces, length, (start, stop) in zip(self.axes, shape, bounds, strict=True):
+            if pieces and stop - start < length:
+                (axis, stride, _), *inner = pieces
+                if inner or stride != 1 or params["strides"]:
+                    return None
+                window[axis] = window.get(axis, 0) + start
+                pieces = ((axis, 1, stop - start),)
+            axes.append(pieces)
+        return replace(self, axes=tuple(axes), window=tuple(window.items()))
 
 
 def whole_axes(shape: Sequence[int], /) -> tuple[tuple[Piece, ...], ...]:
