@@ -37,7 +37,7 @@ from kfac_core.approximations.kronecker import (
 )
 from kfac_core.approximations.options import OperatorOptions, UpdateOptions
 from kfac_core.array.backend import Namespace
-from kfac_core.array.namespaces import Scalar, any_status, cast, full_of
+from kfac_core.array.namespaces import Scalar, any_status, cast, full_of, roundoff_of
 from kfac_core.array.place import Place
 from kfac_core.array.status import Check
 from kfac_core.array.structure import map_structure, replaced
@@ -56,9 +56,11 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
+from kfac_core.linalg.certificate import Spectrum
 from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import split_groups
+from kfac_core.operators.parts import undetermined
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["Eigen", "MomentStart"]
@@ -268,7 +270,8 @@ class Eigen(Approximation):
             if side == "input" and self._separates_bias(layer):
                 value = without_bias_products(value, xp=xp)
             zero = xp.zeros_like(value.factor)
-            damped = DampedMatrix(value.matrix, value.factor, zero)
+            stored = roundoff_of(average.weight.dtype, xp=xp)
+            damped = DampedMatrix(value.matrix, value.factor, zero, stored, value.rank)
             found = eigendecomposition(damped, check=check, name=side)
             bases[side] = _descending(found, xp)
             status = status | any_status(found.status, xp=xp)
@@ -312,7 +315,7 @@ class Eigen(Approximation):
         """Return ``(Q_A (x) Q_G) diag(E + lam) (Q_A (x) Q_G)^T`` in its current state."""
         xp, apply = options.xp, options.apply
         E = cast(xp, statistics.averages["block"].value(debias=options.debias), apply)
-        return spectral_operator(
+        operator = spectral_operator(
             E,
             input=statistics.bases.get("input"),
             output=statistics.bases.get("output"),
@@ -323,6 +326,18 @@ class Eigen(Approximation):
             name=options.name,
             dtype=apply,
         )
+        if "inverse" not in options.factorizations:
+            return operator
+        # E may have begun as the product of the factors' eigenvalues.
+        averages = statistics.averages
+        flags = undetermined(
+            [_spectrum(statistics, side) for side in _SIDES],
+            scale=averages["repeats"].value(debias=True),
+            damping=full_of(xp, options.damping, averages["repeats"].weight),
+            check=options.check,
+            name=options.name,
+        )
+        return replaced(operator, flags=operator.flags | flags)
 
     def _separates_bias(self, layer: Layer | None) -> bool:
         """Whether the layer has a bias that is to be a coordinate of its own."""
@@ -379,6 +394,15 @@ class Eigen(Approximation):
         return Average(S * weight * a[..., :, None] * g[..., None, :], weight)
 
 
+def _spectrum(statistics: Statistics, side: str) -> Spectrum:
+    """Return the eigenvalues that a side had when its basis was made."""
+    if side in statistics.bases:
+        basis = statistics.bases[side]
+        return Spectrum(basis.eigenvalues, basis.error)
+    entries = statistics.averages[side].value(debias=True)
+    return Spectrum(entries, statistics.namespace.zeros_like(entries))
+
+
 def _carried_moments(
     statistics: Statistics, bases: Mapping[str, Eigendecomposition], xp: Namespace
 ) -> Average:
@@ -409,6 +433,7 @@ def _coordinates(lead: tuple[int, ...], size: int, place: Place) -> Eigendecompo
     return Eigendecomposition(
         place.zeros(*lead, size),
         xp.asarray(eye, copy=True),
+        place.zeros(*lead, size),
         place.flags(*lead),
         nothing,
         nothing,
@@ -421,6 +446,7 @@ def _descending(basis: Eigendecomposition, xp: Namespace) -> Eigendecomposition:
     return replaced(
         basis,
         eigenvalues=xp.flip(basis.eigenvalues, axis=-1),
+        error=xp.flip(basis.error, axis=-1),
         # A copy: a view with negative strides is another memory order than a loaded one's.
         eigenvectors=xp.asarray(xp.flip(basis.eigenvectors, axis=-1), copy=True),
     )

@@ -437,7 +437,9 @@ def without_bias_products(value: Any, /, *, xp: Namespace) -> Any:
     kept = last[:, None] == last
     zeros = xp.zeros_like(A)
     matrix = SymmetricMatrix(xp.where(kept, A, zeros), value.matrix.full_storage)
-    return replaced(value, matrix=matrix)
+    # The bias's block has rank 1 of its own.
+    rank = None if value.rank is None else value.rank + 1.0
+    return replaced(value, matrix=matrix, rank=rank)
 
 
 def _separately_damped(

@@ -16,7 +16,13 @@ from typing import Any
 
 from kfac_core.array.backend import Array
 from kfac_core.array.finite import positive_or_one
-from kfac_core.array.namespaces import Scalar, as_array, as_number, own_namespace
+from kfac_core.array.namespaces import (
+    NUMBER,
+    Scalar,
+    as_array,
+    as_number,
+    own_namespace,
+)
 from kfac_core.array.structure import is_structure, map_structure, structure
 from kfac_core.constraints import DECAY_SCALAR, WEIGHT_SCALAR, require_range
 from kfac_core.linalg.symmetric import SymmetricMatrix
@@ -35,6 +41,9 @@ class Average:
         ``joined(other)`` by which it is added to and cut down.
     weight : 0-d array
         The sum of weights, of the same dtype.
+    rows : 0-d array or None
+        For a sum of outer products, how many there were since it was zero: a bound of its
+        rank.  None for other sums.
 
     Examples
     --------
@@ -47,6 +56,7 @@ class Average:
 
     sum: Any
     weight: Array
+    rows: Array | None = None
 
     def value(self, *, debias: bool) -> Any:
         """Return the average, or the bare sum where `debias` is false.
@@ -88,6 +98,17 @@ class Average:
         """Return the weight after an update."""
         return as_array(as_number(self.weight) * decay + weight)
 
+    def counted(self, decay: Scalar, rows: Scalar | None, /) -> Array | None:
+        """Return the number of rows after an update with more of them."""
+        if self.rows is None or rows is None:
+            return None
+        # A decay of zero leaves nothing of the rows before.
+        if isinstance(decay, NUMBER):
+            kept: Scalar = float(decay != 0)
+        else:
+            kept = own_namespace(decay).astype(decay != 0, self.rows.dtype)
+        return as_array(as_number(self.rows) * kept + rows)
+
     def plus(self, value: Scalar, /, *, decay: Scalar, weight: Scalar) -> Average:
         """Return the average after one update with a scalar."""
         total = as_array(as_number(self.sum) * decay + value * weight)
@@ -123,7 +144,8 @@ class Average:
             new = self.sum.scaled(decay).joined(other.sum.scaled(scale))
         else:
             new = map_structure(lambda s, c: s * decay + c * scale, self.sum, other.sum)
-        return Average(new, self.decayed(decay, share))
+        rows = self.counted(decay, other.rows)
+        return Average(new, self.decayed(decay, share), rows)
 
 
 def _is_compressed(total: Any, /) -> bool:

@@ -30,7 +30,8 @@ class FullFactor:
         # Sums that start so stay in the order in which LAPACK reads a lower triangle, and
         # in one form: what is added to them may be a lower triangle alone.
         columns = place.xp.matrix_transpose(zeros)
-        return Average(SymmetricMatrix(columns, full_storage=False), place.zeros())
+        empty = SymmetricMatrix(columns, full_storage=False)
+        return Average(empty, place.zeros(), place.zeros())
 
     def updated(
         self,
@@ -51,7 +52,8 @@ class FullFactor:
         )
         # Whatever the library keeps of it, the sum has the form that it began with.
         total = SymmetricMatrix(array, held.full_storage and full_storage)
-        return Average(total, average.decayed(decay, weight))
+        counted = average.counted(decay, float(rows.shape[-2]))
+        return Average(total, average.decayed(decay, weight), counted)
 
     def value(
         self, average: Average, /, *, debias: bool, dtype: Any, xp: Namespace
@@ -67,7 +69,11 @@ class FullFactor:
         # Of the weights of a stack, one a matrix.
         if factor.ndim:
             factor = xp.reshape(factor, total.array.shape[:-2])
-        return ScaledMatrix(total, factor, roundoff)
+        rank = average.rows
+        if rank is not None:
+            rank = cast(xp, rank, dtype)
+            rank = xp.reshape(rank, factor.shape) if rank.ndim else rank
+        return ScaledMatrix(total, factor, roundoff, rank)
 
     def mean_eigenvalue(self, value: ScaledMatrix, /) -> Array:
         """Return ``tr / n``, shape (...)."""

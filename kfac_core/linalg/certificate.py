@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
@@ -26,6 +25,7 @@ from kfac_core.linalg.symmetric import (
 from kfac_core.linalg.triangular import multiply_triangular
 
 __all__ = [
+    "ERROR_LIMIT",
     "RESIDUAL_LIMIT",
     "SPECTRAL_GAP",
     "Spectrum",
@@ -33,6 +33,7 @@ __all__ = [
     "cholesky_residual",
     "constant",
     "eigen_residual",
+    "eigenvalue_errors",
     "inverse_residual",
     "pivot_error",
     "positive_eigenvalues",
@@ -50,8 +51,11 @@ RESIDUAL_LIMIT = 1e-2
 """A factorization whose residual is above this is not accepted."""
 
 
+ERROR_LIMIT = 0.05
+"""How far roundoff may move a damped eigenvalue, relative to it, as the pages promise."""
+
 SPECTRAL_GAP = 32.0
-"""How far above roundoff the other eigenvalues must lie for those below to be zero."""
+"""How many times the size of roundoff an eigenvalue may be below zero and be roundoff."""
 
 
 def probe(n: int, /, *, dtype: Any, device: Any, xp: Namespace) -> Array:
@@ -262,47 +266,98 @@ def roundoff_units(size: int, /) -> float:
     return 2.0 + 0.125 * math.sqrt(size)
 
 
-def settled_eigenvalues(
-    eigenvalues: Array, diagonal: Array, roundoff: float, /, *, xp: Namespace
+def eigenvalue_errors(
+    eigenvalues: Array,
+    eigenvectors: Array,
+    /,
+    *,
+    stored: float,
+    computed: float,
+    xp: Namespace,
 ) -> Array:
-    """Return the eigenvalues of a semidefinite matrix, zero where they are only roundoff.
+    """Return how far each computed eigenvalue of a second moment may be off.
 
-    A Gram matrix of fewer rows than columns is singular, and as it is stored its zero
-    eigenvalues are numbers of either sign of the size of roundoff times the largest.
-    Negative eigenvalues up to `SPECTRAL_GAP` times that size are set to zero; larger ones
-    are no roundoff, and are left as they are: see `positive_eigenvalues`.  Positive ones of
-    that size are set to zero if all others are larger by a factor of `SPECTRAL_GAP`, and
-    all of the diagonal is either zero or larger too; otherwise they are left as they are,
-    since they may belong to the matrix.
+    Storing an entry rounds it relative to the diagonal entries of its row and its column.
+    That moves an eigenvalue by one unit roundoff times the largest eigenvalue, and by less
+    where its eigenvector lies in coordinates of small diagonal entries.  A decomposition
+    moves all of them alike.
 
     Parameters
     ----------
     eigenvalues : array, shape (..., n)
-        Computed eigenvalues, in any order.
-    diagonal : array, shape (..., n)
-        Diagonal of the matrix.
-    roundoff : float
-        Relative roundoff of the matrix: the larger one of its storing and its
-        decomposition.
+        Computed eigenvalues w.
+    eigenvectors : array, shape (..., n, n)
+        Their eigenvectors, in the columns.
+    stored, computed : float
+        Distance from 1 to the next number, of the dtypes of storage and decomposition; 0
+        for a matrix that is exact.
     xp : namespace
         Array API namespace of the arrays.
 
     Returns
     -------
     array, shape (..., n)
-        Eigenvalues; negative only where the matrix is not semidefinite.
+        Absolute errors; zeros for a matrix of zeros.
     """
-    largest = xp.max(xp.abs(eigenvalues), axis=-1)
+    largest = xp.max(xp.abs(eigenvalues), axis=-1, keepdims=True)
     zeros = xp.zeros_like(eigenvalues)
-    units = roundoff_units(eigenvalues.shape[-1]) * roundoff * largest
-    negative = (eigenvalues < 0) & (eigenvalues >= -SPECTRAL_GAP * units[..., None])
-    below = xp.max(xp.where(negative, -eigenvalues, zeros), axis=-1)
-    noise = xp.where(2.0 * below > units, 2.0 * below, units)
-    limit = SPECTRAL_GAP * noise
-    inside = (eigenvalues >= 0) & (eigenvalues <= noise[..., None])
-    gap = _smallest(eigenvalues, inside | negative, xp) >= limit
-    gap = gap & (_smallest(diagonal, diagonal <= 0, xp) >= limit)
-    return xp.where(negative | (inside & gap[..., None]), zeros, eigenvalues)
+    # What is below zero by a little shows the roundoff of this matrix.
+    units = SPECTRAL_GAP * roundoff_units(eigenvalues.shape[-1])
+    most = units * max(stored, computed) * largest
+    below = xp.where((eigenvalues < 0) & (eigenvalues >= -most), -eigenvalues, zeros)
+    below = xp.max(below, axis=-1, keepdims=True)
+    noise = 0.5 * stored * largest
+    noise = xp.where(below > noise, below, noise)
+    if stored > computed:
+        squares = eigenvectors * eigenvectors
+        positive = xp.where(eigenvalues > 0, eigenvalues, zeros)[..., None]
+        diagonal = xp.matmul(squares, positive)
+        local = xp.matmul(xp.matrix_transpose(squares), diagonal)[..., 0]
+        mean = xp.mean(diagonal, axis=-2)
+        share = local / xp.where(mean > 0, mean, xp.ones_like(mean))
+        noise = noise * xp.where(share < 1, share, xp.ones_like(share))
+    least = 0.5 * computed * largest + zeros
+    return xp.where(noise > least, noise + zeros, least)
+
+
+def settled_eigenvalues(
+    eigenvalues: Array, error: Array, rank: Array | None, /, *, xp: Namespace
+) -> tuple[Array, Array]:
+    """Return the eigenvalues of a semidefinite matrix without those that are roundoff.
+
+    Of a matrix of known rank the others are zero.  An eigenvalue below its error is
+    uncertain, and is raised to that error: a product with the inverse may come out shorter
+    by it, and not longer.  Negative eigenvalues that are too large for roundoff are left as
+    they are: see `positive_eigenvalues`.
+
+    Parameters
+    ----------
+    eigenvalues, error : array, shape (..., n)
+        Computed eigenvalues, in any order, and their errors.
+    rank : array, shape () or (...), or None
+        At most so many eigenvalues are not zero; None where that is not known.
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    eigenvalues : array, shape (..., n)
+        Eigenvalues; negative only where the matrix is not semidefinite.
+    error : array, shape (..., n)
+        Their errors: none of those that are known to be zero.
+    """
+    n = eigenvalues.shape[-1]
+    gap = 2.0 * SPECTRAL_GAP * roundoff_units(n) * error
+    within = (eigenvalues >= -gap) & (eigenvalues < error)
+    settled = xp.where(within, error, eigenvalues)
+    if rank is None:
+        return settled, error
+    unit = xp.where(error > 0, error, xp.ones_like(error))
+    order = xp.argsort(xp.argsort(xp.abs(eigenvalues) / unit, axis=-1), axis=-1)
+    null = xp.astype(order, error.dtype) < n - rank[..., None]
+    null = null & (xp.abs(eigenvalues) <= gap)
+    zeros = xp.zeros_like(error)
+    return xp.where(null, zeros, settled), xp.where(null, zeros, error)
 
 
 def positive_eigenvalues(
@@ -338,42 +393,17 @@ def positive_eigenvalues(
     return xp.where(definite, shifted, clipped)
 
 
-def _smallest(x: Array, without: Array, xp: Namespace) -> Array:
-    """Return the smallest number where a condition does not hold; infinity without one."""
-    return xp.min(xp.where(without, xp.full_like(x, xp.inf), x), axis=-1)
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """The eigenvalues of a factor, and how well they are known.
+class Spectrum(NamedTuple):
+    """The eigenvalues of a factor, and how far each may be off.
 
     Attributes
     ----------
-    eigenvalues : array, shape (..., n)
-        Eigenvalues, nonnegative, in any order.
-    roundoff : array, shape (...)
-        Error of an eigenvalue relative to the largest one; zero for a diagonal.
-    diagonal : array, shape (..., n), or None
-        Diagonal of the factor, if it is known.
+    eigenvalues, error : array, shape (..., n)
+        Eigenvalues in any order; those that are known to be zero have no error.
     """
 
     eigenvalues: Array
-    roundoff: Array
-    diagonal: Array | None
-
-    def smallest_uncertain(self, xp: Namespace, /) -> Array:
-        """Return the smallest eigenvalue that is not known to be zero, shape (...)."""
-        w = self.eigenvalues
-        units = SPECTRAL_GAP * roundoff_units(w.shape[-1])
-        limit = units * self.roundoff * xp.max(w, axis=-1)
-        positive = _smallest(w, w <= 0, xp)
-        # A factor of zeros has none.
-        positive = xp.where(xp.isfinite(positive), positive, xp.zeros_like(positive))
-        certain = positive >= limit
-        if self.diagonal is not None:
-            least = _smallest(self.diagonal, self.diagonal <= 0, xp)
-            certain = certain & (least >= limit)
-        return xp.where(certain, positive, xp.min(w, axis=-1))
+    error: Array
 
 
 def spectrum_error(
@@ -386,12 +416,10 @@ def spectrum_error(
 ) -> Array:
     """Bound the relative error of ``S w_1 (x) ... (x) w_k + lam`` from the factors' errors.
 
-    An eigenvalue of a factor is known up to roundoff times the largest one, ``d_i |w_i|``.
-    With ``p_i`` the largest product of the others' eigenvalues, the bound is
+    With ``p_i`` the largest product of the other factors' eigenvalues and ``d_i`` the error
+    of ``w_i``, the bound is
 
-        sum_i  S p_i d_i |w_i| / (S p_i min w_i + lam),
-
-    with the smallest eigenvalue that is not known to be zero; see `settled_eigenvalues`.
+        sum_i  max over w_i of  S p_i d_i / (S p_i max(w_i - d_i, 0) + lam).
 
     Parameters
     ----------
@@ -408,23 +436,21 @@ def spectrum_error(
         Bound of the whole stack; infinite for NaN.
     """
     total = xp.zeros_like(damping)
-    for i, factor in enumerate(factors):
+    damping = damping[..., None]
+    for i, (w, error) in enumerate(factors):
         product = scale
         for j, other in enumerate(factors):
             if j != i:
                 product = product * xp.max(other.eigenvalues, axis=-1)
-        largest = xp.max(factor.eigenvalues, axis=-1)
-        error = product * (factor.roundoff * largest)
-        bottom = product * factor.smallest_uncertain(xp) + damping
+        product = product[..., None]
+        least = xp.where(w > error, w - error, xp.zeros_like(w))
         # A negative eigenvalue that stays; see `positive_eigenvalues`.
-        least = xp.min(factor.eigenvalues, axis=-1)
-        stays = (least < 0) & (product * least + damping > 0)
-        bottom = xp.where(stays, product * least + damping, bottom)
+        stays = (w < 0) & (product * w + damping > 0)
+        bottom = product * xp.where(stays, w, least) + damping
         positive = bottom > 0
-        ratio = error / xp.where(positive, bottom, xp.ones_like(bottom))
-        # A factor of zeros has no error.
+        ratio = product * error / xp.where(positive, bottom, xp.ones_like(bottom))
         singular = xp.where(error > 0, xp.full_like(error, xp.inf), error)
-        total = total + xp.where(positive, ratio, singular)
+        total = total + xp.max(xp.where(positive, ratio, singular), axis=-1)
     worst = xp.max(total)
     return xp.where(xp.isfinite(worst), worst, xp.full_like(worst, xp.inf))
 

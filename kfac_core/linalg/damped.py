@@ -10,7 +10,8 @@ all of M is, and is the one guard before LAPACK.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.finite import known_finite, known_true
@@ -18,22 +19,21 @@ from kfac_core.array.namespaces import (
     as_number,
     own_namespace,
     roundoff_of,
-    status_unless,
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.array.structure import replaced, structure, without_scalars
 from kfac_core.errors import FactorizationError
 from kfac_core.linalg.certificate import (
+    ERROR_LIMIT,
     RESIDUAL_LIMIT,
-    SPECTRAL_GAP,
     Spectrum,
     backward_residual,
     cholesky_residual,
     eigen_residual,
+    eigenvalue_errors,
     inverse_residual,
     pivot_error,
     probe_of,
-    roundoff_units,
     settled_eigenvalues,
     spectrum_error,
 )
@@ -73,13 +73,17 @@ class DampedMatrix:
     shift : array, shape () or (...)
         Finite and >= 0.
     roundoff : float
-        Relative roundoff of B as it was stored; 0 for that of its dtype.
+        Distance from 1 to the next number of the dtype that B was stored in; 0 for a
+        matrix that is exact.
+    rank : array, shape () or (...), or None
+        At most so many eigenvalues of B are not zero; None where that is not known.
     """
 
     matrix: SymmetricMatrix
     factor: Array
     shift: Array
     roundoff: float = 0.0
+    rank: Array | None = None
 
     @property
     def size(self) -> int:
@@ -92,8 +96,6 @@ class DampedMatrix:
         product = for_matrices(self.factor) * product
         return product + for_matrices(self.shift) * v if shifted else product
 
-
-T = TypeVar("T")
 
 Conditions = tuple[tuple[Array, Status], ...]
 """Conditions, each with the flag to set if it fails."""
@@ -132,15 +134,8 @@ def cholesky_factor(
     xp = own_namespace(problem.matrix.array)
     options: Any = {"check": check, "name": name, "xp": xp}
     factor: CholeskyFactor = with_fallbacks(
-        _attempt_cholesky,
-        problem,
-        _clipped_cholesky,
-        settled=_settled_cholesky,
-        doubted=_is_doubted(problem, xp),
-        **options,
+        _attempt_cholesky, problem, _clipped_cholesky, **options
     )
-    if check == "status" and _is_doubted(problem, xp):
-        return _flagged(factor, problem, _smallest_pivot(factor, xp), xp)
     return factor
 
 
@@ -177,15 +172,8 @@ def damped_inverse(
     made = _attempt_inverse(problem, xp, lower)
     options: Any = {"check": check, "name": name, "made": made, "xp": xp}
     inverse: Inverse = with_fallbacks(
-        _attempt_inverse,
-        problem,
-        _clipped_inverse,
-        settled=_settled_inverse,
-        doubted=_is_doubted(problem, xp),
-        **options,
+        _attempt_inverse, problem, _clipped_inverse, **options
     )
-    if check == "status" and _is_doubted(problem, xp):
-        return _flagged(inverse, problem, 1.0 / inverse.matrix.trace(), xp)
     return inverse
 
 
@@ -195,7 +183,7 @@ def eigendecomposition(
     """Return the eigendecomposition of ``c B``; the shift is not read.
 
     Parameters, errors and conventions are those of `cholesky_factor`, with a fallback to
-    float64 alone.  Eigenvalues that are only roundoff are zero; see
+    float64 alone.  What becomes of eigenvalues below roundoff is said by
     `kfac_core.linalg.certificate.settled_eigenvalues`.
 
     Parameters
@@ -216,9 +204,8 @@ def eigendecomposition(
     """
     xp = own_namespace(problem.matrix.array)
     options: Any = {"check": check, "name": name, "wide": wide, "xp": xp}
-    attempt = _attempt_eigen if check == "status" else _attempt_known_eigen
     basis: Eigendecomposition = with_fallbacks(
-        attempt, problem, _no_eigendecomposition, **options
+        _attempt_eigen, problem, _no_eigendecomposition, **options
     )
     # Blocks that share a factor keep the same basis.
     return without_scalars(basis)
@@ -282,11 +269,18 @@ def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
     solving = pivot_error(lower, diagonal + problem.shift[..., None], xp=xp)
     residual = xp.where(residual > solving, residual, solving)
     positive = lower[..., -1, -1] > 0
+
+    def smallest() -> Array:
+        # A pivot is at least the smallest eigenvalue.
+        pivots = xp.linalg.diagonal(lower)
+        return xp.min(pivots * pivots, axis=-1)
+
+    stored = _is_stored_well(problem, smallest, xp)
     if not known_true(positive, xp=xp):
         # Above the diagonal, too, there is then nothing that passes for a factor.
         failed = xp.full_like(lower, xp.nan)
         lower = xp.where(positive[..., None, None], lower, failed)
-    return CholeskyFactor(lower, *_judged(conditions, positive, residual, xp))
+    return CholeskyFactor(lower, *_judged(conditions, positive, residual, stored, xp))
 
 
 def _attempt_inverse(
@@ -303,7 +297,12 @@ def _attempt_inverse(
     positive = as_number(lower[..., -1, -1]) > 0
     X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
     residual = inverse_residual(X, z, image, xp=xp)
-    return Inverse(X, *_judged(conditions, positive, residual, xp))
+
+    def smallest() -> Array:
+        return _smallest_eigenvalue(X, z, xp)
+
+    stored = _is_stored_well(problem, smallest, xp)
+    return Inverse(X, *_judged(conditions, positive, residual, stored, xp))
 
 
 def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
@@ -319,8 +318,9 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
     residual = eigen_residual(w, Q, z, image, xp=xp)
     zeros = xp.zeros_like(w)
     clipped = xp.sum(xp.where(w < 0, -w, zeros), axis=-1)
-    diagonal = problem.factor[..., None] * matrix.diagonal()
-    w = settled_eigenvalues(w, diagonal, _storage_roundoff(problem, xp), xp=xp)
+    computed = roundoff_of(w.dtype, xp=xp)
+    error = eigenvalue_errors(w, Q, stored=problem.roundoff, computed=computed, xp=xp)
+    w, error = settled_eigenvalues(w, error, _known_rank(problem, xp), xp=xp)
     _, fallback = untouched(residual, xp)
     status = first_flag(
         (finite, Status.MATRIX_NOT_FINITE),
@@ -331,31 +331,56 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
     if not known_true(finite, xp=xp):
         w = xp.where(finite[..., None], w, xp.full_like(w, xp.nan))
         Q = xp.where(finite[..., None, None], Q, xp.full_like(Q, xp.nan))
-    return Eigendecomposition(w, Q, status, residual, clipped, fallback)
+    return Eigendecomposition(w, Q, error, status, residual, clipped, fallback)
 
 
-def _attempt_known_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
-    """Return the eigendecomposition of a matrix without the roundoff of its storage.
+def _known_rank(problem: DampedMatrix, xp: Namespace) -> Array | None:
+    """Return a bound of B's rank, by its rows and by the zeros on its diagonal."""
+    if problem.rank is None:
+        return None
+    diagonal = problem.matrix.diagonal()
+    zeros = xp.zeros_like(diagonal)
+    nonzero = xp.sum(xp.where(diagonal > 0, xp.ones_like(zeros), zeros), axis=-1)
+    return xp.where(problem.rank < nonzero, problem.rank, nonzero)
 
-    Roundoff of ``(A)_ij`` is relative to the root of ``(A)_ii (A)_jj``, so that of small
-    entries it is small.  It is removed from the matrix with a diagonal of 1.
+
+def _is_stored_well(
+    problem: DampedMatrix, smallest: Callable[[], Array], xp: Namespace
+) -> Array | None:
+    """Return whether the roundoff of storing B moves no eigenvalue of M by much.
+
+    Parameters
+    ----------
+    problem : DampedMatrix
+        Matrix M.
+    smallest : callable
+        Returns an estimate of M's smallest eigenvalue, shape (...).
+    xp : namespace
+        Array API namespace of the arrays.
+
+    Returns
+    -------
+    array of bool, shape (...), or None
+        None for an exact matrix, and where the host knows that the shift is large enough.
     """
-    if not _is_doubted(problem, xp):
-        return _attempt_eigen(problem, xp)
-    full = for_matrices(problem.factor) * problem.matrix.full()
-    diagonal = xp.linalg.diagonal(full)
-    root = xp.sqrt(xp.where(diagonal > 0, diagonal, xp.ones_like(diagonal)))
-    outer = root[..., :, None] * root[..., None, :]
-    one = xp.ones_like(problem.factor)
-    options: Any = {"shift": problem.shift, "roundoff": problem.roundoff}
-    unit = SymmetricMatrix(full / outer, full_storage=True)
-    found = _attempt_eigen(DampedMatrix(unit, one, **options), xp)
-    if bool(xp.any(found.status != 0)):
-        return _attempt_eigen(problem, xp)
-    clean = from_eigenbasis(found.eigenvectors, found.eigenvalues, xp)
-    cleaned = SymmetricMatrix(clean.array * outer, full_storage=True)
-    made = _attempt_eigen(DampedMatrix(cleaned, one, problem.shift), xp)
-    return replaced(made, fallback=xp.full_like(made.fallback, int(Fallback.FLOAT64)))
+    if not problem.roundoff:
+        return None
+    noise = 0.5 * problem.roundoff * problem.factor * problem.matrix.trace()
+    enough = noise <= ERROR_LIMIT * problem.shift
+    if known_true(enough, xp=xp):
+        return None
+    return enough | (noise <= ERROR_LIMIT * smallest())
+
+
+def _smallest_eigenvalue(inverse: SymmetricMatrix, z: Array, xp: Namespace) -> Array:
+    """Estimate the smallest eigenvalue of M by the power method for its inverse."""
+    largest = xp.zeros_like(inverse.array[..., 0, 0])
+    for _ in range(4):
+        image = multiply_symmetric(inverse, z, xp=xp)
+        top = xp.max(xp.abs(image), axis=(-2, -1), keepdims=True)
+        z = image / xp.where(top > 0, top, xp.ones_like(top))
+        largest = top[..., 0, 0]
+    return 1.0 / largest
 
 
 def _lower(problem: DampedMatrix, valid: Array | None, xp: Namespace) -> Array:
@@ -370,14 +395,21 @@ def _lower(problem: DampedMatrix, valid: Array | None, xp: Namespace) -> Array:
 
 
 def _judged(
-    conditions: Conditions, positive: Array, residual: Array, xp: Namespace
+    conditions: Conditions,
+    positive: Array,
+    residual: Array,
+    stored: Array | None,
+    xp: Namespace,
 ) -> tuple[Array, Array, Array, Array]:
     """Return the status, the residual, the clipped mass and the fallback of an attempt."""
     clipped, fallback = untouched(residual, xp)
+    accurate = as_number(residual) <= RESIDUAL_LIMIT
+    if stored is not None:
+        accurate = accurate & stored
     status = first_flag(
         *conditions,
         (positive, Status.NOT_POSITIVE),
-        (as_number(residual) <= RESIDUAL_LIMIT, Status.INACCURATE),
+        (accurate, Status.INACCURATE),
         none=fallback,
         xp=xp,
     )
@@ -417,75 +449,18 @@ def _clipped_inverse(
     return Inverse(X, xp.zeros_like(fallback), residual, basis.clipped, fallback)
 
 
-def _settled_cholesky(
-    problem: DampedMatrix, made: CholeskyFactor, name: str, xp: Namespace
-) -> CholeskyFactor | None:
-    """Return the factor of M without what is only roundoff in A, if there is such."""
-    if not bool(xp.any(_is_doubtful(problem, _smallest_pivot(made, xp), xp))):
-        return None
-    return _clipped_cholesky(problem, made, name, xp)
-
-
-def _settled_inverse(
-    problem: DampedMatrix, made: Inverse, name: str, xp: Namespace
-) -> Inverse | None:
-    """Return the inverse of M without what is only roundoff in A, if there is such."""
-    # The trace of the inverse is at least the inverse of the smallest eigenvalue.
-    if not bool(xp.any(_is_doubtful(problem, 1.0 / made.matrix.trace(), xp))):
-        return None
-    return _clipped_inverse(problem, made, name, xp)
-
-
-def _smallest_pivot(made: CholeskyFactor, xp: Namespace) -> Array:
-    """Return the smallest pivot, which is at least the smallest eigenvalue."""
-    pivots = xp.linalg.diagonal(made.lower)
-    return xp.min(pivots * pivots, axis=-1)
-
-
-def _flagged(made: T, problem: DampedMatrix, smallest: Array, xp: Namespace) -> T:
-    """Return a factorization with a flag where the storage of B decides on it."""
-    good = xp.logical_not(_is_doubtful(problem, smallest, xp))
-    status: Array = cast(Any, made).status
-    flags = status | status_unless(xp, good, Status.INACCURATE)
-    return replaced(made, status=flags)
-
-
-def _is_doubtful(problem: DampedMatrix, smallest: Array, xp: Namespace) -> Array:
-    """Return whether an eigenvalue may be only roundoff, and large beside the shift.
-
-    `smallest` is an estimate of the smallest eigenvalue of M.
-    """
-    trace = problem.factor * problem.matrix.trace()
-    noise = roundoff_units(problem.size) * _storage_roundoff(problem, xp) * trace
-    return (smallest <= SPECTRAL_GAP * noise) & (
-        problem.shift * RESIDUAL_LIMIT <= noise
-    )
-
-
-def _is_doubted(problem: DampedMatrix, xp: Namespace) -> bool:
-    """Whether B was stored in a narrower dtype than it is factorized in."""
-    return problem.roundoff > roundoff_of(problem.matrix.array.dtype, xp=xp)
-
-
 def _is_determined(
     basis: Eigendecomposition, problem: DampedMatrix, xp: Namespace
 ) -> bool:
-    """Whether the eigenvalues of M are known, in the dtype of the eigendecomposition."""
-    w, shift = basis.eigenvalues, problem.shift
-    roundoff = xp.full_like(shift, roundoff_of(w.dtype, xp=xp))
-    diagonal = problem.factor[..., None] * problem.matrix.diagonal()
+    """Whether roundoff leaves the eigenvalues of M nearly what they are."""
+    shift = problem.shift
     error = spectrum_error(
-        [Spectrum(w, roundoff, diagonal)],
+        [Spectrum(basis.eigenvalues, basis.error)],
         scale=xp.ones_like(shift),
         damping=shift,
         xp=xp,
     )
-    return bool(error <= RESIDUAL_LIMIT)
-
-
-def _storage_roundoff(problem: DampedMatrix, xp: Namespace) -> float:
-    """Return the relative roundoff of B."""
-    return max(problem.roundoff, roundoff_of(problem.matrix.array.dtype, xp=xp))
+    return bool(error <= ERROR_LIMIT)
 
 
 def _clipped(
@@ -495,7 +470,7 @@ def _clipped(
 
     Or raise, where M is not positive definite even so.
     """
-    basis = _attempt_known_eigen(problem, xp)
+    basis = _attempt_eigen(problem, xp)
     zeros = xp.zeros_like(basis.eigenvalues)
     w = xp.where(basis.eigenvalues < 0, zeros, basis.eigenvalues)
     basis, damped = replaced(basis, eigenvalues=w), w + problem.shift[..., None]

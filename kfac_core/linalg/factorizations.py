@@ -90,9 +90,12 @@ class Eigendecomposition:
     Attributes
     ----------
     eigenvalues : array, shape (..., n)
-        Ascending, negative ones set to zero.
+        Ascending; those below roundoff as
+        `kfac_core.linalg.certificate.settled_eigenvalues` leaves them.
     eigenvectors : array, shape (..., n, n)
         Eigenvectors in the columns.
+    error : array, shape (..., n)
+        How far each eigenvalue may be off by roundoff; 0 where it is known to be zero.
     residual : array, shape (...)
         See `kfac_core.linalg.certificate.eigen_residual`.
     status, clipped, fallback
@@ -101,6 +104,7 @@ class Eigendecomposition:
 
     eigenvalues: Array
     eigenvectors: Array
+    error: Array
     status: Array
     residual: Array
     clipped: Array

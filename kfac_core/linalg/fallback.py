@@ -85,8 +85,6 @@ def with_fallbacks(
     check: Check,
     name: str,
     made: M | None = None,
-    settled: Callable[[P, M, str, Namespace], M | None] | None = None,
-    doubted: bool = False,
     wide: bool = False,
     xp: Namespace,
 ) -> M:
@@ -108,11 +106,6 @@ def with_fallbacks(
         Name of the matrix in error messages.
     made : structure, optional
         First attempt, if already computed.
-    settled : callable, optional
-        Takes what `last` does.  Returns what is to replace an attempt in float64 that has
-        no flags: the numbers of a narrower dtype are not known to its precision.
-    doubted : bool
-        Whether the first attempt, too, is shown to `settled`.
     wide : bool
         Whether to begin with float64 (``check="raise"``).
     xp : namespace
@@ -137,18 +130,15 @@ def with_fallbacks(
             return found  # type: ignore[no-any-return]
         flags = _flags(found.status, xp)
         if not flags:
-            better = settled(problem, found, name, xp) if settled and doubted else None
-            return found if better is None else better
+            return found  # type: ignore[no-any-return]
         widest = widened(problem, xp=xp)
     if widest is not None:
         found = attempt(widest, xp)
         flags = _flags(found.status, xp)
         if not flags:
-            better = settled(widest, found, name, xp) if settled else None
-            if better is None:
-                fallback = xp.full_like(found.fallback, int(Fallback.FLOAT64))
-                better = replaced(found, fallback=fallback)
-            return _narrowed(better, problem, name, xp)
+            fallback = xp.full_like(found.fallback, int(Fallback.FLOAT64))
+            found = replaced(found, fallback=fallback)
+            return _narrowed(found, problem, name, xp)
     raise_invalid(Status(flags), name)
     widest = problem if widest is None else widest
     return _narrowed(last(widest, found, name, xp), problem, name, xp)

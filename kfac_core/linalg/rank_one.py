@@ -27,7 +27,7 @@ from kfac_core.linalg.certificate import (
 from kfac_core.linalg.factorizations import Eigendecomposition, Factorization
 from kfac_core.linalg.groups import side_by_side
 from kfac_core.linalg.shifted import Reporting, ShiftedMatrix, shifted_matrix
-from kfac_core.linalg.symmetric import SymmetricMatrix
+from kfac_core.linalg.symmetric import ScaledMatrix, SymmetricMatrix
 
 __all__ = ["ShiftedRankOne"]
 
@@ -116,9 +116,9 @@ class ShiftedRankOne:
         return replaced(self, whole=self._dense_matrix().in_wide_basis(name=name))
 
     def spectrum(self, basis: Eigendecomposition | None, /) -> Spectrum:
-        """Return the eigenvalues, and how well they are known."""
-        found = self.block.spectrum(basis)
-        return Spectrum(found.eigenvalues, found.roundoff, None)
+        """Return the eigenvalues, and how far each may be off."""
+        assert basis is not None
+        return Spectrum(basis.eigenvalues, basis.error)
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or the same without the shift; ``2 K c^2 k`` flops."""
@@ -275,7 +275,9 @@ class ShiftedRankOne:
         if self.whole is not None:
             return self.whole
         undamped = SymmetricMatrix(self.dense(shifted=False), full_storage=True)
-        return shifted_matrix(undamped, self.shift)
+        one = self._xp().ones_like(self.shift)
+        stored = self.block.damped.roundoff
+        return shifted_matrix(ScaledMatrix(undamped, one, stored), self.shift)
 
     def _xp(self) -> Namespace:
         return array_api_compat.array_namespace(self.mean)

@@ -35,7 +35,7 @@ from kfac_core.errors import (
     NotReadyError,
 )
 from kfac_core.linalg.certificate import (
-    RESIDUAL_LIMIT,
+    ERROR_LIMIT,
     Spectrum,
     positive_eigenvalues,
     spectrum_error,
@@ -55,7 +55,7 @@ from kfac_core.linalg.factorizations import (
     Solving,
 )
 from kfac_core.linalg.factorized import FactorizedMatrix, FactorizedProducts
-from kfac_core.linalg.fallback import Fallback, in_narrow_dtype
+from kfac_core.linalg.fallback import in_narrow_dtype
 from kfac_core.linalg.symmetric import (
     ScaledMatrix,
     SymmetricMatrix,
@@ -264,7 +264,7 @@ class ShiftedMatrix(FactorizedProducts):
             damping=shift,
             xp=xp,
         )
-        return error <= RESIDUAL_LIMIT
+        return error <= ERROR_LIMIT
 
     def in_wide_basis(self, *, name: str) -> ShiftedMatrix:
         """Return the same with its eigendecomposition computed in float64, or raise."""
@@ -275,13 +275,7 @@ class ShiftedMatrix(FactorizedProducts):
     def spectrum(self, basis: Eigendecomposition | None, /) -> Spectrum:
         """Return the eigenvalues of a basis of A, and how well they are known."""
         assert basis is not None
-        xp = self._xp()
-        working = max(self.damped.roundoff, roundoff_of(self.damped.shift.dtype, xp=xp))
-        wide = basis.fallback >= int(Fallback.FLOAT64)
-        w, M = basis.eigenvalues, self._applied()
-        own = xp.full_like(w[..., 0], working)
-        roundoff = xp.where(wide, xp.full_like(own, 2.0**-52), own)
-        return Spectrum(w, roundoff, M.factor[..., None] * M.matrix.diagonal())
+        return Spectrum(basis.eigenvalues, basis.error)
 
     def wide(self) -> ShiftedMatrix:
         """Return the same in the computing dtype, without factorizations."""
@@ -318,7 +312,7 @@ class ShiftedMatrix(FactorizedProducts):
         ):
             raise FactorizationError(
                 f"roundoff changes an eigenvalue of a {self.size} x {self.size} matrix by "
-                f"more than {RESIDUAL_LIMIT} of it, so that its power {exponent} is not "
+                f"more than {ERROR_LIMIT} of it, so that its power {exponent} is not "
                 "known. Increase `damping`.",
                 factor="matrix",
             )
@@ -383,7 +377,7 @@ class ShiftedMatrix(FactorizedProducts):
         if dtype == M.shift.dtype:
             return M
         factor, shift = cast(xp, M.factor, dtype), cast(xp, M.shift, dtype)
-        return DampedMatrix(self.applied, factor, shift, M.roundoff)
+        return DampedMatrix(self.applied, factor, shift, M.roundoff, M.rank)
 
     def _in_applied_dtype(self, made: T, *, check: Check, name: str) -> T:
         """Return a factorization in the dtype of applying."""
@@ -495,7 +489,7 @@ def shifted_matrix(
     shift = full_of(xp, shift, B.array)
     # As it was stored.
     roundoff = max(matrix.roundoff, roundoff_of(B.array.dtype, xp=xp))
-    damped = DampedMatrix(B, matrix.factor, shift, roundoff)
+    damped = DampedMatrix(B, matrix.factor, shift, roundoff, matrix.rank)
     made = ShiftedMatrix(damped, narrowed)
     if not factorizations:
         return made

@@ -110,7 +110,7 @@ class ShiftedDiagonal:
 
     def spectrum(self, basis: object, /) -> Spectrum:
         """Return the diagonal, which has no error relative to its largest entry."""
-        return Spectrum(self.entries, self._xp().zeros_like(self.shift), self.entries)
+        return Spectrum(self.entries, self._xp().zeros_like(self.entries))
 
     def multiply(self, v: Array, /, *, shifted: bool) -> Array:
         """Return ``M v``, or ``diag(a) v``."""

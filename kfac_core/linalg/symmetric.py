@@ -87,6 +87,8 @@ class ScaledMatrix:
         Factor c.
     roundoff : float
         Relative roundoff of the dtype in which B was stored, if that was narrower; else 0.
+    rank : array, shape () or (...), or None
+        At most so many eigenvalues of B are not zero; None where that is not known.
 
     Notes
     -----
@@ -97,6 +99,7 @@ class ScaledMatrix:
     matrix: SymmetricMatrix
     factor: Array
     roundoff: float = 0.0
+    rank: Array | None = None
 
     @property
     def size(self) -> int:

@@ -186,14 +186,12 @@ class FactoredKronecker(CurvatureOperator):
         total = n * m * xp.sum(xp.log(self.scale) + xp.zeros_like(self.output.shift))
         for part, times in ((made.input, m), (made.output, n)):
             found = part.spectrum(eigenbasis_of(part))
-            # What only roundoff made counts as zero, in each group by itself.
-            largest = xp.max(found.eigenvalues, axis=-1)
-            least = cast(xp, part.size * found.roundoff, largest.dtype) * largest
-            if roundoff_of(largest.dtype, xp=xp) > 2.0**-52:
+            if roundoff_of(found.eigenvalues.dtype, xp=xp) > 2.0**-52:
                 wide = part.in_wide_basis(name="block")
                 found = wide.spectrum(eigenbasis_of(wide))
+            # What only roundoff made counts as zero.
             w = found.eigenvalues
-            w = xp.where(w > least[..., None], w, xp.zeros_like(w))
+            w = xp.where(w > found.error, w, xp.zeros_like(w))
             total = total + times * log_sum(w)
         return total
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
@@ -18,7 +18,9 @@ from kfac_core.array.structure import in_dtype
 from kfac_core.errors import FactorizationError
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.certificate import (
+    ERROR_LIMIT,
     RESIDUAL_LIMIT,
+    Spectrum,
     probe,
     relative_norm,
     spectrum_error,
@@ -27,7 +29,14 @@ from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.rank_one import ShiftedRankOne
 from kfac_core.linalg.shifted_diagonal import ShiftedDiagonal
 
-__all__ = ["Bases", "ChainOperator", "accurate_bases", "applied_in", "eigenbasis_of"]
+__all__ = [
+    "Bases",
+    "ChainOperator",
+    "accurate_bases",
+    "applied_in",
+    "eigenbasis_of",
+    "undetermined",
+]
 
 
 class ChainOperator(Protocol):
@@ -70,8 +79,9 @@ def accurate_bases(
     """Return eigenbases of factors that determine ``S F_1 (x) ... (x) F_k + lam I``.
 
     An eigenvalue of the product is a product of eigenvalues, each of which is known up to
-    roundoff times the largest one of its factor.  Where that is more than a hundredth of
-    a damped eigenvalue, the eigendecompositions are repeated in float64.
+    its error.  Where that moves a damped eigenvalue by more than `ERROR_LIMIT` of it, the
+    eigendecompositions are repeated in float64, which helps where roundoff of storing is
+    small for all directions that matter.
 
     Parameters
     ----------
@@ -102,30 +112,61 @@ def accurate_bases(
     -----
     ``O(sum n_i)`` operations; ``check="raise"`` synchronizes with the device.
     """
-    xp = own_namespace(damping)
 
-    def error(found: Bases) -> Array:
-        spectra = [part.spectrum(found[side]) for side, part in parts.items()]
-        return spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
+    def spectra(of: Bases) -> list[Spectrum]:
+        return [part.spectrum(of[side]) for side, part in parts.items()]
 
-    found = error(bases)
-    flags = status_unless(xp, found <= RESIDUAL_LIMIT, Status.INACCURATE)
+    options: Any = {"scale": scale, "damping": damping, "name": name}
+    flags = undetermined(spectra(bases), **options, check="status")
     if check == "status" or not int(flags):
         return bases, flags
     wide = {
         side: eigenbasis_of(part.in_wide_basis(name=f"{name}/{side}"))
         for side, part in parts.items()
     }
-    found = error(wide)
-    if not float(found) <= RESIDUAL_LIMIT:
+    return wide, undetermined(spectra(wide), **options, check="raise")
+
+
+def undetermined(
+    spectra: Sequence[Spectrum],
+    /,
+    *,
+    scale: Array,
+    damping: Array,
+    check: Check,
+    name: str,
+) -> Array:
+    """Return a flag where errors of eigenvalues matter beside the damping, or raise.
+
+    Parameters
+    ----------
+    spectra : sequence of Spectrum
+        Eigenvalues of the factors, with their errors.
+    scale, damping, check, name
+        See `accurate_bases`.
+
+    Returns
+    -------
+    array of int32, 0-d
+        `Status` flags.
+
+    Raises
+    ------
+    FactorizationError
+        With ``check="raise"``, in the place of the flag.
+    """
+    xp = own_namespace(damping)
+    error = spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
+    flags = status_unless(xp, error <= ERROR_LIMIT, Status.INACCURATE)
+    if check == "raise" and int(flags):
         raise FactorizationError(
             f"with damping {float(xp.max(damping)):.1e} the block is not determined by "
             "its factors: their roundoff changes a damped eigenvalue by "
-            f"{float(found):.0e} of it (limit {RESIDUAL_LIMIT}). Increase `damping`, or "
+            f"{float(error):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, or "
             'keep statistics in float64 (Precision(storage="float64")).',
             factor=name,
         )
-    return wide, xp.zeros_like(flags)
+    return flags
 
 
 def applied_in(

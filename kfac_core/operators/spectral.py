@@ -656,4 +656,4 @@ def _given_basis(
         )
     status = none | status_unless(xp, orthogonal, Status.INACCURATE)
     zeros = xp.zeros((size,), dtype=Q.dtype, device=device_of(Q))
-    return Eigendecomposition(zeros, Q, status, residual, nothing, none)
+    return Eigendecomposition(zeros, Q, zeros, status, residual, nothing, none)
