@@ -31,7 +31,7 @@ import numpy as np
 import kfac_core as kc
 
 from . import references
-from .kinds import GRADED, KINDS, STORED, stored
+from .kinds import GRADED, KINDS, LARGEST_RANK, SPECTRA, STORED, stored
 from .references import Answer, Curvature
 
 C = 64.0
@@ -69,7 +69,7 @@ def cases(
     kinds: Iterable[str] = tuple(KINDS),
     precisions: Iterable[str] = tuple(PRECISIONS),
     checks: Iterable[str] = ("raise", "status"),
-    ranks: Iterable[int] = (*RANKS, GRADED),
+    ranks: Iterable[int] = (*RANKS, GRADED, *SPECTRA),
     scales: Iterable[float] = SCALES,
     dampings: Iterable[float] = DAMPINGS,
 ) -> Iterator[Case]:
@@ -204,7 +204,13 @@ def _numbers(count: Counter[str]) -> tuple[str, ...]:
 @functools.cache
 def _rows(kind: str, rank: int, scale: float, dtype: str) -> dict[str, np.ndarray]:
     """Return the rows of a block, exact in their dtype."""
-    drawn = KINDS[kind].draw(np.random.default_rng(17), rank if rank else 2)
+    count = LARGEST_RANK if rank in SPECTRA else rank
+    drawn = KINDS[kind].draw(np.random.default_rng(17), count if count else 2)
+    if rank in SPECTRA:
+        drawn = {
+            name: SPECTRA[rank](rows) if name.startswith("x") else rows
+            for name, rows in drawn.items()
+        }
     if rank == 0:
         drawn = {name: np.zeros_like(rows) for name, rows in drawn.items()}
     return {name: (scale * rows).astype(dtype) for name, rows in drawn.items()}

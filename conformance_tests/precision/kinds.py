@@ -27,6 +27,15 @@ LARGEST_RANK = 20
 GRADED = -1
 """A rank that stands for 20 rows whose directions fall by four orders of magnitude."""
 
+SPECTRA: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    -2: lambda x: x + 1000.0,
+    -3: lambda x: np.concatenate([1e5 * x[:1], x[1:]]),
+    -4: lambda x: np.concatenate([x[..., :1], x[..., :1] + 1e-4 * x[..., 1:]], axis=-1),
+    -5: lambda x: x * np.geomspace(1e5, 1.0, x.shape[-1]),
+}
+"""Ranks that stand for 20 rows with an offset, an outlier, nearly equal columns, and columns
+of other units."""
+
 
 @dataclass(frozen=True)
 class Kind:

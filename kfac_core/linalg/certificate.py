@@ -321,11 +321,11 @@ def eigenvalue_errors(
 
 
 def settled_eigenvalues(
-    eigenvalues: Array, error: Array, rank: Array | None, /, *, xp: Namespace
+    eigenvalues: Array, error: Array, rank: Array, /, *, xp: Namespace
 ) -> tuple[Array, Array]:
     """Return the eigenvalues of a semidefinite matrix without those that are roundoff.
 
-    Of a matrix of known rank the others are zero.  An eigenvalue below its error is
+    What exceeds the rank of the matrix is zero.  Another eigenvalue below its error is
     uncertain, and is raised to that error: a product with the inverse may come out shorter
     by it, and not longer.  Negative eigenvalues that are too large for roundoff are left as
     they are: see `positive_eigenvalues`.
@@ -334,8 +334,8 @@ def settled_eigenvalues(
     ----------
     eigenvalues, error : array, shape (..., n)
         Computed eigenvalues, in any order, and their errors.
-    rank : array, shape () or (...), or None
-        At most so many eigenvalues are not zero; None where that is not known.
+    rank : array, shape () or (...)
+        At most so many eigenvalues are not zero.
     xp : namespace
         Array API namespace of the arrays.
 
@@ -350,8 +350,6 @@ def settled_eigenvalues(
     gap = 2.0 * SPECTRAL_GAP * roundoff_units(n) * error
     within = (eigenvalues >= -gap) & (eigenvalues < error)
     settled = xp.where(within, error, eigenvalues)
-    if rank is None:
-        return settled, error
     unit = xp.where(error > 0, error, xp.ones_like(error))
     order = xp.argsort(xp.argsort(xp.abs(eigenvalues) / unit, axis=-1), axis=-1)
     null = xp.astype(order, error.dtype) < n - rank[..., None]

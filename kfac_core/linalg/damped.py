@@ -334,13 +334,12 @@ def _attempt_eigen(problem: DampedMatrix, xp: Namespace) -> Eigendecomposition:
     return Eigendecomposition(w, Q, error, status, residual, clipped, fallback)
 
 
-def _known_rank(problem: DampedMatrix, xp: Namespace) -> Array | None:
+def _known_rank(problem: DampedMatrix, xp: Namespace) -> Array:
     """Return a bound of B's rank, by its rows and by the zeros on its diagonal."""
-    if problem.rank is None:
-        return None
     diagonal = problem.matrix.diagonal()
-    zeros = xp.zeros_like(diagonal)
-    nonzero = xp.sum(xp.where(diagonal > 0, xp.ones_like(zeros), zeros), axis=-1)
+    nonzero = xp.sum(xp.astype(diagonal != 0, diagonal.dtype), axis=-1)
+    if problem.rank is None:
+        return nonzero
     return xp.where(problem.rank < nonzero, problem.rank, nonzero)
 
 
