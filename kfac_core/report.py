@@ -51,6 +51,9 @@ class FactorReport:
         The name of the fallback by which it was made; ``"working"`` without one.
     clipped : float
         The sum of negative eigenvalues that were set to zero.
+    uncertain : int or None
+        How many eigenvalues are below the roundoff of storage, and were raised to it; None
+        without an eigendecomposition.
     """
 
     size: int
@@ -59,6 +62,7 @@ class FactorReport:
     residual: float | None
     fallback: str | None
     clipped: float
+    uncertain: int | None = None
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,14 @@ def _basis(basis: Eigendecomposition) -> FactorReport:
     size = int(basis.eigenvalues.shape[-1])
     residual, clipped = float(xp.max(basis.residual)), float(xp.max(basis.clipped))
     fallback = fallback_of(basis).name.lower()
-    return FactorReport(size, 0.0, None, residual, fallback, clipped)
+    uncertain = _uncertain(basis, xp)
+    return FactorReport(size, 0.0, None, residual, fallback, clipped, uncertain)
+
+
+def _uncertain(basis: Eigendecomposition, xp: Namespace) -> int:
+    """Return the number of eigenvalues that may be nothing but roundoff."""
+    raised = (basis.eigenvalues > 0) & (basis.eigenvalues <= basis.error)
+    return int(xp.sum(xp.astype(raised, xp.int32)))
 
 
 def _factor(part: Shifted) -> FactorReport:
@@ -231,6 +242,7 @@ def _factor(part: Shifted) -> FactorReport:
         float(xp.max(made.residual)),
         fallback_of(made).name.lower(),
         float(xp.max(made.clipped)),
+        None if part.basis is None else _uncertain(part.basis, xp),
     )
 
 

@@ -33,8 +33,8 @@ SPECTRA: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     -4: lambda x: np.concatenate([x[..., :1], x[..., :1] + 1e-4 * x[..., 1:]], axis=-1),
     -5: lambda x: x * np.geomspace(1e5, 1.0, x.shape[-1]),
 }
-"""Ranks that stand for 20 rows with an offset, an outlier, nearly equal columns, and columns
-of other units."""
+"""Ranks that stand for 20 rows with an offset, an outlier, nearly equal columns, or columns
+in different units."""
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,10 @@ from kfac_core.factors.full import FullFactor
 from kfac_core.factors.statistics import Statistics
 from kfac_core.layers.layer import Layer
 from kfac_core.layers.rows import WeightSharing
-from kfac_core.linalg.certificate import Spectrum
+from kfac_core.linalg.certificate import Spectrum, undetermined
 from kfac_core.linalg.damped import DampedMatrix, eigendecomposition
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.groups import split_groups
-from kfac_core.operators.parts import undetermined
 from kfac_core.operators.spectral import SpectralOperator, spectral_operator
 
 __all__ = ["Eigen", "MomentStart"]

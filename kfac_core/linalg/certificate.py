@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.dispatch import dispatched
 from kfac_core.array.finite import is_plain, known_true
-from kfac_core.array.namespaces import device_of, roundoff_of
+from kfac_core.array.namespaces import (
+    device_of,
+    own_namespace,
+    roundoff_of,
+    status_unless,
+)
+from kfac_core.array.status import Check, Status
+from kfac_core.errors import FactorizationError
 from kfac_core.linalg.symmetric import (
     SymmetricMatrix,
     matrix_diagonal,
@@ -45,6 +52,7 @@ __all__ = [
     "settled_eigenvalues",
     "smallest_known",
     "spectrum_error",
+    "undetermined",
 ]
 
 RESIDUAL_LIMIT = 1e-2
@@ -451,6 +459,52 @@ def spectrum_error(
         total = total + xp.max(xp.where(positive, ratio, singular), axis=-1)
     worst = xp.max(total)
     return xp.where(xp.isfinite(worst), worst, xp.full_like(worst, xp.inf))
+
+
+def undetermined(
+    spectra: Sequence[Spectrum],
+    /,
+    *,
+    scale: Array,
+    damping: Array,
+    check: Check,
+    name: str,
+) -> Array:
+    """Return a flag where errors of eigenvalues matter beside the damping, or raise.
+
+    Parameters
+    ----------
+    spectra : sequence of Spectrum
+        Eigenvalues of the factors, with their errors.
+    scale, damping : array, shape (...)
+        S and lam, as for `spectrum_error`.
+    check : {"raise", "status"}
+        Whether to raise, or to set a flag; reading it synchronizes with the device.
+    name : str
+        Name of the block or factor in error messages.
+
+    Returns
+    -------
+    array of int32, 0-d
+        `Status` flags.
+
+    Raises
+    ------
+    FactorizationError
+        With ``check="raise"``, in the place of the flag.
+    """
+    xp = own_namespace(damping)
+    error = spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
+    flags = status_unless(xp, error <= ERROR_LIMIT, Status.INACCURATE)
+    if check == "raise" and int(flags):
+        raise FactorizationError(
+            f"with damping {float(xp.max(damping)):.1e} eigenvalues are not "
+            "determined: the roundoff of what is stored changes a damped one by "
+            f"{float(error):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, or "
+            'keep statistics in float64 (Precision(storage="float64")).',
+            factor=name,
+        )
+    return flags
 
 
 @dispatched

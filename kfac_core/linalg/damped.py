@@ -35,7 +35,7 @@ from kfac_core.linalg.certificate import (
     pivot_error,
     probe_of,
     settled_eigenvalues,
-    spectrum_error,
+    undetermined,
 )
 from kfac_core.linalg.cholesky import damped_cholesky, inverse_from_cholesky
 from kfac_core.linalg.eigen import eigh
@@ -448,20 +448,6 @@ def _clipped_inverse(
     return Inverse(X, xp.zeros_like(fallback), residual, basis.clipped, fallback)
 
 
-def _is_determined(
-    basis: Eigendecomposition, problem: DampedMatrix, xp: Namespace
-) -> bool:
-    """Whether roundoff leaves the eigenvalues of M nearly what they are."""
-    shift = problem.shift
-    error = spectrum_error(
-        [Spectrum(basis.eigenvalues, basis.error)],
-        scale=xp.ones_like(shift),
-        damping=shift,
-        xp=xp,
-    )
-    return bool(error <= ERROR_LIMIT)
-
-
 def _clipped(
     problem: DampedMatrix, name: str, xp: Namespace
 ) -> tuple[Eigendecomposition, Array, SymmetricMatrix, Array, Array]:
@@ -482,9 +468,7 @@ def _clipped(
     backward = backward_residual(X, z, image, damped, xp=xp)
     residual = xp.where(backward > basis.residual, backward, basis.residual)
     smallest, worst = float(xp.min(damped)), float(xp.max(residual))
-    if not (
-        smallest > 0 and worst <= RESIDUAL_LIMIT and _is_determined(basis, problem, xp)
-    ):
+    if not (smallest > 0 and worst <= RESIDUAL_LIMIT):
         raise FactorizationError(
             f"a {problem.size} x {problem.size} matrix is not positive definite even after "
             f"its negative eigenvalues (sum {float(xp.max(basis.clipped)):.1e}) were set "
@@ -493,6 +477,8 @@ def _clipped(
             f"residual {worst:.1e} (limit {RESIDUAL_LIMIT}). Increase `damping`.",
             factor=name,
         )
+    spectrum, one = Spectrum(w, basis.error), xp.ones_like(problem.shift)
+    undetermined([spectrum], scale=one, damping=problem.shift, check="raise", name=name)
     fallback = xp.full_like(basis.fallback, int(Fallback.EIGENDECOMPOSITION))
     return basis, damped, X, residual, fallback
 

@@ -24,9 +24,8 @@ from kfac_core.array.namespaces import (
     is_finite_number,
     own_namespace,
     roundoff_of,
-    status_unless,
 )
-from kfac_core.array.status import Check, Status
+from kfac_core.array.status import Check
 from kfac_core.array.structure import replaced, structure
 from kfac_core.errors import (
     ConventionError,
@@ -35,10 +34,9 @@ from kfac_core.errors import (
     NotReadyError,
 )
 from kfac_core.linalg.certificate import (
-    ERROR_LIMIT,
     Spectrum,
     positive_eigenvalues,
-    spectrum_error,
+    undetermined,
 )
 from kfac_core.linalg.cholesky import add_to_diagonal
 from kfac_core.linalg.damped import (
@@ -245,26 +243,18 @@ class ShiftedMatrix(FactorizedProducts):
         shifted = self.shift > 0
         if known_true(xp.logical_not(shifted), xp=xp):
             return self
-        inaccurate = shifted & xp.logical_not(self._is_determined())
+        flags = self._undetermined(check="status", name=name)
+        flags = xp.where(xp.any(shifted), flags, xp.zeros_like(flags))
         if check == "status":
-            flags = status_unless(
-                xp, xp.logical_not(inaccurate), int(Status.INACCURATE)
-            )
             return replaced(self, basis=replaced(basis, status=basis.status | flags))
-        if truth_of(xp.any(inaccurate), xp=xp):
-            return self.in_wide_basis(name=name)
-        return self
+        return self.in_wide_basis(name=name) if int(flags) else self
 
-    def _is_determined(self) -> Array:
-        """Return whether the eigenvalues of M are known, 0-d; see `Spectrum`."""
-        xp, shift = self._xp(), self._shift()
-        error = spectrum_error(
-            [self.spectrum(self.basis)],
-            scale=xp.ones_like(shift),
-            damping=shift,
-            xp=xp,
-        )
-        return error <= ERROR_LIMIT
+    def _undetermined(self, *, check: Check, name: str) -> Array:
+        """Return a flag where roundoff decides on an eigenvalue of M, or raise."""
+        shift = self._shift()
+        one = self._xp().ones_like(shift)
+        spectra = [self.spectrum(self.basis)]
+        return undetermined(spectra, scale=one, damping=shift, check=check, name=name)
 
     def in_wide_basis(self, *, name: str) -> ShiftedMatrix:
         """Return the same with its eigendecomposition computed in float64, or raise."""
@@ -306,16 +296,8 @@ class ShiftedMatrix(FactorizedProducts):
                 f"damping has no power {exponent}. Increase `damping`.",
                 factor="matrix",
             )
-        if (
-            looks
-            and truth_of(self._having("eigenbasis")._is_determined(), xp=xp) is False
-        ):
-            raise FactorizationError(
-                f"roundoff changes an eigenvalue of a {self.size} x {self.size} matrix by "
-                f"more than {ERROR_LIMIT} of it, so that its power {exponent} is not "
-                "known. Increase `damping`.",
-                factor="matrix",
-            )
+        if looks and is_readable(damped, xp=xp):
+            self._having("eigenbasis")._undetermined(check="raise", name="matrix")
         scaled = damped**exponent
         Q = basis.eigenvectors
         return xp.matmul(Q, scaled[..., None] * xp.matmul(xp.matrix_transpose(Q), v))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 from kfac_core.array.backend import Array, Namespace
 from kfac_core.array.namespaces import (
     cast,
     device_of,
-    own_namespace,
     status_unless,
 )
 from kfac_core.array.status import Check, Status
@@ -18,12 +17,11 @@ from kfac_core.array.structure import in_dtype
 from kfac_core.errors import FactorizationError
 from kfac_core.factors.factor import Shifted
 from kfac_core.linalg.certificate import (
-    ERROR_LIMIT,
     RESIDUAL_LIMIT,
     Spectrum,
     probe,
     relative_norm,
-    spectrum_error,
+    undetermined,
 )
 from kfac_core.linalg.factorizations import Eigendecomposition
 from kfac_core.linalg.rank_one import ShiftedRankOne
@@ -125,48 +123,6 @@ def accurate_bases(
         for side, part in parts.items()
     }
     return wide, undetermined(spectra(wide), **options, check="raise")
-
-
-def undetermined(
-    spectra: Sequence[Spectrum],
-    /,
-    *,
-    scale: Array,
-    damping: Array,
-    check: Check,
-    name: str,
-) -> Array:
-    """Return a flag where errors of eigenvalues matter beside the damping, or raise.
-
-    Parameters
-    ----------
-    spectra : sequence of Spectrum
-        Eigenvalues of the factors, with their errors.
-    scale, damping, check, name
-        See `accurate_bases`.
-
-    Returns
-    -------
-    array of int32, 0-d
-        `Status` flags.
-
-    Raises
-    ------
-    FactorizationError
-        With ``check="raise"``, in the place of the flag.
-    """
-    xp = own_namespace(damping)
-    error = spectrum_error(spectra, scale=scale, damping=damping, xp=xp)
-    flags = status_unless(xp, error <= ERROR_LIMIT, Status.INACCURATE)
-    if check == "raise" and int(flags):
-        raise FactorizationError(
-            f"with damping {float(xp.max(damping)):.1e} the block is not determined by "
-            "its factors: their roundoff changes a damped eigenvalue by "
-            f"{float(error):.0e} of it (limit {ERROR_LIMIT}). Increase `damping`, or "
-            'keep statistics in float64 (Precision(storage="float64")).',
-            factor=name,
-        )
-    return flags
 
 
 def applied_in(
