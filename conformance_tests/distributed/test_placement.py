@@ -160,12 +160,12 @@ def test_as_many_bytes_are_sent_as_predicted(size, holders, keep_matrices):
 
 
 def test_statistics_are_counted_packed():
-    """Triangles, the weights, and the mean number of positions with its weight."""
+    """Triangles, their weights and rows, and the mean number of positions."""
     loads = block_loads(network())
 
     for name, (n, m) in SHAPES.items():
         triangles = (n + 1) * (n + 2) // 2 + m * (m + 1) // 2
-        assert loads[name].statistics == triangles + 4
+        assert loads[name].statistics == triangles + 6
         assert loads[name].direction == (n + 1) * m
 
 

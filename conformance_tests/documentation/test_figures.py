@@ -168,15 +168,12 @@ def test_errors_grow_with_the_condition_number(figures):
         assert basis.error > 1.5 * cholesky.error
         assert rows["float64 Cholesky"].error < 1e-15 * condition
     assert at[1e5]["kfac_core, float32"].fallback == "working"
-    assert at[1e7]["kfac_core, float32"].fallback == "eigendecomposition"
-    assert at[1e7]["kfac_core, float32"].error < 0.05
-    stored = roundoff.stored(1e7)
-    assert stored["float32"] > 1e-3 > 1e-7 > stored["float64"]
-    # Nearer to the matrix before it was rounded than the inverse of what was stored.
-    A, lam = roundoff.spectrum(96), 1e-7
-    best = roundoff.extended_inverse(A, lam)
-    rounded = roundoff.extended_inverse(A.astype(np.float32).astype(float), lam)
-    assert stored["float32"] < 0.9 * roundoff.relative_error(rounded, best)
+    assert at[1e7]["kfac_core, float32"].error is None
+    stored = roundoff.stored(1e5)
+    assert 0.05 > stored["float32"] > 1e-4 > 1e-9 > stored["float64"]
+    refused = roundoff.stored(1e7)
+    assert np.isnan(refused["float32"])
+    assert refused["float64"] < 1e-7
 
 
 def test_the_pictures_are_drawn(figures, layers, tmp_path):

@@ -286,9 +286,9 @@ def eigenvalue_errors(
     """Return how far each computed eigenvalue of a second moment may be off.
 
     Storing an entry rounds it relative to the diagonal entries of its row and its column.
-    That moves an eigenvalue by one unit roundoff times the largest eigenvalue, and by less
-    where its eigenvector lies in coordinates of small diagonal entries.  A decomposition
-    moves all of them alike.
+    That moves an eigenvalue by one or two unit roundoffs times the largest eigenvalue, and
+    by less where its eigenvector lies in coordinates of small diagonal entries.  A
+    decomposition moves all of them alike.
 
     Parameters
     ----------
@@ -314,7 +314,7 @@ def eigenvalue_errors(
     most = units * max(stored, computed) * largest
     below = xp.where((eigenvalues < 0) & (eigenvalues >= -most), -eigenvalues, zeros)
     below = xp.max(below, axis=-1, keepdims=True)
-    noise = 0.5 * stored * largest
+    noise = stored * largest
     noise = xp.where(below > noise, below, noise)
     if stored > computed:
         squares = eigenvectors * eigenvectors
@@ -324,7 +324,7 @@ def eigenvalue_errors(
         mean = xp.mean(diagonal, axis=-2)
         share = local / xp.where(mean > 0, mean, xp.ones_like(mean))
         noise = noise * xp.where(share < 1, share, xp.ones_like(share))
-    least = 0.5 * computed * largest + zeros
+    least = computed * largest + zeros
     return xp.where(noise > least, noise + zeros, least)
 
 
@@ -333,10 +333,10 @@ def settled_eigenvalues(
 ) -> tuple[Array, Array]:
     """Return the eigenvalues of a semidefinite matrix without those that are roundoff.
 
-    What exceeds the rank of the matrix is zero.  Another eigenvalue below its error is
-    uncertain, and is raised to that error: a product with the inverse may come out shorter
-    by it, and not longer.  Negative eigenvalues that are too large for roundoff are left as
-    they are: see `positive_eigenvalues`.
+    What exceeds the rank of the matrix is zero.  Another eigenvalue below one unit
+    roundoff, half of its error, is uncertain and is raised to that: a product with the
+    inverse may come out shorter by it, and not longer.  Negative eigenvalues that are too
+    large for roundoff are left as they are: see `positive_eigenvalues`.
 
     Parameters
     ----------
@@ -355,11 +355,10 @@ def settled_eigenvalues(
         Their errors: none of those that are known to be zero.
     """
     n = eigenvalues.shape[-1]
-    gap = 2.0 * SPECTRAL_GAP * roundoff_units(n) * error
-    within = (eigenvalues >= -gap) & (eigenvalues < error)
-    settled = xp.where(within, error, eigenvalues)
-    unit = xp.where(error > 0, error, xp.ones_like(error))
-    order = xp.argsort(xp.argsort(xp.abs(eigenvalues) / unit, axis=-1), axis=-1)
+    gap, unit = SPECTRAL_GAP * roundoff_units(n) * error, 0.5 * error
+    settled = xp.where((eigenvalues >= -gap) & (eigenvalues < unit), unit, eigenvalues)
+    scale = xp.where(error > 0, error, xp.ones_like(error))
+    order = xp.argsort(xp.argsort(xp.abs(eigenvalues) / scale, axis=-1), axis=-1)
     null = xp.astype(order, error.dtype) < n - rank[..., None]
     null = null & (xp.abs(eigenvalues) <= gap)
     zeros = xp.zeros_like(error)

@@ -364,7 +364,7 @@ def _is_stored_well(
     """
     if not problem.roundoff:
         return None
-    noise = 0.5 * problem.roundoff * problem.factor * problem.matrix.trace()
+    noise = problem.roundoff * problem.factor * problem.matrix.trace()
     enough = noise <= ERROR_LIMIT * problem.shift
     if known_true(enough, xp=xp):
         return None

@@ -9,6 +9,7 @@ are relative, in the Frobenius norm, against inverses in extended precision:
   can bring back.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,10 @@ def inverted(condition: float, *, size: int = 96) -> list[Inverted]:
         Inverted(way, condition, error_of(make, best), None, None)
         for way, make in ways.items()
     ]
-    factor = kc.damped_factor(A, damping=float(lam), factorizations=("inverse",))
+    try:
+        factor = kc.damped_factor(A, damping=float(lam), factorizations=("inverse",))
+    except kc.FactorizationError:
+        return [*found, Inverted(WAYS[-1], condition, None, None, None)]
     X = factor.multiply_left(np.eye(size, dtype=np.float32), exponent=-1)
     made: Any = factor.shifted
     inverse = made.inverse
@@ -73,13 +77,17 @@ def inverted(condition: float, *, size: int = 96) -> list[Inverted]:
 
 
 def stored(condition: float, *, size: int = 96) -> dict[str, float]:
-    """Return the error of the library's inverse by the dtype of the statistics."""
+    """Return the error of the library's inverse by dtype; NaN where it is refused."""
     lam = 1.0 / condition
     best = extended_inverse(spectrum(size), lam)
     errors = {}
     for name in ("float32", "float64"):
         A = spectrum(size).astype(name)
-        factor = kc.damped_factor(A, damping=lam, factorizations=("inverse",))
+        try:
+            factor = kc.damped_factor(A, damping=lam, factorizations=("inverse",))
+        except kc.FactorizationError:
+            errors[name] = math.nan
+            continue
         X = factor.multiply_left(np.eye(size), exponent=-1)
         errors[name] = relative_error(X, best)
     return errors
