@@ -30,6 +30,9 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a function transform looks on at a tensor."""
 
 
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
 def versions() -> dict[str, str]:
     """Return PyTorch's version."""
     return {"torch": str(torch.__version__)}
@@ -71,8 +74,17 @@ def to_numpy(x: Any, /) -> np.ndarray[Any, Any]:
 
 
 def detach(x: Any, /) -> Any:
-    """Return the tensor without its gradient graph, itself where it has none."""
-    return x.detach() if x.requires_grad else x
+    """Return the numbers as a plain tensor without a gradient graph.
+
+    Subclasses that only add methods would otherwise stay in states, which then cannot be
+    copied.
+    """
+    if x.requires_grad:
+        x = x.detach()
+    kind = type(x)
+    if kind is torch.Tensor or kind.__torch_dispatch__ is not _NO_DISPATCH:
+        return x
+    return x.as_subclass(torch.Tensor)
 
 
 def array_problem(x: Any, /) -> str | None:
@@ -132,7 +144,8 @@ def _plain(*tensors: Any) -> bool:
     """Whether tensors may be computed with in place, panel by panel, on the CPU.
 
     Not where something looks on: autograd, a function transform, a compiler, or a
-    subclass of tensors.  A GPU has its own kernels for what is done by panels here.
+    subclass of tensors; nor where signs are yet to be changed, as by ``conj``.  A GPU has
+    its own kernels for what is done by panels here.
     """
     if _is_compiling():
         return False
@@ -142,6 +155,7 @@ def _plain(*tensors: Any) -> bool:
             type(x) is not torch.Tensor
             or not x.is_cpu
             or x.requires_grad
+            or x.is_neg()
             or _is_wrapped(x)
         ):
             return False
@@ -363,7 +377,8 @@ def host_computes(*, xp: Any, flops: int = 0, dtype: Any = None) -> bool:
 
 def host_view(x: Any, /, *, xp: Any) -> Any:
     """Return a NumPy array on the memory of a plain tensor on the CPU."""
-    return x.numpy() if _plain(x) and x.dtype in _SEEN else None
+    dense = x.layout is torch.strided and not x.is_nested
+    return x.numpy() if dense and x.dtype in _SEEN and _plain(x) else None
 
 
 def from_host(x: Any, /, *, xp: Any) -> Any:
