@@ -106,3 +106,56 @@ def test_a_result_in_the_dtype_of_a_narrow_vector_is_looked_at(backend):
 
     with np.errstate(all="ignore"), pytest.raises(kc.NotFiniteError, match="float16"):
         estimator.apply("multiply", {"fc": {"weight": v}})
+
+
+@pytest.mark.parametrize(("block", "size"), [("kronecker", 1e-30), ("exact", 1e-30)])
+def test_a_product_below_the_range_is_refused(backend, block, size):
+    """A vector of 1e-30 divided by 1e30: float32 has no number but zero for it."""
+    if not looks_at_values(backend):
+        pytest.skip("products are not looked at")
+    estimator = refreshed(backend, block, dtype="float32", damping=1e30)
+    vectors = {"fc": {"weight": backend.asarray(np.full((n, m), size), "float32")}}
+
+    with pytest.raises(kc.NotFiniteError, match="below the range"):
+        estimator.apply("multiply_inverse", vectors)
+
+    zeros = {"fc": {"weight": backend.asarray(np.zeros((n, m)), "float32")}}
+    found = estimator.apply("multiply_inverse", zeros)["fc"]["weight"]
+    assert not np.any(backend.to_numpy(found))
+
+
+def test_factors_whose_inverses_vanish_are_refused(backend):
+    """Rows of 1e15, a damping of 1e30: both inverses are normal, their product is not."""
+    if not looks_at_values(backend):
+        pytest.skip("products are not looked at")
+    estimator = make_estimator(
+        {"fc": kc.Block(LAYER, kc.Kronecker())},
+        damping=1e30,
+        damping_rule="factored_unit_pi",
+        decay=0.9,
+        reduction="sum",
+    )
+    rng = np.random.default_rng(3)
+    x, g = 1e15 * rng.normal(size=(N, n)), rng.normal(size=(N, m))
+    rows = (backend.asarray(a, "float32") for a in (x, g))
+    estimator.update({"fc": kc.Batch(*rows)})
+    estimator.refresh()
+
+    with pytest.raises(kc.NotFiniteError, match="below the range"):
+        estimator.apply("multiply_inverse", given(backend, 1.0, dtype="float32"))
+
+
+def test_a_spectrum_beyond_the_range_is_refused(backend):
+    """Both factors are finite in float32, and their eigenvalues' products are not."""
+    rng = np.random.default_rng(3)
+    x, g = (1e10 * rng.normal(size=(N, size)) for size in (n, m))
+    batch = kc.Batch(backend.asarray(x, "float32"), backend.asarray(g, "float32"))
+    block = kc.Block(LAYER, kc.Kronecker())
+    summed = kc.Conventions(reduction="sum", sources="sum")
+    with np.errstate(all="ignore"):
+        statistics = block.update(
+            block.initial(batch.inputs), batch, conventions=summed, decay=0.0
+        )
+        operator = block.operator(statistics, damping=1.0, rule="exact", check="status")
+
+    assert kc.Status.MATRIX_NOT_FINITE in kc.Status(int(operator.status()))

@@ -33,6 +33,7 @@ from kfac_core.array.namespaces import (
     require_floating,
     require_matrix,
     roundoff_of,
+    smallest_normal_of,
 )
 from kfac_core.array.status import Check, Status
 from kfac_core.errors import (
@@ -227,7 +228,7 @@ class CurvatureOperator(LinearMap):
     def multiply_inverse(self, vector: Array, /) -> Array:
         """Return ``F_damped^-1 v``."""
         V, xp = self._enter(vector, "multiply_inverse")
-        return self._leave(self._multiply_inverse(V, xp), vector, xp)
+        return self._leave(self._multiply_inverse(V, xp), vector, xp, divides=True)
 
     def multiply_matpower(self, vector: Array, exponent: float, /) -> Array:
         """Return ``F_damped^p v`` for any real p; 1 and -1 are the two products above.
@@ -240,7 +241,8 @@ class CurvatureOperator(LinearMap):
         if exponent == -1:
             return self.multiply_inverse(vector)
         V, xp = self._enter(vector, "multiply_matpower")
-        return self._leave(self._power(V, xp, exponent), vector, xp)
+        result = self._power(V, xp, exponent)
+        return self._leave(result, vector, xp, divides=exponent < 0)
 
     def multiply_cholesky(self, vector: Array, /, *, transpose: bool = False) -> Array:
         """Return ``L v`` or ``L^T v``, with ``L L^T = F_damped`` and L lower."""
@@ -252,12 +254,13 @@ class CurvatureOperator(LinearMap):
     ) -> Array:
         """Return ``L^-1 v`` or ``L^-T v``."""
         V, xp = self._enter(vector, "multiply_cholesky_inverse")
-        return self._leave(self._lower_solve(V, xp, transpose), vector, xp)
+        result = self._lower_solve(V, xp, transpose)
+        return self._leave(result, vector, xp, divides=True)
 
     def sample(self, noise: Array, /) -> Array:
         """Turn white noise into noise of covariance ``F_damped^-1``."""
         Z, xp = self._enter(noise, "sample", name="noise")
-        return self._leave(self._sample(Z, xp), noise, xp)
+        return self._leave(self._sample(Z, xp), noise, xp, divides=True)
 
     @abc.abstractmethod
     def trace(self, *, damped: bool = True) -> Array:
@@ -450,8 +453,19 @@ class CurvatureOperator(LinearMap):
         inner = self.inner_shape
         return V if inner is None else xp.reshape(V, (*many, *inner)), xp
 
-    def _leave(self, result: Array, vector: Array, xp: Namespace, /) -> Array:
-        """Return a formula's result in the form and dtype of the vector."""
+    def _leave(
+        self,
+        result: Array,
+        vector: Array,
+        xp: Namespace,
+        /,
+        *,
+        divides: bool = False,
+    ) -> Array:
+        """Return a formula's result in the form and dtype of the vector.
+
+        A formula that divides makes zeros of nothing but zeros.
+        """
         if result.shape != vector.shape:
             inner = self.inner_shape
             if inner is not None:
@@ -459,10 +473,16 @@ class CurvatureOperator(LinearMap):
                 result = xp.reshape(result, (*many, *self.stack_shape))
             if tuple(result.shape) != tuple(vector.shape):
                 result = join_groups(result, xp=xp)
+        # Elsewhere looking would synchronize with a device, or there are no values yet.
+        plain = is_plain(result, xp=xp)
+        if plain and _has_underflowed(result, vector, divides, xp):
+            raise NotFiniteError(
+                f"the product with a vector that is not zero is below the range of "
+                f"{result.dtype}. Scale the vector, or take float64."
+            )
         if result.dtype != vector.dtype:
             result = xp.astype(result, vector.dtype)
-        # Elsewhere looking would synchronize with a device, or there are no values yet.
-        if not known_finite(result, xp=xp) and is_plain(result, xp=xp):
+        if plain and not known_finite(result, xp=xp):
             _raise_for_product(vector, xp)
         return result
 
@@ -627,6 +647,21 @@ def raise_for(
             f"eigenvalue by more than {RESIDUAL_LIMIT} of it. {remedy}",
             factor=name,
         )
+
+
+def _has_underflowed(
+    result: Array, vector: Array, divides: bool, xp: Namespace
+) -> bool:
+    """Whether a product has lost its digits below the smallest normal number."""
+    smallest = smallest_normal_of(result.dtype, xp=xp)
+    # One entry is enough for nearly all products.
+    last = (-1,) * result.ndim
+    if 0 in result.shape or not abs(float(result[last])) < smallest:
+        return False
+    largest = float(xp.max(xp.abs(result)))
+    if not largest < smallest or (largest == 0 and not divides):
+        return False
+    return float(xp.max(xp.abs(vector))) > largest
 
 
 def _raise_for_product(vector: Array, xp: Namespace) -> NoReturn:

@@ -438,8 +438,11 @@ class SpectralOperator(CurvatureOperator):
     def _definite(self, check: Check, name: str) -> SpectralOperator:
         """Return the same, after a look at the smallest eigenvalue."""
         xp, made = self.namespace, self
-        positive = xp.min(self._damped()) > 0
+        damped = self._damped()
+        positive = xp.min(damped) > 0
+        finite = xp.max(damped) != xp.inf
         flags = self.flags | status_unless(xp, positive, Status.NOT_POSITIVE)
+        flags = flags | status_unless(xp, finite, Status.MATRIX_NOT_FINITE)
         if check == "raise":
             raise_for(flags, name)
         if self.factors is not None:
