@@ -247,6 +247,22 @@ def test_status_mode_reports_and_never_raises(backend, dtype, A, shift, flag):
     assert np.all(np.isnan(inverse_of(backend, made)))
 
 
+def test_what_failed_is_nan_whatever_the_kernel_makes_of_it(
+    backend, dtype, monkeypatch
+):
+    """Some kernels invert NaN to zeros."""
+
+    def zeros(lower, **_):
+        return SymmetricMatrix(backend.xp.zeros_like(lower), full_storage=True)
+
+    monkeypatch.setattr(damped, "inverse_from_cholesky", zeros)
+
+    made = factorized(backend, dtype, -np.eye(4), 0.0, check="status")
+
+    assert int(made.status) == Status.NOT_POSITIVE
+    assert np.all(np.isnan(inverse_of(backend, made)))
+
+
 def test_status_mode_flags_an_inaccurate_inverse(backend, rng):
     """An inverse above the residual limit is kept, and flagged."""
     A = reference.spd(rng, 64, condition=2e7) + 1e-7 * np.eye(64)

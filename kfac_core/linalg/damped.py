@@ -278,8 +278,7 @@ def _attempt_cholesky(problem: DampedMatrix, xp: Namespace) -> CholeskyFactor:
     stored = _is_stored_well(problem, smallest, xp)
     if not known_true(positive, xp=xp):
         # Above the diagonal, too, there is then nothing that passes for a factor.
-        failed = xp.full_like(lower, xp.nan)
-        lower = xp.where(positive[..., None, None], lower, failed)
+        lower = _nan_unless(positive, lower, xp)
     return CholeskyFactor(lower, *_judged(conditions, positive, residual, stored, xp))
 
 
@@ -296,6 +295,9 @@ def _attempt_inverse(
     # A factor that failed is NaN there; this one is overwritten below.
     positive = as_number(lower[..., -1, -1]) > 0
     X = inverse_from_cholesky(lower, overwrite=own, xp=xp)
+    if not known_true(positive, xp=xp):
+        # Not every BLAS makes NaN of NaN.
+        X = replaced(X, array=_nan_unless(positive, X.array, xp))
     residual = inverse_residual(X, z, image, xp=xp)
 
     def smallest() -> Array:
@@ -391,6 +393,11 @@ def _lower(problem: DampedMatrix, valid: Array | None, xp: Namespace) -> Array:
         matrix = SymmetricMatrix(safe, matrix.full_storage)
         shift = xp.where(valid, shift, xp.zeros_like(shift))
     return damped_cholesky(matrix, shift, factor=problem.factor, xp=xp)
+
+
+def _nan_unless(good: Array, array: Array, xp: Namespace) -> Array:
+    """Return matrices, with NaN throughout in the place of those that are not good."""
+    return xp.where(good[..., None, None], array, xp.full_like(array, xp.nan))
 
 
 def _judged(
