@@ -18,7 +18,7 @@ from torch.nn import functional as fn  # noqa: E402
 
 import kfac_core as kc  # noqa: E402
 from kfac_core.losses import Categorical  # noqa: E402
-from kfac_core_shims.torch import KFAC  # noqa: E402
+from kfac_core_shims.torch import KFAC, KFACOptimizer  # noqa: E402
 
 from .test_torch import (  # noqa: E402
     DAMPING,
@@ -27,6 +27,8 @@ from .test_torch import (  # noqa: E402
     close,
     doubles,
     half_squares,
+    joined,
+    kfac_by_hand,
     seeded,
     step,
 )
@@ -385,3 +387,199 @@ def test_weights_made_of_others_and_unlike_ties_are_named():
         kfac = attached(nn.Sequential(normed, first, second, nn.Linear(3, 3)))
 
     assert list(kfac.estimator.blocks) == ["3"]
+
+
+# The order of steps, factors of a loss, and weights that only the loss has.
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_step_of_the_optimizer_before_that_of_kfac_is_refused(steps, fused):
+    """Training would be that of plain gradients; also in steps without statistics."""
+    model, x, y = Network(), torch.randn(12, 4), torch.randint(0, 3, (12,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    kfac = KFAC(model, lr=optimizer)
+    for turn in range(steps):
+        optimizer.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        if turn + 1 < steps:
+            kfac.step()
+            optimizer.step()
+    optimizer.step()
+    with pytest.raises(kc.NotReadyError, match=r"changed since loss.backward\(\)"):
+        kfac.step()
+    assert kfac.steps == steps - 1
+    optimizer.zero_grad()
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    assert kfac.steps == steps
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_that_were_not_cleared_are_refused_in_the_next_step(clipped):
+    """Not only in the next one with statistics."""
+    model, x, y = Network(), torch.randn(12, 4), torch.randint(0, 3, (12,))
+    kfac = KFAC(model, lr=0.1, update_every=5)
+    fn.cross_entropy(model(x), y).backward()
+    kfac.step()
+    if clipped:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    fn.cross_entropy(model(x), y).backward()
+    with pytest.raises(kc.NotReadyError, match="added to what the last step wrote"):
+        kfac.step()
+    for clears in (False, True):
+        model.zero_grad(set_to_none=clears)
+        fn.cross_entropy(model(x), y).backward()
+        kfac.step()
+    assert kfac.steps == 3
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
+def test_the_rate_of_an_optimizer_that_divides_directions_is_refused(name):
+    model = Network()
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    with pytest.raises(kc.ConventionError, match=f"{name}, which divides.*SGD"):
+        KFAC(model, lr=optimizer)
+
+
+PARTS = {
+    "half": (lambda z, y: 0.5 * fn.cross_entropy(z, y), 0.5),
+    "twice": (lambda z, y: 2 * fn.cross_entropy(z, y), 2.0),
+    "two means": (
+        lambda z, y: fn.cross_entropy(z[:7], y[:7]) + fn.cross_entropy(z[7:], y[7:]),
+        2.0,
+    ),
+    "undivided": (None, 2.0),
+}
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_factor_of_the_loss_is_one_of_the_gradient(kind, reduction, fisher):
+    """And not of the curvature, whatever makes it: that is the likelihood's."""
+    loss_of, factor = PARTS[kind]
+    model, x, y = Network().double(), doubles(14, 4), torch.randint(0, 3, (14,))
+    rows = 14 if reduction == "sum" else 1
+    with torch.no_grad():
+        h = torch.tanh(model.one(x))
+        p = torch.softmax(model.two(h), -1)
+        g = p - fn.one_hot(y, 3)
+        G = (torch.diag(p.sum(0)) - p.T @ p) / 14
+        G = g.T @ g / 14 if fisher == "empirical" else G
+        ones = torch.cat([h, torch.ones(14, 1).double()], 1)
+    kfac = attached(model, likelihood="categorical", loss=reduction, fisher=fisher)
+    if loss_of is None:
+        for part in (slice(0, 7), slice(7, 14)):
+            (rows / 1 * fn.cross_entropy(model(x[part]), y[part])).backward()
+    else:
+        (rows * loss_of(model(x), y)).backward()
+    gradient = joined({n: q.grad for n, q in model.named_parameters()}, "two") / rows
+    close(gradient, factor * g.T @ ones / 14)
+    kfac.step()
+
+    found = joined({n: q.grad for n, q in model.named_parameters()}, "two")
+    close(found, kfac_by_hand(ones.T @ ones / 14, G, gradient))
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("fisher", ["exact", "gradients"])
+def test_class_weights_of_the_loss_module_are_those_of_the_rows(classes, fisher):
+    """In a plain loop, with a module or the function; another loss is refused."""
+    model = nn.Linear(4, classes).double()
+    x, y = doubles(14, 4), torch.randint(0, classes, (14,))
+    y[3] = -100
+    weight = torch.tensor([0.5, 2.0, 3.0][:classes]).double()
+    module = nn.CrossEntropyLoss(weight=weight)
+    twin = copy.deepcopy(model)
+    kfac = attached(model, likelihood=module, loss=None, fisher=fisher)
+    fn.cross_entropy(model(x), y, weight=weight).backward()
+    kfac.step()
+    other = attached(twin, likelihood="categorical", fisher=fisher)
+    z = twin(x)
+    other.observe(z, weight=torch.where(y < 0, 0.0, weight[y.clamp(min=0)]))
+    module(z, y).backward()
+    other.step()
+    close(model.weight.grad, twin.weight.grad)
+
+    kfac.remove()
+    soft = torch.softmax(doubles(14, classes), -1)
+    for loss in (fn.cross_entropy, lambda z, y: module(z, soft)):
+        wrong = attached(model, likelihood=module, loss=None)
+        with pytest.raises(kc.ConventionError, match="not that of the loss module"):
+            loss(model(x), y.clamp(min=0)).backward()
+        wrong.remove()
+
+
+def test_the_loss_of_clip_has_rows_of_both_directions():
+    """Similarities and their transpose are 2N rows of outputs."""
+    image, text = nn.Linear(5, 4).double(), nn.Linear(3, 4).double()
+    model = nn.ModuleDict({"image": image, "text": text})
+    a, b, pairs = doubles(6, 5), doubles(6, 3), torch.arange(6)
+
+    def similarities():
+        y = model["image"](a)
+        return y, y @ model["text"](b).T
+
+    def loss_of(z):
+        return 0.5 * fn.cross_entropy(z, pairs) + 0.5 * fn.cross_entropy(z.T, pairs)
+
+    y, z = similarities()
+    (g,) = torch.autograd.grad(loss_of(z), y)
+    empirical = 12 * g.T @ g
+    y, z = similarities()
+    exact = 0.0
+    for row in torch.cat([z, z.T]):
+        q = torch.softmax(row.detach(), -1)
+        values, vectors = torch.linalg.eigh(torch.diag(q) - torch.outer(q, q))
+        for column in (vectors * values.clamp(min=0).sqrt()).T:
+            (g,) = torch.autograd.grad(row, y, column, retain_graph=True)
+            exact = exact + g.T @ g / 12
+
+    options = {"likelihood": "categorical", "output": None, "decay": 1.0}
+    kfac = attached(model, fisher="empirical", **options)
+    _, z = similarities()
+    kfac.observe(torch.cat([z, z.T]))
+    loss_of(z).backward()
+    kfac.step()
+    _, G, scale = kfac.factors("image")
+    close(scale * G, empirical)
+    kfac.remove()
+    kfac = attached(model, fisher="exact", **options)
+    for _ in range(300):
+        _, z = similarities()
+        kfac.observe(torch.cat([z, z.T]))
+        kfac.update()
+    _, G, scale = kfac.factors("image")
+    # Rows of one example have random signs in common.
+    assert float((scale * G - exact).norm()) < 0.1 * float(exact.norm())
+
+
+def test_passes_of_a_warmup_without_steps_are_forgotten():
+    """`KFAC` is there, and only the optimizer takes steps."""
+    model, x, y = Network(), torch.randn(12, 4), torch.randint(0, 3, (12,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = KFAC(model, lr=optimizer)
+    calls = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        calls += [weakref.ref(call) for o in kfac.differentiated for call in o.calls]
+        assert len(kfac.differentiated) == 1
+    assert sum(call() is not None for call in calls) == 2
+
+
+def test_what_is_given_to_the_optimizer_is_checked():
+    """Parameters in the place of the model; a rate that is a tensor, as in its groups."""
+    model, x, y = Network(), torch.randn(12, 4), torch.randint(0, 3, (12,))
+    with pytest.raises(kc.ConventionError, match="the model itself, and not its param"):
+        KFACOptimizer(model.parameters(), lr=0.5)
+    losses = []
+    for lr in (0.5, torch.tensor(0.5)):
+        own = copy.deepcopy(model)
+        optimizer = KFACOptimizer(own, lr=lr)
+        for _ in range(3):
+            loss = optimizer.step(lambda own=own: fn.cross_entropy(own(x), y))
+        losses.append(float(loss))
+    assert losses[0] == losses[1]

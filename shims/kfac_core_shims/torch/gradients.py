@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 import kfac_core as kc
 from kfac_core_shims.torch import private
 from kfac_core_shims.torch.sites import Site
@@ -107,10 +109,30 @@ class Gradients:
             if gradients is not None and (sharded or gradients.begin_pass()):
                 gradients._came = True
 
+        def stepped(optimizer: Any, *_: Any) -> None:
+            gradients = watching()
+            if gradients is not None:
+                gradients._note_step(optimizer)
+
+        # Fused optimizers change parameters without a new version of them.
+        handle = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, handle.remove)
         # With fully_shard gradients lie elsewhere until processes exchange them.
         if sharded:
-            return [p.register_post_accumulate_grad_hook(came) for p in self.trained]
-        return [p.register_hook(came) for p in self.trained]
+            hooks = [p.register_post_accumulate_grad_hook(came) for p in self.trained]
+        else:
+            hooks = [p.register_hook(came) for p in self.trained]
+        return [handle, *hooks]
+
+    def _note_step(self, optimizer: Any) -> None:
+        """Note that an optimizer has changed parameters whose gradients are awaited."""
+        awaited = {id(p) for p, _ in self._differentiated}
+        if awaited and any(
+            id(p) in awaited
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ):
+            self._differentiated = [(p, -1) for p, _ in self._differentiated]
 
     def begin_pass(self) -> bool | None:
         """Note the backward pass that is running.
