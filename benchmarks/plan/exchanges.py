@@ -12,6 +12,7 @@ from typing import Any
 
 from kfac_core.array.backend import Array
 from kfac_core.distributed.communicator import Operation, Traffic
+from kfac_core.distributed.executor import vote_length
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import Placement
 from kfac_core.distributed.reduction import Item, buckets
@@ -23,13 +24,9 @@ from kfac_core.distributed.transport import (
     pack,
 )
 from kfac_core.distributed.whole_batch import counts_first
-from kfac_core.errors import UnsupportedError
 from kfac_core.network import Network, NetworkState
 
 __all__ = ["predicted_traffic"]
-
-_HEAD = 3
-"""Numbers of a vote besides what is added up."""
 
 
 def predicted_traffic(
@@ -61,22 +58,11 @@ def predicted_traffic(
     dict of str to Traffic
         ``"update"``, ``"refresh"`` and ``"precondition"`` of all blocks.
 
-    Raises
-    ------
-    UnsupportedError
-        For a block whose statistics grow with the rows, and are merged.
-
     Notes
     -----
     Computes the operators of empty statistics, to count their numbers.  Of the gradients
     of bare parameters it counts one backpropagated vector.
     """
-    for name, block in network.blocks.items():
-        if block.approximation.reduction == "merge":
-            raise UnsupportedError(
-                f"Block {name!r} ({block.approximation.name}) has statistics that grow "
-                "with the rows: what is sent is not known before."
-            )
     state = network.initial(like, damping=1.0)
     if any(block.approximation.has_bases for block in network.blocks.values()):
         state = network.rebase(state, moments="kronecker")
@@ -84,10 +70,10 @@ def predicted_traffic(
     update, refresh, step = Traffic(), Traffic(), Traffic()
     p, names = placement.size, [*network.blocks]
     _add_update(update, network, options, state, p, like)
-    _vote(refresh, 0, p)
+    _vote(refresh, network, p)
     if options.reduce == "refresh":
         _add_sums(refresh, network, options, placement, state, everywhere=False)
-    _vote(refresh, 3 * len(names), p)
+    _vote(refresh, network, p)
     if placement.holders > 1:
         group = placement.groups[rank // placement.holders]
         refresh.count("all_gather", 8 * len(group), len(group))
@@ -100,6 +86,7 @@ def predicted_traffic(
             wire = narrower(dtype, options.operators_dtype)
             refresh.count("all_gather", length * BYTES[wire], len(group))
     if placement.holders < p:
+        _vote(step, network, p)
         members = p // placement.holders
         size = BYTES[narrower(dtype_name(like), options.directions_dtype)]
         numbers = {
@@ -120,19 +107,14 @@ def _add_update(
     p: int,
     like: Array,
 ) -> None:
-    blocks = state.blocks.values()
     if counts_first(network, options.loss):
-        _vote(update, 0, p)
-        update.count("all_gather", 8 * p, p)
-        update.count("all_gather", 8 * p * 3 * len(network.blocks), p)
+        _vote(update, network, p)
         for block in network.blocks.values():
             if block.layer.kind == "parameters":
                 numbers = _numbers(block.layer.parameter_shapes)
                 update.count("all_reduce", numbers * BYTES[dtype_name(like)], p)
-    # Whether there are rows, whether they are good, and the weight of each average.
-    _vote(update, sum(2 + len(_averages(held)) for held in blocks), p)
+    _vote(update, network, p)
     if options.reduce == "update":
-        _vote(update, 0, p)
         alone = Placement(p, 1, dict.fromkeys(network.blocks, 0), {})
         _add_sums(update, network, options, alone, state, everywhere=True)
 
@@ -178,5 +160,5 @@ def _lengths(value: Any) -> dict[str, int]:
     return lengths_of(pack(value, shared=False).form)
 
 
-def _vote(traffic: Traffic, numbers: int, p: int) -> None:
-    traffic.count("all_reduce", 8 * (_HEAD + numbers), p)
+def _vote(traffic: Traffic, network: Network, p: int) -> None:
+    traffic.count("all_reduce", 8 * vote_length(network), p)

@@ -31,6 +31,7 @@ from kfac_core.distributed import (
     execution_for,
     running_processes,
 )
+from kfac_core.errors import CommunicationError, ReplicaError
 
 LOSING = "late", "killed", "raises", "lost"
 LIBRARIES = {"by_accelerate": "accelerate", "by_lightning": "lightning"}
@@ -336,13 +337,60 @@ def code(communicator):
     """One rank runs other code of the library."""
     from kfac_core.distributed import executor
 
-    own = executor.code_digest
+    own = executor.code_digests
     if communicator.rank == FAILING:
-        executor.code_digest = lambda: "other"
+        executor.code_digests = lambda: {**own(), "kfac_core_shims": "other"}
     try:
         estimator_of(communicator)
     finally:
-        executor.code_digest = own
+        executor.code_digests = own
+
+
+def unlike(communicator):
+    """One rank makes KFAC with another option, or comes to another stage of a step."""
+    import torch
+
+    other = communicator.rank == FAILING
+    for name, value in (
+        ("reduction", "sum" if other else "mean"),
+        ("likelihood", "gaussian" if other else "categorical"),
+        ("overlap", other),
+        ("update_every", 3 if other else 2),
+        ("refresh_every", 3 if other else 2),
+    ):
+        with soon_raises(ReplicaError, f"Rank 1 differs from rank 0 in `{name}`"):
+            kfac_of(network(), **{name: value})
+    # Functions of the step are compared at each step, before anything is sent.
+    for name, what in (
+        ("update_every", "with statistics"),
+        ("refresh_every", "a refresh"),
+        ("bases_every", "bases"),
+    ):
+        execution = Distributed(
+            communicator=communicator,
+            holders=1,
+            like=torch.zeros(1, dtype=torch.float64),
+        )
+        every = {name: lambda step: 3 if other else 2}
+        kfac = kfac_of(network(), execution=execution, **every)
+        with soon_raises(
+            ReplicaError, f"Rank 0 is at '{what}: True' and rank 1 at '{what}: False'"
+        ):
+            trained(kfac, kfac.model, 1, all_rows)
+        assert kfac.steps == 2
+    with soon_raises(CommunicationError, "Rank 1 divides the ranks into other groups"):
+        communicator.split([[0], [1]] if other else [[0, 1]])
+
+
+@contextlib.contextmanager
+def soon_raises(error, text):
+    start, said = time.monotonic(), "nothing was raised"
+    try:
+        yield
+    except error as raised:
+        said = str(raised)
+    assert text in said, f"{text}: {said}"
+    assert time.monotonic() - start < 10.0
 
 
 # A run that loses a rank, with NumPy, and the one that goes on.
@@ -927,7 +975,7 @@ def by_lightning(communicator):
 SCENARIOS = {
     f.__name__: f
     for f in (
-        *(exchanges, owned, noticed, late, killed, raises, nan, options, code),
+        *(exchanges, owned, noticed, late, killed, raises, nan, options, code, unlike),
         *(shares, foreign, lost, regained),
         *(apart, halves, joined, alone_beside_others, in_part, passes),
         *(

@@ -346,7 +346,7 @@ def test_a_state_of_p_processes_loads_on_q(loaded_by):
     """A state is that of one process, to roundoff, and goes on on any number."""
     backend = HOST
     rng = np.random.default_rng(4)
-    blocks = {name: every_block()[name] for name in ("expand", "eigen", "window")}
+    blocks = {name: every_block()[name] for name in ("expand", "eigen", "full")}
     first, second = schedule_of(rng, blocks, 4), schedule_of(rng, blocks, loaded_by)
     gradients = gradients_of(backend, rng, blocks)
     like = backend.asarray(np.zeros(1))

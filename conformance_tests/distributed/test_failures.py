@@ -254,17 +254,17 @@ def test_ranks_with_other_options_or_steps_are_found():
     other = {**BLOCKS, "two": kc.Block(dense(2, 3), kc.TNT())}
 
     networks = caught(2, lambda c: estimator_of(c, blocks=other if c.rank else BLOCKS))
-    dampings = caught(2, lambda c: estimator_of(c, holders=1 + c.rank))
+    holders = caught(2, lambda c: estimator_of(c, holders=1 + c.rank))
     decays = caught(2, lambda c: _decayed(c))
     orders = caught(2, lambda c: _out_of_order(c))
 
-    for errors, what in ((networks, "the network"), (dampings, "the options")):
+    for errors, what in ((networks, "the network"), (holders, "`holders`")):
         for error in errors:
             assert isinstance(error, ReplicaError)
             assert f"Rank 1 differs from rank 0 in {what}" in str(error)
     for error in decays:
         assert isinstance(error, ReplicaError)
-        assert "rank 1 at 'update [0.75, 1.0" in str(error)
+        assert "rank 1 at 'update with [0.75, 1.0]'" in str(error)
     for error in orders:
         assert isinstance(error, (ReplicaError, CommunicationError))
 

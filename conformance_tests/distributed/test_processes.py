@@ -52,7 +52,7 @@ OF_TORCH = (
     *itertools.chain.from_iterable(TOGETHER),
     *("ddp:2", "ddp:3", "divided:2", "divided:3", "narrowed:2", "narrowed:3"),
     *("apart:2", "halves:3", "joined:2", "alone_beside_others:2"),
-    *("in_part:2", "passes:2", "owned:2", "owned:4", "owned:6"),
+    *("in_part:2", "passes:2", "unlike:2", "owned:2", "owned:4", "owned:6"),
     *("interrupted:3", "resumed:2", "resumed:4", "emptied:2"),
     *("by_accelerate:2", "by_lightning:2"),
 )
@@ -344,7 +344,15 @@ def test_what_one_rank_gives_is_refused_on_all(jobs, engine):
 def test_a_rank_with_other_code_is_found(jobs, engine):
     """Before anything is exchanged."""
     for text in jobs.said(engine, "code", 2).values():
-        assert text.startswith("ReplicaError: Rank 1 differs from rank 0 in the code")
+        assert text.startswith(
+            "ReplicaError: Rank 1 differs from rank 0 in the code of "
+        )
+        assert "kfac_core_shims" in text
+
+
+def test_other_options_of_one_rank_are_named_on_all(jobs):
+    """When KFAC is made, or at the first step that they change; within seconds."""
+    assert jobs.said("torch", "unlike", 2) == dict.fromkeys((0, 1), "fine")
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -15,7 +15,7 @@ from kfac_core.operators.operator import EVERY_PRODUCT, CurvatureOperator
 
 __all__ = ["Approximation", "Reduction"]
 
-Reduction = Literal["sum", "merge", "none"]
+Reduction = Literal["sum", "none"]
 """How statistics are put together; see `Approximation.reduction`."""
 
 
@@ -50,8 +50,7 @@ class Approximation(Protocol):
         """How the statistics of several processes become those of all their rows.
 
         ``"sum"``: sums and weights are added up, in common bases where there are any.
-        ``"merge"``: averages are gathered and joined by ``merged``, which is exact for any
-        split.  ``"none"``: in no way, as `reduction_problem` says; the default.
+        ``"none"``: in no way, as `reduction_problem` says; the default.
         """
         return "none"
 

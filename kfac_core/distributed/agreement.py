@@ -1,15 +1,20 @@
 """What all ranks agree on before any of them raises, changes or trusts anything.
 
-Conventions.  A vote is one small vector of float64, added up over the ranks.  Its first
-entries count the ranks on which something failed, and compare a digest of what all ranks
-must do alike: with h_r the digest of rank r, ``sum h_r = p h`` and ``sum h_r^2 = p h^2``
-hold on a rank with digest h only if all are equal.
+Conventions.  A vote is one small message of float64, added up over the ranks, which has
+the same length at every stage: ranks that are at different stages still exchange it, and
+then all of them raise an error that names the difference.  It counts the ranks on which
+something failed, and compares a digest of what all ranks must do alike: p digests h_r are
+equal if ``p sum h_r^2 = (sum h_r)^2``.  Values that do not fit go in a second message,
+after the digests were compared.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +24,36 @@ from kfac_core import errors
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.errors import CommunicationError, KFACError, ReplicaError
 
-__all__ = ["Agreement", "told", "untold"]
+__all__ = [
+    "Agreement",
+    "Rider",
+    "are_equal",
+    "digest_of",
+    "error_as_data",
+    "error_from_data",
+]
+
+HEAD = 5
+"""Numbers of a vote besides its values."""
+
+
+@dataclass
+class Rider:
+    """Values that travel with the next vote.
+
+    Attributes
+    ----------
+    step : str
+        As of `Agreement.vote`.
+    values : numpy.ndarray, shape (k,)
+        This rank's summands.
+    total : numpy.ndarray, shape (k,), or None
+        Their sum over the ranks; None before the vote.
+    """
+
+    step: str
+    values: np.ndarray[Any, Any]
+    total: np.ndarray[Any, Any] | None = field(default=None)
 
 
 class Agreement:
@@ -42,7 +76,7 @@ class Agreement:
     def vote(
         self,
         step: str,
-        values: ArrayLike,
+        values: ArrayLike = (),
         /,
         *,
         error: Exception | None = None,
@@ -52,11 +86,11 @@ class Agreement:
         Parameters
         ----------
         step : str
-            What every rank must be doing.
+            What every rank must be doing, in parts that ``"; "`` divides.
         values : numbers, shape (k,)
-            This rank's summands; of one length on all ranks.
+            This rank's summands; as many on all ranks.
         error : Exception, optional
-            What failed on this rank.
+            What failed on this rank, which then need not be at the step of the others.
 
         Returns
         -------
@@ -71,30 +105,81 @@ class Agreement:
         CommunicationError
             For an error of another library.
         ReplicaError
-            If ranks are at different steps.
+            If ranks are at different steps; names what differs.
         """
-        p = self.communicator.size
-        h = float(zlib.crc32(step.encode()) & 0xFFFFF)
-        head = np.asarray([float(error is not None), h, h * h])
-        ballot = np.concatenate([head, np.asarray(values, np.float64)])
-        total = self.communicator.all_reduce(ballot).wait()
+        riders = self.communicator.votes.riders
+        step = "; ".join([*(rider.step for rider in riders), step])
+        parts = [*(rider.values for rider in riders), np.asarray(values, np.float64)]
+        ballot = np.concatenate(parts)
+        length = self.communicator.votes.length
+        message = np.zeros(length)
+        message[0] = error is not None
+        message[1:HEAD] = digest_of(f"{step} {len(ballot)}")
+        first = ballot[: length - HEAD]
+        message[HEAD : HEAD + len(first)] = first
+        total = self.communicator.all_reduce(message).wait()
         if total[0]:
-            self._raise(error)
-        if total[1] != p * h or total[2] != p * h * h:
-            steps = self.texts(step)
-            rank = next(r for r, other in enumerate(steps) if other != steps[0])
-            ranks = self.communicator.ranks
-            raise ReplicaError(
-                f"Rank {ranks[0]} is at {steps[0]!r} and rank {ranks[rank]} at "
-                f"{steps[rank]!r}. All ranks must call the same methods with the "
-                "same options."
-            )
-        return np.asarray(total[3:])
+            self._raise_first(error)
+        if not are_equal(total[1:HEAD], self.communicator.size):
+            self._raise_difference(step)
+        total = total[HEAD : HEAD + len(first)]
+        if len(ballot) > len(first):
+            others = self.communicator.all_reduce(ballot[len(first) :]).wait()
+            total = np.concatenate([total, others])
+        *sums, own = np.split(total, np.cumsum([len(part) for part in parts])[:-1])
+        for rider, summed in zip(riders, sums, strict=True):
+            rider.total = summed
+        riders.clear()
+        return np.asarray(own)
+
+    def meet(self, step: str, /) -> None:
+        """Compare a step, unless an earlier vote of the same step has `announced` it."""
+        if not self.communicator.votes.announced:
+            self.vote(step)
+
+    @contextmanager
+    def riding(self, step: str, values: ArrayLike, /) -> Iterator[Rider]:
+        """Send values with the next vote within the context, and its step with its own.
+
+        Parameters
+        ----------
+        step : str
+            As of `vote`.
+        values : numbers, shape (k,)
+            Likewise.
+
+        Yields
+        ------
+        Rider
+            Has the sum after the vote.
+        """
+        rider = Rider(step, np.asarray(values, np.float64))
+        riders = self.communicator.votes.riders
+        riders.append(rider)
+        try:
+            yield rider
+        finally:
+            riders.clear()
+
+    @contextmanager
+    def announced(self) -> Iterator[None]:
+        """Leave out `meet` within the context: a vote has named all that it would."""
+        votes = self.communicator.votes
+        before, votes.announced = votes.announced, True
+        try:
+            yield
+        finally:
+            votes.announced = before
+
+    def reserve(self, length: int, /) -> None:
+        """Make votes at least so long; all ranks call it with the same number."""
+        votes = self.communicator.votes
+        votes.length = max(votes.length, length)
 
     def texts(self, text: str, /) -> list[str]:
         """Return the texts of all ranks, in their order."""
-        found = self.gathered(np.frombuffer(text.encode(), np.uint8))
-        return [bytes(part).decode() for part in found]
+        encoded = self.gathered(np.frombuffer(text.encode(), np.uint8))
+        return [bytes(part).decode() for part in encoded]
 
     def gathered(
         self, own: np.ndarray[Any, Any], /, *, length: int | None = None
@@ -123,16 +208,47 @@ class Agreement:
         ones = [1] * self.communicator.size
         return [int(n) for n in self.communicator.all_gather(length, ones).wait()]
 
-    def _raise(self, error: Exception | None) -> None:
+    def _raise_first(self, error: Exception | None) -> None:
         """Raise the first error of all ranks, on every rank."""
-        found = self.texts("" if error is None else json.dumps(told(error)))
-        rank = next(r for r, text in enumerate(found) if text)
+        texts = self.texts("" if error is None else json.dumps(error_as_data(error)))
+        rank = next(r for r, text in enumerate(texts) if text)
         if rank == self.communicator.rank and error is not None:
             raise error
-        raise untold(json.loads(found[rank]), self.communicator.ranks[rank])
+        name = self.communicator.ranks[rank]
+        raise error_from_data(json.loads(texts[rank]), name)
+
+    def _raise_difference(self, step: str) -> None:
+        """Raise for ranks at different steps, on every rank."""
+        steps = [text.split("; ") for text in self.texts(step)]
+        rank = next(r for r, other in enumerate(steps) if other != steps[0])
+        first = _differing(steps[0], steps[rank])
+        second = _differing(steps[rank], steps[0])
+        ranks = self.communicator.ranks
+        raise ReplicaError(
+            f"Rank {ranks[0]} is at {first!r} and rank {ranks[rank]} at {second!r}. All "
+            "ranks must call the same methods with the same options."
+        )
 
 
-def told(error: Exception, /) -> dict[str, str | None]:
+def digest_of(text: str, /) -> np.ndarray[Any, Any]:
+    """Return numbers whose sums over ranks show whether the ranks have one text."""
+    digest = zlib.crc32(text.encode())
+    halves = np.asarray([digest >> 16, digest & 0xFFFF], np.float64)
+    return np.concatenate([halves, halves * halves])
+
+
+def are_equal(total: np.ndarray[Any, Any], ranks: float, /) -> bool:
+    """Return whether texts are equal, by the sum of `digest_of` over so many ranks."""
+    sums, squares = ([int(x) for x in half] for half in np.split(total, 2))
+    return all(int(ranks) * q == s * s for s, q in zip(sums, squares, strict=True))
+
+
+def _differing(parts: Sequence[str], others: Sequence[str]) -> str:
+    """Return the parts of a step that others do not have; all if they have all."""
+    return "; ".join([part for part in parts if part not in others] or parts)
+
+
+def error_as_data(error: Exception, /) -> dict[str, str | None]:
     """Return an error as plain data."""
     reason = getattr(error, "reason", None)
     message = str(error) if reason is None else str(reason)
@@ -140,7 +256,7 @@ def told(error: Exception, /) -> dict[str, str | None]:
     return {"class": type(error).__name__, "message": message, "factor": factor}
 
 
-def untold(data: dict[str, str | None], rank: int, /) -> KFACError:
+def error_from_data(data: dict[str, str | None], rank: int, /) -> KFACError:
     """Return the error of another rank, which its message names."""
     name, message = data["class"] or "", f"Rank {rank}: {data['message']}"
     cls = getattr(errors, name, None)
@@ -148,5 +264,5 @@ def untold(data: dict[str, str | None], rank: int, /) -> KFACError:
         return CommunicationError(f"Rank {rank} raised {name}: {data['message']}")
     if name == "FactorizationError":
         return errors.FactorizationError(message, factor=data["factor"])
-    made: KFACError = cls(message)
-    return made
+    error: KFACError = cls(message)
+    return error

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -138,6 +139,25 @@ class Traffic:
                 counts[operation] = 0
 
 
+@dataclass
+class Votes:
+    """State of the votes of a communicator; see `Agreement`.
+
+    Attributes
+    ----------
+    length : int
+        Numbers of the message of a vote.
+    announced : bool
+        Whether a vote of this step has named the stages that follow.
+    riders : list of Rider
+        Values that travel with the next vote.
+    """
+
+    length: int = 32
+    announced: bool = False
+    riders: list[Any] = field(default_factory=list)
+
+
 def _zeros(zero: Any) -> dict[str, Any]:
     return dict.fromkeys(get_args(Operation), zero)
 
@@ -159,6 +179,8 @@ class Communicator(abc.ABC):
     ----------
     traffic : Traffic
         Calls and bytes of this process; communicators made by `split` count here too.
+    votes : Votes
+        State of the votes of its ranks.
     ranks : tuple of int
         What errors call the ranks: their numbers before any `split`.
     """
@@ -171,7 +193,7 @@ class Communicator(abc.ABC):
                 f"Expected `timeout` to be a positive number of seconds, got {timeout}."
             )
         self.rank, self.size, self.timeout = rank, size, timeout
-        self.traffic = Traffic()
+        self.traffic, self.votes = Traffic(), Votes()
         self.ranks = tuple(range(size))
 
     def __repr__(self) -> str:
@@ -201,14 +223,27 @@ class Communicator(abc.ABC):
         Raises
         ------
         CommunicationError
-            If a rank is in no group, or in two.
+            If a rank is in no group, or in two, or ranks give different groups.
         """
         _require_groups(groups, self.size)
-        own = next(group for group in groups if self.rank in group)
-        made = self._split(groups)
-        made.ranks = tuple(self.ranks[rank] for rank in own)
-        made.traffic = self.traffic
-        return made
+        self._require_same_groups(groups)
+        members = next(group for group in groups if self.rank in group)
+        part = self._split(groups)
+        part.ranks = tuple(self.ranks[rank] for rank in members)
+        part.traffic = self.traffic
+        return part
+
+    def _require_same_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        # Engines wait for ever, or mix up data, where ranks divide differently.
+        layout = zlib.crc32(repr([list(group) for group in groups]).encode())
+        digest = np.asarray([layout], np.int64)
+        digests = self.all_gather(digest, [1] * self.size).wait().tolist()
+        others = [rank for rank in range(self.size) if digests[rank] != digests[0]]
+        if others:
+            raise CommunicationError(
+                f"Rank {self.ranks[others[0]]} divides the ranks into other groups than "
+                f"rank {self.ranks[0]}. All ranks must give the same groups."
+            )
 
     @abc.abstractmethod
     def _split(self, groups: Sequence[Sequence[int]], /) -> Communicator:

@@ -26,7 +26,11 @@ from kfac_core.array.backend import Array, backend_of
 from kfac_core.array.namespaces import device_of, is_finite_number, own_namespace
 from kfac_core.array.structure import leaves, map_structure, replaced
 from kfac_core.block import UpdateBlock, emptied
-from kfac_core.distributed.agreement import Agreement, told, untold
+from kfac_core.distributed.agreement import (
+    Agreement,
+    error_as_data,
+    error_from_data,
+)
 from kfac_core.distributed.exchange import Exchange, SentDirections
 from kfac_core.distributed.options import Distributed
 from kfac_core.distributed.placement import (
@@ -39,13 +43,12 @@ from kfac_core.distributed.placement import (
 from kfac_core.distributed.reduction import (
     Item,
     absorbed_share,
-    merged_at_owners,
     summed,
     summed_at_owners,
 )
 from kfac_core.distributed.remote import RemoteOperator
-from kfac_core.distributed.replicas import code_digest, require_same
-from kfac_core.distributed.transport import BYTES, narrower
+from kfac_core.distributed.replicas import code_digests, require_same
+from kfac_core.distributed.transport import BYTES, dtype_name, narrower
 from kfac_core.distributed.whole_batch import counts_first, in_whole_batch, no_arrays
 from kfac_core.errors import KFACError, UnsupportedError
 from kfac_core.factors.statistics import Statistics
@@ -59,7 +62,7 @@ from kfac_core.network import (
     plain,
 )
 
-__all__ = ["DistributedExecutor"]
+__all__ = ["DistributedExecutor", "vote_length"]
 
 
 class DistributedExecutor:
@@ -139,18 +142,11 @@ class DistributedExecutor:
         stage : {"update", "absorb"}
             Stage that the other ranks are at, or come to.
         held : mapping of str to Statistics or None
-            Statistics of every block on this rank, before.
+            Not read.
         error : Exception
             What was raised on this rank.
         """
-        if stage == "update" and counts_first(self.network, self.options.loss):
-            self._agreement.vote("count", np.zeros(0), error=error)
-        ballot = [
-            # The names of averages hang on no library of arrays.
-            _weights_of(held[name] or block.initial(np.zeros(())), None)
-            for name, block in self.network.blocks.items()
-        ]
-        self._agreement.vote(stage, np.concatenate(ballot), error=error)
+        self._agreement.vote(stage, error=error)
         raise error  # as the vote did
 
     def in_background(self, inner: Executor) -> DistributedExecutor:
@@ -278,17 +274,16 @@ class DistributedExecutor:
             own[name] = (block, emptied(statistics), batch, 0.0, None, skip)
         moments, error = self._attempt(function, own)
         coefficients = {name: (task[3], task[4]) for name, task in tasks.items()}
-        return self._absorbed("update", function, tasks, moments, coefficients, error)
+        return self._absorbed(function, tasks, moments, coefficients, error)
 
     def _absorb(self, function: Any, tasks: Tasks) -> dict[str, Any]:
         tasks = self._with_statistics("absorb", tasks)
         moments = {n: task[2] for n, task in tasks.items() if task[2] is not None}
         coefficients = {name: (task[3], task[4]) for name, task in tasks.items()}
-        return self._absorbed("absorb", function, tasks, moments, coefficients, None)
+        return self._absorbed(function, tasks, moments, coefficients, None)
 
     def _absorbed(
         self,
-        step: str,
         function: Any,
         tasks: Tasks,
         moments: Mapping[str, Statistics],
@@ -296,17 +291,20 @@ class DistributedExecutor:
         error: Exception | None,
     ) -> dict[str, Statistics]:
         """Return statistics after an update with this rank's part of the batch."""
-        told_of = {
+        weights = {
             name: _weights_of(task[1], moments.get(name))
             for name, task in tasks.items()
         }
-        plain_ones = [
+        # Traced coefficients cannot be compared.
+        numbers = [
             c for pair in coefficients.values() for c in pair if type(c) is float
         ]
-        ballot = np.concatenate(list(told_of.values()))
-        total = self._agreement.vote(f"{step} {plain_ones}", ballot, error=error)
-        stops = np.cumsum([len(part) for part in told_of.values()])[:-1]
-        found = dict(zip(told_of, np.split(total, stops), strict=True))
+        dtypes = sorted({dtype_name(task[1].like) for task in tasks.values()})
+        step = f"update with {sorted({*numbers})}; {', '.join(dtypes)}"
+        ballot = np.concatenate(list(weights.values()))
+        total = self._agreement.vote(step, ballot, error=error)
+        stops = np.cumsum([len(part) for part in weights.values()])[:-1]
+        found = dict(zip(weights, np.split(total, stops), strict=True))
         fed = [name for name, numbers in found.items() if numbers[0] > 0]
         if any(numbers[1] > 0 for numbers in found.values()):
             return self._flagged(function, fed, tasks, moments)
@@ -367,7 +365,7 @@ class DistributedExecutor:
         whole = self._whole(f"rebase {names} {function.moments}", given)
         own = {name: (tasks[name][0], whole[name]) for name in whole}
         made, error = self._attempt(function, own)
-        self._agreement.vote("rebased", np.zeros(0), error=error)
+        self._agreement.vote("rebased", error=error)
         news = {
             name: (
                 new.bases,
@@ -437,6 +435,7 @@ class DistributedExecutor:
         if self.placement.holders == self._communicator.size:
             return self._inner(function, tasks)
         given = {name: task[2] for name, task in tasks.items()}
+        self._agreement.meet(f"{function.product} of {sorted(given)}")
         made: dict[str, Any] = {}
         error: Exception | None = None
         started = []
@@ -459,7 +458,7 @@ class DistributedExecutor:
             results |= found
             anything_failed = anything_failed or failed
         if anything_failed:
-            Agreement(self._row).vote("product", np.zeros(0), error=error)
+            Agreement(self._row).vote("product", error=error)
         if self.options.directions_dtype is not None:
             # What this rank sent, rounded as the others have it.
             return {name: results[name] for name in tasks}
@@ -478,7 +477,7 @@ class DistributedExecutor:
         own = {name: task for name, task in tasks.items() if self._holds(name)}
         made, error = self._attempt(function, own)
         step = f"prepare {list(tasks)} {function.factorization}"
-        self._agreement.vote(step, np.zeros(0), error=error)
+        self._agreement.vote(step, error=error)
         return {name: made.get(name, task[1]) for name, task in tasks.items()}
 
     def _whole(
@@ -487,29 +486,23 @@ class DistributedExecutor:
         """Return the statistics of all rows, of the blocks that this rank owns."""
         own = self.placement.owned_by(self._communicator.rank)
         own = [name for name in own if name in given]
-        self._vote_on_forms(step, given)
+        forms = [f"{name}: {_form_of(given[name])}" for name in given]
+        self._agreement.meet("; ".join([step, *forms]))
         if self.options.reduce == "update":
             return {name: given[name] for name in own}
-        sums, merges = self._items(given)
-        found = summed_at_owners(self._communicator, sums, **self._wire)
-        found |= self._merged_at_owners(merges)
-        return {name: self._joined(name, given[name], found) for name in own}
+        sums = summed_at_owners(self._communicator, self._items(given), **self._wire)
+        return {name: self._joined(name, given[name], sums) for name in own}
 
     def _summed_everywhere(
         self, given: Mapping[str, Statistics]
     ) -> dict[str, Statistics]:
         """Return the statistics of all ranks' rows on every rank."""
-        self._vote_on_forms("sum", given)
         # What one block takes from another is empty here.
         parts = {name: self._untaken(name, part) for name, part in given.items()}
-        sums, merges = self._items(parts)
-        found = summed(self._communicator, sums, **self._wire)
-        if merges:
-            joined = self._merged_at_owners(merges)
-            found |= self._to_all(joined, merges[0].average.weight)
-        made = {name: self._joined(name, part, found) for name, part in parts.items()}
+        sums = summed(self._communicator, self._items(parts), **self._wire)
+        joined = {name: self._joined(name, part, sums) for name, part in parts.items()}
         return {
-            name: replaced(part, averages={**part.averages, **made[name].averages})
+            name: replaced(part, averages={**part.averages, **joined[name].averages})
             for name, part in given.items()
         }
 
@@ -525,28 +518,14 @@ class DistributedExecutor:
             "bucket_bytes": self.options.bucket_bytes,
         }
 
-    def _merged_at_owners(self, merges: list[Item]) -> dict[str, Any]:
-        dtype = self.options.statistics_dtype
-        return merged_at_owners(self._communicator, merges, dtype=dtype)
-
-    def _vote_on_forms(self, step: str, given: Mapping[str, Statistics]) -> None:
-        forms = {name: _form_of(statistics) for name, statistics in given.items()}
-        self._agreement.vote(f"{step} of {forms}", np.zeros(0))
-
-    def _items(self, given: Mapping[str, Statistics]) -> tuple[list[Item], list[Item]]:
-        """Return the averages that are added up, and those that are merged.
-
-        A factor that blocks share is its giver's, and stands there once.
-        """
-        sums: dict[str, Item] = {}
-        merges: dict[str, Item] = {}
+    def _items(self, given: Mapping[str, Statistics]) -> list[Item]:
+        """Return the averages of blocks, with a shared factor once: that of its giver."""
+        items: dict[str, Item] = {}
         for name, statistics in given.items():
-            reduction = self.network.blocks[name].approximation.reduction
-            kind = merges if reduction == "merge" else sums
             for side, average in statistics.averages.items():
                 key = self._key(name, side)
-                kind.setdefault(key, Item(key, self.placement.owners[name], average))
-        return [*sums.values()], [*merges.values()]
+                items.setdefault(key, Item(key, self.placement.owners[name], average))
+        return [*items.values()]
 
     def _joined(
         self, name: str, given: Statistics, found: Mapping[str, Any]
@@ -574,11 +553,13 @@ class DistributedExecutor:
 
     def _errors(self, failed: Mapping[str, KFACError]) -> dict[str, KFACError]:
         """Return the errors of all ranks' blocks, on every rank."""
-        own = json.dumps({name: told(error) for name, error in failed.items()})
+        own = json.dumps({name: error_as_data(error) for name, error in failed.items()})
         found: dict[str, KFACError] = {}
         for rank, text in enumerate(self._agreement.texts(own)):
             for name, data in json.loads(text).items():
-                found[name] = failed[name] if name in failed else untold(data, rank)
+                found[name] = (
+                    failed[name] if name in failed else error_from_data(data, rank)
+                )
         return found
 
     def _holds(self, name: str) -> bool:
@@ -598,15 +579,37 @@ class DistributedExecutor:
         )
 
     def _require_same_plan(self) -> None:
-        options = {f.name: getattr(self.options, f.name) for f in fields(self.options)}
-        del options["communicator"], options["like"]
-        told_of = {
-            "the network": repr(self.network._parts),
-            "the options": repr(options),
-            "the placement": self.placement.digest(),
-            "the code of kfac_core": code_digest(),
+        # What an interval decides is in the placement.
+        local = "communicator", "like", "interval"
+        options = {
+            f"`{f.name}`": repr(getattr(self.options, f.name))
+            for f in fields(self.options)
+            if f.name not in local
         }
-        require_same(self._communicator, told_of)
+        compared = {
+            "the network": repr(self.network._parts),
+            **options,
+            "the placement": self.placement.digest(),
+            **{
+                f"the code of {package}": text
+                for package, text in code_digests().items()
+            },
+        }
+        require_same(self._communicator, compared)
+        self._agreement.reserve(vote_length(self.network))
+
+
+def vote_length(network: Network, /) -> int:
+    """Return the length of the votes between processes that divide a network.
+
+    That of an update has the weights of all averages, and may take along the examples of
+    each block that `kfac_core.integration.NaturalGradient` adds up.
+    """
+    averages = sum(
+        len(block.initial(np.zeros(())).averages) for block in network.blocks.values()
+    )
+    uses = len(network.chains.of) + len(network.tied_weights.uses)
+    return averages + 3 * len(network.blocks) + uses + 32
 
 
 def _placement(network: Network, options: Distributed) -> Placement:

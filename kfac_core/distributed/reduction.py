@@ -28,8 +28,6 @@ from kfac_core.distributed.communicator import Communicator, Handle
 from kfac_core.distributed.transport import (
     Packed,
     in_dtype,
-    lengths_of,
-    narrower,
     pack,
     unpack,
 )
@@ -40,7 +38,6 @@ __all__ = [
     "Item",
     "absorbed_share",
     "buckets",
-    "merged_at_owners",
     "summed",
     "summed_at_owners",
 ]
@@ -173,56 +170,6 @@ def summed(
     found: dict[str, Average] = {}
     for form, handles in started:
         found |= unpack(form, {name: wait() for name, wait in handles.items()})
-    return found
-
-
-def merged_at_owners(
-    communicator: Communicator, items: Iterable[Item], /, *, dtype: str | None
-) -> dict[str, Average]:
-    """Return the averages of all ranks, joined in their order, for what this rank owns.
-
-    Parameters
-    ----------
-    communicator : Communicator
-        Of all ranks.
-    items : iterable of Item
-        The same keys, owners and shapes on all ranks; each rank's part is sent to its
-        owner alone.
-    dtype : str or None
-        Dtype of floating messages, where it is narrower than that of the averages.
-
-    Returns
-    -------
-    dict of str to Average
-        By key.
-    """
-    items = list(items)
-    if not items:
-        return {}
-    ranks = range(communicator.size)
-    packed = [
-        pack({i.key: i.average for i in items if i.owner == rank}, shared=False)
-        for rank in ranks
-    ]
-    like, own = items[0].average.weight, packed[communicator.rank]
-    names = sorted({name for part in packed for name in part.arrays})
-    handles = {}
-    for name in names:
-        send = [lengths_of(part.form).get(name, 0) for part in packed]
-        receive = [send[communicator.rank]] * communicator.size
-        flat = _joined([part.flat(name, like) for part in packed])
-        flat = in_dtype(flat, narrower(name, dtype))
-        handles[name] = communicator.all_to_all(flat, send, receive)
-    arrived = {name: in_dtype(h.wait(), name) for name, h in handles.items()}
-    lengths = lengths_of(own.form)
-    found: dict[str, Average] = {}
-    for rank in ranks:
-        parts = {
-            name: flat[rank * lengths.get(name, 0) : (rank + 1) * lengths.get(name, 0)]
-            for name, flat in arrived.items()
-        }
-        for key, average in unpack(own.form, parts).items():
-            found[key] = found[key].merged(average) if key in found else average
     return found
 
 

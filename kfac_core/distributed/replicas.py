@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ from kfac_core.distributed.agreement import Agreement
 from kfac_core.distributed.communicator import Communicator
 from kfac_core.errors import ReplicaError
 
-__all__ = ["code_digest", "require_same"]
+__all__ = ["code_digests", "require_same"]
+
+_PACKAGES = "kfac_core", "kfac_core_backends", "kfac_core_shims"
+"""The core, its backends and its integrations, none of which is imported."""
 
 
 def require_same(communicator: Communicator, values: Mapping[str, Any], /) -> None:
@@ -47,13 +52,21 @@ def require_same(communicator: Communicator, values: Mapping[str, Any], /) -> No
 
 
 @functools.cache
-def code_digest() -> str:
-    """Return a text that is equal for equal code of this library: of all its files."""
+def code_digests() -> dict[str, str]:
+    """Return a text for each package of this project, equal where all its files are."""
+    digests = {}
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        digests[package] = "" if spec is None else _digest_of_files(spec)
+    return digests
+
+
+def _digest_of_files(spec: ModuleSpec) -> str:
     made = hashlib.sha256()
-    folder = Path(__file__).parents[1]
-    for path in sorted(folder.rglob("*.py")):
-        made.update(path.relative_to(folder).as_posix().encode())
-        made.update(path.read_bytes())
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        for path in sorted(folder.rglob("*.py")):
+            made.update(path.relative_to(folder).as_posix().encode())
+            made.update(path.read_bytes())
     return made.hexdigest()
 
 

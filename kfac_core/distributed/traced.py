@@ -61,7 +61,7 @@ class SummedOver:
             reduction = block.approximation.reduction
             if reduction != "sum" or isinstance(batch, GradientBatch):
                 reason = block.approximation.reduction_problem
-                if reduction == "merge" or reduction == "sum":
+                if reduction == "sum":
                     reason = "only sums over rows are added up inside a program"
                 raise UnsupportedError(
                     f"Block {name!r} ({block.approximation.name}) cannot be divided among "

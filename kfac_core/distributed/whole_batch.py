@@ -77,7 +77,7 @@ def in_whole_batch(
         Rank 0 has the gradients of bare parameters, of all ranks.
     """
     names = list(network.blocks)
-    counts = np.zeros((len(names), 3))
+    counts = np.zeros((len(names), 4))
     error: Exception | None = None
     for i, name in enumerate(names):
         try:
@@ -89,14 +89,13 @@ def in_whole_batch(
         except Exception as raised:
             error = raised
             break
-    agreement.vote("count", np.zeros(0), error=error)
-    of_ranks = np.stack(agreement.gathered(counts.reshape(-1)))
-    of_ranks = of_ranks.reshape(-1, len(names), 3)
+    summed = agreement.vote("count", counts.reshape(-1), error=error)
+    totals = summed.reshape(counts.shape)
     reduction = network.conventions.reduction
     column = 1 if reduction == "mean_rows" else 0
     made: dict[str, Any] = {}
     for i, name in enumerate(names):
-        total = float(of_ranks[:, i, column].sum())
+        total = float(totals[i, column])
         own = float(counts[i, column])
         factor = 1.0
         if reduction != "sum" and loss != "shard" and own:
@@ -110,7 +109,7 @@ def in_whole_batch(
                 agreement.communicator,
                 network.blocks[name].layer.parameter_shapes,
                 batch,
-                of_ranks[:, i],
+                totals[i],
                 share,
                 like,
             )
@@ -139,9 +138,10 @@ def _summed_gradients(
     like: Array,
 ) -> GradientBatch | None:
     """Return the gradient of the whole batch, on rank 0 alone."""
-    if not counts[:, 0].any():
+    examples, _, sources_of_ranks, ranks = counts.tolist()
+    if not examples:
         return None
-    sources = int(counts[:, 2].max())
+    sources = round(sources_of_ranks / ranks)
     lead = (sources,) if sources else ()
     if batch is None:
         if like is None:
@@ -162,21 +162,22 @@ def _summed_gradients(
     for key, x in gradients.items():
         made[key] = xp.reshape(total[start : start + math.prod(x.shape)], x.shape)
         start += math.prod(x.shape)
-    return GradientBatch(made, int(counts[:, 0].sum()), sources or None)
+    return GradientBatch(made, int(examples), sources or None)
 
 
-def _counts_of(block: Any, batch: Any) -> tuple[float, float, float]:
-    """Return the numbers of examples, of rows that count, and of sources (or 0)."""
+def _counts_of(block: Any, batch: Any) -> tuple[float, float, float, float]:
+    """Return the numbers of examples, of rows that count, of sources (or 0), and 1."""
     if isinstance(batch, GradientBatch):
         return (
             float(batch.batch_size),
             float(batch.batch_size),
             float(batch.sources or 0),
+            1.0,
         )
     rows = block.rows(batch)
     rows = rows.layers[0] if hasattr(rows, "layers") else rows
     xp = own_namespace(rows.like)
-    return float(rows.examples), float(rows.kept(rows.like.dtype, xp=xp)), 0.0
+    return float(rows.examples), float(rows.kept(rows.like.dtype, xp=xp)), 0.0, 1.0
 
 
 def _scaled(batch: Any, factor: float) -> Any:

@@ -37,8 +37,9 @@ from kfac_core.constraints import (
     optional,
     require_options,
 )
-from kfac_core.distributed.agreement import Agreement
+from kfac_core.distributed.agreement import Agreement, are_equal, digest_of
 from kfac_core.distributed.communicator import Communicator
+from kfac_core.distributed.replicas import require_same
 from kfac_core.errors import (
     ConventionError,
     KFACError,
@@ -161,6 +162,7 @@ class NaturalGradient:
         self.kl_clip, self.learning_rate = kl_clip, learning_rate
         self.clip: TrustRegion | None = None
         self._begun: _Begun | None = None
+        self._shares_differ = False
         for name, interval in (
             ("update_every", update_every),
             ("refresh_every", refresh_every),
@@ -169,6 +171,19 @@ class NaturalGradient:
             interval_at(name, interval, 0)
         require_positive("kl_clip", kl_clip, optional=True)
         require_positive("learning_rate", learning_rate)
+        if communicator is not None:
+            require_same(communicator, self._compared())
+
+    def _compared(self) -> dict[str, str]:
+        """Return the options that all processes must have alike, by their names."""
+        intervals = {
+            "`update_every`": self.update_every,
+            "`refresh_every`": self.refresh_every,
+            "`bases_every`": self.bases_every,
+        }
+        # What a function returns is compared at each step.
+        texts = {n: "" if callable(own) else f"{own}" for n, own in intervals.items()}
+        return {"`reduction`": self.reduction, **texts}
 
     @property
     def wants_statistics(self) -> bool:
@@ -234,7 +249,8 @@ class NaturalGradient:
         try:
             if begun.refresh is not None:
                 begun.refresh.install()
-            found = self._directions(gradients, begun.rows)
+            with self._announced():
+                found = self._directions(gradients, begun.rows)
         except BaseException:
             self._restore(begun.before)
             raise
@@ -387,50 +403,126 @@ class NaturalGradient:
         background: bool,
     ) -> None:
         """Update and refresh, where they are due."""
-        error: Exception | None = None
-        used: list[LayerCall] = []
-        try:
-            used = self._used(calls)
-        except Exception as raised:
-            error = raised
-        rows, examples = self._agreed(gradients, used, rows, error=error)
-        seen = bool(rows) and any(examples.values())
-        missing = self.wants_statistics and not seen
-        if missing or (not rows and self.reduction == "sum"):
-            raise NotReadyError(_NOTHING_SEEN)
-        parts = self._batches(used, rows, examples) if seen else []
         before, refresh = self._held(), None
         estimator = self.estimator
         try:
-            if self.damping_schedule is not None:
-                estimator.damping = value_at(self.damping_schedule, self.steps)
-            if self.decay_schedule is not None:
-                estimator.decay = value_at(self.decay_schedule, self.steps)
-            if parts[1:]:
-                found: dict[str, Statistics] = {}
-                for part in parts:
-                    self._add_moments(part, found)
-                estimator.absorb(found)
-                del found, part
-            elif parts:
-                estimator.update(parts[0])
-            if parts:
-                # The rows are in the statistics; a refresh needs the memory.
-                parts.clear()
-                for call in used:
-                    call.clear()
-            if self.wants_refresh:
-                self._rebase()
-                if background:
-                    refresh = estimator.start_refresh()
-                else:
-                    estimator.refresh()
-            elif seen:
-                self._refresh_new(name for name, N in examples.items() if N)
+            rows, examples = self._updated(gradients, calls, rows, background)
+            with self._announced():
+                if self.wants_refresh:
+                    self._rebase()
+                    if background:
+                        refresh = estimator.start_refresh()
+                    else:
+                        estimator.refresh()
+                elif any(examples.values()):
+                    self._refresh_new(name for name, N in examples.items() if N)
         except BaseException:
             self._restore(before)
             raise
         self._begun = _Begun(before, rows, refresh)
+
+    def _updated(
+        self,
+        gradients: Mapping[str, Mapping[str, Any]],
+        calls: Iterable[LayerCall],
+        rows: Scalar,
+        background: bool,
+    ) -> tuple[Scalar, dict[str, float]]:
+        """Update; return the rows and each block's examples, of all processes."""
+        error: Exception | None = None
+        used: list[LayerCall] = []
+        try:
+            used = self._used(calls)
+            if self.damping_schedule is not None:
+                self.estimator.damping = value_at(self.damping_schedule, self.steps)
+            if self.decay_schedule is not None:
+                self.estimator.decay = value_at(self.decay_schedule, self.steps)
+        except Exception as raised:
+            error = raised
+        at_once = (
+            self.communicator is not None
+            and self.wants_statistics
+            and not self._shares_differ
+            and not (self.estimator.mode == "empirical" and self.reduction == "mean")
+        )
+        agreed = None
+        if at_once:
+            agreed = self._updated_at_once(gradients, used, rows, error, background)
+        if agreed is None:
+            agreed = self._agreed(
+                gradients, used, rows, error=error, background=background
+            )
+            self._require_seen(*agreed)
+            if any(agreed[1].values()):
+                self._update(self._batches(used, *agreed))
+        # The rows are in the statistics; a refresh needs the memory.
+        if any(agreed[1].values()):
+            for call in used:
+                call.clear()
+        return agreed
+
+    def _updated_at_once(
+        self,
+        gradients: Mapping[str, Mapping[str, Any]],
+        used: Sequence[LayerCall],
+        rows: Scalar,
+        error: Exception | None,
+        background: bool,
+    ) -> tuple[Scalar, dict[str, float]] | None:
+        """Update by the number of rows here, and agree in the vote of the update.
+
+        A block's output gradients are scaled by its examples over the rows, of all
+        processes.  If that is not the ratio here, nothing is changed, and the result is
+        None on all processes.
+        """
+        assert self.communicator is not None
+        agreement = Agreement(self.communicator)
+        examples = self._examples_of(used)
+        step = self._plan(gradients, background)
+        try:
+            if error is not None:
+                raise error
+            numbers = self._numbers(gradients, rows, examples)
+            here = (rows, examples) if rows else (1.0, examples)
+            parts = self._batches(used, *here)
+        except Exception as raised:
+            agreement.vote(step, error=raised)
+        before = self._held()
+        with agreement.riding(step, numbers) as rider:
+            self._update(parts)
+        assert rider.total is not None
+        total = rider.total
+        agreed = self._read(total, examples)
+        self._require_same_gradients(total, numbers)
+        self._require_seen(*agreed)
+        if not are_equal(total[4:8], total[3]):
+            self._restore(before)
+            self._shares_differ = True
+            return None
+        return agreed
+
+    def _update(self, parts: list[dict[str, Any]]) -> None:
+        if not parts[1:]:
+            self.estimator.update(parts[0])
+            return
+        moments: dict[str, Statistics] = {}
+        for part in parts:
+            self._add_moments(part, moments)
+        self.estimator.absorb(moments)
+
+    def _require_seen(self, rows: Scalar, examples: Mapping[str, float]) -> None:
+        missing = self.wants_statistics and not (rows and any(examples.values()))
+        if missing or (not rows and self.reduction == "sum"):
+            raise NotReadyError(_NOTHING_SEEN)
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Run stages that the vote of the step has named, without further votes."""
+        if self.communicator is None:
+            yield
+            return
+        with Agreement(self.communicator).announced():
+            yield
 
     def _refresh_new(self, names: Iterable[str]) -> None:
         """Make the first operators of blocks that no batch before this one had."""
@@ -533,55 +625,102 @@ class NaturalGradient:
         rows: Scalar,
         *,
         error: Exception | None = None,
+        background: bool = False,
     ) -> tuple[Scalar, dict[str, float]]:
         """Return the rows and each block's examples of all processes.
 
         Of several, all raise if one gives an error or has gradients that are not finite, or
         if these are not the same on all.
         """
+        examples = self._examples_of(calls)
+        if self.communicator is None:
+            if error is not None:
+                raise error
+            return rows, examples
+        numbers = np.zeros(0)
+        try:
+            numbers = self._numbers(gradients, rows, examples)
+        except KFACError as raised:
+            error = error or raised
+        step = self._plan(gradients, background)
+        total = Agreement(self.communicator).vote(step, numbers, error=error)
+        self._require_same_gradients(total, numbers)
+        return self._read(total, examples)
+
+    def _examples_of(self, calls: Iterable[LayerCall]) -> dict[str, float]:
         network = self.estimator.network
         names = (*network.blocks, *network.chains.of, *network.tied_weights.uses)
         examples = dict.fromkeys(names, 0.0)
         for call in calls:
             N = float(call.examples_here)
             examples[call.block] = examples.get(call.block, 0.0) + N
-        if self.communicator is None:
-            if error is not None:
-                raise error
-            return rows, examples
-        norm = 0.0
-        try:
-            found = _norm(gradients)
-            if not np.isfinite(found):
-                _require_finite(gradients)
-            else:
-                common = self._common(gradients)
-                norm = found if common is gradients else _norm(common)
-        except KFACError as raised:
-            error = error or raised
-        own = np.asarray([norm, norm * norm, float(rows), *examples.values()])
+        return examples
+
+    def _plan(
+        self, gradients: Mapping[str, Mapping[str, Any]], background: bool
+    ) -> str:
+        """Return what decides which stages the next step has, and what they send."""
         bound, rate = self._clip_options()
-        step = (
-            f"step {self.steps} with kl_clip={bound} for a learning rate of {rate:.6g} and "
-            f"with the gradients of {sorted(gradients)}"
-        )
-        norms, squares, total, *counts = (
-            Agreement(self.communicator).vote(step, own, error=error).tolist()
-        )
-        own_rank = self.communicator.ranks[self.communicator.rank]
-        mean = norms / self.communicator.size
-        spread = squares / self.communicator.size - mean * mean
+        parts = [
+            f"step {self.steps}",
+            f"with statistics: {self.wants_statistics}",
+            f"a refresh: {self.wants_refresh}",
+            f"bases: {self._due('bases_every', self.bases_every)}",
+            f"reduction {self.reduction}",
+            f"kl_clip={bound} for a learning rate of {rate:.6g}",
+            f"gradients of {sorted(gradients)}",
+            f"begun before they were known: {background}",
+        ]
+        return "; ".join(parts)
+
+    def _numbers(
+        self,
+        gradients: Mapping[str, Mapping[str, Any]],
+        rows: Scalar,
+        examples: Mapping[str, float],
+    ) -> np.ndarray[Any, Any]:
+        """Return what a vote adds up: see `_read` and `_require_same_gradients`."""
+        norm = _norm(gradients)
+        if not np.isfinite(norm):
+            _require_finite(gradients)
+            norm = 0.0
+        common = self._common(gradients)
+        if norm and common is not gradients:
+            norm = _norm(common)
+        rows = float(rows)
+        # A part that is masked as a whole has examples and no rows.
+        shares = [
+            (name, N / rows if rows else np.inf) for name, N in examples.items() if N
+        ]
+        digest = digest_of(repr(shares)) * bool(shares)
+        head = norm, norm * norm, rows, float(bool(shares))
+        return np.asarray([*head, *digest, *examples.values()])
+
+    def _read(
+        self, total: np.ndarray[Any, Any], examples: Mapping[str, float]
+    ) -> tuple[float, dict[str, float]]:
+        counts = total[8:].tolist()
+        return float(total[2]), dict(zip(examples, counts, strict=True))
+
+    def _require_same_gradients(
+        self, total: np.ndarray[Any, Any], numbers: np.ndarray[Any, Any]
+    ) -> None:
+        """Raise `ConventionError` where processes have gradients of different norms."""
+        assert self.communicator is not None
+        mean = float(total[0]) / self.communicator.size
+        spread = float(total[1]) / self.communicator.size - mean * mean
         if spread > _ALIKE**2 * mean * mean:
             raise ConventionError(
                 "The gradients are not the same on all processes: their norm is "
-                f"{norm:.6g} on rank {own_rank} and {mean:.6g} on average. "
+                f"{numbers[0]:.6g} on rank "
+                f"{self.communicator.ranks[self.communicator.rank]} and {mean:.6g} on "
+                "average. "
                 "Before a step they have to be averages over the processes, as "
                 "DistributedDataParallel leaves them, or fully_shard of the whole model: "
                 "call the model through it, take no step within no_sync, or average the "
                 "gradients yourself. For a model of each process's own say "
                 "communicator='alone'."
             )
-        return total, dict(zip(examples, counts, strict=True))
 
     def _common(
         self, gradients: Mapping[str, Mapping[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 from warnings import warn
@@ -724,6 +725,12 @@ class KFAC(kc.integration.NaturalGradient):
         return self._division.directions(
             self.estimator, gradients, learning_rate=rate, bound=bound
         )
+
+    def _compared(self) -> dict[str, str]:
+        # Of a likelihood without a `__repr__` the address differs.
+        likelihood = re.sub(" at 0x[0-9a-f]+", "", repr(self.criterion.row))
+        own = {"`likelihood`": likelihood, "`overlap`": str(self.overlap)}
+        return super()._compared() | own
 
     def _common(self, gradients: Any) -> Any:
         return gradients if self._division is None else self._division.common(gradients)
